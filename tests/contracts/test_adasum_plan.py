@@ -42,22 +42,18 @@ def test_adasum_takes_nodes_from_the_launcher_and_packs_from_the_section():
     assert adasum({"extra": {"adasum": {"split_groups": [3, 9]}}}, NODES).split_groups == (3, 9)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
+def test_a_written_device_number_makes_the_nodes():
+    for config in [
         {"boost": {"mode": "manual", "adasum": True}, "common": {"device_number": 2}},
         {"extra": {"adasum": True}, "common": {"device_number": 2}},
         {"extra": {"adasum": {"devices_per_node": 2}}},
-    ],
-)
-def test_a_written_device_number_makes_the_nodes(config):
-    one = replace(FAST, world_size=8, devices_per_node=8)
-    assert adasum(config, one).devices_per_node == 2
+    ]:
+        one = replace(FAST, world_size=8, devices_per_node=8)
+        assert adasum(config, one).devices_per_node == 2
 
 
-@pytest.mark.parametrize(
-    ("facts", "number", "reason"),
-    [
+def test_adasum_without_whole_nodes_is_dropped():
+    for facts, number, reason in [
         (
             {"world_size": 8, "devices_per_node": 4, "nodes": 2},
             8,
@@ -70,13 +66,11 @@ def test_a_written_device_number_makes_the_nodes(config):
             "8 ranks in nodes of 3 leave the last node incomplete",
         ),
         ({}, None, "one node of 1 rank has no other"),
-    ],
-)
-def test_adasum_without_whole_nodes_is_dropped(facts, number, reason):
-    common = {} if number is None else {"common": {"device_number": number}}
-    plan = Plan.of("O0", {"boost": {"mode": "manual", "adasum": True}} | common, replace(FAST, **facts))
-    assert plan.algorithms == ()
-    assert reason in reasons(plan)["adasum"]
+    ]:
+        common = {} if number is None else {"common": {"device_number": number}}
+        plan = Plan.of("O0", {"boost": {"mode": "manual", "adasum": True}} | common, replace(FAST, **facts))
+        assert plan.algorithms == ()
+        assert reason in reasons(plan)["adasum"]
 
 
 def test_wrong_settings_of_adasum_are_placed():

@@ -88,45 +88,44 @@ BUDGETS = (12, 20, 30, 100, 1000)
 """In plain steps."""
 
 
-@pytest.mark.parametrize("changed", [False, True])
-@pytest.mark.parametrize("interrupts", [True, False])
-def test_no_sequence_of_levers_takes_more_than_its_share(interrupts: bool, changed: bool) -> None:
+def test_no_sequence_of_levers_takes_more_than_its_share() -> None:
     """If nothing can be interrupted, one build or pair of steps that was begun in time is completed."""
-    tried = 0
-    for step, factors, budget, price in itertools.product(STEPS, SEQUENCES, BUDGETS, (0.1, 5.0, 200.0)):
-        seconds = min(60.0, budget * step)
-        if (COPY + 2) * step > seconds:
-            continue
-        bench = Scripted(step, factors, {"compile": price}, interrupts=interrupts)
-        found = search(
-            list(factors),
-            bench,
-            seconds=seconds,
-            steps=100 * budget,
-            prices={"compile": Price(expected=5.0)},
-            undecided=dict.fromkeys(factors, True),
-            changed=changed,
-        )
-        tried += bench.incumbent != ()
-        over = KERNEL * 2 * max(factors.values()) * step if interrupts else bench.longest
-        assert bench.now <= 1.1 * seconds + over
-        slow = [v for v in found.verdicts if v.kept and factors[v.lever] >= 60]
-        # Nothing speaks against a lever for which no time was left; it is as without a trial.
-        assert all("on as usual" in v.reason for v in slow), (step, factors, budget)
-    assert tried > 50
+    for interrupts in [True, False]:
+        for changed in [False, True]:
+            tried = 0
+            for step, factors, budget, price in itertools.product(STEPS, SEQUENCES, BUDGETS, (0.1, 5.0, 200.0)):
+                seconds = min(60.0, budget * step)
+                if (COPY + 2) * step > seconds:
+                    continue
+                bench = Scripted(step, factors, {"compile": price}, interrupts=interrupts)
+                found = search(
+                    list(factors),
+                    bench,
+                    seconds=seconds,
+                    steps=100 * budget,
+                    prices={"compile": Price(expected=5.0)},
+                    undecided=dict.fromkeys(factors, True),
+                    changed=changed,
+                )
+                tried += bench.incumbent != ()
+                over = KERNEL * 2 * max(factors.values()) * step if interrupts else bench.longest
+                assert bench.now <= 1.1 * seconds + over
+                slow = [v for v in found.verdicts if v.kept and factors[v.lever] >= 60]
+                # Nothing speaks against a lever for which no time was left; it is as without a trial.
+                assert all("on as usual" in v.reason for v in slow), (step, factors, budget)
+            assert tried > 50
 
 
-@pytest.mark.parametrize("budget", [20, 60, 100, 126, 140, 200])
-def test_a_lever_that_is_interrupted_before_its_first_pair_is_not_kept(budget: float) -> None:
+def test_a_lever_that_is_interrupted_before_its_first_pair_is_not_kept() -> None:
     """It is on without a trial. Its warm-up just fits, and the step of the first pair does not."""
-    bench = Scripted(0.5, {"slow": 60.0}, {}, interrupts=True, noise=0.0)
-    (verdict,) = search(["slow"], bench, seconds=0.5 * budget, undecided={"slow": True}).verdicts
-    assert not verdict.kept
+    for budget in [20, 60, 100, 126, 140, 200]:
+        bench = Scripted(0.5, {"slow": 60.0}, {}, interrupts=True, noise=0.0)
+        (verdict,) = search(["slow"], bench, seconds=0.5 * budget, undecided={"slow": True}).verdicts
+        assert not verdict.kept
 
 
-@pytest.mark.parametrize(
-    ("calibrate", "steps", "expected", "wanted"),
-    [
+def test_a_price_that_is_worth_it_makes_the_trial_longer():
+    for calibrate, steps, expected, wanted in [
         ("auto", 10_000, 27.0, 37.0),  # 1 % of the run and the price
         ("auto", 10_000, 36.0, 48.0),  # three quarters are set aside for the price
         ("auto", 10_000, 38.0, 10.0),  # it would take more than 5 % of the run
@@ -135,25 +134,25 @@ def test_a_lever_that_is_interrupted_before_its_first_pair_is_not_kept(budget: f
         ("auto", 100_000, 70.0, 130.0),
         ("auto", None, 27.0, 3.0),
         (12.5, 10_000, 27.0, 12.5),
-    ],
-)
-def test_a_price_that_is_worth_it_makes_the_trial_longer(calibrate, steps, expected, wanted):
-    made = Calibration(levers=(), prior=frozenset(), calibrate=calibrate, total_steps=steps)
-    assert made.seconds(0.1, Price(expected=expected, best_ratio=1.5)) == pytest.approx(wanted)
+    ]:
+        made = Calibration(levers=(), prior=frozenset(), calibrate=calibrate, total_steps=steps)
+        assert made.seconds(0.1, Price(expected=expected, best_ratio=1.5)) == pytest.approx(wanted)
 
 
-@pytest.mark.parametrize(("times", "ratio", "wanted"), [(4, 1.5, 37.0), (5, 1.5, 10.0), (1, 1.05, 10.0)])
-def test_a_price_is_worth_it_if_the_run_saves_three_times_what_it_pays(times, ratio, wanted):
-    made = Calibration(levers=(), prior=frozenset(), calibrate="auto", total_steps=10_000)
-    price = Price(expected=27.0, best_ratio=ratio, times=times)
-    assert made.seconds(0.1, price) == pytest.approx(wanted)
+def test_a_price_is_worth_it_if_the_run_saves_three_times_what_it_pays():
+    for times, ratio, wanted in [(4, 1.5, 37.0), (5, 1.5, 10.0), (1, 1.05, 10.0)]:
+        made = Calibration(levers=(), prior=frozenset(), calibrate="auto", total_steps=10_000)
+        price = Price(expected=27.0, best_ratio=ratio, times=times)
+        assert made.seconds(0.1, price) == pytest.approx(wanted)
 
 
-@pytest.mark.parametrize(
-    ("calibrate", "steps", "wanted"),
-    [("auto", 200_000, 250.0), ("auto", 40_000, 0.0), ("auto", None, 0.0), (12.5, 200_000, 0.0)],
-)
-def test_a_dearer_form_makes_the_trial_longer_if_it_is_worth_it(calibrate, steps, wanted):
+def test_a_dearer_form_makes_the_trial_longer_if_it_is_worth_it():
     """It may take 5 % of the run with what was spent before; a user's number of seconds stays."""
-    made = Calibration(levers=(), prior=frozenset(), calibrate=calibrate, total_steps=steps)
-    assert made.longer(50.0, 0.1, Price(expected=150.0, best_ratio=1.15)) == pytest.approx(wanted)
+    for calibrate, steps, wanted in [
+        ("auto", 200_000, 250.0),
+        ("auto", 40_000, 0.0),
+        ("auto", None, 0.0),
+        (12.5, 200_000, 0.0),
+    ]:
+        made = Calibration(levers=(), prior=frozenset(), calibrate=calibrate, total_steps=steps)
+        assert made.longer(50.0, 0.1, Price(expected=150.0, best_ratio=1.15)) == pytest.approx(wanted)

@@ -89,9 +89,7 @@ REENTRANT = Limit(IncompatibleError, "use_reentrant=False", within=1)  # docs/al
 NO_SPLIT = Limit(IncompatibleError, "cannot be split into a frozen and a trained part", at_once=True)
 LIMITS = {
     **dict.fromkeys([(CACHED.name, n) for n in ("vit", "mixture_of_experts", "control_flow_by_shape")], NO_SPLIT),
-    **dict.fromkeys(
-        [(CACHED.name, n) for n in ("stochastic_depth", "moving_average", "initialised_by_data")], NO_SPLIT
-    ),
+    **dict.fromkeys([(CACHED.name, n) for n in ("stochastic_depth", "state_of_its_own")], NO_SPLIT),
     **{
         (choice.name, "checkpointed_reentrant"): REENTRANT
         for choice in (O1, O2, *ACTIVE)
@@ -104,7 +102,6 @@ LIMITS = {
             "resnet_basic_inplace",
             "resnet_preact_inplace",
             "densenet",
-            "inplace_activations",
             "skip_over_inplace",
             "two_networks",
         )

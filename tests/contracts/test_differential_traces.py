@@ -44,7 +44,7 @@ NORMS = [
     "densenet",
     "repvgg_inplace",
     "unet",
-    "reused_batch_norm",
+    "reused_layers",
     "plain_list",
 ]
 """What loses norms after training by default."""

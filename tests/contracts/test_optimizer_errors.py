@@ -170,19 +170,19 @@ def test_finite_gradients_give_finite_weights(rule, lr, decay, scale, constant):
     assert finite(optimizer)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_any_shape_and_gradients_of_zero(name):
-    shapes = [(3,), (3, 1), (1,), (0,), (0, 2), (), (2, 1, 2), (1, 3, 2, 2)]
-    if name.startswith("Muon"):
-        shapes = [shape if len(shape) > 1 else (*shape, 2, 3) for shape in shapes]
-    params = [nn.Parameter(make(shape)) for make in (torch.zeros, torch.ones) for shape in shapes]
-    optimizer = CASES[name](params)
-    for _ in range(3):
-        for param in params:
-            param.grad = torch.zeros_like(param)
-        optimizer.step()
-    assert finite(optimizer)
-    assert not any(param.any() for param in params[: len(shapes)])
+def test_any_shape_and_gradients_of_zero():
+    for name in CASES:
+        shapes = [(3,), (3, 1), (1,), (0,), (0, 2), (), (2, 1, 2), (1, 3, 2, 2)]
+        if name.startswith("Muon"):
+            shapes = [shape if len(shape) > 1 else (*shape, 2, 3) for shape in shapes]
+        params = [nn.Parameter(make(shape)) for make in (torch.zeros, torch.ones) for shape in shapes]
+        optimizer = CASES[name](params)
+        for _ in range(3):
+            for param in params:
+                param.grad = torch.zeros_like(param)
+            optimizer.step()
+        assert finite(optimizer)
+        assert not any(param.any() for param in params[: len(shapes)])
 
 
 class Spoilt:
@@ -283,71 +283,72 @@ def raises_and_changes_nothing(rule: str, fault: str, started: bool) -> None:
     assert len(optimizer.state) == sum(state is not None for state in before[1])
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_nonfinite_skip_changes_nothing_and_goes_on(rule):
-    def schedule(step: int) -> float:
-        return 0.1 / (1 + step)
+def test_nonfinite_skip_changes_nothing_and_goes_on():
+    for rule in RULES:
 
-    params, plain = parameters(shapes_of(rule)), parameters(shapes_of(rule))
-    rate = rate_for(rule, schedule)
-    optimizer, other = RULES[rule](params, lr=rate, nonfinite="skip"), RULES[rule](plain, lr=rate)
-    for step, bad in enumerate([math.nan, 0.0, -math.inf, 0.0]):
-        give_grads(params, step)
-        if bad:
-            params[0].grad[1, 1] = bad
-            before = values(optimizer)
-            optimizer.step()
-            assert values(optimizer) == before
-        else:
-            optimizer.step()
-            train(other, plain, [step])
-            assert values(optimizer) == values(other)
-    optimizer.zero_grad()
-    optimizer.step()
+        def schedule(step: int) -> float:
+            return 0.1 / (1 + step)
 
-
-@pytest.mark.parametrize("rule", SCHEDULED)
-def test_a_list_that_is_used_up_says_so(rule):
-    params = parameters(shapes_of(rule))
-    optimizer = RULES[rule](params, lr=[0.1, 0.05])
-    train(optimizer, params, range(2))
-    before = values(optimizer)
-    with pytest.raises(IndexError, match=r"ended at step 1, but step 2 was requested.*Give one entry per update"):
-        train(optimizer, params, [2])
-    assert values(optimizer) == before
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_groups_behind_the_back(rule):
-    params = parameters(shapes_of(rule))
-    optimizer = RULES[rule](params[:2], lr=0.1)
-    give_grads(params, 0)
-    before = [frozen(param) for param in params]
-    optimizer.param_groups.append({"params": params[2:], "lr": 0.1})
-    with pytest.raises(ValueError, match="add groups with add_param_group"):
+        params, plain = parameters(shapes_of(rule)), parameters(shapes_of(rule))
+        rate = rate_for(rule, schedule)
+        optimizer, other = RULES[rule](params, lr=rate, nonfinite="skip"), RULES[rule](plain, lr=rate)
+        for step, bad in enumerate([math.nan, 0.0, -math.inf, 0.0]):
+            give_grads(params, step)
+            if bad:
+                params[0].grad[1, 1] = bad
+                before = values(optimizer)
+                optimizer.step()
+                assert values(optimizer) == before
+            else:
+                optimizer.step()
+                train(other, plain, [step])
+                assert values(optimizer) == values(other)
+        optimizer.zero_grad()
         optimizer.step()
-    optimizer.param_groups.pop()
-    del optimizer.param_groups[0]["weight_decay"]
-    with pytest.raises(ValueError, match="has no 'weight_decay'"):
-        optimizer.step()
-    assert [frozen(param) for param in params] == before
 
 
-@pytest.mark.parametrize("rule", ["SGD", "LazyAdam", "MixedOptimizer"])
-def test_groups_that_are_none(rule):
-    optimizer = RULES[rule](parameters(shapes_of(rule))[:1], lr=0.1)
-    before = values(optimizer)
-    for group in (None, 3, [1], {}, {"params": "w"}, {"params": [3]}, {"params": [("n", 3)]}):
-        with pytest.raises((TypeError, ValueError)):
-            optimizer.add_param_group(group)
+def test_a_list_that_is_used_up_says_so():
+    for rule in SCHEDULED:
+        params = parameters(shapes_of(rule))
+        optimizer = RULES[rule](params, lr=[0.1, 0.05])
+        train(optimizer, params, range(2))
+        before = values(optimizer)
+        with pytest.raises(IndexError, match=r"ended at step 1, but step 2 was requested.*Give one entry per update"):
+            train(optimizer, params, [2])
         assert values(optimizer) == before
-    leafless = parameters(shapes_of(rule))[1].detach().requires_grad_() * 2
-    with pytest.raises(ValueError, match="non-leaf"):
-        optimizer.add_param_group({"params": [leafless]})
-    with pytest.raises(ValueError, match="more than one parameter group"):
-        optimizer.add_param_group({"params": optimizer.param_groups[0]["params"]})
-    assert values(optimizer) == before
-    train(optimizer, optimizer.param_groups[0]["params"], [0])
+
+
+def test_groups_behind_the_back():
+    for rule in RULES:
+        params = parameters(shapes_of(rule))
+        optimizer = RULES[rule](params[:2], lr=0.1)
+        give_grads(params, 0)
+        before = [frozen(param) for param in params]
+        optimizer.param_groups.append({"params": params[2:], "lr": 0.1})
+        with pytest.raises(ValueError, match="add groups with add_param_group"):
+            optimizer.step()
+        optimizer.param_groups.pop()
+        del optimizer.param_groups[0]["weight_decay"]
+        with pytest.raises(ValueError, match="has no 'weight_decay'"):
+            optimizer.step()
+        assert [frozen(param) for param in params] == before
+
+
+def test_groups_that_are_none():
+    for rule in ["SGD", "LazyAdam", "MixedOptimizer"]:
+        optimizer = RULES[rule](parameters(shapes_of(rule))[:1], lr=0.1)
+        before = values(optimizer)
+        for group in (None, 3, [1], {}, {"params": "w"}, {"params": [3]}, {"params": [("n", 3)]}):
+            with pytest.raises((TypeError, ValueError)):
+                optimizer.add_param_group(group)
+            assert values(optimizer) == before
+        leafless = parameters(shapes_of(rule))[1].detach().requires_grad_() * 2
+        with pytest.raises(ValueError, match="non-leaf"):
+            optimizer.add_param_group({"params": [leafless]})
+        with pytest.raises(ValueError, match="more than one parameter group"):
+            optimizer.add_param_group({"params": optimizer.param_groups[0]["params"]})
+        assert values(optimizer) == before
+        train(optimizer, optimizer.param_groups[0]["params"], [0])
 
 
 def test_clipping_values_of_complex_gradients_is_refused_before_anything_changes():

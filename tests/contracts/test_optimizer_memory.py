@@ -54,9 +54,9 @@ def peak(step: Any) -> int:
 SIZE = 4 * (256 * 256 + 64 * 64)
 
 
-@pytest.mark.parametrize(
-    ("name", "shares"),
-    [
+def test_the_peak_of_a_step():
+    """In shares of the size of all gradients."""
+    for name, shares in [
         ("Adam-fused", 0.01),
         ("AdamWeightDecay-fused", 0.01),
         ("SGD-fused", 0.01),
@@ -68,81 +68,76 @@ SIZE = 4 * (256 * 256 + 64 * 64)
         ("RMSProp", 2.01),
         ("RMSProp-centered", 1.01),
         ("FTRL", 2.01),
-    ],
-)
-def test_the_peak_of_a_step(name, shares):
-    """In shares of the size of all gradients."""
-    params = parameters([(256, 256), (64, 64)])
-    optimizer = CASES[name](params)
-    give_grads(params, 0)
-    optimizer.step()
-    assert peak(optimizer.step) <= shares * SIZE
-    assert peak(lambda: torch.ones(1000)) == 4000  # the measure measures
+    ]:
+        params = parameters([(256, 256), (64, 64)])
+        optimizer = CASES[name](params)
+        give_grads(params, 0)
+        optimizer.step()
+        assert peak(optimizer.step) <= shares * SIZE
+        assert peak(lambda: torch.ones(1000)) == 4000  # the measure measures
 
 
-@pytest.mark.parametrize(
-    "name", ["Adam-nesterov", "Lamb", "Lamb-eps_in_root", "RMSProp-centered", "FTRL", "ScheduleFreeAdamW"]
-)
-def test_on_the_cpu_the_peak_is_that_of_a_piece(name):
-    params = parameters([(256, 256)] * 12)
-    optimizer = CASES[name](params)
-    give_grads(params, 0)
-    optimizer.step()
-    assert peak(optimizer.step) <= 4.01 * 4 * masters.IN_CACHE < 4.01 * 4 * 12 * 256 * 256 / 5
+def test_on_the_cpu_the_peak_is_that_of_a_piece():
+    for name in ["Adam-nesterov", "Lamb", "Lamb-eps_in_root", "RMSProp-centered", "FTRL", "ScheduleFreeAdamW"]:
+        params = parameters([(256, 256)] * 12)
+        optimizer = CASES[name](params)
+        give_grads(params, 0)
+        optimizer.step()
+        assert peak(optimizer.step) <= 4.01 * 4 * masters.IN_CACHE < 4.01 * 4 * 12 * 256 * 256 / 5
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(256, 256), (128, 512), (512, 128), (64, 64, 3, 3)], ids=str)
-def test_the_peak_of_muon_is_that_of_a_piece(shape, dtype, monkeypatch):
-    monkeypatch.setattr(muon, "PIECE", 2**17)
-    params = parameters([shape] * 12)
-    optimizer = RULES["Muon"](params, ns_dtype=dtype)
-    give_grads(params, 0)
-    optimizer.step()
-    assert peak(optimizer.step) <= 6.01 * 4 * muon.PIECE
+def test_the_peak_of_muon_is_that_of_a_piece(monkeypatch):
+    for shape in [(256, 256), (128, 512), (512, 128), (64, 64, 3, 3)]:
+        for dtype in [torch.float32, torch.bfloat16]:
+            monkeypatch.setattr(muon, "PIECE", 2**17)
+            params = parameters([shape] * 12)
+            optimizer = RULES["Muon"](params, ns_dtype=dtype)
+            give_grads(params, 0)
+            optimizer.step()
+            assert peak(optimizer.step) <= 6.01 * 4 * muon.PIECE
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_the_state_has_the_documented_size(rule):
-    wanted = {"SGD": 0, "Momentum": 1, "LARS": 1, "RMSprop": 1, "RMSProp": 1}
-    wanted |= {"Muon": 1, "MixedOptimizer": 1, "ScheduleFreeSGD": 1}
-    params = parameters([(16, 16)])
-    optimizer = RULES[rule](params)
-    give_grads(params, 0)
-    optimizer.step()
-    kept = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor) and v.ndim]
-    assert sum(v.numel() for v in kept) == wanted.get(rule, 2) * 256
+def test_the_state_has_the_documented_size():
+    for rule in RULES:
+        wanted = {"SGD": 0, "Momentum": 1, "LARS": 1, "RMSprop": 1, "RMSProp": 1}
+        wanted |= {"Muon": 1, "MixedOptimizer": 1, "ScheduleFreeSGD": 1}
+        params = parameters([(16, 16)])
+        optimizer = RULES[rule](params)
+        give_grads(params, 0)
+        optimizer.step()
+        kept = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor) and v.ndim]
+        assert sum(v.numel() for v in kept) == wanted.get(rule, 2) * 256
 
 
-@pytest.mark.parametrize("rule", ["Adam", "SGD"])
-def test_transforms_in_place_take_no_copy_of_the_gradients(rule):
-    params = parameters([(256, 256), (64, 64)])
-    options = {"momentum": 0.9} if rule == "SGD" else {}
-    optimizer = RULES[rule](params, fused=True, transforms=(Unscale(2.0), Centralize(), ClipNorm(1.0)), **options)
-    give_grads(params, 0)
-    optimizer.step()
-    assert peak(optimizer.step) <= 0.05 * SIZE
-    assert torch.isfinite(params[0]).all()
+def test_transforms_in_place_take_no_copy_of_the_gradients():
+    for rule in ["Adam", "SGD"]:
+        params = parameters([(256, 256), (64, 64)])
+        options = {"momentum": 0.9} if rule == "SGD" else {}
+        optimizer = RULES[rule](params, fused=True, transforms=(Unscale(2.0), Centralize(), ClipNorm(1.0)), **options)
+        give_grads(params, 0)
+        optimizer.step()
+        assert peak(optimizer.step) <= 0.05 * SIZE
+        assert torch.isfinite(params[0]).all()
 
 
-@pytest.mark.parametrize("name", ["Adam-fused", "SGD-fused"])
-def test_masters_take_a_float32_copy_of_one_piece_of_the_gradients(name, monkeypatch):
-    monkeypatch.setattr(masters, "PIECE", 128 * 128)
-    params = parameters([(128, 128)] * 8, dtype=torch.bfloat16)
-    optimizer = CASES[name](params, master_weights=True)
-    give_grads(params, 0)
-    optimizer.step()
-    assert peak(optimizer.step) <= 1.01 * 4 * 128 * 128
+def test_masters_take_a_float32_copy_of_one_piece_of_the_gradients(monkeypatch):
+    for name in ["Adam-fused", "SGD-fused"]:
+        monkeypatch.setattr(masters, "PIECE", 128 * 128)
+        params = parameters([(128, 128)] * 8, dtype=torch.bfloat16)
+        optimizer = CASES[name](params, master_weights=True)
+        give_grads(params, 0)
+        optimizer.step()
+        assert peak(optimizer.step) <= 1.01 * 4 * 128 * 128
 
 
-@pytest.mark.parametrize("name", ["Adam-fused", "SGD-fused"])
-def test_stochastic_rounding_takes_float32_copies_of_one_piece(name, monkeypatch):
-    monkeypatch.setattr(masters, "PIECE", 128 * 128)
-    params = parameters([(128, 128)] * 8, dtype=torch.bfloat16)
-    optimizer = CASES[name](params, master_weights="stochastic")
-    give_grads(params, 0)
-    optimizer.step()
-    assert peak(optimizer.step) <= 6.01 * 4 * 128 * 128
-    kept = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor) and v.ndim]
-    moments = 1 if name.startswith("SGD") else 2
-    assert sum(v.numel() * v.element_size() for v in kept) == moments * 4 * 8 * 128 * 128
+def test_stochastic_rounding_takes_float32_copies_of_one_piece(monkeypatch):
+    for name in ["Adam-fused", "SGD-fused"]:
+        monkeypatch.setattr(masters, "PIECE", 128 * 128)
+        params = parameters([(128, 128)] * 8, dtype=torch.bfloat16)
+        optimizer = CASES[name](params, master_weights="stochastic")
+        give_grads(params, 0)
+        optimizer.step()
+        assert peak(optimizer.step) <= 6.01 * 4 * 128 * 128
+        kept = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor) and v.ndim]
+        moments = 1 if name.startswith("SGD") else 2
+        assert sum(v.numel() * v.element_size() for v in kept) == moments * 4 * 8 * 128 * 128

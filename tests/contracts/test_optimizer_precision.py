@@ -34,10 +34,10 @@ def reloaded(state_dict: dict[str, Any]) -> dict[str, Any]:
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize("name", DISTINCT)
-def test_masters_equal_a_float32_run_that_is_rounded(name):
-    for dtype in LOW:
-        equal_a_float32_run(name, dtype)
+def test_masters_equal_a_float32_run_that_is_rounded():
+    for name in DISTINCT:
+        for dtype in LOW:
+            equal_a_float32_run(name, dtype)
 
 
 def equal_a_float32_run(name: str, dtype: torch.dtype) -> None:
@@ -58,10 +58,10 @@ def equal_a_float32_run(name: str, dtype: torch.dtype) -> None:
             assert frozen(param) == frozen(twin.to(dtype))
 
 
-@pytest.mark.parametrize("name", DISTINCT)
-def test_masters_resume_bit_identically_from_a_file(name):
-    for dtype in LOW:
-        resume_bit_identically(name, dtype)
+def test_masters_resume_bit_identically_from_a_file():
+    for name in DISTINCT:
+        for dtype in LOW:
+            resume_bit_identically(name, dtype)
 
 
 def resume_bit_identically(name: str, dtype: torch.dtype) -> None:
@@ -78,52 +78,52 @@ def resume_bit_identically(name: str, dtype: torch.dtype) -> None:
     assert values(other) == values(optimizer)
 
 
-@pytest.mark.parametrize("dtype", LOW, ids=str)
-@pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "FTRL"])  # which builds weights anew in each step
-def test_small_updates_are_not_lost(rule, dtype):
-    shape = (10, 5) if rule == "Muon" else (50,)
-    plain, kept = parameters([shape], dtype=dtype), parameters([shape], dtype=dtype)
-    start = plain[0].detach().clone()
-    for params, masters in ((plain, False), (kept, True)):
-        optimizer = RULES[rule](params, lr=1e-5, master_weights=masters)
-        for _ in range(50):
-            params[0].grad = torch.full_like(params[0], 0.1)
-            optimizer.step()
-    master = optimizer.state[kept[0]]["master"]
-    assert (master != start.float()).all()
-    assert frozen(kept[0]) == frozen(master.to(dtype))
+def test_small_updates_are_not_lost():
+    for rule in [rule for rule in RULES if rule != "FTRL"]:
+        for dtype in LOW:
+            shape = (10, 5) if rule == "Muon" else (50,)
+            plain, kept = parameters([shape], dtype=dtype), parameters([shape], dtype=dtype)
+            start = plain[0].detach().clone()
+            for params, masters in ((plain, False), (kept, True)):
+                optimizer = RULES[rule](params, lr=1e-5, master_weights=masters)
+                for _ in range(50):
+                    params[0].grad = torch.full_like(params[0], 0.1)
+                    optimizer.step()
+            master = optimizer.state[kept[0]]["master"]
+            assert (master != start.float()).all()
+            assert frozen(kept[0]) == frozen(master.to(dtype))
 
 
-@pytest.mark.parametrize("dtype", LOW, ids=str)
-@pytest.mark.parametrize("rule", ["Adam", "AdamWeightDecay", "SGD"])
-def test_masters_taken_up_from_a_run_without_them(rule, dtype):
+def test_masters_taken_up_from_a_run_without_them():
     """A checkpoint of torch, or of a run in low precision, has moments in the precision of the parameters."""
-    params = parameters(shapes_of(rule), dtype=dtype)
-    options = {"momentum": 0.9} if rule == "SGD" else {}
-    before = RULES[rule](params, lr=0.01, **options)
-    train(before, params, range(2))
-    state = reloaded(before.state_dict())
-    for group in state["param_groups"]:
-        del group["master_weights"]
-    optimizer = RULES[rule](params, lr=0.01, master_weights=True, **options)
-    optimizer.load_state_dict(state)
-    train(optimizer, params, [2])
-    for param in params:
-        assert {v.dtype for v in optimizer.state[param].values()} == {torch.float32}
-        assert frozen(param) == frozen(optimizer.state[param]["master"].to(dtype))
+    for rule in ["Adam", "AdamWeightDecay", "SGD"]:
+        for dtype in LOW:
+            params = parameters(shapes_of(rule), dtype=dtype)
+            options = {"momentum": 0.9} if rule == "SGD" else {}
+            before = RULES[rule](params, lr=0.01, **options)
+            train(before, params, range(2))
+            state = reloaded(before.state_dict())
+            for group in state["param_groups"]:
+                del group["master_weights"]
+            optimizer = RULES[rule](params, lr=0.01, master_weights=True, **options)
+            optimizer.load_state_dict(state)
+            train(optimizer, params, [2])
+            for param in params:
+                assert {v.dtype for v in optimizer.state[param].values()} == {torch.float32}
+                assert frozen(param) == frozen(optimizer.state[param]["master"].to(dtype))
 
 
-@pytest.mark.parametrize("masters", [True, "stochastic"])
-@pytest.mark.parametrize("rule", ["Adam", "Lamb", "MixedOptimizer"])
-def test_turning_masters_off_is_refused(rule, masters):
-    params = parameters(dtype=torch.bfloat16)
-    optimizer = RULES[rule](params, master_weights=masters)
-    train(optimizer, params, [0])
-    optimizer.param_groups[0]["master_weights"] = False
-    before = values(optimizer)
-    with pytest.raises(IncompatibleError, match="keep 'master_weights'"):
-        train(optimizer, params, [1])
-    assert values(optimizer) == before
+def test_turning_masters_off_is_refused():
+    for rule in ["Adam", "Lamb", "MixedOptimizer"]:
+        for masters in [True, "stochastic"]:
+            params = parameters(dtype=torch.bfloat16)
+            optimizer = RULES[rule](params, master_weights=masters)
+            train(optimizer, params, [0])
+            optimizer.param_groups[0]["master_weights"] = False
+            before = values(optimizer)
+            with pytest.raises(IncompatibleError, match="keep 'master_weights'"):
+                train(optimizer, params, [1])
+            assert values(optimizer) == before
 
 
 def test_moments_of_another_precision_are_cast_to_that_of_the_parameter():
@@ -140,36 +140,36 @@ def test_moments_of_another_precision_are_cast_to_that_of_the_parameter():
         train(other, changed, [1])
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_mixed_precisions_in_one_group(rule):
-    mixed = [*parameters(shapes_of(rule)[:2]), *parameters(shapes_of(rule)[:2], dtype=torch.bfloat16)]
-    optimizer = RULES[rule](mixed, lr=0.1, master_weights=True)
-    train(optimizer, mixed, range(3))
-    assert ["master" in optimizer.state[param] for param in mixed] == [False, False, True, True]
-    apart = [*parameters(shapes_of(rule)[:2]), *parameters(shapes_of(rule)[:2], dtype=torch.bfloat16)]
-    one, two = RULES[rule](apart[:2], lr=0.1), RULES[rule](apart[2:], lr=0.1, master_weights=True)
-    for step in range(3):
-        give_grads(apart, step)
-        one.step()
-        two.step()
-    assert same(mixed, apart)
+def test_mixed_precisions_in_one_group():
+    for rule in RULES:
+        mixed = [*parameters(shapes_of(rule)[:2]), *parameters(shapes_of(rule)[:2], dtype=torch.bfloat16)]
+        optimizer = RULES[rule](mixed, lr=0.1, master_weights=True)
+        train(optimizer, mixed, range(3))
+        assert ["master" in optimizer.state[param] for param in mixed] == [False, False, True, True]
+        apart = [*parameters(shapes_of(rule)[:2]), *parameters(shapes_of(rule)[:2], dtype=torch.bfloat16)]
+        one, two = RULES[rule](apart[:2], lr=0.1), RULES[rule](apart[2:], lr=0.1, master_weights=True)
+        for step in range(3):
+            give_grads(apart, step)
+            one.step()
+            two.step()
+        assert same(mixed, apart)
 
 
-@pytest.mark.parametrize("rule", ["Adam", "AdamWeightDecay", "SGD", "Momentum"])
-def test_fused_masters_under_grad_scaler(rule):
+def test_fused_masters_under_grad_scaler():
     """The kernel unscales a float32 copy, so that float16 gradients of a scaled loss do not lose their small values."""
-    scaled, plain = (parameters(shapes_of(rule)[:2], dtype=torch.float16) for _ in range(2))
-    optimizer, other = (RULES[rule](p, lr=0.01, fused=True, master_weights=True) for p in (scaled, plain))
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-    for step in range(4):
-        give_grads(plain, step)
-        for param, twin in zip(scaled, plain, strict=True):
-            param.grad = twin.grad * scaler.get_scale()
-        scaler.scale(torch.zeros(()))
-        if step == 1:
-            scaled[0].grad[0, 0] = float("inf")
-        else:
-            other.step()
-        scaler.step(optimizer)
-        scaler.update()
-        assert values(optimizer) == values(other), step
+    for rule in ["Adam", "AdamWeightDecay", "SGD", "Momentum"]:
+        scaled, plain = (parameters(shapes_of(rule)[:2], dtype=torch.float16) for _ in range(2))
+        optimizer, other = (RULES[rule](p, lr=0.01, fused=True, master_weights=True) for p in (scaled, plain))
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        for step in range(4):
+            give_grads(plain, step)
+            for param, twin in zip(scaled, plain, strict=True):
+                param.grad = twin.grad * scaler.get_scale()
+            scaler.scale(torch.zeros(()))
+            if step == 1:
+                scaled[0].grad[0, 0] = float("inf")
+            else:
+                other.step()
+            scaler.step(optimizer)
+            scaler.update()
+            assert values(optimizer) == values(other), step

@@ -53,31 +53,31 @@ def train(model: torch.nn.Module, optimizer: Optimizer) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("wrap", [accelerated, Lookahead])
-def test_boosting_acts_on_the_optimizer_inside(wrap: Wrap) -> None:
-    model = cnn()
-    plain = copy.deepcopy(model)
-    inner, reference = (torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (model, plain))
-    outer = wrap(inner)
-    config = {"extra": {"less_bn": False, "autocast": False, "gradient_centralization": False}}
-    booster = torchboost.AutoBoost("O1", config)
-    _, returned = booster.network_auto_process_train(model, outer)
-    assert returned is outer
-    assert {"fused_optimizer", "channels_last"} <= set(booster.attached)
-    assert inner.param_groups[0]["fused"] is True
-    train(model, outer)
-    train(plain, wrap(reference))
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
-    booster.attached.remove()
-    assert not inner._optimizer_step_pre_hooks
+def test_boosting_acts_on_the_optimizer_inside() -> None:
+    for wrap in [accelerated, Lookahead]:
+        model = cnn()
+        plain = copy.deepcopy(model)
+        inner, reference = (torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (model, plain))
+        outer = wrap(inner)
+        config = {"extra": {"less_bn": False, "autocast": False, "gradient_centralization": False}}
+        booster = torchboost.AutoBoost("O1", config)
+        _, returned = booster.network_auto_process_train(model, outer)
+        assert returned is outer
+        assert {"fused_optimizer", "channels_last"} <= set(booster.attached)
+        assert inner.param_groups[0]["fused"] is True
+        train(model, outer)
+        train(plain, wrap(reference))
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+        booster.attached.remove()
+        assert not inner._optimizer_step_pre_hooks
 
 
-@pytest.mark.parametrize("wrap", [accelerated, Lookahead])
-def test_centralisation_by_hand(wrap: Wrap) -> None:
-    weight = torch.nn.Parameter(torch.zeros(2, 3))
-    outer = wrap(torch.optim.SGD([weight], lr=1.0))
-    torchboost.optim.GradientPipeline(torchboost.optim.Centralize()).attach(outer)
-    weight.grad = torch.tensor([[1.0, 2.0, 3.0], [3.0, 3.0, 3.0]])
-    outer.step()
-    assert weight.tolist() == [[1.0, 0.0, -1.0], [0.0, 0.0, 0.0]]
+def test_centralisation_by_hand() -> None:
+    for wrap in [accelerated, Lookahead]:
+        weight = torch.nn.Parameter(torch.zeros(2, 3))
+        outer = wrap(torch.optim.SGD([weight], lr=1.0))
+        torchboost.optim.GradientPipeline(torchboost.optim.Centralize()).attach(outer)
+        weight.grad = torch.tensor([[1.0, 2.0, 3.0], [3.0, 3.0, 3.0]])
+        outer.step()
+        assert weight.tolist() == [[1.0, 0.0, -1.0], [0.0, 0.0, 0.0]]

@@ -7,7 +7,6 @@ import io
 import types
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -42,25 +41,25 @@ def test_covers_lie_on_top_of_each_other_and_slide_beneath() -> None:
     assert model(X) == [X, "d", "c", "a", "b"]
 
 
-@pytest.mark.parametrize("order", ["abc", "acb", "bac", "bca", "cab", "cba"])
-@pytest.mark.parametrize("own", [False, True])
-def test_removal_in_any_order_leaves_no_trace(order: str, own: bool) -> None:
-    model = Net()
-    if own:
-        model.forward = types.MethodType(lambda self, x: [-x], model)
-    before = dict(vars(model))
-    value = -X if own else X
-    covers = {"a": cover_forward(model, adding("a")), "b": cover_forward(model, adding("b"))}
-    covers["c"] = cover_forward(model, adding("c"), innermost=True)
-    left = ["c", "a", "b"]
-    for name in order:
-        assert own_forward(model) is before.get("forward")
-        assert model(X) == [value, *left]
-        left.remove(name)
-        covers[name].remove()
-        covers[name].remove()
-    assert model(X) == [value]
-    assert vars(model) == before
+def test_removal_in_any_order_leaves_no_trace() -> None:
+    for own in [False, True]:
+        for order in ["abc", "acb", "bac", "bca", "cab", "cba"]:
+            model = Net()
+            if own:
+                model.forward = types.MethodType(lambda self, x: [-x], model)
+            before = dict(vars(model))
+            value = -X if own else X
+            covers = {"a": cover_forward(model, adding("a")), "b": cover_forward(model, adding("b"))}
+            covers["c"] = cover_forward(model, adding("c"), innermost=True)
+            left = ["c", "a", "b"]
+            for name in order:
+                assert own_forward(model) is before.get("forward")
+                assert model(X) == [value, *left]
+                left.remove(name)
+                covers[name].remove()
+                covers[name].remove()
+            assert model(X) == [value]
+            assert vars(model) == before
 
 
 def test_a_foreign_cover_on_top_keeps_working_after_removal() -> None:
@@ -96,24 +95,24 @@ def reloaded(model: nn.Module) -> Any:
         return torch.load(file)
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, copy.copy, reloaded])
-def test_a_copy_is_plain_and_has_its_own_weights(how: Any) -> None:
-    model = Net()
-    a, b = cover_forward(model, adding("a")), cover_forward(model, adding("b"), innermost=True)
-    hook = plain_hook(model, model.register_forward_hook(_ours, with_kwargs=True, always_call=True))
-    twin = how(model)
-    assert set(vars(twin)) == set(vars(Net()))
-    assert not twin._forward_hooks
-    assert not twin._forward_hooks_with_kwargs
-    assert not twin._forward_hooks_always_called
-    with torch.no_grad():
-        model.weight.mul_(1 if how is copy.copy else 0)
-    assert twin(X) == [X]
-    assert model(X) == [X if how is copy.copy else 0.0, "b", "a", "hook"]
-    for effect in (a, hook, b):
-        assert "__getstate__" in vars(model)
-        effect.remove()
-    assert set(vars(model)) == set(vars(Net()))
+def test_a_copy_is_plain_and_has_its_own_weights() -> None:
+    for how in [copy.deepcopy, copy.copy, reloaded]:
+        model = Net()
+        a, b = cover_forward(model, adding("a")), cover_forward(model, adding("b"), innermost=True)
+        hook = plain_hook(model, model.register_forward_hook(_ours, with_kwargs=True, always_call=True))
+        twin = how(model)
+        assert set(vars(twin)) == set(vars(Net()))
+        assert not twin._forward_hooks
+        assert not twin._forward_hooks_with_kwargs
+        assert not twin._forward_hooks_always_called
+        with torch.no_grad():
+            model.weight.mul_(1 if how is copy.copy else 0)
+        assert twin(X) == [X]
+        assert model(X) == [X if how is copy.copy else 0.0, "b", "a", "hook"]
+        for effect in (a, hook, b):
+            assert "__getstate__" in vars(model)
+            effect.remove()
+        assert set(vars(model)) == set(vars(Net()))
 
 
 def _ours(module: nn.Module, args: Any, kwargs: Any, outputs: list[Any]) -> list[Any]:
@@ -178,33 +177,33 @@ class Owner:
         return [self.model.weight.item() + x]
 
 
-@pytest.mark.parametrize("inside", [False, True])
-def test_a_forward_that_is_a_method_of_another_object_stays_one_in_a_copy(inside: bool) -> None:
-    model = Net()
-    if inside:
-        model.part = Net()
-        owner: Any = model.part
-        model.forward = owner.forward
-    else:
-        owner = Owner(model)
-        model.forward = owner.run
-    before = dict(vars(model))
-    value = X if inside else X + 1
-    cover = cover_forward(model, adding("a"))
-    assert own_forward(model) is before["forward"]
-    twin = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    assert twin(X) == [value]
-    assert set(vars(twin)) == set(before)
-    copied = twin.forward.__self__
-    assert type(copied) is type(owner)
-    assert copied is twin.part if inside else copied.model is twin
-    if not inside:
-        assert owner.calls == 0
-    cover.remove()
-    assert vars(model) == before
+def test_a_forward_that_is_a_method_of_another_object_stays_one_in_a_copy() -> None:
+    for inside in [False, True]:
+        model = Net()
+        if inside:
+            model.part = Net()
+            owner: Any = model.part
+            model.forward = owner.forward
+        else:
+            owner = Owner(model)
+            model.forward = owner.run
+        before = dict(vars(model))
+        value = X if inside else X + 1
+        cover = cover_forward(model, adding("a"))
+        assert own_forward(model) is before["forward"]
+        twin = copy.deepcopy(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        assert twin(X) == [value]
+        assert set(vars(twin)) == set(before)
+        copied = twin.forward.__self__
+        assert type(copied) is type(owner)
+        assert copied is twin.part if inside else copied.model is twin
+        if not inside:
+            assert owner.calls == 0
+        cover.remove()
+        assert vars(model) == before
 
 
 def test_a_foreign_cover_between_two_of_ours_on_a_forward_of_the_users_own() -> None:

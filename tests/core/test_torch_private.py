@@ -33,9 +33,8 @@ def adam(**options: bool) -> torch.optim.Adam:
 # Modules
 
 
-@pytest.mark.parametrize(
-    ("kind", "layers"),
-    [
+def test_base_classes_cover_their_layers():
+    for kind, layers in [
         (private.AnyBatchNorm, [nn.BatchNorm1d(2), nn.BatchNorm2d(2), nn.BatchNorm3d(2), nn.SyncBatchNorm(2)]),
         (private.AnyNorm, [nn.BatchNorm2d(2), nn.InstanceNorm1d(2), nn.InstanceNorm2d(2), nn.InstanceNorm3d(2)]),
         (private.AnyConv, [nn.Conv1d(2, 2, 1), nn.Conv2d(2, 2, 1), nn.Conv3d(2, 2, 1), nn.ConvTranspose2d(2, 2, 1)]),
@@ -43,14 +42,9 @@ def adam(**options: bool) -> torch.optim.Adam:
         (private.AnyDropout, [nn.Dropout(), nn.Dropout2d(), nn.AlphaDropout(), nn.FeatureAlphaDropout()]),
         (private.POOLING, [nn.MaxPool1d(2), nn.AvgPool2d(2), nn.AdaptiveAvgPool2d(1), nn.AdaptiveMaxPool3d(1)]),
         (private.PADDING, [nn.ZeroPad2d(1), nn.ConstantPad1d(1, 0.0), nn.ReflectionPad2d(1), nn.ReplicationPad3d(1)]),
-    ],
-)
-def test_base_classes_cover_their_layers(kind, layers):
-    assert all(isinstance(layer, kind) for layer in layers)
-    assert not isinstance(nn.Linear(1, 1), kind)
-
-
-def test_normalisations_of_batches_are_no_others():
+    ]:
+        assert all(isinstance(layer, kind) for layer in layers)
+        assert not isinstance(nn.Linear(1, 1), kind)
     assert not isinstance(nn.InstanceNorm2d(2), private.AnyBatchNorm)
     assert not isinstance(nn.Conv2d(2, 2, 1), private.AnyTransposedConv)
 
@@ -208,13 +202,6 @@ def test_hooks_for_saved_tensors_show_inside_a_checkpoint():
     assert not private.has_saved_tensor_hooks()
 
 
-def test_a_transform_of_functions_is_seen():
-    seen = []
-    torch.func.grad(lambda x: (seen.append(private.inside_function_transform()), x.sum())[1])(torch.ones(2))
-    assert seen == [True]
-    assert not private.inside_function_transform()
-
-
 def test_modes_that_see_everything_are_seen():
     assert not private.inside_mode()
     with torch.device("cpu"):
@@ -251,8 +238,11 @@ def test_constants_of_a_trace_have_names_of_their_own():
         assert {private.is_traced_constant(name) for name in set(vars(model)) - before} == expected
 
 
-def test_tensors_under_vmap_are_told():
+def test_transforms_of_functions_and_tensors_under_vmap_are_told():
     seen = []
+    torch.func.grad(lambda x: (seen.append(private.inside_function_transform()), x.sum())[1])(torch.ones(2))
+    assert seen.pop()
+    assert not private.inside_function_transform()
     torch.func.vmap(lambda x: seen.append(private.is_functorch_wrapped_tensor(x)) or x)(torch.ones(2))
     assert seen == [True]
     assert not private.is_functorch_wrapped_tensor(torch.ones(2))
@@ -280,21 +270,21 @@ def test_a_dispatch_mode_sees_every_operation():
     assert Counts.seen == 2
 
 
-@pytest.mark.parametrize("name", sorted(vars(private.foreach)))
-def test_an_operation_on_lists_does_what_the_one_on_tensors_does(name):
-    lists = [[torch.rand(3) + 0.5, torch.rand(2, 2) + 0.5] for _ in range(3)]
-    plain = name.rstrip("_")
-    count = {"neg": 1, "sqrt": 1, "norm": 1, "addcdiv": 3, "addcmul": 3, "lerp": 2}.get(plain, 2)
-    number = [0.5] if plain in ("lerp", "clamp_max", "clamp_min", "pow") else []
-    count -= plain in ("clamp_max", "clamp_min", "pow")
-    args = [copy.deepcopy(entries) for entries in lists[:count]]
-    result = getattr(private.foreach, name)(*args, *number)
-    result = args[0] if name.endswith("_") else result
-    one_by_one = torch.linalg.vector_norm if plain == "norm" else getattr(torch.Tensor, plain, None)
-    for at, value in enumerate(result):
-        own = [entries[at].clone() for entries in lists[:count]]
-        expected = own[1] if plain == "copy" else one_by_one(*own, *number)
-        assert torch.equal(value, expected)
+def test_an_operation_on_lists_does_what_the_one_on_tensors_does():
+    for name in sorted(vars(private.foreach)):
+        lists = [[torch.rand(3) + 0.5, torch.rand(2, 2) + 0.5] for _ in range(3)]
+        plain = name.rstrip("_")
+        count = {"neg": 1, "sqrt": 1, "norm": 1, "addcdiv": 3, "addcmul": 3, "lerp": 2}.get(plain, 2)
+        number = [0.5] if plain in ("lerp", "clamp_max", "clamp_min", "pow") else []
+        count -= plain in ("clamp_max", "clamp_min", "pow")
+        args = [copy.deepcopy(entries) for entries in lists[:count]]
+        result = getattr(private.foreach, name)(*args, *number)
+        result = args[0] if name.endswith("_") else result
+        one_by_one = torch.linalg.vector_norm if plain == "norm" else getattr(torch.Tensor, plain, None)
+        for at, value in enumerate(result):
+            own = [entries[at].clone() for entries in lists[:count]]
+            expected = own[1] if plain == "copy" else one_by_one(*own, *number)
+            assert torch.equal(value, expected)
 
 
 # Optimizers
@@ -310,15 +300,10 @@ def test_hooks_before_a_step_are_listed_in_order():
     assert seen == ["first", "second"]
     first.remove()
     assert len(private.step_pre_hooks(optimizer)) == 1
-
-
-def test_an_optimizer_without_registries_calls_no_hooks():
-    class Around(torch.optim.Optimizer):
-        def __init__(self, inner):
-            self.inner = inner
-
-    assert private.calls_hooks(adam())
-    assert not private.calls_hooks(Around(adam()))
+    around = torch.optim.Optimizer.__new__(torch.optim.Optimizer)
+    around.inner = optimizer
+    assert private.calls_hooks(optimizer)
+    assert not private.calls_hooks(around)
 
 
 def test_hooks_are_all_that_is_left_out_of_the_attributes():
@@ -367,12 +352,7 @@ def test_the_module_inside_a_compiled_one_is_found():
     compiled = torch.compile(module, backend="eager")
     assert private.inside_compiled(compiled) is module
     assert private.inside_compiled(module) is None
-
-
-def test_what_a_compiled_function_compiles_is_found():
-    module = nn.Linear(1, 1)
-    own = types.MethodType(lambda self, x: x, module)
-    for function in (module.forward, own):
+    for function in (module.forward, types.MethodType(lambda self, x: x, module)):
         assert private.beneath_compiled(torch.compile(function, backend="eager")) == function
         assert private.beneath_compiled(function) is None
 
@@ -399,6 +379,7 @@ def test_a_mode_sees_compiled_code_which_compiles_later_all_the_same():
     assert private.compiled_graphs() == before
     compiled(x)
     assert private.compiled_graphs() == before + 1
+    assert private.recompile_limit() == torch._dynamo.config.recompile_limit
 
 
 def test_a_mode_inside_a_compiled_function_is_entered_all_the_same():
@@ -413,14 +394,6 @@ def test_a_mode_inside_a_compiled_function_is_entered_all_the_same():
 
     assert float(torch.compile(lambda x: watched(x) + 1, backend="eager")(torch.ones(()))) == 3
     assert seen == [1]
-
-
-def test_graphs_are_counted_and_limited():
-    assert private.recompile_limit() == torch._dynamo.config.recompile_limit
-    torch._dynamo.reset()
-    before = private.compiled_graphs()
-    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
-    assert private.compiled_graphs() == before + 1
 
 
 def test_it_imports_neither_the_compiler_nor_the_package():
@@ -442,10 +415,7 @@ def test_a_communication_hook_is_listed_with_its_state(one_rank):
     ddp.register_comm_hook(None, allreduce_hook)
     assert private.comm_hooks(ddp) == [(allreduce_hook, None)]
     assert private.built_in_comm_hook(ddp) == "allreduce_hook"
-
-
-def test_a_built_in_communication_hook_is_known_by_its_name_only(one_rank):
-    ddp = DistributedDataParallel(nn.Linear(1, 1))
+    ddp = DistributedDataParallel(nn.Linear(1, 1))  # a built-in hook is known by its name only
     ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
     assert private.comm_hooks(ddp) == []
     assert private.built_in_comm_hook(ddp)

@@ -42,37 +42,27 @@ def test_the_optimizer_whose_hooks_are_called():
     assert hookable(inner) is inner
     assert hookable(Around(inner)) is inner
     assert hookable(Around(Around(inner))) is inner
+    assert hookable(Around(inner, registries=True)) is inner  # registries alone do not make hooks run
+    torch.optim.lr_scheduler.ConstantLR(inner)
+    assert hookable(inner) is inner
+    for count in (0, 2):
+        parts = [SGD([nn.Parameter(torch.ones(1))]) for _ in range(count)]
+        with pytest.raises(IncompatibleError, match=f"Around does not call the hooks .* and holds {count} optimizers"):
+            hookable(Around(*parts))
 
 
-def test_registries_alone_do_not_make_hooks_run():
-    inner = SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    assert hookable(Around(inner, registries=True)) is inner
-
-
-def test_a_scheduler_leaves_its_optimizer_as_it_is():
-    optimizer = SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    torch.optim.lr_scheduler.ConstantLR(optimizer)
-    assert hookable(optimizer) is optimizer
-
-
-@pytest.mark.parametrize("count", [0, 2])
-def test_no_single_optimizer_inside(count: int):
-    parts = [SGD([nn.Parameter(torch.ones(1))]) for _ in range(count)]
-    with pytest.raises(IncompatibleError, match=f"Around does not call the hooks .* and holds {count} optimizers"):
-        hookable(Around(*parts))
-
-
-def test_bare_module():
-    model = nn.Linear(2, 2)
-    assert wrapper_of(model) is None
-    assert unwrap(model) is model
-
-
-def test_compiled_module_object():
-    model = nn.Linear(2, 2)
+def test_a_wrapper_is_named_and_taken_off():
+    model, inside = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))
+    inside[0].compile(backend="eager")
     compiled = torch.compile(model, backend="eager")
-    assert wrapper_of(compiled) == "torch.compile"
-    assert unwrap(compiled) is model
+    for outer, name, bare in (
+        (model, None, model),
+        (compiled, "torch.compile", model),
+        (inside, "nn.Module.compile", inside),
+        (nn.DataParallel(compiled), "DataParallel", model),
+    ):
+        assert wrapper_of(outer) == name
+        assert unwrap(outer) is bare
 
 
 def _sharded_the_old_way() -> str | None:
@@ -82,20 +72,6 @@ def _sharded_the_old_way() -> str | None:
 @pytest.mark.dist
 def test_fsdp1_inside():
     assert run_ranks(_sharded_the_old_way, 2) == ["FullyShardedDataParallel"] * 2
-
-
-def test_module_compiled_in_place():
-    model = nn.Sequential(nn.Linear(2, 2))
-    model[0].compile(backend="eager")
-    assert wrapper_of(model) == "nn.Module.compile"
-    assert unwrap(model) is model
-
-
-def test_data_parallel_around_compiled():
-    model = nn.Linear(2, 2)
-    wrapped = nn.DataParallel(torch.compile(model, backend="eager"))
-    assert wrapper_of(wrapped) == "DataParallel"
-    assert unwrap(wrapped) is model
 
 
 def test_compiled_parts_are_found_wherever_they_are():

@@ -101,57 +101,57 @@ def rate_at(meta: dict[str, Any], step: int) -> float:
     return float(np.float32(rate[step] if isinstance(rate, list) else rate))
 
 
-@pytest.mark.parametrize("name", TRAINED)
-def test_training_equals_the_oracle_until_moments_differ(oracle, name):
-    meta, arrays = oracle[name]
-    net, optimizer, groups = build(meta, arrays)
-    strategy = meta["hyper"]["train_strategy"]
-    frozen_opt = FreezeOpt(optimizer, groups, strategy)
-    cell = BoostTrainOneStepCell(WithLoss(net, F.cross_entropy), frozen_opt)
-    change = next(i for i in range(1, len(strategy)) if strategy[i] != strategy[i - 1])
-    for step in range(change):
-        frozen_opt.param_groups[0]["lr"] = rate_at(meta, step)
-        loss = cell(torch.from_numpy(arrays["x"][step]), torch.from_numpy(arrays["y"][step]).long()).loss
-        torch.testing.assert_close(loss, torch.tensor(arrays["loss"][step]), **meta["tolerance"])
-        for parameter, value in net.named_parameters():
-            key = next(k for k in arrays if k.startswith("param/") and renamed(k[6:]) == parameter)
-            torch.testing.assert_close(value.detach(), torch.from_numpy(arrays[key][step]), **meta["tolerance"])
+def test_training_equals_the_oracle_until_moments_differ(oracle):
+    for name in TRAINED:
+        meta, arrays = oracle[name]
+        net, optimizer, groups = build(meta, arrays)
+        strategy = meta["hyper"]["train_strategy"]
+        frozen_opt = FreezeOpt(optimizer, groups, strategy)
+        cell = BoostTrainOneStepCell(WithLoss(net, F.cross_entropy), frozen_opt)
+        change = next(i for i in range(1, len(strategy)) if strategy[i] != strategy[i - 1])
+        for step in range(change):
+            frozen_opt.param_groups[0]["lr"] = rate_at(meta, step)
+            loss = cell(torch.from_numpy(arrays["x"][step]), torch.from_numpy(arrays["y"][step]).long()).loss
+            torch.testing.assert_close(loss, torch.tensor(arrays["loss"][step]), **meta["tolerance"])
+            for parameter, value in net.named_parameters():
+                key = next(k for k in arrays if k.startswith("param/") and renamed(k[6:]) == parameter)
+                torch.testing.assert_close(value.detach(), torch.from_numpy(arrays[key][step]), **meta["tolerance"])
 
 
-@pytest.mark.parametrize("name", TRAINED)
-def test_the_reference_is_reproduced_with_one_momentum_per_group(oracle, name):
+def test_the_reference_is_reproduced_with_one_momentum_per_group(oracle):
     """Explains the rest of the oracle's run: the same flags, but moments that only their own group's steps see."""
-    meta, arrays = oracle[name]
-    net, _, groups = build(meta, arrays)
-    strategy, momentum = meta["hyper"]["train_strategy"], float(np.float32(meta["hyper"]["momentum"]))
-    moments: list[dict[nn.Parameter, Tensor]] = [{} for _ in groups]
-    for step in range(meta["steps"]):
-        index = strategy[step % len(strategy)]
-        x, y = torch.from_numpy(arrays["x"][step]), torch.from_numpy(arrays["y"][step]).long()
-        loss = F.cross_entropy(net(x), y)
-        torch.testing.assert_close(loss.detach(), torch.tensor(arrays["loss"][step]), **meta["tolerance"])
-        for p, grad in zip(groups[index], torch.autograd.grad(loss, groups[index]), strict=True):
-            moments[index][p] = grad if p not in moments[index] else momentum * moments[index][p] + grad
-            p.data.sub_(moments[index][p], alpha=rate_at(meta, step))
+    for name in TRAINED:
+        meta, arrays = oracle[name]
+        net, _, groups = build(meta, arrays)
+        strategy, momentum = meta["hyper"]["train_strategy"], float(np.float32(meta["hyper"]["momentum"]))
+        moments: list[dict[nn.Parameter, Tensor]] = [{} for _ in groups]
+        for step in range(meta["steps"]):
+            index = strategy[step % len(strategy)]
+            x, y = torch.from_numpy(arrays["x"][step]), torch.from_numpy(arrays["y"][step]).long()
+            loss = F.cross_entropy(net(x), y)
+            torch.testing.assert_close(loss.detach(), torch.tensor(arrays["loss"][step]), **meta["tolerance"])
+            for p, grad in zip(groups[index], torch.autograd.grad(loss, groups[index]), strict=True):
+                moments[index][p] = grad if p not in moments[index] else momentum * moments[index][p] + grad
+                p.data.sub_(moments[index][p], alpha=rate_at(meta, step))
 
 
-@pytest.mark.parametrize("name", TRAINED)
-def test_without_momentum_the_flags_alone_decide(oracle, name):
-    meta, arrays = oracle[name]
-    net, _, groups = build(meta, arrays)
-    other, _, others = build(meta, arrays)
-    strategy = meta["hyper"]["train_strategy"]
-    optimizer = FreezeOpt(torch.optim.SGD(net.parameters(), lr=0.05), groups, strategy)
-    for step in range(meta["steps"]):
-        x, y = torch.from_numpy(arrays["x"][step]), torch.from_numpy(arrays["y"][step]).long()
-        F.cross_entropy(net(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        group = others[strategy[step % len(strategy)]]
-        for p, grad in zip(group, torch.autograd.grad(F.cross_entropy(other(x), y), group), strict=True):
-            p.data.sub_(grad, alpha=0.05)
-    for a, b in zip(net.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+def test_without_momentum_the_flags_alone_decide(oracle):
+    for name in TRAINED:
+        meta, arrays = oracle[name]
+        net, _, groups = build(meta, arrays)
+        other, _, others = build(meta, arrays)
+        strategy = meta["hyper"]["train_strategy"]
+        optimizer = FreezeOpt(torch.optim.SGD(net.parameters(), lr=0.05), groups, strategy)
+        for step in range(meta["steps"]):
+            x, y = torch.from_numpy(arrays["x"][step]), torch.from_numpy(arrays["y"][step]).long()
+            F.cross_entropy(net(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            group = others[strategy[step % len(strategy)]]
+            for p, grad in zip(group, torch.autograd.grad(F.cross_entropy(other(x), y), group), strict=True):
+                p.data.sub_(grad, alpha=0.05)
+        for a, b in zip(net.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
 def test_the_list_of_tested_cases_is_complete(oracle):

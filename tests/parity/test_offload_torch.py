@@ -30,12 +30,12 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("kind", [AdamOffload, Remote])
-@pytest.mark.parametrize("reference", [torch.optim.Adam, torch.optim.AdamW])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_bit_for_bit_torch_fused(kind, reference, dtype):
-    for options in OPTIONS:
-        bit_for_bit(kind, reference, {"weight_decay": 0.0} | options, dtype)
+def test_bit_for_bit_torch_fused():
+    for dtype in [torch.float32, torch.float64, torch.bfloat16]:
+        for reference in [torch.optim.Adam, torch.optim.AdamW]:
+            for kind in [AdamOffload, Remote]:
+                for options in OPTIONS:
+                    bit_for_bit(kind, reference, {"weight_decay": 0.0} | options, dtype)
 
 
 def bit_for_bit(kind: type, reference: type, options: dict[str, Any], dtype: torch.dtype) -> None:
@@ -59,16 +59,16 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize("kind", [AdamOffload, Remote])
-@pytest.mark.parametrize("form", FORMS, ids="-".join)
-@pytest.mark.parametrize("masters", [False, True])
-def test_other_forms_are_those_of_adam(kind, form, masters):
-    dtype = torch.bfloat16 if masters else torch.float32
-    ours, theirs = small_network(dtype), small_network(dtype)
-    train(ours, kind(ours.parameters(), chunk_mebibytes=SMALL, master_weights=masters, **form), range(4))
-    fused = None if form.keys() & {"nesterov", "eps_uncorrected"} else True
-    train(theirs, Adam(theirs.parameters(), fused=fused, master_weights=masters, **form), range(4))
-    assert_same_weights(ours, theirs)
+def test_other_forms_are_those_of_adam():
+    for masters in [False, True]:
+        for form in FORMS:
+            for kind in [AdamOffload, Remote]:
+                dtype = torch.bfloat16 if masters else torch.float32
+                ours, theirs = small_network(dtype), small_network(dtype)
+                train(ours, kind(ours.parameters(), chunk_mebibytes=SMALL, master_weights=masters, **form), range(4))
+                fused = None if form.keys() & {"nesterov", "eps_uncorrected"} else True
+                train(theirs, Adam(theirs.parameters(), fused=fused, master_weights=masters, **form), range(4))
+                assert_same_weights(ours, theirs)
 
 
 def test_one_pass_over_all_groups_with_options_of_their_own():
@@ -98,55 +98,58 @@ def test_groups_added_late_and_parameters_without_gradient():
     assert_same_weights(*models)
 
 
-@pytest.mark.parametrize("kind", [AdamOffload, Remote])
-@pytest.mark.parametrize("form", [torch.channels_last, torch.contiguous_format])
-def test_memory_order_of_weights_and_gradients(kind, form):
-    model, plain = small_network().to(memory_format=form), small_network()
-    first, second = kind(model.parameters(), chunk_mebibytes=SMALL), torch.optim.Adam(plain.parameters(), fused=True)
-    for step in range(4):
-        give_grads(model, step)
-        give_grads(plain, step)
-        if step == 2:
-            model.to(memory_format=torch.channels_last)  # after there was state
-        first.step()
-        second.step()
-        for one, two in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-7)
+def test_memory_order_of_weights_and_gradients():
+    for form in [torch.channels_last, torch.contiguous_format]:
+        for kind in [AdamOffload, Remote]:
+            model, plain = small_network().to(memory_format=form), small_network()
+            first, second = (
+                kind(model.parameters(), chunk_mebibytes=SMALL),
+                torch.optim.Adam(plain.parameters(), fused=True),
+            )
+            for step in range(4):
+                give_grads(model, step)
+                give_grads(plain, step)
+                if step == 2:
+                    model.to(memory_format=torch.channels_last)  # after there was state
+                first.step()
+                second.step()
+                for one, two in zip(model.parameters(), plain.parameters(), strict=True):
+                    torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("kind", [AdamOffload, Remote])
-@pytest.mark.parametrize("amsgrad", [False, True])
-def test_complex_parameters(kind, amsgrad):
-    values = [torch.randn(9, dtype=torch.complex64) for _ in range(4)]
-    results = []
-    for make in (kind, torch.optim.Adam):
-        param = nn.Parameter(values[0].clone())
-        optimizer = make([param], lr=0.1, amsgrad=amsgrad)
-        for grad in values[1:]:
-            param.grad = grad.clone()
-            optimizer.step()
-        results.append(param.detach())
-    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+def test_complex_parameters():
+    for amsgrad in [False, True]:
+        for kind in [AdamOffload, Remote]:
+            values = [torch.randn(9, dtype=torch.complex64) for _ in range(4)]
+            results = []
+            for make in (kind, torch.optim.Adam):
+                param = nn.Parameter(values[0].clone())
+                optimizer = make([param], lr=0.1, amsgrad=amsgrad)
+                for grad in values[1:]:
+                    param.grad = grad.clone()
+                    optimizer.step()
+                results.append(param.detach())
+            torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", [AdamOffload, Remote])
-@pytest.mark.parametrize("fused", [True, None])
-def test_checkpoints_of_torch_go_both_ways(kind, fused):
-    through, model = small_network(), small_network()
-    reference = torch.optim.AdamW(through.parameters(), weight_decay=0.1, fused=True)
-    train(through, reference, range(3))
-    theirs = torch.optim.AdamW(model.parameters(), weight_decay=0.1, fused=True)
-    train(model, theirs, range(1))
-    written = copy.deepcopy(theirs.state_dict())
-    written["param_groups"][0]["fused"] = fused
-    ours = kind(model.parameters(), decoupled_weight_decay=True)
-    ours.load_state_dict(written)
-    train(model, ours, range(1, 2))
-    back = torch.optim.AdamW(model.parameters(), fused=True)
-    back.load_state_dict(ours.state_dict())
-    train(model, back, range(2, 3))
-    assert_same_weights(model, through)
-    assert list(ours.state_dict()["state"][0]) == ["step", "exp_avg", "exp_avg_sq"]
+def test_checkpoints_of_torch_go_both_ways():
+    for fused in [True, None]:
+        for kind in [AdamOffload, Remote]:
+            through, model = small_network(), small_network()
+            reference = torch.optim.AdamW(through.parameters(), weight_decay=0.1, fused=True)
+            train(through, reference, range(3))
+            theirs = torch.optim.AdamW(model.parameters(), weight_decay=0.1, fused=True)
+            train(model, theirs, range(1))
+            written = copy.deepcopy(theirs.state_dict())
+            written["param_groups"][0]["fused"] = fused
+            ours = kind(model.parameters(), decoupled_weight_decay=True)
+            ours.load_state_dict(written)
+            train(model, ours, range(1, 2))
+            back = torch.optim.AdamW(model.parameters(), fused=True)
+            back.load_state_dict(ours.state_dict())
+            train(model, back, range(2, 3))
+            assert_same_weights(model, through)
+            assert list(ours.state_dict()["state"][0]) == ["step", "exp_avg", "exp_avg_sq"]
 
 
 @pytest.mark.parametrize("kind", [AdamOffload, Remote])
@@ -172,25 +175,25 @@ def test_schedulers_and_closures(kind):
     assert_same_weights(model, plain)
 
 
-@pytest.mark.parametrize("kind", [AdamOffload, Remote])
-def test_grad_scaler_and_accumulation(kind):
-    model, plain = small_network(), small_network()
-    x, y = torch.randn(3, 4, 3, 8, 8), torch.randint(31, (3, 4))
-    for net, optimizer in (
-        (model, kind(model.parameters(), lr=0.1)),
-        (plain, torch.optim.Adam(plain.parameters(), lr=0.1, fused=True)),
-    ):
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        for step in range(4):
-            optimizer.zero_grad()
-            for part in range(3):
-                loss = nn.functional.cross_entropy(net(x[part]), y[part]) / 3
-                scaler.scale(loss * (float("inf") if step == 1 else 1.0)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        assert scaler.get_scale() == 512.0
-        assert all(state["step"] == 3 for state in optimizer.state.values())
-    assert_same_weights(model, plain)
+def test_grad_scaler_and_accumulation():
+    for kind in [AdamOffload, Remote]:
+        model, plain = small_network(), small_network()
+        x, y = torch.randn(3, 4, 3, 8, 8), torch.randint(31, (3, 4))
+        for net, optimizer in (
+            (model, kind(model.parameters(), lr=0.1)),
+            (plain, torch.optim.Adam(plain.parameters(), lr=0.1, fused=True)),
+        ):
+            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+            for step in range(4):
+                optimizer.zero_grad()
+                for part in range(3):
+                    loss = nn.functional.cross_entropy(net(x[part]), y[part]) / 3
+                    scaler.scale(loss * (float("inf") if step == 1 else 1.0)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            assert scaler.get_scale() == 512.0
+            assert all(state["step"] == 3 for state in optimizer.state.values())
+        assert_same_weights(model, plain)
 
 
 def test_weights_set_from_outside_are_honoured():

@@ -112,8 +112,9 @@ def loss_of(network: Network, model: nn.Module, batch: Batch) -> Tensor:
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return a copy of every weight and buffer, dense and contiguous."""
-    return {name: value.detach().clone().contiguous() for name, value in model.state_dict().items()}
+    """Return a copy of every weight and buffer, dense and contiguous, without entries that a state dict adds."""
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {name: value.detach().clone().contiguous() for name, value in named}
 
 
 def train(

@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, grad_and_value, vmap
+from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, rnn
 from torch.optim import SGD, Adam, Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 from torch.utils.checkpoint import checkpoint
 
@@ -83,11 +82,6 @@ def by_loss(loss_of: Callable[[nn.Module, Any, Tensor], Tensor], *shape: int) ->
 # Losses
 
 
-def of_object(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    found = model(x)
-    return F.cross_entropy(found.logits, y) + 0.1 * found.more["means"][0]
-
-
 def of_generator(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return torch.stack([F.cross_entropy(found, y) for found in model(x)]).sum()
 
@@ -103,40 +97,13 @@ def penalised_inputs(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return loss + 10 * slope.pow(2).sum()
 
 
-def penalised_weights(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    loss = F.cross_entropy(model(x), y)
-    slopes = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-    return loss + 0.1 * torch.stack([slope.pow(2).sum() for slope in slopes]).sum()
-
-
-def contrasted(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    one, other = F.normalize(model(x), dim=1), F.normalize(model(x.flip(0) * 0.7), dim=1)
-    return F.cross_entropy(one @ other.T * 5, torch.arange(len(x)))
-
-
-def through_time(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    state, losses = None, []
-    for at in range(x.shape[1]):
-        found, state = model(x[:, at], state)
-        losses.append(F.cross_entropy(found, y))
-    return torch.stack(losses).sum()
-
-
 def packed(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(rnn.pack_padded_sequence(x, [7, 5, 3, 2], batch_first=True))[0], y)
-
-
-def padded(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(model(x, torch.tensor([7, 3, 5, 2])), y)
 
 
 def under_autocast(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         return F.cross_entropy(model(x), y)
-
-
-def in_parts(model: Any, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(model.head(model.features(x)), y)
 
 
 # What is done before a step
@@ -168,13 +135,6 @@ def replace_the_data_of_a_weight(model: Any, optimizer: Optimizer, at: int) -> N
         model[3].weight.data = values + torch.arange(9).reshape(3, 3) * 0.01
 
 
-def freeze_statistics(model: nn.Module, optimizer: Optimizer, at: int) -> None:
-    model.train()
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.eval()
-
-
 def fail_on_a_batch(model: nn.Module, optimizer: Optimizer, at: int) -> None:
     if at in (0, 2, 5):
         try:
@@ -199,10 +159,6 @@ def rewrite_the_moments(model: nn.Module, optimizer: Optimizer, at: int) -> None
             state["momentum_buffer"] = torch.as_tensor(state["momentum_buffer"].contiguous().numpy().copy())
 
 
-def set_an_attribute(model: Any, optimizer: Optimizer, at: int) -> None:
-    model.scale = at * 0.1
-
-
 # Loops that change more than the loss or what comes before a step
 
 
@@ -223,23 +179,6 @@ def hooks_set_inside(model: nn.Module, optimizer: Optimizer) -> list[float]:
     for p in model.parameters():
         p.register_hook(lambda slope: slope * 2 - 0.01)
     return plain(model, optimizer)
-
-
-def functional(model: nn.Module, optimizer: Optimizer) -> list[float]:
-    losses = []
-    for x, y in batches():
-        params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-
-        def loss_of(values: Any, x: Tensor = x, y: Tensor = y, buffers: Any = buffers) -> Tensor:
-            return F.cross_entropy(functional_call(model, (values, buffers), (x,)), y)
-
-        slopes, loss = grad_and_value(loss_of)(params)
-        for name, p in params.items():
-            p.grad = slopes[name]
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 def gradients_per_sample(model: nn.Module, optimizer: Optimizer) -> list[float]:
@@ -310,18 +249,6 @@ def accumulated(model: nn.Module, optimizer: Optimizer) -> list[float]:
         if at % 3 == 2:
             clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
-            optimizer.zero_grad()
-    return losses
-
-
-def zeroed_every_other_time(model: nn.Module, optimizer: Optimizer) -> list[float]:
-    losses = []
-    for at, (x, y) in enumerate(batches()):
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-        if at % 2:
             optimizer.zero_grad(set_to_none=False)
     return losses
 
@@ -362,17 +289,6 @@ def averaged(model: nn.Module, optimizer: Optimizer) -> list[float]:
     return [*losses, mean(batches()[0][0]).sum().item(), *(p.sum().item() for p in mean.parameters())]
 
 
-def copied_before(model: nn.Module, optimizer: Optimizer) -> list[float]:
-    mean, seen = copy.deepcopy(model), []
-    for x, y in batches():
-        seen.append(update(F.cross_entropy(model(x), y), optimizer))
-        with torch.no_grad():
-            for p, q in zip(mean.parameters(), model.parameters(), strict=True):
-                p.lerp_(q, 0.3)
-            seen.append(mean.eval()(x).sum().item())
-    return seen
-
-
 def evaluated_in_between(model: nn.Module, optimizer: Optimizer) -> list[float]:
     with torch.no_grad():
         seen = [model.eval()(batches()[0][0]).sum().item()]
@@ -404,16 +320,6 @@ def closures(model: nn.Module, optimizer: Optimizer) -> list[float]:
 
         losses.append(optimizer.step(closure).item())
     return losses
-
-
-def scheduled(model: nn.Module, optimizer: Optimizer) -> list[float]:
-    parts = [LinearLR(optimizer, 0.1, 1.0, 4), CosineAnnealingLR(optimizer, 8)]
-    schedule, seen = SequentialLR(optimizer, parts, [4]), []
-    for x, y in batches():
-        seen.append(update(F.cross_entropy(model(x), y), optimizer))
-        schedule.step()
-        seen.append(optimizer.param_groups[0]["lr"])
-    return seen
 
 
 def scheduled_before(model: Any, optimizer: Optimizer) -> list[float]:

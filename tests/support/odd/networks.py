@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import random
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations, rnn
-from torch.utils.checkpoint import checkpoint
 
 CLASSES = 5
 WIDTH = 8
@@ -36,25 +32,6 @@ def normalised(how: Any, **last: Any) -> nn.Sequential:
     return nn.Sequential(
         how(nn.Conv2d(3, WIDTH, 3)), nn.ReLU(), second, nn.ReLU(), nn.Flatten(), how(nn.Linear(WIDTH * 64, CLASSES))
     )
-
-
-def orthogonal() -> nn.Sequential:
-    pooled = (nn.Conv2d(3, WIDTH, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    return nn.Sequential(
-        *pooled, parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH)), nn.ReLU(), nn.Linear(WIDTH, CLASSES)
-    )
-
-
-def volumes() -> nn.Sequential:
-    """Three dimensions. The first layer has no bias: Adam would divide the noise of its gradient by itself."""
-    first = (nn.Conv3d(1, 4, 3, bias=False), nn.BatchNorm3d(4), nn.ReLU())
-    return nn.Sequential(*first, nn.Conv3d(4, 4, 3), nn.Flatten(), nn.Linear(4 * 4**3, CLASSES))
-
-
-def depthwise() -> nn.Sequential:
-    first = (nn.Conv2d(3, 12, 3, groups=3, bias=False), nn.BatchNorm2d(12), nn.ReLU6())
-    second = (nn.Conv2d(12, 12, 3, groups=12, dilation=2), nn.ReLU(), nn.Conv2d(12, 4, 1))
-    return nn.Sequential(*first, *second, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, CLASSES))
 
 
 class Net(nn.Module):
@@ -80,34 +57,6 @@ class Conv(nn.Module):
 
 
 # Weights and layouts
-
-
-class TiedConvolutions(Conv):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv2d(WIDTH, WIDTH, 3, padding=1), nn.ConvTranspose2d(WIDTH, WIDTH, 3, padding=1)
-        self.second.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.second(F.relu(self.first(F.relu(self.conv(x))))).mean((2, 3)))
-
-
-class SharedNorm(Conv):
-    def __init__(self) -> None:
-        super().__init__(bias=False)
-        self.second, self.norm = nn.Conv2d(WIDTH, WIDTH, 3, bias=False), nn.BatchNorm2d(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(F.relu(self.norm(self.second(F.relu(self.norm(self.conv(x)))))).mean((2, 3)))
-
-
-class ComplexWeights(Conv):
-    def __init__(self) -> None:
-        super().__init__(features=WIDTH * 16)
-        self.mix = nn.Parameter(torch.randn(16, 16, dtype=torch.cfloat) * 0.2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head((self.conv(x).flatten(2)[..., :16].to(torch.cfloat) @ self.mix).abs().flatten(1))
 
 
 class ReadsContiguity(Conv):
@@ -160,18 +109,6 @@ class OddParameters(Net):
 
 
 # Inputs and outputs
-
-
-@dataclasses.dataclass
-class Output:
-    logits: Tensor
-    more: Any
-
-
-class ReturnsObject(Net):
-    def forward(self, x: Tensor) -> Output:
-        logits = self.net(x)
-        return Output(logits, {"means": [logits.mean()], "nothing": None})
 
 
 class ReturnsGenerator(nn.Module):
@@ -229,27 +166,16 @@ class ComputesItsLoss(Net):
 class Counting(Net):
     def __init__(self) -> None:
         super().__init__()
-        self.calls, self.history = 0, []
+        self.calls, self.history, self.last = 0, [], [0.0]
         self.register_buffer("average", torch.zeros(CLASSES))
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        found = self.net(x) * (1 + 0.1 * (self.calls % 3))
+        found = self.net(x) * (1 + 0.1 * (self.calls % 3)) + 0.1 * self.last[0]
         self.history.append(self.calls)
+        self.last[0] = found.detach()
         self.average = 0.9 * self.average + 0.1 * found.detach().mean(0)
         return found + self.average
-
-
-class HiddenState(Conv):
-    def __init__(self) -> None:
-        super().__init__()
-        self.last: list[Tensor | None] = [None]
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = self.pooled(x)
-        found = found if self.last[0] is None else 0.5 * found + 0.5 * self.last[0]
-        self.last[0] = found.detach()
-        return self.head(found)
 
 
 OUTSIDE = {"calls": 0}
@@ -286,15 +212,6 @@ class OwnGenerator(Net):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x + torch.randn(x.shape, generator=self.generator) * 0.3)
-
-
-class NumpyGenerator(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = np.random.default_rng(5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x + torch.from_numpy(self.generator.standard_normal(x.shape)).float() * 0.3)
 
 
 class PythonRandom(nn.Module):
@@ -335,21 +252,6 @@ class MomentumEncoder(nn.Module):
         return found
 
 
-class Codebook(Conv):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("codes", torch.randn(6, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = self.pooled(x)
-        nearest = torch.cdist(found, self.codes).argmin(1)
-        codes = self.codes[nearest]
-        if self.training:
-            with torch.no_grad():
-                self.codes.data[nearest] = 0.8 * self.codes[nearest] + 0.2 * found
-        return self.head(found + (codes - found).detach())
-
-
 class GrowsInForward(Net):
     """Makes a layer in its first forward pass, which the optimizer does not know."""
 
@@ -358,15 +260,6 @@ class GrowsInForward(Net):
         if not hasattr(self, "lazy"):
             self.lazy = nn.Linear(CLASSES, CLASSES)
         return self.lazy(found)
-
-
-class SetFromOutside(Net):
-    """The loop sets an attribute before each forward pass."""
-
-    scale = 0.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x) * (1 + self.scale)
 
 
 # Control flow
@@ -379,19 +272,6 @@ class ByData(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.one(x) if x.sum() > 0 else self.other(x)
-
-
-class OneExpert(Conv):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(WIDTH, 3)
-        self.experts = nn.ModuleList([nn.Linear(WIDTH, CLASSES) for _ in range(3)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = self.pooled(x)
-        weights = self.gate(found).softmax(1)
-        chosen = int(weights.sum(0).argmax())
-        return self.experts[chosen](found) * weights[:, chosen : chosen + 1]
 
 
 class Recursive(Net):
@@ -407,29 +287,6 @@ class SwitchesMode(Net):
         return found.detach() * 0.1 + self.net(x)
 
 
-class Recomputed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Sequential(nn.Conv2d(3, WIDTH, 3), nn.ReLU())
-        self.second = nn.Sequential(nn.Conv2d(WIDTH, WIDTH, 3), nn.ReLU())
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = checkpoint(self.first, x, use_reentrant=False)
-        return self.head(checkpoint(self.second, found, use_reentrant=True).mean((2, 3)))
-
-
-class FeaturesAndHead(nn.Module):
-    """Its loop calls the two parts, never the whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.features, self.head = cnn()[:-1], nn.Linear(2 * WIDTH, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.features(x))
-
-
 # Sequences
 
 
@@ -442,17 +299,6 @@ class Embedded(nn.Module):
         return self.head(self.rows(x).mean(1))
 
 
-class Padded(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cells = nn.LSTM(6, 12, 2, batch_first=True, dropout=0.2, bidirectional=True)
-        self.head = nn.Linear(24, CLASSES)
-
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        packed = rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-        return self.head(rnn.pad_packed_sequence(self.cells(packed)[0], batch_first=True)[0].mean(1))
-
-
 class Gated(nn.Module):
     """A GRU that returns its state, and reads packed sequences too."""
 
@@ -463,13 +309,3 @@ class Gated(nn.Module):
     def forward(self, x: Any, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         state = self.cells(x, state)[1]
         return self.head(state[0]), state
-
-
-class Cell(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.head = nn.GRUCell(6, 12), nn.Linear(12, CLASSES)
-
-    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        state = self.cell(x, state)
-        return self.head(state), state

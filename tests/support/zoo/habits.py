@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.zoo.images import Basic, Head, stage
-from tests.support.zoo.network import CLASSES, Batch, Network, classify, images, vectors
+from tests.support.zoo.network import CLASSES, Batch, Network, classify, images
 
 __all__ = ["HABITS"]
 
@@ -22,12 +22,10 @@ Draw = Any
 class _Stack(nn.Module):
     """Four stages and a head; the others below are changes of it."""
 
-    inplace = False
-
     def __init__(self) -> None:
         super().__init__()
-        self.stem = stage(3, 8, inplace=self.inplace)
-        self.layers = nn.Sequential(*(stage(8, 8, inplace=self.inplace) for _ in range(3)))
+        self.stem = stage(3, 8)
+        self.layers = nn.Sequential(*(stage(8, 8) for _ in range(3)))
         self.head = Head(8)
 
     def features(self, x: Tensor) -> Tensor:
@@ -35,15 +33,6 @@ class _Stack(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.head(self.features(x))
-
-
-class inplace_activations(_Stack):
-    inplace = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.features(x).mul(0.5)
-        y += 0.1
-        return self.head(y.mul_(2.0))
 
 
 class skip_over_inplace(nn.Module):
@@ -64,25 +53,18 @@ class skip_over_inplace(nn.Module):
         return self.head(x)
 
 
-class reused_convolution(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.twice, self.last, self.head = stage(3, 8), stage(8, 8), stage(8, 8), Head(8)
+class reused_layers(nn.Module):
+    """Three convolutions share one BatchNorm, and a pair of convolution and BatchNorm runs twice."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.last(self.twice(self.twice(self.first(x)))))
-
-
-class reused_batch_norm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.convs = nn.ModuleList(nn.Conv2d(3 if i == 0 else 8, 8, 3, padding=1, bias=False) for i in range(3))
-        self.norm, self.last, self.head = nn.BatchNorm2d(8), stage(8, 8), Head(8)
+        self.norm, self.twice, self.last, self.head = nn.BatchNorm2d(8), stage(8, 8), stage(8, 8), Head(8)
 
     def forward(self, x: Tensor) -> Tensor:
         for conv in self.convs:
             x = F.relu(self.norm(conv(x)))
-        return self.head(self.last(x))
+        return self.head(self.last(self.twice(self.twice(x))))
 
 
 class tied_convolutions(_Stack):
@@ -94,20 +76,6 @@ class tied_convolutions(_Stack):
         assert isinstance(first, nn.Sequential)
         assert isinstance(second, nn.Sequential)
         second[0].weight = first[0].weight
-
-
-class optional_argument(_Stack):
-    """A second input that steers the features where it is given, as here."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.condition = nn.Linear(5, 8)
-
-    def forward(self, x: Tensor, condition: Tensor | None = None) -> Tensor:
-        y = self.stem(x)
-        if condition is not None:
-            y = y * self.condition(condition)[:, :, None, None]
-        return self.head(self.layers(y))
 
 
 class optional_branch(nn.Module):
@@ -126,40 +94,23 @@ class optional_branch(nn.Module):
 
 
 class keyword_inputs(_Stack):
-    def forward(self, *, pixels: Tensor, gain: Tensor | None = None) -> Tensor:
-        y = self.features(pixels)
+    def forward(self, *, pixels: dict[str, Tensor], gain: Tensor | None = None) -> Tensor:
+        y = self.features(pixels["values"])
         return self.head(y if gain is None else y * gain[:, None, None, None])
-
-
-class dictionary_input(_Stack):
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        return self.head(self.features(batch["pixels"]) * batch["gain"][:, None, None, None])
-
-
-class dictionary_output(_Stack):
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        y = self.features(x)
-        return {"logits": self.head(y), "features": [y]}
-
-
-class tuple_output(_Stack):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = self.features(x)
-        return self.head(y), y
 
 
 @dataclass
 class Output:
-    """What some libraries return."""
+    """An object as some libraries return it."""
 
     logits: Tensor
     features: Tensor | None = None
 
 
-class dataclass_output(_Stack):
-    def forward(self, x: Tensor) -> Output:
+class nested_output(_Stack):
+    def forward(self, x: Tensor) -> dict[str, Any]:
         y = self.features(x)
-        return Output(self.head(y), y)
+        return {"output": Output(self.head(y), y), "means": [y.mean((2, 3))]}
 
 
 class control_flow_by_shape(nn.Module):
@@ -192,19 +143,14 @@ class frozen_tail(_Stack):
         self.head.requires_grad_(False)
 
 
-class unused_last_block(_Stack):
-    def __init__(self) -> None:
-        super().__init__()
-        self.extra = stage(8, 8)
-        self.old_head = nn.Linear(8, CLASSES)
-
-
-class unused_auxiliary_head(_Stack):
-    """A head that is computed and whose output goes into no loss."""
+class unused_layers(_Stack):
+    """A head whose output goes into no loss, and layers that never run."""
 
     def __init__(self) -> None:
         super().__init__()
         self.auxiliary = Head(8)
+        self.extra = stage(8, 8)
+        self.old_head = nn.Linear(8, CLASSES)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y = self.features(x)
@@ -243,16 +189,18 @@ class plain_list(nn.Module):
         return self.head(x)
 
 
-class instance_forward(_Stack):
-    """``forward`` of single modules is covered on the instance, as patches do."""
+class patched_layers(_Stack):
+    """``forward`` of single modules is covered on the instance, as patches do; others carry hooks."""
 
     def __init__(self) -> None:
         super().__init__()
-        inner = self.layers[1]
-        assert isinstance(inner, nn.Sequential)
-        conv, norm = inner[0], inner[1]
-        conv.forward = _Scaled(conv.forward, 0.5)
-        norm.forward = _Scaled(norm.forward, 1.5)
+        patched, hooked = self.layers[1], self.layers[2]
+        assert isinstance(patched, nn.Sequential)
+        assert isinstance(hooked, nn.Sequential)
+        for module, factor in ((patched[0], 0.5), (patched[1], 1.5)):
+            module.forward = _Scaled(module.forward, factor)
+        hooked[0].register_forward_hook(_doubled)
+        hooked[1].register_forward_pre_hook(_shifted)
 
 
 class _Scaled:
@@ -261,15 +209,6 @@ class _Scaled:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.forward(x) * self.factor
-
-
-class hooks_on_modules(_Stack):
-    def __init__(self) -> None:
-        super().__init__()
-        inner = self.layers[1]
-        assert isinstance(inner, nn.Sequential)
-        inner[0].register_forward_hook(_doubled)
-        inner[1].register_forward_pre_hook(_shifted)
 
 
 def _doubled(module: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -296,49 +235,28 @@ class weight_norm(nn.Module):
         return self.head(self.layers(x).mean((2, 3)))
 
 
-class spectral_norm(_Stack):
-    def __init__(self) -> None:
-        super().__init__()
-        inner = self.layers[1]
-        assert isinstance(inner, nn.Sequential)
-        parametrizations.spectral_norm(inner[0])
-
-
-class moving_average(_Stack):
-    """A buffer that every training pass moves, and a counter that torch does not know."""
+class state_of_its_own(_Stack):
+    """A buffer that every training pass moves, a shift that the first pass sets, and what torch does not know of."""
 
     average: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("average", torch.zeros(8))
-        self.seen = 0
+        self.shift = nn.Parameter(torch.zeros(8))
+        self.passes = 0
         self.latest: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.features(x)
+        means = y.detach().mean((0, 2, 3))
+        if self.passes == 0:
+            self.shift.data.copy_(-means)
         if self.training:
-            self.seen += 1
-            self.latest = y.detach().mean((0, 2, 3))
-            self.average.lerp_(self.latest, 0.1)
-        return self.head(y - self.average[:, None, None])
-
-
-class initialised_by_data(_Stack):
-    """The first pass sets a shift by what it sees, once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shift = nn.Parameter(torch.zeros(8))
-        self.ready = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.features(x)
-        if not self.ready:
-            self.ready = True
-            with torch.no_grad():
-                self.shift.copy_(-y.mean((0, 2, 3)))
-        return self.head(y + self.shift[:, None, None])
+            self.passes += 1
+            self.latest = means
+            self.average.lerp_(means, 0.1)
+        return self.head(y + (self.shift - self.average)[:, None, None])
 
 
 class dropout(_Stack):
@@ -366,7 +284,7 @@ class stochastic_depth(nn.Module):
         return self.head(x)
 
 
-class _Checkpointed(nn.Module):
+class checkpointed(nn.Module):
     reentrant = False
 
     def __init__(self) -> None:
@@ -381,11 +299,7 @@ class _Checkpointed(nn.Module):
         return self.head(x)
 
 
-class checkpointed(_Checkpointed):
-    pass
-
-
-class checkpointed_reentrant(_Checkpointed):
+class checkpointed_reentrant(checkpointed):
     reentrant = True
 
 
@@ -406,27 +320,17 @@ class scales_of_every_shape(nn.Module):
         return self.fc(y.mean((2, 3))) * (self.whole + self.one) + self.column.t()
 
 
-class linear_of_one_feature(nn.Module):
-    """``Linear(1, n)``, as for the time in a diffusion model."""
+class inputs_of_one_channel(nn.Module):
+    """``Conv2d(1, n, 1)`` as over grey images, and ``Linear(1, n)`` as for the time in a diffusion model."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.time, self.body = nn.Linear(1, 12), nn.Linear(8, 12)
-        self.layers = nn.Sequential(nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, CLASSES))
+        self.grey, self.time = nn.Conv2d(1, 8, 1), nn.Linear(1, 8)
+        self.stem, self.layer, self.head = stage(8, 8), stage(8, 8), Head(8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers(self.body(x) + self.time(x[:, :1]))
-
-
-class conv_of_one_channel(nn.Module):
-    """``Conv2d(1, n, 1)``, as over grey images."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.grey, self.stem, self.layer, self.head = nn.Conv2d(1, 8, 1), stage(8, 8), stage(8, 8), Head(8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layer(self.stem(self.grey(x))))
+        time = torch.tanh(self.time(x.mean((2, 3))))[:, :, None, None]
+        return self.head(self.layer(self.stem(self.grey(x) + time)))
 
 
 class complex_parameters(nn.Module):
@@ -440,15 +344,6 @@ class complex_parameters(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = torch.fft.irfft2(torch.fft.rfft2(self.stem(x)) * self.filter, s=x.shape[-2:])
         return self.head(F.relu(y))
-
-
-class double_precision(_Stack):
-    def __init__(self) -> None:
-        super().__init__()
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.double())
 
 
 class mixed_precisions(_Stack):
@@ -486,16 +381,6 @@ class two_networks(nn.Module):
         return self.judge(real), self.judge(self.generator(noise))
 
 
-class several_tasks(_Stack):
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = nn.ModuleDict({"sort": Head(8), "other": Head(8)})
-
-    def forward(self, x: Tensor) -> list[Tensor]:
-        y = self.features(x)
-        return [head(y) for head in self.heads.values()]
-
-
 class reads_attributes(nn.Module):
     """``forward`` asks its BatchNorm how wide it is."""
 
@@ -520,24 +405,21 @@ class norms_kept_in_eval(_Stack):
         return self
 
 
-def _two(features: int, *, first: bool = False) -> Draw:
+def _two(*, first: bool = False) -> Draw:
     """Images and vectors, in that order or the other."""
 
     def draw(generator: Generator, samples: int, grow: int) -> Batch:
         batch = images()(generator, samples, grow)
-        vector = torch.randn(samples, features, generator=generator)
+        vector = torch.randn(samples, 8, generator=generator)
         return Batch((vector, *batch.args) if first else (*batch.args, vector), {}, batch.target)
 
     return draw
 
 
-def _named(*, as_dict: bool) -> Draw:
-    def draw(generator: Generator, samples: int, grow: int) -> Batch:
-        batch = images()(generator, samples, grow)
-        given = {"pixels": batch.args[0], "gain": 1.0 + torch.rand(samples, generator=generator)}
-        return Batch((given,), {}, batch.target) if as_dict else Batch((), given, batch.target)
-
-    return draw
+def _named(generator: Generator, samples: int, grow: int) -> Batch:
+    batch = images()(generator, samples, grow)
+    gain = 1.0 + torch.rand(samples, generator=generator)
+    return Batch((), {"pixels": {"values": batch.args[0]}, "gain": gain}, batch.target)
 
 
 def _first(outputs: Any, target: Tensor) -> Tensor:
@@ -545,7 +427,7 @@ def _first(outputs: Any, target: Tensor) -> Tensor:
 
 
 def _logits(outputs: Any, target: Tensor) -> Tensor:
-    return classify(outputs["logits"] if isinstance(outputs, dict) else outputs.logits, target)
+    return classify(outputs["output"].logits, target)
 
 
 def _all(outputs: Any, target: Tensor) -> Tensor:
@@ -556,20 +438,15 @@ HABITS = (
     *(
         Network(build=build, draw=images(), grows=4)
         for build in (
-            inplace_activations,
             skip_over_inplace,
-            reused_convolution,
-            reused_batch_norm,
+            reused_layers,
             control_flow_by_shape,
             frozen_stem,
             frozen_tail,
-            unused_last_block,
             parameters_on_the_root,
             plain_list,
-            instance_forward,
-            hooks_on_modules,
+            patched_layers,
             weight_norm,
-            spectral_norm,
             stochastic_depth,
             scales_of_every_shape,
             stored_channels_last,
@@ -580,17 +457,13 @@ HABITS = (
     *(Network(build=b, draw=images(), grows=4, recomputes=True) for b in (checkpointed, checkpointed_reentrant)),
     Network(build=tied_convolutions, draw=images(), grows=4, ties=(("layers.0.0", "layers.0.1.weight"),)),
     Network(build=dropout, draw=images(), grows=4, masks=True),
-    *(Network(build=b, draw=images(), grows=4, stateful=True) for b in (moving_average, initialised_by_data)),
-    *(Network(build=b, draw=images(), grows=4, loss=_logits) for b in (dictionary_output, dataclass_output)),
-    *(Network(build=b, draw=images(), grows=4, loss=_first) for b in (tuple_output, unused_auxiliary_head)),
-    *(Network(build=b, draw=images(), grows=4, only32=True) for b in (double_precision, mixed_precisions)),
+    Network(build=state_of_its_own, draw=images(), grows=4, stateful=True),
+    Network(build=nested_output, draw=images(), grows=4, loss=_logits),
+    Network(build=unused_layers, draw=images(), grows=4, loss=_first),
+    Network(build=mixed_precisions, draw=images(), grows=4, only32=True),
     Network(build=complex_parameters, draw=images(), only32=True),
-    Network(build=conv_of_one_channel, draw=images(1), grows=4),
-    Network(build=linear_of_one_feature, draw=vectors()),
-    Network(build=optional_argument, draw=_two(5), grows=4),
-    Network(build=optional_branch, draw=_two(8), grows=4),
-    Network(build=keyword_inputs, draw=_named(as_dict=False), grows=4),
-    Network(build=dictionary_input, draw=_named(as_dict=True), grows=4),
-    Network(build=two_networks, draw=_two(8, first=True), loss=_all),
-    Network(build=several_tasks, draw=images(), grows=4, loss=_all),
+    Network(build=inputs_of_one_channel, draw=images(1), grows=4),
+    Network(build=optional_branch, draw=_two(), grows=4),
+    Network(build=keyword_inputs, draw=_named, grows=4),
+    Network(build=two_networks, draw=_two(first=True), loss=_all),
 )

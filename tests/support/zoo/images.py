@@ -55,44 +55,14 @@ class batch_norm_over_sequences(nn.Module):
         return self.head(self.layers(x).mean(1))
 
 
-def _convs(norm: type[nn.Module] | None, *, bias: bool) -> nn.Module:
-    layers: list[nn.Module] = []
-    for inputs in (3, 8, 8, 8):
-        layers.append(nn.Conv2d(inputs, 8, 3, padding=1, bias=bias))
-        if norm is nn.GroupNorm:
-            layers.append(nn.GroupNorm(2, 8))
-        elif norm is nn.LayerNorm:
-            layers.append(nn.LayerNorm([8, 8, 8]))
-        elif norm is nn.InstanceNorm2d:
-            layers.append(nn.InstanceNorm2d(8, affine=True))
-        elif norm is not None:
-            layers.append(norm(8))
-        layers.append(nn.ReLU())
-    return nn.Sequential(*layers, Head(8))
-
-
-def conv_bias() -> nn.Module:
-    return _convs(None, bias=True)
-
-
 def conv_batch_norm() -> nn.Module:
-    return _convs(nn.BatchNorm2d, bias=False)
+    return nn.Sequential(stage(3, 8), *(stage(8, 8) for _ in range(3)), Head(8))
 
 
-def conv_bias_batch_norm() -> nn.Module:
-    return _convs(nn.BatchNorm2d, bias=True)
-
-
-def conv_group_norm() -> nn.Module:
-    return _convs(nn.GroupNorm, bias=True)
-
-
-def conv_layer_norm() -> nn.Module:
-    return _convs(nn.LayerNorm, bias=True)
-
-
-def conv_instance_norm() -> nn.Module:
-    return _convs(nn.InstanceNorm2d, bias=False)
+def conv_other_norms() -> nn.Module:
+    norms = (nn.GroupNorm(2, 8), nn.InstanceNorm2d(8, affine=True), nn.LayerNorm([8, 8, 8]))
+    layers = ((nn.Conv2d(3 if i == 0 else 8, 8, 3, padding=1), norm, nn.ReLU()) for i, norm in enumerate(norms))
+    return nn.Sequential(*(part for layer in layers for part in layer), Head(8))
 
 
 class Basic(nn.Module):
@@ -119,17 +89,9 @@ class Basic(nn.Module):
         return self.act(y + skip)
 
 
-def _resnet(*, inplace: bool) -> nn.Module:
-    blocks = (Basic(8, 8, inplace=inplace), Basic(8, 12, 2, inplace=inplace), Basic(12, 12, inplace=inplace))
-    return nn.Sequential(stage(3, 8, inplace=inplace), *blocks, Head(12))
-
-
-def resnet_basic() -> nn.Module:
-    return _resnet(inplace=False)
-
-
 def resnet_basic_inplace() -> nn.Module:
-    return _resnet(inplace=True)
+    blocks = (Basic(8, 8, inplace=True), Basic(8, 12, 2, inplace=True), Basic(12, 12, inplace=True))
+    return nn.Sequential(stage(3, 8, inplace=True), *blocks, Head(12))
 
 
 class Bottleneck(nn.Module):
@@ -158,28 +120,19 @@ def resnet_bottleneck() -> nn.Module:
 
 
 class PreAct(nn.Module):
-    def __init__(self, width: int, *, inplace: bool) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.bn1, self.conv1 = nn.BatchNorm2d(width), nn.Conv2d(width, width, 3, padding=1, bias=False)
         self.bn2, self.conv2 = nn.BatchNorm2d(width), nn.Conv2d(width, width, 3, padding=1, bias=False)
-        self.inplace = inplace
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.conv1(F.relu(self.bn1(x), inplace=self.inplace))
-        return x + self.conv2(F.relu(self.bn2(y), inplace=self.inplace))
-
-
-def _preact(*, inplace: bool) -> nn.Module:
-    blocks = [PreAct(8, inplace=inplace) for _ in range(3)]
-    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *blocks, nn.BatchNorm2d(8), nn.ReLU(inplace), Head(8))
-
-
-def resnet_preact() -> nn.Module:
-    return _preact(inplace=False)
+        y = self.conv1(F.relu(self.bn1(x), inplace=True))
+        return x + self.conv2(F.relu(self.bn2(y), inplace=True))
 
 
 def resnet_preact_inplace() -> nn.Module:
-    return _preact(inplace=True)
+    blocks = [PreAct(8) for _ in range(3)]
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *blocks, nn.BatchNorm2d(8), nn.ReLU(True), Head(8))
 
 
 class densenet(nn.Module):
@@ -255,85 +208,22 @@ class unet(nn.Module):
         return self.out(self.join(torch.cat([wide, deep], 1))).mean((2, 3))
 
 
-def autoencoder() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(), nn.Conv2d(8, 4, 3, 2, 1), nn.ReLU(),
-        nn.ConvTranspose2d(4, 8, 2, 2), nn.ReLU(), nn.ConvTranspose2d(8, 3, 2, 2), Head(3),
-    )  # fmt: skip
-
-
 class RepVGGBlock(nn.Module):
-    def __init__(self, width: int, *, inplace: bool) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.identity = nn.BatchNorm2d(width)
         self.conv1, self.norm1 = nn.Conv2d(width, width, 1, bias=False), nn.BatchNorm2d(width)
         self.conv3, self.norm3 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
-        self.inplace = inplace
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.inplace:
-            y = self.identity(x)
-            y += self.norm1(self.conv1(x))
-            y += self.norm3(self.conv3(x))
-            return F.relu(y)
-        return F.relu(self.identity(x) + self.norm1(self.conv1(x)) + self.norm3(self.conv3(x)))
-
-
-def repvgg() -> nn.Module:
-    return nn.Sequential(stage(3, 8), *(RepVGGBlock(8, inplace=False) for _ in range(3)), Head(8))
+        y = self.identity(x)
+        y += self.norm1(self.conv1(x))
+        y += self.norm3(self.conv3(x))
+        return F.relu(y)
 
 
 def repvgg_inplace() -> nn.Module:
-    return nn.Sequential(stage(3, 8), *(RepVGGBlock(8, inplace=True) for _ in range(3)), Head(8))
-
-
-class SqueezeExcite(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.body = nn.Sequential(stage(width, width), nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width))
-        self.gate = nn.Sequential(
-            nn.AdaptiveAvgPool2d(1), nn.Conv2d(width, 4, 1), nn.ReLU(True), nn.Conv2d(4, width, 1), nn.Sigmoid()
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.body(x)
-        y = y * self.gate(y)
-        return F.relu(y.add_(x))
-
-
-def squeeze_excite() -> nn.Module:
-    return nn.Sequential(stage(3, 8), SqueezeExcite(8), SqueezeExcite(8), Head(8))
-
-
-class Inception(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.one = nn.Sequential(nn.Conv2d(width, 4, 1, bias=False), nn.BatchNorm2d(4), nn.ReLU())
-        self.three = stage(width, 4)
-        self.pool = nn.Sequential(nn.MaxPool2d(3, 1, 1), nn.Conv2d(width, 4, 1, bias=False), nn.BatchNorm2d(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([self.one(x), self.three(x), F.relu(self.pool(x))], 1)
-
-
-def inception() -> nn.Module:
-    return nn.Sequential(stage(3, 8), Inception(8), Inception(12), Head(12))
-
-
-class ShuffleBlock(nn.Module):
-    def __init__(self, half: int) -> None:
-        super().__init__()
-        self.branch = nn.Sequential(stage(half, half), nn.Conv2d(half, half, 3, padding=1, groups=half))
-
-    def forward(self, x: Tensor) -> Tensor:
-        kept, changed = x.chunk(2, 1)
-        x = torch.cat([kept, self.branch(changed)], 1)
-        n, c, h, w = x.shape
-        return x.view(n, 2, c // 2, h, w).transpose(1, 2).reshape(n, c, h, w)
-
-
-def shufflenet() -> nn.Module:
-    return nn.Sequential(stage(3, 8), ShuffleBlock(4), ShuffleBlock(4), Head(8))
+    return nn.Sequential(stage(3, 8), *(RepVGGBlock(8) for _ in range(3)), Head(8))
 
 
 class lenet(nn.Module):
@@ -399,31 +289,20 @@ IMAGES = (
     *(
         Network(build=build, draw=images(), grows=4)
         for build in (
-            conv_bias,
             conv_batch_norm,
-            conv_bias_batch_norm,
-            conv_group_norm,
-            conv_instance_norm,
-            resnet_basic,
             resnet_basic_inplace,
             resnet_bottleneck,
-            resnet_preact,
             resnet_preact_inplace,
             densenet,
             mobilenet,
             convnext,
             unet,
-            autoencoder,
-            repvgg,
             repvgg_inplace,
-            squeeze_excite,
-            inception,
-            shufflenet,
             conv_transposed,
             odd_batch_norms,
         )
     ),
-    Network(build=conv_layer_norm, draw=images()),
+    Network(build=conv_other_norms, draw=images()),
     Network(build=lenet, draw=images()),
     Network(build=conv_one_dimension, draw=sequences(3, 10, last=False), grows=3),
     Network(build=conv_three_dimensions, draw=volumes(), grows=2),

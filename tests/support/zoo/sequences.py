@@ -15,9 +15,9 @@ CONTEXT = 16
 
 
 class Attention(nn.Module):
-    def __init__(self, *, causal: bool, bias: bool = True) -> None:
+    def __init__(self, *, causal: bool) -> None:
         super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=bias), nn.Linear(WIDTH, WIDTH, bias=bias)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.causal = causal
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,16 +56,15 @@ class vit(nn.Module):
         return self.head(self.norm(self.layers(x))[:, 0])
 
 
-class gpt(nn.Module):
-    tied = False
+class gpt_tied(nn.Module):
+    """The embedding is the weight of the head."""
 
     def __init__(self) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(CONTEXT, WIDTH)
         self.layers = nn.ModuleList(Layer(causal=True) for _ in range(3))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
-        if self.tied:
-            self.head.weight = self.words.weight
+        self.head.weight = self.words.weight
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.words(x) + self.places(torch.arange(x.shape[1]))
@@ -74,18 +73,12 @@ class gpt(nn.Module):
         return self.head(self.norm(y))
 
 
-class gpt_tied(gpt):
-    """The embedding is the weight of the head."""
-
-    tied = True
-
-
 class bert(nn.Module):
-    """torch's own encoder, with a pooled head."""
+    """torch's own encoder, with a row of the embedding that never trains and a pooled head."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.norm = nn.Embedding(VOCABULARY, WIDTH), nn.LayerNorm(WIDTH)
+        self.words, self.norm = nn.Embedding(VOCABULARY, WIDTH, padding_idx=0), nn.LayerNorm(WIDTH)
         layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
         self.pool, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
@@ -95,59 +88,13 @@ class bert(nn.Module):
         return self.head(torch.tanh(self.pool(y[:, 0])))
 
 
-class RMSNorm(nn.Module):
+class lstm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
-
-
-class LlamaLayer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = RMSNorm(), RMSNorm()
-        self.attention = Attention(causal=True, bias=False)
-        self.gate, self.up = nn.Linear(WIDTH, 12, bias=False), nn.Linear(WIDTH, 12, bias=False)
-        self.down = nn.Linear(12, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x))
-        y = self.norm2(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
-
-
-class llama(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(LlamaLayer() for _ in range(3))
-        self.norm, self.head = RMSNorm(), nn.Linear(WIDTH, VOCABULARY, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.words(x)
-        for layer in self.layers:
-            y = layer(y)
-        return self.head(self.norm(y))
-
-
-class _Recurrent(nn.Module):
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
-        super().__init__()
-        self.rnn = kind(5, WIDTH, 2, batch_first=True)
-        self.head = nn.Linear(WIDTH, CLASSES)
+        self.rnn, self.head = nn.LSTM(5, WIDTH, 2, batch_first=True), nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.rnn(x)[0][:, -1])
-
-
-def lstm() -> nn.Module:
-    return _Recurrent(nn.LSTM)
-
-
-def gru() -> nn.Module:
-    return _Recurrent(nn.GRU)
 
 
 class embedding_sparse(nn.Module):
@@ -159,22 +106,6 @@ class embedding_sparse(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.layers(self.words(x).mean(1)))
-
-
-class embedding_conv(nn.Module):
-    """An embedding with a row that never trains, under 1-d convolutions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(VOCABULARY, WIDTH, padding_idx=0)
-        self.convs = nn.ModuleList(nn.Conv1d(WIDTH, WIDTH, 3, padding=1) for _ in range(3))
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.words(x).transpose(1, 2)
-        for conv in self.convs:
-            y = F.relu(conv(y))
-        return self.head(y.mean(2))
 
 
 class mixture_of_experts(nn.Module):
@@ -205,10 +136,8 @@ class mixture_of_experts(nn.Module):
 
 SEQUENCES = (
     Network(build=vit, draw=images()),
-    *(Network(build=build, draw=tokens(), loss=next_token, grows=3) for build in (gpt, llama)),
     Network(build=gpt_tied, draw=tokens(), loss=next_token, grows=3, ties=(("words", "places.weight"),)),
-    Network(build=bert, draw=tokens(labels=True), grows=3),
-    *(Network(build=build, draw=sequences(5, 5), grows=2) for build in (lstm, gru)),
+    Network(build=lstm, draw=sequences(5, 5), grows=2),
     Network(build=embedding_sparse, draw=tokens(labels=True), grows=3, sparse=True),
-    *(Network(build=build, draw=tokens(labels=True), grows=3) for build in (embedding_conv, mixture_of_experts)),
+    *(Network(build=build, draw=tokens(labels=True), grows=3) for build in (bert, mixture_of_experts)),
 )
