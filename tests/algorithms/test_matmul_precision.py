@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import torchboost
-from torchboost.algorithms.matmul_precision import MatmulPrecision, lower_matmul_precision
+from torchboost.algorithms import MatmulPrecision, lower_matmul_precision
 from torchboost.core.hardware import matmul_backends
 from torchboost.core.torch_versions import cpu_capabilities
 from torchboost.errors import NoEffectWarning
