@@ -19,11 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.models import BottleneckNet, TinyGPT, batch_for, cnn, mlp
-from tests.support.ranks import run_ranks
 from tests.support.trajectories import identical, train
-from tests.support.wrapped import Kind, all_weights, train_share, wrap
-from torchboost.algorithms.autocast import Autocast, autocast_forward
-from torchboost.core.algorithm import Target, attach_all
+from torchboost import Target
+from torchboost.algorithms import Autocast, autocast_forward
+from torchboost.core import attach_all
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.plan import Plan
 
@@ -50,19 +49,19 @@ def sgd(model: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
-@pytest.mark.parametrize("make", [Net, cnn, BottleneckNet, TinyGPT])
-def test_the_forward_is_that_of_an_autocast_block_with_float32_outputs(make: Any) -> None:
-    model = make()
-    inputs, _ = batch_for(model, torch.Generator().manual_seed(0))
-    model.eval()
-    plain, expected = model(inputs), under_autocast(model, inputs)
-    with autocast_forward(model, float32=()):
-        outputs = model(inputs)
-        assert not torch.is_autocast_enabled("cpu")
-    assert outputs.dtype is torch.float32
-    assert torch.equal(outputs, expected)
-    assert not torch.equal(outputs, plain)
-    assert torch.equal(model(inputs), plain)
+def test_the_forward_is_that_of_an_autocast_block_with_float32_outputs() -> None:
+    for make in [Net, cnn, BottleneckNet, TinyGPT]:
+        model = make()
+        inputs, _ = batch_for(model, torch.Generator().manual_seed(0))
+        model.eval()
+        plain, expected = model(inputs), under_autocast(model, inputs)
+        with autocast_forward(model, float32=()):
+            outputs = model(inputs)
+            assert not torch.is_autocast_enabled("cpu")
+        assert outputs.dtype is torch.float32
+        assert torch.equal(outputs, expected)
+        assert not torch.equal(outputs, plain)
+        assert torch.equal(model(inputs), plain)
 
 
 def test_training_equals_a_loop_with_an_autocast_block() -> None:
@@ -213,33 +212,35 @@ def test_copies_and_pickles_are_plain() -> None:
             assert torch.equal(twin(x), plain)
 
 
-@pytest.mark.parametrize("order", ["attach, compile", "compile, attach", "compile, run, attach"])
-@pytest.mark.parametrize("how", ["in place", "wrapped", "wrapped, inner attached"])
-@pytest.mark.parametrize(("make", "backend"), [(Net, "aot_eager"), (BottleneckNet, "eager")])
-def test_compiled_models_need_no_graph_break(make: Any, how: str, order: str, backend: str) -> None:
-    torch.compiler.reset()
-    model = make().eval()
-    x, _ = batch_for(model, torch.Generator().manual_seed(0))
-    plain, expected = model(x), under_autocast(model, x)
-    if how == "wrapped, inner attached" or (how == "wrapped" and order == "attach, compile"):
-        call = torch.compile(model, backend=backend, fullgraph=True)
-        attach_to = model
-    else:
-        call = attach_to = torch.compile(model, backend=backend, fullgraph=True) if how == "wrapped" else model
-    if how == "in place" and order != "attach, compile":
-        model.compile(backend=backend, fullgraph=True)
-    if order == "compile, run, attach":
-        call(x)
-    effect = autocast_forward(attach_to)
-    if how == "in place" and order == "attach, compile":
-        model.compile(backend=backend, fullgraph=True)
-    outputs = call(x)
-    assert outputs.dtype is torch.float32
-    torch.testing.assert_close(outputs, expected, rtol=1e-2, atol=1e-2)
-    assert not torch.equal(outputs, plain)
-    assert not torch.is_autocast_enabled("cpu")
-    effect.remove()
-    torch.testing.assert_close(call(x), plain, rtol=1e-6, atol=1e-6)
+def test_compiled_models_need_no_graph_break() -> None:
+    for order in ["attach, compile", "compile, attach", "compile, run, attach"]:
+        for how in ["in place", "wrapped", "wrapped, inner attached"]:
+            for make, backend in [(Net, "aot_eager"), (BottleneckNet, "eager")]:
+                torch.compiler.reset()
+                model = make().eval()
+                x, _ = batch_for(model, torch.Generator().manual_seed(0))
+                plain, expected = model(x), under_autocast(model, x)
+                if how == "wrapped, inner attached" or (how == "wrapped" and order == "attach, compile"):
+                    call = torch.compile(model, backend=backend, fullgraph=True)
+                    attach_to = model
+                else:
+                    call = attach_to = (
+                        torch.compile(model, backend=backend, fullgraph=True) if how == "wrapped" else model
+                    )
+                if how == "in place" and order != "attach, compile":
+                    model.compile(backend=backend, fullgraph=True)
+                if order == "compile, run, attach":
+                    call(x)
+                effect = autocast_forward(attach_to)
+                if how == "in place" and order == "attach, compile":
+                    model.compile(backend=backend, fullgraph=True)
+                outputs = call(x)
+                assert outputs.dtype is torch.float32
+                torch.testing.assert_close(outputs, expected, rtol=1e-2, atol=1e-2)
+                assert not torch.equal(outputs, plain)
+                assert not torch.is_autocast_enabled("cpu")
+                effect.remove()
+                torch.testing.assert_close(call(x), plain, rtol=1e-6, atol=1e-6)
 
 
 class Mixes(nn.Module):
@@ -284,32 +285,6 @@ def test_errors_that_are_not_about_precision_stay_as_they_are() -> None:
         with autocast_forward(model), pytest.raises(kind) as caught:
             model(x)
         assert not hasattr(caught.value, "__notes__")
-
-
-def test_float16_under_a_scaler_trains_and_skips_an_overflow() -> None:
-    model = mlp()
-    optimizer = sgd(model)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    target = Target(model, optimizer, scaler=scaler)
-    attach_all(target, [Autocast(dtype="float16")])
-    x, y = batch_for(model, torch.Generator().manual_seed(0))
-    losses = []
-    for _ in range(6):
-        loss = F.cross_entropy(model(x), y)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        scheduler.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
-    before = [p.detach().clone() for p in model.parameters()]
-    scaler.scale(F.cross_entropy(model(x), y) * float("inf")).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == 2.0**9
-    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
 
 
 def test_float16_without_a_scaler_is_refused_before_anything_changes() -> None:
@@ -365,30 +340,6 @@ def test_the_output_record_of_transformers_survives_also_compiled() -> None:
     torch.testing.assert_close(compiled.logits, eager.logits, rtol=1e-2, atol=1e-2)
 
 
-def _train_all_on_ranks() -> list[list[float]]:
-    return [_train("ddp"), _train("fsdp")]
-
-
-def _train(kind: Kind) -> list[float]:
-    torch.manual_seed(0)
-    model = mlp()
-    wrapped = wrap(model, kind)
-    target = Target(wrapped, sgd(wrapped))
-    attached = attach_all(target, [Autocast()])
-    assert {outputs.dtype for outputs in train_share(target, model)} == {torch.float32}
-    attached.remove()
-    assert "forward" not in vars(wrapped)
-    return all_weights(wrapped)
-
-
-@pytest.mark.dist
-def test_ranks_under_ddp_and_fsdp_train_like_one_process() -> None:
-    a, b = run_ranks(_train_all_on_ranks, 2)
-    assert a == b
-    for weights in a:
-        torch.testing.assert_close(weights, _train("single"), rtol=0, atol=1e-3)
-
-
 def test_a_copy_keeps_a_forward_of_the_users_own():
     model = nn.Linear(4, 2)
     model.forward = types.MethodType(lambda self, x: 2 * F.linear(x, self.weight), model)
@@ -428,25 +379,28 @@ def with_large_logits() -> nn.Linear:
     return head
 
 
-@pytest.mark.parametrize("tail", [nn.Sigmoid(), nn.Softmax(-1), nn.Identity()])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_head_and_what_follows_it_compute_in_float32(tail: nn.Module, compiled: bool) -> None:
-    torch.compiler.reset()
-    model, x = Outputs(policy=nn.Sequential(with_large_logits(), tail), value=nn.Linear(16, 1)), torch.randn(5, 8)
-    call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
-    known = Autocast().fitted(model, (x,), {})
-    assert known == Autocast(float32=("policy.0", "value"))
-    assert known.fitted(model, (x,), {}) is known
-    with torch.no_grad():
-        expected = exact(model, x)
-        for found in (known, Autocast()):
-            with attach_all(Target(model, sgd(model)), [found] if not compiled or found is known else [known]):
-                with torch.enable_grad():
-                    call(x)
-                outputs = call(x)
-            for name in expected:
-                torch.testing.assert_close(outputs[name], expected[name], rtol=1e-6, atol=1e-6)
-    assert vars(model.policy[0]).keys() == vars(nn.Linear(1, 1)).keys()
+def test_a_head_and_what_follows_it_compute_in_float32() -> None:
+    for tail in [nn.Sigmoid(), nn.Softmax(-1), nn.Identity()]:
+        for compiled in [False, True]:
+            torch.compiler.reset()
+            model, x = (
+                Outputs(policy=nn.Sequential(with_large_logits(), tail), value=nn.Linear(16, 1)),
+                torch.randn(5, 8),
+            )
+            call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+            known = Autocast().fitted(model, (x,), {})
+            assert known == Autocast(float32=("policy.0", "value"))
+            assert known.fitted(model, (x,), {}) is known
+            with torch.no_grad():
+                expected = exact(model, x)
+                for found in (known, Autocast()):
+                    with attach_all(Target(model, sgd(model)), [found] if not compiled or found is known else [known]):
+                        with torch.enable_grad():
+                            call(x)
+                        outputs = call(x)
+                    for name in expected:
+                        torch.testing.assert_close(outputs[name], expected[name], rtol=1e-6, atol=1e-6)
+            assert vars(model.policy[0]).keys() == vars(nn.Linear(1, 1)).keys()
 
 
 def test_a_wrong_answer_of_a_sigmoid_keeps_its_gradient() -> None:

@@ -12,12 +12,10 @@ from torch.nn import functional as F
 
 import torchboost
 from tests.support.models import BottleneckNet, batch_for, cnn, mlp
-from tests.support.ranks import run_ranks
 from tests.support.trajectories import train
-from tests.support.wrapped import Kind, all_weights, train_share, wrap
-from torchboost import boost, optim
-from torchboost.algorithms.channels_last import ChannelsLast, to_channels_last
-from torchboost.core.algorithm import Attachment, Target, attach_all
+from torchboost import Target, boost, optim
+from torchboost.algorithms import ChannelsLast, to_channels_last
+from torchboost.core import Attachment, attach_all
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.optim.wrapping_optimizer import WrappingOptimizer
 
@@ -71,35 +69,25 @@ def test_images_of_one_channel_are_computed_channels_last_too() -> None:
     torch.testing.assert_close(*(torch.autograd.grad(one.square().sum(), inputs)[0] for one in (found, expected)))
 
 
-def test_training_agrees_with_contiguous_training() -> None:
-    model = cnn()
-    plain = copy.deepcopy(model)
-    train(Target(plain, sgd(plain)), 5, 3)
-    target = Target(model, sgd(model))
-    with attach_all(target, [ChannelsLast()]):
-        train(target, 5, 3)
-    assert largest_gap(model, plain) < 1e-5
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_momentum_that_exists_follows_its_kernel(fused: bool) -> None:
-    model = cnn()
-    plain = copy.deepcopy(model)
-    one, other = Target(model, sgd(model, fused=fused)), Target(plain, sgd(plain))
-    train(one, 2, 3)
-    train(other, 2, 3)
-    attached = attach_all(one, [ChannelsLast()])
-    kernels = [m.weight for m in model.modules() if isinstance(m, nn.Conv2d)]
-    assert all(one.optimizer.state[k]["momentum_buffer"].stride() == k.stride() for k in kernels)
-    train(one, 3, 4)
-    train(other, 3, 4)
-    assert largest_gap(model, plain) < 1e-5
-    attached.remove()
-    assert strides(model) == strides(plain)
-    assert all(one.optimizer.state[k]["momentum_buffer"].stride() == k.stride() for k in kernels)
-    train(one, 2, 5)
-    train(other, 2, 5)
-    assert largest_gap(model, plain) < 1e-5
+def test_momentum_that_exists_follows_its_kernel() -> None:
+    for fused in [False, True]:
+        model = cnn()
+        plain = copy.deepcopy(model)
+        one, other = Target(model, sgd(model, fused=fused)), Target(plain, sgd(plain))
+        train(one, 2, 3)
+        train(other, 2, 3)
+        attached = attach_all(one, [ChannelsLast()])
+        kernels = [m.weight for m in model.modules() if isinstance(m, nn.Conv2d)]
+        assert all(one.optimizer.state[k]["momentum_buffer"].stride() == k.stride() for k in kernels)
+        train(one, 3, 4)
+        train(other, 3, 4)
+        assert largest_gap(model, plain) < 1e-5
+        attached.remove()
+        assert strides(model) == strides(plain)
+        assert all(one.optimizer.state[k]["momentum_buffer"].stride() == k.stride() for k in kernels)
+        train(one, 2, 5)
+        train(other, 2, 5)
+        assert largest_gap(model, plain) < 1e-5
 
 
 def test_a_gradient_that_exists_follows_its_kernel() -> None:
@@ -110,22 +98,6 @@ def test_a_gradient_that_exists_follows_its_kernel() -> None:
     ChannelsLast().transform(model)
     assert model[0].weight.grad.stride() == model[0].weight.stride()
     assert torch.equal(model[0].weight.grad, before)
-
-
-def test_parameters_keep_identity_and_removal_leaves_no_trace() -> None:
-    model = BottleneckNet()
-    before, parameters = strides(model), list(model.parameters())
-    values = [p.detach().clone() for p in parameters]
-    algorithm = ChannelsLast()
-    assert algorithm.needs_transform(model)
-    attached = attach_all(Target(model, sgd(model)), [algorithm])
-    assert not algorithm.needs_transform(model)
-    assert strides(model) != before
-    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
-    attached.remove()
-    assert strides(model) == before
-    assert not model._forward_pre_hooks
-    assert all(torch.equal(p, v) for p, v in zip(parameters, values, strict=True))
 
 
 def test_the_function_gives_back_the_strides_that_were_there() -> None:
@@ -207,31 +179,28 @@ class WritesThroughReshape(nn.Module):
         return x
 
 
-@pytest.mark.parametrize(
-    ("build", "said"),
-    [
+def test_what_does_not_work_in_this_format_is_left_out_at_the_first_call() -> None:
+    for build, said in [
         (Flattening, "view size is not compatible"),
         (lambda: nn.Sequential(Standardised(3, 4, 3)), "view size is not compatible"),
         (lambda: ViewsGradients(nn.Conv2d(3, 3, 3), nn.Conv2d(3, 3, 3)), "view size is not compatible"),
         (WritesThroughReshape, "an output differs by"),
-    ],
-)
-def test_what_does_not_work_in_this_format_is_left_out_at_the_first_call(build, said: str) -> None:
-    model = build()
-    plain = copy.deepcopy(model)
-    before, inputs, called = strides(model), torch.randn(2, 3, 9, 9), []
-    config = {"extra": {"channels_last": True, "autocast": False, "fused_optimizer": False}}
-    boosted = torchboost.boost(model, sgd(model), calibrate=False, config=config)
-    for each in (model, plain):
-        next(each.children()).register_forward_hook(lambda module, *_: called.append(module))
-    with pytest.warns(NoEffectWarning, match=f"channels_last: left out: .*{said}"):
-        loss = model(inputs).square().mean()
-    assert strides(model) == before
-    assert said in boosted.explain()
-    loss.backward()
-    plain(inputs).square().mean().backward()
-    assert called.count(next(model.children())) == called.count(next(plain.children()))
-    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+    ]:
+        model = build()
+        plain = copy.deepcopy(model)
+        before, inputs, called = strides(model), torch.randn(2, 3, 9, 9), []
+        config = {"extra": {"channels_last": True, "autocast": False, "fused_optimizer": False}}
+        boosted = torchboost.boost(model, sgd(model), calibrate=False, config=config)
+        for each in (model, plain):
+            next(each.children()).register_forward_hook(lambda module, *_, called=called: called.append(module))
+        with pytest.warns(NoEffectWarning, match=f"channels_last: left out: .*{said}"):
+            loss = model(inputs).square().mean()
+        assert strides(model) == before
+        assert said in boosted.explain()
+        loss.backward()
+        plain(inputs).square().mean().backward()
+        assert called.count(next(model.children())) == called.count(next(plain.children()))
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
 
 
 def test_a_model_without_numbers_is_not_tried() -> None:
@@ -297,17 +266,17 @@ COPES = {
 }
 
 
-@pytest.mark.parametrize("name", COPES)
-def test_an_optimizer_with_a_step_of_its_own_keeps_contiguous_gradients(name: str) -> None:
-    make, copes = COPES[name]
-    model = cnn()
-    boosted = boost(model, make(model.parameters()), calibrate=False, config={"extra": {"channels_last": True}})
-    assert ("channels_last" in boosted.attached) is copes
-    assert ("has its own step" in boosted.explain()) is not copes
-    inputs, labels = batch(model)
-    F.cross_entropy(model(inputs), labels).backward()
-    assert all(p.grad.is_contiguous() for p in model.parameters()) is not copes
-    boosted.optimizer.step()
+def test_an_optimizer_with_a_step_of_its_own_keeps_contiguous_gradients() -> None:
+    for name in COPES:
+        make, copes = COPES[name]
+        model = cnn()
+        boosted = boost(model, make(model.parameters()), calibrate=False, config={"extra": {"channels_last": True}})
+        assert ("channels_last" in boosted.attached) is copes
+        assert ("has its own step" in boosted.explain()) is not copes
+        inputs, labels = batch(model)
+        F.cross_entropy(model(inputs), labels).backward()
+        assert all(p.grad.is_contiguous() for p in model.parameters()) is not copes
+        boosted.optimizer.step()
 
 
 def test_volumes_use_the_three_dimensional_format_and_other_inputs_pass() -> None:
@@ -383,84 +352,55 @@ def test_a_wrapped_model_with_other_kernels_is_refused_before_anything_changes()
     assert strides(model) == before
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("in_place", [True, False])
-def test_it_compiles_without_graph_breaks(backend: str, in_place: bool) -> None:
-    torch.compiler.reset()
-    model = BottleneckNet()
-    inputs, _ = batch(model)
-    expected = model(inputs)
-    with to_channels_last(model):
-        call = model
-        if in_place:
-            model.compile(backend=backend, fullgraph=True)
-        else:
-            call = torch.compile(model, backend=backend, fullgraph=True)
-        torch.testing.assert_close(call(inputs), expected, rtol=1e-5, atol=1e-6)
+def test_it_compiles_without_graph_breaks() -> None:
+    for backend in ["eager", "aot_eager"]:
+        for in_place in [True, False]:
+            torch.compiler.reset()
+            model = BottleneckNet()
+            inputs, _ = batch(model)
+            expected = model(inputs)
+            with to_channels_last(model):
+                call = model
+                if in_place:
+                    model.compile(backend=backend, fullgraph=True)
+                else:
+                    call = torch.compile(model, backend=backend, fullgraph=True)
+                torch.testing.assert_close(call(inputs), expected, rtol=1e-5, atol=1e-6)
 
 
 def copies(*objects: object, how: str) -> tuple:
     return copy.deepcopy(objects) if how == "deepcopy" else pickle.loads(pickle.dumps(objects))
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_a_copy_of_the_model_has_kernels_in_the_format_and_no_hook(how: str) -> None:
-    model = BottleneckNet()
-    inputs, _ = batch(model)
-    with to_channels_last(model):
-        (again,) = copies(model, how=how)
-        torch.testing.assert_close(again(inputs), model(inputs))
-    assert again.stem[0].weight.is_contiguous(memory_format=LAST)
-    assert vars(again).keys() == vars(BottleneckNet()).keys()
-    assert not again._forward_pre_hooks
-    assert not again._forward_hooks
+def test_a_copy_of_the_model_has_kernels_in_the_format_and_no_hook() -> None:
+    for how in ["deepcopy", "pickle"]:
+        model = BottleneckNet()
+        inputs, _ = batch(model)
+        with to_channels_last(model):
+            (again,) = copies(model, how=how)
+            torch.testing.assert_close(again(inputs), model(inputs))
+        assert again.stem[0].weight.is_contiguous(memory_format=LAST)
+        assert vars(again).keys() == vars(BottleneckNet()).keys()
+        assert not again._forward_pre_hooks
+        assert not again._forward_hooks
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-@pytest.mark.parametrize("attach", [to_channels_last, lambda m, o: attach_all(Target(m, o), [ChannelsLast()])])
-def test_an_attachment_copied_with_its_model_is_removed_from_the_copy_alone(how: str, attach) -> None:
-    model = cnn()
-    before = strides(model)
-    effect = attach(model, sgd(model))
-    changed = strides(model)
-    again, copied = copies(model, effect, how=how)
-    copied.remove()
-    assert strides(again) == before
-    assert not again._forward_pre_hooks
-    assert not again._forward_hooks
-    assert strides(model) == changed != before
-    assert len(model._forward_pre_hooks) == 1
-    effect.remove()
-    assert strides(model) == before
-
-
-def _train_all_on_ranks() -> list[list[float]]:
-    return [_train("ddp"), _train("fsdp")]
-
-
-def _train(kind: Kind) -> list[float]:
-    torch.manual_seed(0)
-    model = cnn()
-    for module in model:
-        if isinstance(module, nn.BatchNorm2d):
-            module.momentum = 0.0
-    model.eval()
-    if kind == "ddp":
-        ChannelsLast().transform(model)
-    wrapped = wrap(model, kind)
-    target = Target(wrapped, sgd(wrapped))
-    attached = attach_all(target, [ChannelsLast()])
-    train_share(target, model)
-    attached.remove()
-    return all_weights(wrapped)
-
-
-@pytest.mark.dist
-def test_ranks_under_ddp_and_fsdp_train_like_one_process() -> None:
-    a, b = run_ranks(_train_all_on_ranks, 2)
-    assert a == b
-    for weights in a:
-        torch.testing.assert_close(weights, _train("single"), rtol=0, atol=1e-5)
+def test_an_attachment_copied_with_its_model_is_removed_from_the_copy_alone() -> None:
+    for how in ["deepcopy", "pickle"]:
+        for attach in [to_channels_last, lambda m, o: attach_all(Target(m, o), [ChannelsLast()])]:
+            model = cnn()
+            before = strides(model)
+            effect = attach(model, sgd(model))
+            changed = strides(model)
+            again, copied = copies(model, effect, how=how)
+            copied.remove()
+            assert strides(again) == before
+            assert not again._forward_pre_hooks
+            assert not again._forward_hooks
+            assert strides(model) == changed != before
+            assert len(model._forward_pre_hooks) == 1
+            effect.remove()
+            assert strides(model) == before
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")

@@ -9,15 +9,12 @@ import sys
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.nn import functional as F
 
-from tests.support.models import BottleneckNet, TinyGPT, batch_for, cnn, mlp
-from tests.support.ranks import run_ranks
+from tests.support.models import BottleneckNet, batch_for, cnn, mlp
 from tests.support.trajectories import identical, train
-from tests.support.wrapped import Kind, all_weights, train_share, wrap
-from torchboost.algorithms.compile import Compile
-from torchboost.core.algorithm import Target, attach_all
+from torchboost import Target
+from torchboost.algorithms import Compile
+from torchboost.core import attach_all
 from torchboost.core.torch_private import mode_options
 from torchboost.errors import IncompatibleError, NoEffectWarning
 
@@ -33,25 +30,25 @@ def target_of(model: nn.Module) -> Target:
     return Target(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
 
 
-@pytest.mark.parametrize("make", [mlp, cnn, BottleneckNet])
-@pytest.mark.parametrize("fullgraph", [False, True])
-def test_the_same_object_trains_the_same_and_its_graphs_are_counted(make: type[nn.Module], fullgraph: bool) -> None:
-    torch.manual_seed(1)
-    plain = target_of(make())
-    expected = train(plain, 4, 3)
-    torch.manual_seed(1)
-    model = make()
-    target = target_of(model)
-    keys = list(model.state_dict())
-    compiled = Compile(backend="eager", fullgraph=fullgraph).attach(target)
-    assert target.model is model
-    assert list(model.state_dict()) == keys
-    assert compiled.graphs == 0
-    assert identical(train(target, 4, 3), expected)
-    assert compiled.graphs == 1
-    model.eval()
-    model(batch_for(model, torch.Generator())[0])
-    assert compiled.graphs == (2 if any(isinstance(m, nn.BatchNorm2d) for m in model.modules()) else 1)
+def test_the_same_object_trains_the_same_and_its_graphs_are_counted() -> None:
+    for make in [mlp, cnn, BottleneckNet]:
+        for fullgraph in [False, True]:
+            torch.manual_seed(1)
+            plain = target_of(make())
+            expected = train(plain, 4, 3)
+            torch.manual_seed(1)
+            model = make()
+            target = target_of(model)
+            keys = list(model.state_dict())
+            compiled = Compile(backend="eager", fullgraph=fullgraph).attach(target)
+            assert target.model is model
+            assert list(model.state_dict()) == keys
+            assert compiled.graphs == 0
+            assert identical(train(target, 4, 3), expected)
+            assert compiled.graphs == 1
+            model.eval()
+            model(batch_for(model, torch.Generator())[0])
+            assert compiled.graphs == (2 if any(isinstance(m, nn.BatchNorm2d) for m in model.modules()) else 1)
 
 
 def test_a_flip_of_requires_grad_is_one_more_graph_and_trains_what_it_should() -> None:
@@ -79,21 +76,6 @@ def test_a_layer_that_was_frozen_at_first_is_trained_when_it_is_thawed() -> None
         target.optimizer.zero_grad()
         train(target, 1, 3)
         assert torch.equal(model.stem[0].weight, before) is not flag
-
-
-def test_removal_leaves_no_trace() -> None:
-    model = cnn()
-    target = target_of(model)
-    before = dict(vars(model))
-    attached = attach_all(target, [EAGER])
-    train(target, 1, 3)
-    assert model._compiled_call_impl is not None
-    attached.remove()
-    assert vars(model) == before
-    count = attached_graphs = EAGER.attach(target)
-    count.remove()
-    train(target, 2, 3)
-    assert attached_graphs.graphs == 0
 
 
 def test_removal_does_not_touch_a_compilation_of_somebody_else() -> None:
@@ -150,28 +132,6 @@ def test_the_compiler_is_not_imported_before_it_is_used() -> None:
     code = "import sys, torchboost.algorithms.compile as c; c.Compile(); print('torch._dynamo' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "False"
-
-
-def test_under_a_scaler_and_a_scheduler() -> None:
-    def run(algorithms: list[Compile]) -> list[float]:
-        torch.manual_seed(1)
-        target = target_of(mlp())
-        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-        scheduler = torch.optim.lr_scheduler.StepLR(target.optimizer, 1, 0.5)
-        attach_all(target, algorithms)
-        x, y = batch_for(target.model, torch.Generator().manual_seed(0))
-        losses = []
-        for _ in range(3):
-            loss = F.cross_entropy(target.model(x), y)
-            scaler.scale(loss).backward()
-            scaler.step(target.optimizer)
-            scaler.update()
-            scheduler.step()
-            target.optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
-
-    assert run([EAGER]) == run([])
 
 
 def _penalised(target: Target, steps: int) -> list[float]:
@@ -241,37 +201,6 @@ def test_generated_code_trains_like_eager() -> None:
         train(target, 3, 3)
     for p, q in zip(target.model.parameters(), plain.model.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
-
-
-def _train_all_on_ranks() -> list[list[float]]:
-    sequential = mlp()
-    fully_shard(sequential)
-    with pytest.raises(IncompatibleError, match="sharded root is torch's own Sequential"):
-        attach_all(target_of(sequential), [EAGER])
-    return [_train("ddp"), _train("fsdp")]
-
-
-def _train(kind: Kind) -> list[float]:
-    torch.manual_seed(0)
-    model = TinyGPT()
-    wrapped = wrap(model, kind)
-    target = target_of(wrapped)
-    if kind == "single":
-        train_share(target, model)
-        return all_weights(wrapped)
-    with Compile(backend="aot_eager").attach(target) as compiled:
-        train_share(target, model)
-        assert compiled.graphs >= 1
-    assert all(module._compiled_call_impl is None for module in wrapped.modules())
-    return all_weights(wrapped)
-
-
-@pytest.mark.dist
-def test_ranks_under_ddp_and_fsdp_train_like_one_process() -> None:
-    a, b = run_ranks(_train_all_on_ranks, 2)
-    assert a == b
-    for weights in a:
-        torch.testing.assert_close(weights, _train("single"), rtol=0, atol=1e-5)
 
 
 def test_modes_that_a_trial_may_choose() -> None:

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.support.models import batch_for, cnn, mlp
-from tests.support.ranks import run_ranks
-from tests.support.trajectories import identical, train
-from tests.support.wrapped import Kind, all_weights, train_share, wrap
-from torchboost.algorithms.channels_last import ChannelsLast
-from torchboost.algorithms.fused_optimizer import FusedOptimizer, fuse_optimizer
-from torchboost.core.algorithm import AttachedAlgorithms, Attachment, Target, attach_all
+from tests.support.trajectories import train
+from tests.support.wrapped import train_share
+from torchboost import Target
+from torchboost.algorithms import ChannelsLast, FusedOptimizer, fuse_optimizer
+from torchboost.core import attach_all
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.optim import LARS, SGD, Adam, AdamWeightDecay, MixedOptimizer, muon_groups
 from torchboost.optim.rules.options import miscomputes
@@ -61,37 +60,27 @@ def step_on_equal_gradients(one: Target, other: Target) -> None:
         other.optimizer.step()
 
 
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-def test_fused_steps_equal_ordinary_steps(make: Make) -> None:
-    fused, plain = pair(make)
-    optimizer = fused.optimizer
-    attached = attach_all(fused, [FusedOptimizer()])
-    assert optimizer.param_groups[0]["fused"] is True
-    assert fused.optimizer is optimizer
-    train(fused, 5, 3)
-    train(plain, 5, 3)
-    assert_same(fused, plain)
-    attached.remove()
-    train(fused, 2, 4)
-    train(plain, 2, 4)
-    assert_same(fused, plain)
-
-
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-def test_removal_leaves_no_trace(make: Make) -> None:
-    one, other = pair(make)
-    before = set(vars(one.optimizer))
-    attached = attach_all(one, [FusedOptimizer()])
-    train(one, 1, 3)
-    attached.remove()
-    train(other, 1, 3)
-    assert set(vars(one.optimizer)) == before
-    assert not one.optimizer._optimizer_step_pre_hooks
-    assert not one.optimizer._optimizer_load_state_dict_post_hooks
-    assert one.optimizer.defaults == other.optimizer.defaults
-    mine, theirs = one.optimizer.state_dict(), other.optimizer.state_dict()
-    assert mine["param_groups"] == theirs["param_groups"]
-    assert [list(state) for state in mine["state"].values()] == [list(state) for state in theirs["state"].values()]
+def test_fused_steps_equal_ordinary_steps_and_removal_leaves_no_trace() -> None:
+    for make in OPTIMIZERS.values():
+        fused, plain = pair(make)
+        optimizer, before = fused.optimizer, set(vars(fused.optimizer))
+        attached = attach_all(fused, [FusedOptimizer()])
+        assert optimizer.param_groups[0]["fused"] is True
+        assert fused.optimizer is optimizer
+        for target in (fused, plain):
+            train(target, 5, 3)
+        assert_same(fused, plain)
+        attached.remove()
+        for target in (fused, plain):
+            train(target, 2, 4)
+        assert_same(fused, plain)
+        assert set(vars(optimizer)) == before
+        assert not optimizer._optimizer_step_pre_hooks
+        assert not optimizer._optimizer_load_state_dict_post_hooks
+        assert optimizer.defaults == plain.optimizer.defaults
+        mine, theirs = optimizer.state_dict(), plain.optimizer.state_dict()
+        assert mine["param_groups"] == theirs["param_groups"]
+        assert [list(state) for state in mine["state"].values()] == [list(state) for state in theirs["state"].values()]
 
 
 def test_an_explicit_foreach_comes_back() -> None:
@@ -104,35 +93,37 @@ def test_an_explicit_foreach_comes_back() -> None:
     assert (optimizer.param_groups[0]["fused"], optimizer.param_groups[0]["foreach"]) == (None, True)
 
 
-@pytest.mark.parametrize("unscale", [True, False])
-@pytest.mark.parametrize("name", ["nesterov", "adamw"])
-def test_under_a_scaler_with_overflow_in_the_first_step(name: str, unscale: bool) -> None:
-    fused, plain = pair(OPTIMIZERS[name])
-    seen: list[float] = []
-    fuse_optimizer(fused.optimizer)
-    fused.optimizer.register_step_pre_hook(lambda *_: seen.append(fused.model[0].weight.grad.norm().item()))
-    plain.optimizer.register_step_pre_hook(lambda *_: seen.append(plain.model[0].weight.grad.norm().item()))
-    for target in (fused, plain):
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(target.optimizer, 0.9)
-        generator = torch.Generator().manual_seed(0)
-        for factor in (float("inf"), 1.0, 1.0, float("nan"), 1.0):
-            x, y = batch_for(target.model, generator)
-            scaler.scale(F.cross_entropy(target.model(x), y) * factor).backward()
-            if unscale:
-                scaler.unscale_(target.optimizer)
-                nn.utils.clip_grad_norm_(target.model.parameters(), 0.5)
-            before = scaler.get_scale()
-            scaler.step(target.optimizer)
-            scaler.update()
-            if scaler.get_scale() == before:
-                scheduler.step()
-            target.optimizer.zero_grad()
-        assert scaler.get_scale() == 2.0**10
-        assert not hasattr(target.optimizer, "grad_scale")
-    assert_same(fused, plain)
-    assert len(seen) == 6
-    assert seen[:3] == pytest.approx(seen[3:], rel=1e-4)
+def test_under_a_scaler_with_overflow_in_the_first_step() -> None:
+    for unscale in [True, False]:
+        for name in ["nesterov", "adamw"]:
+            fused, plain = pair(OPTIMIZERS[name])
+            seen: list[float] = []
+            fuse_optimizer(fused.optimizer)
+            for target in (fused, plain):
+                weight = target.model[0].weight
+                target.optimizer.register_step_pre_hook(
+                    lambda *_, seen=seen, weight=weight: seen.append(weight.grad.norm().item())
+                )
+                scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+                scheduler = torch.optim.lr_scheduler.ExponentialLR(target.optimizer, 0.9)
+                generator = torch.Generator().manual_seed(0)
+                for factor in (float("inf"), 1.0, 1.0, float("nan"), 1.0):
+                    x, y = batch_for(target.model, generator)
+                    scaler.scale(F.cross_entropy(target.model(x), y) * factor).backward()
+                    if unscale:
+                        scaler.unscale_(target.optimizer)
+                        nn.utils.clip_grad_norm_(target.model.parameters(), 0.5)
+                    before = scaler.get_scale()
+                    scaler.step(target.optimizer)
+                    scaler.update()
+                    if scaler.get_scale() == before:
+                        scheduler.step()
+                    target.optimizer.zero_grad()
+                assert scaler.get_scale() == 2.0**10
+                assert not hasattr(target.optimizer, "grad_scale")
+            assert_same(fused, plain)
+            assert len(seen) == 6
+            assert seen[:3] == pytest.approx(seen[3:], rel=1e-4)
 
 
 def test_parameters_that_start_late_join_with_the_right_momentum() -> None:
@@ -143,16 +134,6 @@ def test_parameters_that_start_late_join_with_the_right_momentum() -> None:
         train(target, 2, 3)
         target.model[0].requires_grad_(True)
         train(target, 3, 4)
-    assert_same(fused, plain)
-
-
-def test_state_and_gradients_in_another_memory_format_are_brought_into_line() -> None:
-    fused, plain = pair(momentum, cnn)
-    for target in (fused, plain):
-        train(target, 2, 3)
-    fused.model.to(memory_format=torch.channels_last)
-    fuse_optimizer(fused.optimizer)
-    step_on_equal_gradients(fused, plain)
     assert_same(fused, plain)
 
 
@@ -180,19 +161,21 @@ def test_gradients_of_one_axis_that_are_not_dense() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("make", ALL.values(), ids=ALL.keys())
-def test_a_parameter_with_gaps_leaves_its_group_as_it_is(make: Make) -> None:
-    whole = torch.ones(8, 32)
-    sliced, dense = nn.Parameter(whole[:, :16]), nn.Parameter(torch.ones(4))
-    optimizer = make([{"params": [sliced]}, {"params": [dense]}])
-    with pytest.warns(NoEffectWarning, match=r"group 0: \w+ has a parameter of shape \(8, 16\) with strides \(32, 1\)"):
-        fuse_optimizer(optimizer)
-    assert [group["fused"] for group in optimizer.param_groups] == [None, True]
-    sliced.grad, dense.grad = torch.ones(8, 16), torch.ones(4)
-    optimizer.step()
-    assert torch.equal(whole[:, 16:], torch.ones(8, 16))
-    assert bool((sliced != 1).all())
-    assert bool((dense != 1).all())
+def test_a_parameter_with_gaps_leaves_its_group_as_it_is() -> None:
+    for make in ALL.values():
+        whole = torch.ones(8, 32)
+        sliced, dense = nn.Parameter(whole[:, :16]), nn.Parameter(torch.ones(4))
+        optimizer = make([{"params": [sliced]}, {"params": [dense]}])
+        with pytest.warns(
+            NoEffectWarning, match=r"group 0: \w+ has a parameter of shape \(8, 16\) with strides \(32, 1\)"
+        ):
+            fuse_optimizer(optimizer)
+        assert [group["fused"] for group in optimizer.param_groups] == [None, True]
+        sliced.grad, dense.grad = torch.ones(8, 16), torch.ones(4)
+        optimizer.step()
+        assert torch.equal(whole[:, 16:], torch.ones(8, 16))
+        assert bool((sliced != 1).all())
+        assert bool((dense != 1).all())
 
 
 def test_a_parameter_that_gets_gaps_later_takes_its_group_back() -> None:
@@ -211,28 +194,31 @@ def test_a_parameter_that_gets_gaps_later_takes_its_group_back() -> None:
     assert optimizer.param_groups[0]["fused"] is None
 
 
-@pytest.mark.parametrize("name", ["nesterov", "adamw", "adagrad"])
-def test_state_that_a_loop_writes_in_another_memory_format_is_brought_into_line(name: str) -> None:
-    fused, plain = pair(OPTIMIZERS[name], cnn)
-    fused.model.to(memory_format=torch.channels_last)
-    fuse_optimizer(fused.optimizer)
-    for _ in range(2):
+def test_state_that_a_loop_writes_in_another_memory_format_is_brought_into_line() -> None:
+    for name in ["nesterov", "adamw", "adagrad"]:
+        fused, plain = pair(OPTIMIZERS[name], cnn)
+        fused.model.to(memory_format=torch.channels_last)
+        fuse_optimizer(fused.optimizer)
+        for _ in range(2):
+            step_on_equal_gradients(fused, plain)
+            for state in fused.optimizer.state.values():
+                state |= {key: value.contiguous() for key, value in state.items()}
         step_on_equal_gradients(fused, plain)
-        for state in fused.optimizer.state.values():
-            state |= {key: value.contiguous() for key, value in state.items()}
-    step_on_equal_gradients(fused, plain)
-    assert_same(fused, plain)
+        assert_same(fused, plain)
 
 
-@pytest.mark.parametrize("name", ["nesterov", "adamw", "adagrad"])
-def test_a_memory_format_that_changes_later_takes_the_state_along(name: str) -> None:
-    fused, plain = pair(OPTIMIZERS[name], cnn)
-    fuse_optimizer(fused.optimizer)
-    for target in (fused, plain):
-        train(target, 2, 3)
-    fused.model.to(memory_format=torch.channels_last)
-    step_on_equal_gradients(fused, plain)
-    assert_same(fused, plain)
+def test_a_memory_format_that_changes_before_or_later_takes_the_state_along() -> None:
+    for name, later in itertools.product(("nesterov", "adamw", "adagrad"), (False, True)):
+        fused, plain = pair(OPTIMIZERS[name], cnn)
+        if later:
+            fuse_optimizer(fused.optimizer)
+        for target in (fused, plain):
+            train(target, 2, 3)
+        fused.model.to(memory_format=torch.channels_last)
+        if not later:
+            fuse_optimizer(fused.optimizer)
+        step_on_equal_gradients(fused, plain)
+        assert_same(fused, plain)
 
 
 def test_a_group_that_cannot_be_fused_may_be_added() -> None:
@@ -258,19 +244,21 @@ def step_with_closure(target: Target, gradients: list[Tensor | None], named: boo
     assert (call(closure=closure) if named else call(closure)) == 1.0
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_gradients_that_a_closure_makes(name: str) -> None:
-    fused, plain = pair(ALL[name], cnn)
-    fused.model.to(memory_format=torch.channels_last)
-    fuse_optimizer(fused.optimizer)
-    generator = torch.Generator().manual_seed(7)
-    for step in range(3):
-        gradients: list[Tensor | None] = [torch.randn(p.shape, generator=generator) for p in plain.model.parameters()]
-        if step == 0:
-            gradients[0] = None  # frozen, and thawed at the second step
-        step_with_closure(fused, gradients, step == 1)
-        step_with_closure(plain, gradients, step == 1)
-    assert_same(fused, plain)
+def test_gradients_that_a_closure_makes() -> None:
+    for name in ALL:
+        fused, plain = pair(ALL[name], cnn)
+        fused.model.to(memory_format=torch.channels_last)
+        fuse_optimizer(fused.optimizer)
+        generator = torch.Generator().manual_seed(7)
+        for step in range(3):
+            gradients: list[Tensor | None] = [
+                torch.randn(p.shape, generator=generator) for p in plain.model.parameters()
+            ]
+            if step == 0:
+                gradients[0] = None  # frozen, and thawed at the second step
+            step_with_closure(fused, gradients, step == 1)
+            step_with_closure(plain, gradients, step == 1)
+        assert_same(fused, plain)
 
 
 def test_a_checkpoint_of_an_unfused_run_keeps_the_optimizer_fused() -> None:
@@ -289,49 +277,27 @@ def test_a_checkpoint_of_an_unfused_run_keeps_the_optimizer_fused() -> None:
     assert fused.optimizer.param_groups[0]["fused"] is None
 
 
-@pytest.mark.parametrize("name", ["nesterov", "adamw", "adagrad"])
-def test_resume_is_bit_identical(name: str) -> None:
-    def start() -> Target:
-        torch.manual_seed(1)
-        model = mlp()
-        target = Target(model, OPTIMIZERS[name](model.parameters()))
-        attach_all(target, [FusedOptimizer()])
-        return target
-
-    whole, first, second = start(), start(), start()
-    expected = train(whole, 3, 3) + train(whole, 3, 4)
-    train(first, 3, 3)
-    second.model.load_state_dict(first.model.state_dict())
-    second.optimizer.load_state_dict(first.optimizer.state_dict())
-    assert identical(train(second, 3, 4), expected[3:])
-
-
-@pytest.mark.parametrize(
-    "attach",
-    [
+def test_an_optimizer_that_is_fused_already_gets_the_same_care() -> None:
+    for attach in [
         lambda target: fuse_optimizer(target.optimizer),
         lambda target: attach_all(target, [ChannelsLast()]),
-    ],
-)
-@pytest.mark.parametrize("name", ["nesterov", "adamw"])
-def test_an_optimizer_that_is_fused_already_gets_the_same_care(
-    name: str, attach: Callable[[Target], Attachment | AttachedAlgorithms]
-) -> None:
-    fused, plain = pair(OPTIMIZERS[name], cnn)
-    fused.optimizer.param_groups[0]["fused"] = True  # as after loading the checkpoint of a fused run
-    fused.model.to(memory_format=torch.channels_last)
-    assert FusedOptimizer().idle(fused.model, fused.optimizer) == "already fused"
-    effect = attach(fused)
-    fused.model[0].requires_grad_(False)
-    plain.model[0].requires_grad_(False)
-    train(fused, 2, 3)
-    train(plain, 2, 3)
-    fused.model[0].requires_grad_(True)
-    plain.model[0].requires_grad_(True)
-    step_on_equal_gradients(fused, plain)
-    assert_same(fused, plain)
-    effect.remove()
-    assert fused.optimizer.param_groups[0]["fused"] is True
+    ]:
+        for name in ["nesterov", "adamw"]:
+            fused, plain = pair(OPTIMIZERS[name], cnn)
+            fused.optimizer.param_groups[0]["fused"] = True  # as after loading the checkpoint of a fused run
+            fused.model.to(memory_format=torch.channels_last)
+            assert FusedOptimizer().idle(fused.model, fused.optimizer) == "already fused"
+            effect = attach(fused)
+            fused.model[0].requires_grad_(False)
+            plain.model[0].requires_grad_(False)
+            train(fused, 2, 3)
+            train(plain, 2, 3)
+            fused.model[0].requires_grad_(True)
+            plain.model[0].requires_grad_(True)
+            step_on_equal_gradients(fused, plain)
+            assert_same(fused, plain)
+            effect.remove()
+            assert fused.optimizer.param_groups[0]["fused"] is True
 
 
 def test_groups_added_later_are_fused_and_restored() -> None:
@@ -396,25 +362,24 @@ class Inherited(torch.optim.SGD):
     pass
 
 
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [
+def test_it_says_why_it_cannot_help() -> None:
+    for make, reason in [
         (lambda p: torch.optim.RMSprop(p), "RMSprop has no fused form"),
         (lambda p: Overridden(p), "Overridden has no fused form"),
         (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5), r"dampening=0\.5"),
         (lambda p: torch.optim.AdamW(p, weight_decay=torch.tensor(0.1)), "tensor as weight_decay"),
-    ],
-)
-def test_it_says_why_it_cannot_help(make: Make, reason: str) -> None:
-    model = mlp()
-    optimizer = make(model.parameters())
-    before = copy.deepcopy(optimizer.param_groups)
-    with pytest.warns(NoEffectWarning, match=reason):
-        effect = fuse_optimizer(optimizer)
-    effect.remove()
-    assert [g.get("fused") for g in optimizer.param_groups] == [g.get("fused") for g in before]
-    assert FusedOptimizer().idle(model, optimizer) is not None
-    assert not optimizer._optimizer_step_pre_hooks
+        (lambda p: Adam(p, nesterov=True), "nesterov: torch has no kernel"),
+    ]:
+        model = mlp()
+        optimizer = make(model.parameters())
+        before = copy.deepcopy(optimizer.param_groups)
+        with pytest.warns(NoEffectWarning, match=reason):
+            effect = fuse_optimizer(optimizer)
+        effect.remove()
+        assert [g.get("fused") for g in optimizer.param_groups] == [g.get("fused") for g in before]
+        assert FusedOptimizer().idle(model, optimizer) is not None
+        assert not optimizer._optimizer_step_pre_hooks
+    assert FusedOptimizer().idle(model, Inherited(model.parameters(), lr=0.1)) is None
 
 
 def test_a_dtype_without_fused_kernel_is_named() -> None:
@@ -425,12 +390,6 @@ def test_a_dtype_without_fused_kernel_is_named() -> None:
     assert [group["fused"] for group in optimizer.param_groups] == [True, None]
     assert optimizer.defaults["fused"] is None
     effect.remove()
-
-
-def test_a_subclass_that_only_inherits_is_fused() -> None:
-    model = mlp()
-    optimizer = Inherited(model.parameters(), lr=0.1)
-    assert FusedOptimizer().idle(model, optimizer) is None
 
 
 def test_differentiable_is_refused_before_anything_changes() -> None:
@@ -457,37 +416,6 @@ def test_a_compiled_step_traces_the_preparation() -> None:
     assert_same(fused, plain)
 
 
-SPREAD: tuple[Kind, ...] = ("ddp", "fsdp")
-
-
-def _train_all_on_ranks() -> dict[str, list[float]]:
-    return {f"{kind} {name}": _train(kind, name) for kind in SPREAD for name in ("nesterov", "adamw")}
-
-
-def _train(kind: Kind, name: str) -> list[float]:
-    torch.manual_seed(0)
-    model = mlp()
-    wrapped = wrap(model, kind, gradient_as_bucket_view=True)
-    target = Target(wrapped, OPTIMIZERS[name](wrapped.parameters()))
-    if kind == "fsdp" and FusedOptimizer().idle(wrapped, target.optimizer):
-        assert name == "nesterov"  # this torch has no fused SGD for sharded parameters
-        with pytest.warns(NoEffectWarning, match="SGD cannot be fused for torch.float32 DTensor"):
-            fuse_optimizer(target.optimizer)
-    elif kind != "single":
-        attach_all(target, [FusedOptimizer()])
-        assert target.optimizer.param_groups[0]["fused"] is True
-    train_share(target, model)
-    return all_weights(wrapped)
-
-
-@pytest.mark.dist
-def test_ranks_under_ddp_and_fsdp_train_like_one_unfused_process() -> None:
-    a, b = run_ranks(_train_all_on_ranks, 2)
-    assert a == b
-    for kind, weights in a.items():
-        torch.testing.assert_close(weights, _train("single", kind.split()[1]), rtol=0, atol=1e-5)
-
-
 OURS = {
     "adam": lambda params, **more: Adam(params, lr=0.01, weight_decay=0.1, **more),
     "adam weight decay": lambda params, **more: AdamWeightDecay(params, lr=0.01, weight_decay=0.1, **more),
@@ -496,41 +424,32 @@ OURS = {
 }
 
 
-@pytest.mark.parametrize("name", OURS)
-def test_optimizers_of_this_package_are_fused_too(name: str) -> None:
-    fused, plain = pair(OURS[name], cnn)
-    effect = fuse_optimizer(fused.optimizer)
-    assert fused.optimizer.param_groups[0]["fused"] is True
-    for target in (fused, plain):
-        train(target, 4, 3)
-    assert_same(fused, plain)
-    effect.remove()
-    assert fused.optimizer.param_groups[0]["fused"] is None
+def test_optimizers_of_this_package_are_fused_too() -> None:
+    for name in OURS:
+        fused, plain = pair(OURS[name], cnn)
+        effect = fuse_optimizer(fused.optimizer)
+        assert fused.optimizer.param_groups[0]["fused"] is True
+        for target in (fused, plain):
+            train(target, 4, 3)
+        assert_same(fused, plain)
+        effect.remove()
+        assert fused.optimizer.param_groups[0]["fused"] is None
 
 
-def test_forms_torch_has_no_kernel_for_are_left_alone() -> None:
-    reason = "nesterov: torch has no kernel"
-    optimizer = OURS["adam"](mlp().parameters(), nesterov=True)
-    assert reason in str(FusedOptimizer().idle(mlp(), optimizer))
-    with pytest.warns(NoEffectWarning, match=reason):
-        fuse_optimizer(optimizer)
-    assert optimizer.param_groups[0]["fused"] is None
-
-
-@pytest.mark.parametrize("make", [momentum, lambda params: SGD(params, lr=0.05, momentum=0.9)], ids=["torch", "ours"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_no_low_precision_model_moves_as_a_wrong_kernel_would_move_it(make, dtype):
-    target, plain = pair(make, lambda: mlp().to(dtype))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NoEffectWarning)
-        fuse_optimizer(target.optimizer)
-    for _ in range(3):
-        for p, q in zip(target.model.parameters(), plain.model.parameters(), strict=True):
-            p.grad = torch.linspace(-1, 1, p.numel()).view_as(p).to(dtype)
-            q.grad = p.grad.clone()
-        target.optimizer.step()
-        plain.optimizer.step()
-    assert_same(target, plain, tolerance=0.02)
+def test_no_low_precision_model_moves_as_a_wrong_kernel_would_move_it():
+    for make in [momentum, lambda params: SGD(params, lr=0.05, momentum=0.9)]:
+        for dtype in [torch.bfloat16, torch.float16]:
+            target, plain = pair(make, lambda dtype=dtype: mlp().to(dtype))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", NoEffectWarning)
+                fuse_optimizer(target.optimizer)
+            for _ in range(3):
+                for p, q in zip(target.model.parameters(), plain.model.parameters(), strict=True):
+                    p.grad = torch.linspace(-1, 1, p.numel()).view_as(p).to(dtype)
+                    q.grad = p.grad.clone()
+                target.optimizer.step()
+                plain.optimizer.step()
+            assert_same(target, plain, tolerance=0.02)
 
 
 def test_a_model_cast_later_is_not_given_to_a_wrong_kernel():

@@ -1,29 +1,23 @@
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.models import batch_for, cnn, mlp
-from tests.support.ranks import run_ranks
-from tests.support.trajectories import snapshot
+from tests.support.trajectories import snapshot, train
+from torchboost import Target
 from torchboost.algorithms.gradient_centralization import (
     GradientCentralization,
     centralizable,
     centralize_gradients,
     depthwise_and_normalized,
 )
-from torchboost.core.algorithm import Target, attach_all
+from torchboost.core import attach_all
 from torchboost.errors import NoEffectWarning
 from torchboost.graph.normalized_linear import NormalizedLinear
-from torchboost.optim.rules.adam import Adam
-from torchboost.optim.rules.sgd import SGD
+from torchboost.optim import SGD, Adam
 
 
 class Zoo(nn.Module):
@@ -61,12 +55,10 @@ def test_what_is_left_alone_follows_from_structure():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("shape", "expected"),
-    [((2, 2), True), ((2,), False), ((1, 2), True), ((2, 1, 1), False), ((1, 2, 1, 1), False), ((1, 2, 2), True)],
-)
-def test_a_parameter_without_owner_is_judged_by_its_rows(shape, expected):
-    assert centralizable(torch.ones(shape), None) is expected
+def test_a_parameter_without_owner_is_judged_by_its_rows():
+    shapes = {(2, 2): True, (2,): False, (1, 2): True, (2, 1, 1): False, (1, 2, 1, 1): False, (1, 2, 2): True}
+    for shape, expected in shapes.items():
+        assert centralizable(torch.ones(shape), None) is expected, shape
 
 
 class Scaled(nn.Module):
@@ -85,24 +77,23 @@ class Scaled(nn.Module):
         return self.head(image.mean((2, 3)) + self.place.t())
 
 
-@pytest.mark.parametrize("by", ["algorithm", "function", "groups"])
-def test_parameters_with_one_entry_per_row_train_as_without_centralisation(by):
-    torch.manual_seed(0)
-    model = Scaled()
-    groups = [{"params": list(model.parameters()), "grad_centralization": True}]
-    if by == "groups":
-        optimizer = Adam(groups)
-    else:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        attach = {"algorithm": lambda: GradientCentralization().attach(Target(model, optimizer))}
-        attach.get(by, lambda: centralize_gradients(optimizer))()
-    before = {name: param.detach().clone() for name, param in model.named_parameters()}
-    F.cross_entropy(model(torch.randn(8, 1, 3, 3), torch.rand(8, 1)), torch.arange(8) % 3).backward()
-    grads = {name: param.grad.clone() for name, param in model.named_parameters()}
-    optimizer.step()
-    assert all(not torch.equal(param, before[name]) for name, param in model.named_parameters())
-    left = {name for name, param in model.named_parameters() if torch.equal(param.grad, grads[name])}
-    assert left == set(grads) - {"head.weight"}
+def test_parameters_with_one_entry_per_row_train_as_without_centralisation():
+    for by in ["algorithm", "function", "groups"]:
+        torch.manual_seed(0)
+        model = Scaled()
+        groups = [{"params": list(model.parameters()), "grad_centralization": True}]
+        optimizer = Adam(groups) if by == "groups" else torch.optim.SGD(model.parameters(), lr=0.1)
+        if by == "algorithm":
+            GradientCentralization().attach(Target(model, optimizer))
+        if by == "function":
+            centralize_gradients(optimizer)
+        before = {name: param.detach().clone() for name, param in model.named_parameters()}
+        F.cross_entropy(model(torch.randn(8, 1, 3, 3), torch.rand(8, 1)), torch.arange(8) % 3).backward()
+        grads = {name: param.grad.clone() for name, param in model.named_parameters()}
+        optimizer.step()
+        assert all(not torch.equal(param, before[name]) for name, param in model.named_parameters())
+        left = {name for name, param in model.named_parameters() if torch.equal(param.grad, grads[name])}
+        assert left == set(grads) - {"head.weight"}
 
 
 class Gated(nn.Module):
@@ -117,35 +108,35 @@ class Gated(nn.Module):
         return self.head(self.conv(x) * self.gate).mean((1, 2, 3))
 
 
-@pytest.mark.parametrize("by", ["algorithm", "function", "groups"])
-def test_a_scale_per_channel_is_no_filter(by):
-    torch.manual_seed(0)
-    model = Gated()
-    groups = [{"params": list(model.parameters()), "grad_centralization": True}]
-    optimizer = SGD(groups, lr=0.1) if by == "groups" else torch.optim.SGD(model.parameters(), lr=0.1)
-    if by == "algorithm":
+def test_a_scale_per_channel_is_no_filter():
+    for by in ["algorithm", "function", "groups"]:
+        torch.manual_seed(0)
+        model = Gated()
+        groups = [{"params": list(model.parameters()), "grad_centralization": True}]
+        optimizer = SGD(groups, lr=0.1) if by == "groups" else torch.optim.SGD(model.parameters(), lr=0.1)
+        if by == "algorithm":
+            GradientCentralization().attach(Target(model, optimizer))
+        if by == "function":
+            centralize_gradients(optimizer)
+        model(torch.randn(2, 3, 7, 7)).sum().backward()
+        gate, head = model.gate.detach() - 0.1 * model.gate.grad, model.head.weight.sum().item()
+        optimizer.step()
+        torch.testing.assert_close(model.gate.detach(), gate)
+        assert model.head.weight.sum().item() == pytest.approx(head, abs=1e-5)
+
+
+def test_a_group_has_the_last_word_on_itself():
+    for says in [True, False, None]:
+        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+        own = {} if says is None else {"grad_centralization": says}
+        groups = [{"params": list(model[0].parameters()), **own}, {"params": list(model[1].parameters())}]
+        optimizer = torch.optim.SGD(groups, lr=0.1)
         GradientCentralization().attach(Target(model, optimizer))
-    if by == "function":
-        centralize_gradients(optimizer)
-    model(torch.randn(2, 3, 7, 7)).sum().backward()
-    gate, head = model.gate.detach() - 0.1 * model.gate.grad, model.head.weight.sum().item()
-    optimizer.step()
-    torch.testing.assert_close(model.gate.detach(), gate)
-    assert model.head.weight.sum().item() == pytest.approx(head, abs=1e-5)
-
-
-@pytest.mark.parametrize("says", [True, False, None])
-def test_a_group_has_the_last_word_on_itself(says):
-    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    own = {} if says is None else {"grad_centralization": says}
-    groups = [{"params": list(model[0].parameters()), **own}, {"params": list(model[1].parameters())}]
-    optimizer = torch.optim.SGD(groups, lr=0.1)
-    GradientCentralization().attach(Target(model, optimizer))
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-    assert bool(model[0].weight.grad.any()) is (says is False)
-    assert not model[1].weight.grad.any()
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        assert bool(model[0].weight.grad.any()) is (says is False)
+        assert not model[1].weight.grad.any()
 
 
 def test_refused_by_all_groups_warns():
@@ -191,64 +182,14 @@ def test_nothing_to_centralise_warns():
         GradientCentralization().attach(Target(model, torch.optim.SGD(model.parameters(), lr=0.1)))
 
 
-def train(model: nn.Module, plain: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: int) -> None:
-    for seed in range(3):
-        x, y = batch_for(plain, torch.Generator().manual_seed(seed))
-        part = slice(rank * len(x) // world, (rank + 1) * len(x) // world)
-        F.cross_entropy(model(x[part]), y[part]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def build() -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = mlp()
-    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def data_parallel() -> list[torch.Tensor]:
-    model, optimizer = build()
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    GradientCentralization().attach(Target(wrapped, optimizer))
-    addresses = []
-    for seed in range(3):
-        x, y = batch_for(model, torch.Generator().manual_seed(seed))
-        half = len(x) // 2
-        part = slice(dist.get_rank() * half, (dist.get_rank() + 1) * half)
-        optimizer.zero_grad(set_to_none=False)
-        F.cross_entropy(wrapped(x[part]), y[part]).backward()
-        optimizer.step()
-        addresses.append([p.grad.data_ptr() for p in model.parameters()])
-    assert addresses[1] == addresses[2], "the gradients must stay views into the buckets"
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def sharded() -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    model = mlp()
-    plain = copy.deepcopy(model)
-    fully_shard(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    GradientCentralization().attach(Target(model, optimizer))
-    train(model, plain, optimizer, dist.get_rank(), 2)
-    return [p.full_tensor().detach().clone() for p in model.parameters()]
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("work", [data_parallel, sharded])
-def test_two_ranks_equal_one_process(work):
-    model, optimizer = build()
-    GradientCentralization().attach(Target(model, optimizer))
-    train(model, model, optimizer, 0, 1)
-    for rank in run_ranks(work, 2):
-        for got, want in zip(rank, model.parameters(), strict=True):
-            torch.testing.assert_close(got, want.detach())
-
-
 def test_off_is_bit_identical():
-    model, optimizer = build()
-    twin, plain = build()
-    centralize_gradients(optimizer, skip=list(model.parameters()))
-    train(model, model, optimizer, 0, 1)
-    train(twin, twin, plain, 0, 1)
-    assert snapshot(model) == snapshot(twin)
+    ends = []
+    for off in (False, True):
+        torch.manual_seed(0)
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if off:
+            centralize_gradients(optimizer, skip=list(model.parameters()))
+        train(Target(model, optimizer), 3, 0)
+        ends.append(snapshot(model))
+    assert ends[0] == ends[1]

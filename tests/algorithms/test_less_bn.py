@@ -28,12 +28,13 @@ from tests.support.conv_nets import (
 from tests.support.models import BottleneckNet
 from tests.support.portraits import changes, portrait
 from tests.support.removal_nets import NormAct, preact_net, repvgg_net
-from torchboost.algorithms.less_bn import LessBn, less_bn
-from torchboost.core.algorithm import Target, attach_all
+from torchboost import Target
+from torchboost.algorithms import LessBn, less_bn
+from torchboost.core import attach_all
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.graph.normalized_linear import NormalizedLinear
 from torchboost.graph.removed_norm import RemovedNorm
-from torchboost.workloads.models import VGG, BasicBlock, Bottleneck, ResNet
+from torchboost.workloads.models import BasicBlock, Bottleneck, ResNet
 
 
 class Renamed(nn.Module):
@@ -67,13 +68,6 @@ def test_bottleneck_blocks_with_and_without_the_shortcut():
     assert report.kept["stages.0.0.downsample.1"] == "in a shortcut (keep_shortcut)"
 
 
-def test_pre_activation_blocks():
-    model = PreActNet()
-    report = less_bn(model)
-    assert report.removed == ("blocks.0.bn1", "blocks.2.bn1")
-    assert names_of_norms(model) == ["blocks.0.bn2", "blocks.1.bn1", "blocks.1.bn2", "blocks.2.bn2", "norm"]
-
-
 def test_inverted_residuals_with_and_without_skip():
     blocks = [InvertedResidual(4, 4), InvertedResidual(4, 6, 2), InvertedResidual(6, 8, 2), InvertedResidual(8, 8)]
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.SiLU(), *blocks)
@@ -81,21 +75,15 @@ def test_inverted_residuals_with_and_without_skip():
     assert names_of_norms(model) == ["1", "3.project.1", "4.project.1", "5.project.1", "6.project.1"]
 
 
-@pytest.mark.parametrize(("every", "left"), [(1, 7), (2, 4), (3, 3), (4, 3), (100, 2)], ids=lambda value: str(value))
-def test_plain_stacks(every, left):
-    model = vgg()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore" if every == 1 else "error", NoEffectWarning)
-        report = less_bn(model, keep_every=every)
-    assert len(names_of_norms(model)) == left
-    assert {"1", "21"} <= set(names_of_norms(model))
-    assert len(report.removed) == 7 - left
-
-
-def test_the_vgg_of_the_workloads():
-    model = VGG(width=4)
-    assert len(less_bn(model).removed) == 3
-    assert model(torch.randn(2, 3, 32, 32)).shape == (2, 10)
+def test_plain_stacks():
+    for every, left in [(1, 7), (2, 4), (3, 3), (4, 3), (100, 2)]:
+        model = vgg()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore" if every == 1 else "error", NoEffectWarning)
+            report = less_bn(model, keep_every=every)
+        assert len(names_of_norms(model)) == left
+        assert {"1", "21"} <= set(names_of_norms(model))
+        assert len(report.removed) == 7 - left
 
 
 def test_the_narrowest_norm_of_a_bottleneck_can_stay_instead_of_the_last():
@@ -127,18 +115,18 @@ def test_fewer_norms_than_blocks():
     assert len(report.rescaled) == len(report.removed) == 10
 
 
-@pytest.mark.parametrize("build", [lambda: resnet(2, 2), vgg], ids=["residual", "plain"])
-def test_names_play_no_part(build):
-    model = build()
-    plain, renamed = less_bn(model, dry_run=True), less_bn(Renamed(build()), dry_run=True)
-    told = [name.replace("bn", "", 1).replace("_fc_shortcut", "") for name in renamed.removed]
-    assert told == list(plain.removed)
-    assert less_bn(ForeignNames(), keep="last", dry_run=True).removed == ("main", "linear")
+def test_names_play_no_part():
+    for build in [lambda: resnet(2, 2), vgg]:
+        model = build()
+        plain, renamed = less_bn(model, dry_run=True), less_bn(Renamed(build()), dry_run=True)
+        told = [name.replace("bn", "", 1).replace("_fc_shortcut", "") for name in renamed.removed]
+        assert told == list(plain.removed)
+        assert less_bn(ForeignNames(), keep="last", dry_run=True).removed == ("main", "linear")
 
 
-@pytest.mark.parametrize("norm", [nn.BatchNorm2d, nn.SyncBatchNorm])
-def test_kinds_of_batch_norm(norm):
-    assert len(less_bn(vgg(norm=norm), dry_run=True).removed) == 3
+def test_kinds_of_batch_norm():
+    for norm in [nn.BatchNorm2d, nn.SyncBatchNorm]:
+        assert len(less_bn(vgg(norm=norm), dry_run=True).removed) == 3
 
 
 def test_one_and_three_dimensions():
@@ -177,26 +165,26 @@ def test_what_cannot_go_says_why():
         assert "own forward" in less_bn(vgg((2,), norm=Own), keep_every=9).kept["4"]
 
 
-@pytest.mark.parametrize("style", ["module", "method", "keyword", "positional"])
-def test_a_norm_that_went_leaves_the_skip_path_alone(style):
-    torch.manual_seed(0)
-    model = preact_net(style)
-    assert "1.bn1" in less_bn(model).removed
-    plain = preact_net("plain")
-    less_bn(plain)
-    plain.load_state_dict(model.state_dict())
-    assert not any(m.copies for m in plain.modules() if isinstance(m, RemovedNorm))
-    assert sum(m.copies for m in model.modules() if isinstance(m, RemovedNorm)) == 3
-    trained = []
-    for network in (model, plain):
-        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-        for step in range(3):
-            torch.manual_seed(step)
-            F.cross_entropy(network(torch.randn(4, 3, 8, 8)), torch.arange(4)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        trained.append(list(network.parameters()))
-    assert all(torch.equal(a, b) for a, b in zip(*trained, strict=True))
+def test_a_norm_that_went_leaves_the_skip_path_alone():
+    for style in ["module", "method", "keyword", "positional"]:
+        torch.manual_seed(0)
+        model = preact_net(style)
+        assert "1.bn1" in less_bn(model).removed
+        plain = preact_net("plain")
+        less_bn(plain)
+        plain.load_state_dict(model.state_dict())
+        assert not any(m.copies for m in plain.modules() if isinstance(m, RemovedNorm))
+        assert sum(m.copies for m in model.modules() if isinstance(m, RemovedNorm)) == 3
+        trained = []
+        for network in (model, plain):
+            optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+            for step in range(3):
+                torch.manual_seed(step)
+                F.cross_entropy(network(torch.randn(4, 3, 8, 8)), torch.arange(4)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            trained.append(list(network.parameters()))
+        assert all(torch.equal(a, b) for a, b in zip(*trained, strict=True))
 
 
 def test_additions_in_place_behind_a_norm_that_went():
@@ -248,25 +236,25 @@ def test_a_forward_that_reads_the_width_of_a_norm():
     assert model(torch.randn(2, 3, 16, 16)).shape == (2, 4)
 
 
-@pytest.mark.parametrize("trained", [False, True])
-def test_norms_that_bring_an_activation_along(trained):
-    torch.manual_seed(0)
-    layers = [m for wide in (3, 4, 4, 4, 4) for m in (nn.Conv2d(wide, 4, 3, padding=1), NormAct(4, nn.SiLU()))]
-    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 4))
-    x = torch.randn(8, 3, 8, 8)
-    if trained:
-        train_a_little(model, size=8)
-    before = outputs(model, x)
-    report = less_bn(model)
-    assert report.removed == ("3", "7")
-    assert isinstance(model[3].act, nn.SiLU)
-    if trained:
-        assert report.largest_difference <= 1e-5
-        assert torch.allclose(outputs(model, x), before, atol=1e-5)
-    else:  # the activation behind is seen: half of the mean square gets through to the next layer
-        assert float(model[4].weight.detach().square().sum((1, 2, 3)).mean()) > 0
-        assert report.rescaled == ("2", "6")
-        assert float(model[6].weight.detach().square().sum((1, 2, 3)).mean() / 2) == pytest.approx(1, rel=0.05)
+def test_norms_that_bring_an_activation_along():
+    for trained in [False, True]:
+        torch.manual_seed(0)
+        layers = [m for wide in (3, 4, 4, 4, 4) for m in (nn.Conv2d(wide, 4, 3, padding=1), NormAct(4, nn.SiLU()))]
+        model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 4))
+        x = torch.randn(8, 3, 8, 8)
+        if trained:
+            train_a_little(model, size=8)
+        before = outputs(model, x)
+        report = less_bn(model)
+        assert report.removed == ("3", "7")
+        assert isinstance(model[3].act, nn.SiLU)
+        if trained:
+            assert report.largest_difference <= 1e-5
+            assert torch.allclose(outputs(model, x), before, atol=1e-5)
+        else:  # the activation behind is seen: half of the mean square gets through to the next layer
+            assert float(model[4].weight.detach().square().sum((1, 2, 3)).mean()) > 0
+            assert report.rescaled == ("2", "6")
+            assert float(model[6].weight.detach().square().sum((1, 2, 3)).mean() / 2) == pytest.approx(1, rel=0.05)
 
 
 def test_a_module_under_two_names_goes_from_both():
@@ -339,20 +327,20 @@ def test_weights_can_be_kept():
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
-@pytest.mark.parametrize("build", [lambda: resnet(2, 2), vgg, PreActNet], ids=["residual", "plain", "preact"])
-def test_the_reduced_network_learns(build):
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    less_bn(model, optimizer)
-    x, y = torch.randn(16, 3, 16, 16), torch.arange(16) % 4
-    losses = []
-    for _ in range(60):
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    assert losses[-1] < 0.6 * losses[0]
+def test_the_reduced_network_learns():
+    for build in [lambda: resnet(2, 2), vgg, PreActNet]:
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        less_bn(model, optimizer)
+        x, y = torch.randn(16, 3, 16, 16), torch.arange(16) % 4
+        losses = []
+        for _ in range(60):
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        assert losses[-1] < 0.6 * losses[0]
 
 
 def test_only_the_last_linear_layer_of_the_pass_is_normalised():
@@ -385,41 +373,38 @@ def test_a_head_without_batch_norm_and_a_network_without_head():
         less_bn(nn.Linear(3, 3), normalize_head=True)
 
 
-@pytest.mark.parametrize("trained", [False, True])
-def test_a_dry_run_tells_the_same_and_changes_nothing(trained):
-    model = resnet(2, 2)
-    if trained:
-        train_a_little(model)
-    before, modules = copy.deepcopy(model.state_dict()), list(model.modules())
-    dry = less_bn(model, normalize_head=True, dry_run=True)
-    assert list(model.modules()) == modules
-    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-    assert dry == less_bn(model, normalize_head=True)
-    assert f"{len(dry.removed)} of {len(dry.found)}" in str(dry)
+def test_a_dry_run_tells_the_same_and_changes_nothing():
+    for trained in [False, True]:
+        model = resnet(2, 2)
+        if trained:
+            train_a_little(model)
+        before, modules = copy.deepcopy(model.state_dict()), list(model.modules())
+        dry = less_bn(model, normalize_head=True, dry_run=True)
+        assert list(model.modules()) == modules
+        assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+        assert dry == less_bn(model, normalize_head=True)
+        assert f"{len(dry.removed)} of {len(dry.found)}" in str(dry)
 
 
-@pytest.mark.parametrize(
-    ("build", "settings"),
-    [
+def test_twice_is_once():
+    for build, settings in [
         (lambda: resnet(3, 3), {}),
         (lambda: resnet(3, 3), {"blocks_per_norm": 2}),
         (lambda: vgg((3, 3, 2)), {"keep_every": 3}),
         (PreActNet, {"keep_shortcut": True}),
-    ],
-)
-def test_twice_is_once(build, settings):
-    model, algorithm = build(), LessBn(**settings)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert algorithm.needs_transform(model)
-    assert algorithm.idle(model, optimizer) is None
-    algorithm.transform(model, optimizer)
-    assert not algorithm.needs_transform(model)
-    assert "BatchNorm" in algorithm.idle(model, optimizer)
-    train_a_little(model)
-    assert not algorithm.needs_transform(model)
-    attach_all(Target(model, optimizer), [algorithm])
-    wrapped = torch.compile(model, backend="eager")
-    attach_all(Target(wrapped, optimizer), [algorithm])
+    ]:
+        model, algorithm = build(), LessBn(**settings)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        assert algorithm.needs_transform(model)
+        assert algorithm.idle(model, optimizer) is None
+        algorithm.transform(model, optimizer)
+        assert not algorithm.needs_transform(model)
+        assert "BatchNorm" in algorithm.idle(model, optimizer)
+        train_a_little(model)
+        assert not algorithm.needs_transform(model)
+        attach_all(Target(model, optimizer), [algorithm])
+        wrapped = torch.compile(model, backend="eager")
+        attach_all(Target(wrapped, optimizer), [algorithm])
 
 
 def test_nothing_to_do_warns():
@@ -453,14 +438,14 @@ class Denoiser(nn.Module):
         return x + self.noise(x)
 
 
-@pytest.mark.parametrize(("norms", "keep_every", "left"), [(3, 1, 1), (4, 1, 4), (15, 1, 15), (15, 2, 1)])
-def test_a_stack_inside_a_skip_stays_as_a_stack_does(norms, keep_every, left):
-    model = Denoiser(norms)
-    with pytest.warns(NoEffectWarning) if left == norms else nullcontext():
-        report = less_bn(model, keep_every=keep_every)
-    assert len(report.kept) == left
-    assert len(report.found) == norms
-    assert left == 1 or "a branch of more than 3" in next(iter(report.kept.values()))
+def test_a_stack_inside_a_skip_stays_as_a_stack_does():
+    for norms, keep_every, left in [(3, 1, 1), (4, 1, 4), (15, 1, 15), (15, 2, 1)]:
+        model = Denoiser(norms)
+        with pytest.warns(NoEffectWarning) if left == norms else nullcontext():
+            report = less_bn(model, keep_every=keep_every)
+        assert len(report.kept) == left
+        assert len(report.found) == norms
+        assert left == 1 or "a branch of more than 3" in next(iter(report.kept.values()))
 
 
 def test_arguments_are_checked():
@@ -476,40 +461,40 @@ def test_arguments_are_checked():
         less_bn("vgg")
 
 
-@pytest.mark.parametrize("trained", [False, True])
-def test_an_error_half_way_leaves_model_and_optimizer_as_they_were(trained):
-    model = resnet(1, 1)
-    if trained:
-        train_a_little(model)
-    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
-    optimizer.param_groups[0]["param_names"].append("nothing")
-    before, parameters = portrait(model), list(optimizer.param_groups[0]["params"])
-    with pytest.raises(ValueError, match="names"):
-        less_bn(model, optimizer, normalize_head=True)
-    # Where warnings are errors, that of new parameters is one too.
-    with pytest.raises(NoEffectWarning, match="will not train"), warnings.catch_warnings(action="error"):
-        less_bn(model, normalize_head=True)
-    assert not changes(before, portrait(model))
-    assert list(map(id, optimizer.param_groups[0]["params"])) == list(map(id, parameters))
+def test_an_error_half_way_leaves_model_and_optimizer_as_they_were():
+    for trained in [False, True]:
+        model = resnet(1, 1)
+        if trained:
+            train_a_little(model)
+        optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
+        optimizer.param_groups[0]["param_names"].append("nothing")
+        before, parameters = portrait(model), list(optimizer.param_groups[0]["params"])
+        with pytest.raises(ValueError, match="names"):
+            less_bn(model, optimizer, normalize_head=True)
+        # Where warnings are errors, that of new parameters is one too.
+        with pytest.raises(NoEffectWarning, match="will not train"), warnings.catch_warnings(action="error"):
+            less_bn(model, normalize_head=True)
+        assert not changes(before, portrait(model))
+        assert list(map(id, optimizer.param_groups[0]["params"])) == list(map(id, parameters))
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("trained", [False, True])
-def test_the_reduced_network_can_be_copied_saved_and_compiled(tmp_path, trained):
-    model, again = resnet(2, 2), resnet(2, 2)
-    if trained:
-        train_a_little(model)
-        train_a_little(again)
-    less_bn(model, normalize_head=True)
-    less_bn(again, normalize_head=True)
-    torch.save(model.state_dict(), tmp_path / "model.pt")
-    again.load_state_dict(torch.load(tmp_path / "model.pt"))
-    x = torch.randn(2, 3, 16, 16)
-    expected = outputs(model.eval(), x)
-    assert torch.equal(outputs(again, x), expected)
-    for build in (copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), torch.jit.script):
-        assert torch.equal(build(model)(x).detach(), expected)
-    torch.testing.assert_close(outputs(torch.compile(again, backend="eager"), x), expected)
+def test_the_reduced_network_can_be_copied_saved_and_compiled(tmp_path):
+    for trained in [False, True]:
+        model, again = resnet(2, 2), resnet(2, 2)
+        if trained:
+            train_a_little(model)
+            train_a_little(again)
+        less_bn(model, normalize_head=True)
+        less_bn(again, normalize_head=True)
+        torch.save(model.state_dict(), tmp_path / "model.pt")
+        again.load_state_dict(torch.load(tmp_path / "model.pt"))
+        x = torch.randn(2, 3, 16, 16)
+        expected = outputs(model.eval(), x)
+        assert torch.equal(outputs(again, x), expected)
+        for build in (copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), torch.jit.script):
+            assert torch.equal(build(model)(x).detach(), expected)
+        torch.testing.assert_close(outputs(torch.compile(again, backend="eager"), x), expected)
 
 
 def averaged(model: nn.Module, updates: int = 0) -> AveragedModel:
@@ -519,18 +504,20 @@ def averaged(model: nn.Module, updates: int = 0) -> AveragedModel:
     return average
 
 
-@pytest.mark.parametrize("updates", [0, 2])
-def test_an_average_of_the_weights_from_before_is_said(updates):
-    model = ResNet(BasicBlock, [1, 1], width=4)
-    average = averaged(model, updates)
-    count = len(list(model.parameters()))
-    with pytest.warns(UserWarning, match=f"AveragedModel over a ResNet with the {count} parameters.*after this change"):
-        less_bn(model)
-    after = averaged(model, updates)
-    after.update_parameters(model)
-    for own, other in zip(model.parameters(), after.parameters(), strict=True):
-        torch.testing.assert_close(own, other)
-    assert len(list(average.parameters())) == count
+def test_an_average_of_the_weights_from_before_is_said():
+    for updates in [0, 2]:
+        model = ResNet(BasicBlock, [1, 1], width=4)
+        average = averaged(model, updates)
+        count = len(list(model.parameters()))
+        with pytest.warns(
+            UserWarning, match=f"AveragedModel over a ResNet with the {count} parameters.*after this change"
+        ):
+            less_bn(model)
+        after = averaged(model, updates)
+        after.update_parameters(model)
+        for own, other in zip(model.parameters(), after.parameters(), strict=True):
+            torch.testing.assert_close(own, other)
+        assert len(list(average.parameters())) == count
 
 
 def test_an_average_is_said_by_boost_too():
@@ -541,15 +528,19 @@ def test_an_average_is_said_by_boost_too():
     assert average.module is not model
 
 
-@pytest.mark.parametrize("updates", [0, 2])
-def test_other_averages_and_copies_are_not_meant(updates):
+def test_other_averages_and_copies_are_not_meant():
     """Warnings are errors, so this fails if one is given."""
-    model, same_class, other = (ResNet(BasicBlock, [1, 1], width=4) for _ in range(3))
-    twin = copy.deepcopy(model)
-    averages = [averaged(same_class), averaged(ResNet(BasicBlock, [1], width=4), updates), averaged(nn.Linear(2, 2))]
-    averages.append(AveragedModel.__new__(AveragedModel))
-    less_bn(model)
-    less_bn(twin, dry_run=True)
-    remaining = averaged(other)
-    assert less_bn(other, dry_run=True).removed
-    assert (len(averages), remaining.module.training) == (4, True)
+    for updates in [0, 2]:
+        model, same_class, other = (ResNet(BasicBlock, [1, 1], width=4) for _ in range(3))
+        twin = copy.deepcopy(model)
+        averages = [
+            averaged(same_class),
+            averaged(ResNet(BasicBlock, [1], width=4), updates),
+            averaged(nn.Linear(2, 2)),
+        ]
+        averages.append(AveragedModel.__new__(AveragedModel))
+        less_bn(model)
+        less_bn(twin, dry_run=True)
+        remaining = averaged(other)
+        assert less_bn(other, dry_run=True).removed
+        assert (len(averages), remaining.module.training) == (4, True)

@@ -91,16 +91,16 @@ NETWORKS = {
 ROUTES = [(name, folded) for name in NETWORKS for folded in (False, True) if (name, folded) != ("pre-activation", True)]
 
 
-@pytest.mark.parametrize(("name", "folded"), ROUTES)
-def test_the_original_architecture_computes_the_same(name, folded):
-    build = NETWORKS[name]
-    model = boosted(build, folded=folded)
-    state = model.state_dict()
-    assert_computes(model, state, build, tolerance=1e-6 if folded else 0)
-    for other in (forgetful(model), forgetful(pickle.loads(pickle.dumps(model)))):
-        other.load_state_dict(state)
-        assert same(other.state_dict(), state)
-        assert all(torch.equal(a, b) for a, b in zip(other.parameters(), model.parameters(), strict=True))
+def test_the_original_architecture_computes_the_same():
+    for name, folded in ROUTES:
+        build = NETWORKS[name]
+        model = boosted(build, folded=folded)
+        state = model.state_dict()
+        assert_computes(model, state, build, tolerance=1e-6 if folded else 0)
+        for other in (forgetful(model), forgetful(pickle.loads(pickle.dumps(model)))):
+            other.load_state_dict(state)
+            assert same(other.state_dict(), state)
+            assert all(torch.equal(a, b) for a, b in zip(other.parameters(), model.parameters(), strict=True))
 
 
 def small(name: str) -> nn.Module:
@@ -115,15 +115,15 @@ def small(name: str) -> nn.Module:
     return model.eval()
 
 
-@pytest.mark.parametrize("name", ["scratch", "folded", "head"])
-def test_checkpoints_of_the_version_before_load(name):
-    kept = torch.load(FILES / f"{name}.pt", weights_only=True)
-    for form in ("model", "plain"):
-        model = forgetful(small(name))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        model.load_state_dict(kept[form])
-        optimizer.load_state_dict(kept["optimizer"])
-        torch.testing.assert_close(model(kept["x"]), kept["y"])
+def test_checkpoints_of_the_version_before_load():
+    for name in ["scratch", "folded", "head"]:
+        kept = torch.load(FILES / f"{name}.pt", weights_only=True)
+        for form in ("model", "plain"):
+            model = forgetful(small(name))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+            model.load_state_dict(kept[form])
+            optimizer.load_state_dict(kept["optimizer"])
+            torch.testing.assert_close(model(kept["x"]), kept["y"])
 
 
 def test_a_whole_model_and_a_sharded_checkpoint_of_the_version_before_load():
@@ -161,22 +161,18 @@ class NormFirst(nn.Module):
         return x.mean((2, 3))
 
 
-@pytest.mark.parametrize(
-    ("build", "reason"),
-    [
+def test_weights_that_it_cannot_express_are_refused():
+    for build, reason in [
         (vgg, "the layer before it has no bias"),
         (lambda: preact_net("plain"), "no layer before it"),
         (NormFirst, "is registered after it"),
-    ],
-    ids=["no bias", "no layer in front", "registered first"],
-)
-def test_weights_that_it_cannot_express_are_refused(build, reason):
-    plain, model = build(), build()
-    train_a_little(plain)
-    assert less_bn(model).removed
-    with pytest.raises(RuntimeError, match=rf"{reason}.*load the state into the original architecture and call"):
-        model.load_state_dict(plain.state_dict())
-    model.load_state_dict(model.state_dict())
+    ]:
+        plain, model = build(), build()
+        train_a_little(plain)
+        assert less_bn(model).removed
+        with pytest.raises(RuntimeError, match=rf"{reason}.*load the state into the original architecture and call"):
+            model.load_state_dict(plain.state_dict())
+        model.load_state_dict(model.state_dict())
 
 
 def test_other_states_are_refused_as_by_torch():
@@ -293,20 +289,26 @@ def test_on_two_ranks(kind, folded, tmp_path):
     run_ranks(_on_ranks, 2, kind, folded, str(tmp_path))
 
 
-@pytest.mark.parametrize("folded", [False, True], ids=["scratch", "folded"])
-def test_a_published_network_leaves_and_is_loaded_by_its_own_library(folded, tmp_path: Path):
-    from transformers import ResNetConfig, ResNetForImageClassification
+def test_a_published_network_leaves_and_is_loaded_by_its_own_library(tmp_path: Path):
+    for folded in [False, True]:
+        from transformers import ResNetConfig, ResNetForImageClassification
 
-    torch.manual_seed(0)
-    settings = {"layer_type": "basic", "depths": [1, 2], "embedding_size": 8, "hidden_sizes": [8, 16], "num_labels": 4}
-    model = ResNetForImageClassification(ResNetConfig(**settings))
-    if folded:
+        torch.manual_seed(0)
+        settings = {
+            "layer_type": "basic",
+            "depths": [1, 2],
+            "embedding_size": 8,
+            "hidden_sizes": [8, 16],
+            "num_labels": 4,
+        }
+        model = ResNetForImageClassification(ResNetConfig(**settings))
+        if folded:
+            train_a_little(model, size=32)
+        less_bn(model)
         train_a_little(model, size=32)
-    less_bn(model)
-    train_a_little(model, size=32)
-    model.save_pretrained(tmp_path)
-    loaded = ResNetForImageClassification.from_pretrained(tmp_path)
-    x = torch.randn(2, 3, 32, 32)
-    with torch.no_grad():
-        expected, found = model.eval()(x).logits, loaded.eval()(x).logits
-    assert (found - expected).abs().max() <= 1e-6 * expected.abs().max()
+        model.save_pretrained(tmp_path)
+        loaded = ResNetForImageClassification.from_pretrained(tmp_path)
+        x = torch.randn(2, 3, 32, 32)
+        with torch.no_grad():
+            expected, found = model.eval()(x).logits, loaded.eval()(x).logits
+        assert (found - expected).abs().max() <= 1e-6 * expected.abs().max()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import torchboost
-from torchboost.algorithms.matmul_precision import MatmulPrecision, lower_matmul_precision
+from torchboost.algorithms import MatmulPrecision, lower_matmul_precision
 from torchboost.core.hardware import matmul_backends
 from torchboost.core.torch_versions import cpu_capabilities
 from torchboost.errors import NoEffectWarning
@@ -46,14 +46,14 @@ def pair() -> tuple[nn.Sequential, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize("precision", ["high", "medium"])
-def test_it_is_set_and_restored(precision):
-    before = state()
-    effect = lower_matmul_precision(precision)
-    assert torch.get_float32_matmul_precision() == precision
-    assert torch.backends.cuda.matmul.fp32_precision == "tf32"
-    effect.remove()
-    assert state() == before == ["highest", "none", "none"]
+def test_it_is_set_and_restored():
+    for precision in ["high", "medium"]:
+        before = state()
+        effect = lower_matmul_precision(precision)
+        assert torch.get_float32_matmul_precision() == precision
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+        effect.remove()
+        assert state() == before == ["highest", "none", "none"]
 
 
 @pytest.mark.parametrize(
@@ -103,13 +103,13 @@ def test_what_the_program_sets_for_single_backends_meanwhile_stays_and_nothing_e
     assert by_backend() == expected
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_two_models_and_the_last_one_restores(order):
-    effects = lower_matmul_precision("high"), lower_matmul_precision("high")
-    effects[order[0]].remove()
-    assert torch.get_float32_matmul_precision() == "high"
-    effects[order[1]].remove()
-    assert state() == ["highest", "none", "none"]
+def test_two_models_and_the_last_one_restores():
+    for order in [(0, 1), (1, 0)]:
+        effects = lower_matmul_precision("high"), lower_matmul_precision("high")
+        effects[order[0]].remove()
+        assert torch.get_float32_matmul_precision() == "high"
+        effects[order[1]].remove()
+        assert state() == ["highest", "none", "none"]
 
 
 def test_a_precision_that_the_program_has_taken_back_holds_no_other(untouched):

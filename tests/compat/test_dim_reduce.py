@@ -66,23 +66,29 @@ def test_equals_the_optimizer_of_the_subspace() -> None:
     assert all(p.grad is None for p in one.parameters())
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_the_rows_may_be_an_array(dtype: Any) -> None:
-    one, two = network(), network()
-    matrix = rows(3, length(one))
-    first, second = build(one, matrix, 3), build(two, matrix.numpy().astype(dtype), 3)
-    for number in range(3):
-        call(first, one, *batch(number))
-        call(second, two, *batch(number))
-    assert all(torch.equal(p, q) for p, q in zip(one.parameters(), two.parameters(), strict=True))
+def test_the_rows_may_be_an_array() -> None:
+    for dtype in [np.float32, np.float64]:
+        one, two = network(), network()
+        matrix = rows(3, length(one))
+        first, second = build(one, matrix, 3), build(two, matrix.numpy().astype(dtype), 3)
+        for number in range(3):
+            call(first, one, *batch(number))
+            call(second, two, *batch(number))
+        assert all(torch.equal(p, q) for p, q in zip(one.parameters(), two.parameters(), strict=True))
 
 
-@pytest.mark.parametrize(
-    "given", ["basis.npy", None, [[1.0, 0.0]], np.array(["a", "b"]), np.ones(3), torch.ones(3), np.eye(2, dtype=int)]
-)
-def test_something_else_than_a_matrix(given: Any) -> None:
-    with pytest.raises(TypeError, match=r"pca_mat_local: found .*; give a floating point matrix"):
-        build(network(), given, 2)
+def test_something_else_than_a_matrix() -> None:
+    for given in [
+        "basis.npy",
+        None,
+        [[1.0, 0.0]],
+        np.array(["a", "b"]),
+        np.ones(3),
+        torch.ones(3),
+        np.eye(2, dtype=int),
+    ]:
+        with pytest.raises(TypeError, match=r"pca_mat_local: found .*; give a floating point matrix"):
+            build(network(), given, 2)
 
 
 def test_begins_at_the_clones() -> None:

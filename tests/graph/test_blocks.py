@@ -80,9 +80,8 @@ def test_a_module_that_runs_twice_counts_as_its_last_call():
     assert names(Twice()) == ["middle", "shared", "head"]
 
 
-@pytest.mark.parametrize(
-    ("config", "network", "count"),
-    [
+def test_networks_nobody_here_wrote():
+    for config, network, count in [
         (transformers.ResNetConfig(depths=[2, 2, 2, 2]), transformers.ResNetForImageClassification, 10),
         (transformers.GPT2Config(n_layer=3, n_embd=32, n_head=2), transformers.GPT2LMHeadModel, 5),
         (
@@ -96,15 +95,13 @@ def test_a_module_that_runs_twice_counts_as_its_last_call():
             5,
         ),
         (transformers.MobileNetV2Config(), transformers.MobileNetV2ForImageClassification, 19),
-    ],
-)
-def test_networks_nobody_here_wrote(config, network, count):
-    model = network(config)
-    blocks = blocks_of(model)
-    assert len(blocks) == count
-    owned = [p for block in blocks for p in block.parameters]
-    assert len(owned) == len(set(owned))
-    assert set(owned) == set(model.parameters())
+    ]:
+        model = network(config)
+        blocks = blocks_of(model)
+        assert len(blocks) == count
+        owned = [p for block in blocks for p in block.parameters]
+        assert len(owned) == len(set(owned))
+        assert set(owned) == set(model.parameters())
 
 
 def test_every_parameter_belongs_to_one_block_with_direct_parameters_in_the_first():
@@ -133,14 +130,14 @@ def test_groups_are_even_and_never_more_than_blocks():
     assert group_starts(1, 10) == (0,)
 
 
-@pytest.mark.parametrize("block", [BasicBlock, Bottleneck])
-def test_costs_are_shares_of_the_operations(block):
-    model = resnet(block)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    costs = block_costs(model, blocks_of(model), torch.randn(2, 3, 8, 8))
-    assert sum(costs) == pytest.approx(1)
-    assert costs[1] > costs[-1] > 0
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+def test_costs_are_shares_of_the_operations():
+    for block in [BasicBlock, Bottleneck]:
+        model = resnet(block)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        costs = block_costs(model, blocks_of(model), torch.randn(2, 3, 8, 8))
+        assert sum(costs) == pytest.approx(1)
+        assert costs[1] > costs[-1] > 0
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_costs_need_operations():

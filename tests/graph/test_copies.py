@@ -91,27 +91,27 @@ def test_parameters_need_no_memory_where_only_the_shape_matters():
     assert not twin(model).weight.is_meta
 
 
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("covered", ["before", "behind"])
-def test_mixed_precision_of_accelerate_stays_behind(own, covered):
-    operations = pytest.importorskip("accelerate.utils.operations")
-    model, x = nn.Linear(8, 4), torch.randn(3, 8)
-    if own:
-        model.forward = types.MethodType(lambda self, x: nn.Linear.forward(self, x) * 2, model)
-    expected = model(x)
-    if covered == "before":
-        autocast_forward(model)
-    model._original_forward = model.forward  # as Accelerator.prepare_model does
-    under = torch.autocast("cpu", torch.bfloat16)(model.forward.__func__)
-    model.forward = types.MethodType(operations.convert_outputs_to_fp32(under), model)
-    if covered == "behind":
-        autocast_forward(model)
-    assert not torch.equal(model(x), expected)
-    made = twin(model)
-    assert torch.equal(made(x), expected)
-    assert "_original_forward" not in vars(made)
-    assert ("forward" in vars(made)) == own
-    assert not torch.equal(model(x), expected)
+def test_mixed_precision_of_accelerate_stays_behind():
+    for own in [False, True]:
+        for covered in ["before", "behind"]:
+            operations = pytest.importorskip("accelerate.utils.operations")
+            model, x = nn.Linear(8, 4), torch.randn(3, 8)
+            if own:
+                model.forward = types.MethodType(lambda self, x: nn.Linear.forward(self, x) * 2, model)
+            expected = model(x)
+            if covered == "before":
+                autocast_forward(model)
+            model._original_forward = model.forward  # as Accelerator.prepare_model does
+            under = torch.autocast("cpu", torch.bfloat16)(model.forward.__func__)
+            model.forward = types.MethodType(operations.convert_outputs_to_fp32(under), model)
+            if covered == "behind":
+                autocast_forward(model)
+            assert not torch.equal(model(x), expected)
+            made = twin(model)
+            assert torch.equal(made(x), expected)
+            assert "_original_forward" not in vars(made)
+            assert ("forward" in vars(made)) == own
+            assert not torch.equal(model(x), expected)
 
 
 class ThroughLambda(nn.Module):
@@ -197,18 +197,18 @@ def assert_unchanged(model: nn.Module, before: list[object]) -> None:
         assert torch.equal(after[0][name][1], value)
 
 
-@pytest.mark.parametrize("build", LEADING_BACK)
-def test_a_copy_that_leads_back_is_not_run_and_leaves_no_mark(build) -> None:
-    model, x = build().train(), torch.randn(2, 3, 8, 8)
-    before, generator = everything(model), torch.get_rng_state()
-    with pytest.raises(ReachesOriginal, match="of the original"):
-        evaluate(model, x)
-    assert trace_run(model) is None
-    trace(model)
-    assert matrix_uses(model, x) is None
-    assert fold_pairs(model, [], sample=x) is None
-    assert_unchanged(model, before)
-    assert torch.equal(torch.get_rng_state(), generator)
+def test_a_copy_that_leads_back_is_not_run_and_leaves_no_mark() -> None:
+    for build in LEADING_BACK:
+        model, x = build().train(), torch.randn(2, 3, 8, 8)
+        before, generator = everything(model), torch.get_rng_state()
+        with pytest.raises(ReachesOriginal, match="of the original"):
+            evaluate(model, x)
+        assert trace_run(model) is None
+        trace(model)
+        assert matrix_uses(model, x) is None
+        assert fold_pairs(model, [], sample=x) is None
+        assert_unchanged(model, before)
+        assert torch.equal(torch.get_rng_state(), generator)
 
 
 @pytest.mark.parametrize("reentrant", [None, True])

@@ -42,29 +42,26 @@ def norms(model: nn.Module) -> int:
     return sum(isinstance(m, _BatchNorm) for m in model.modules())
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        (nn.Conv1d, {}),
-        (nn.Conv2d, {"groups": 2}),
-        (nn.Conv2d, {"groups": 4, "padding": 1, "padding_mode": "reflect"}),
-        (nn.Conv3d, {"stride": 2, "dilation": 2}),
-        (nn.ConvTranspose1d, {}),
-        (nn.ConvTranspose2d, {"groups": 2, "stride": 2, "output_padding": 1}),
-        (nn.ConvTranspose3d, {"groups": 4}),
-    ],
-)
-def test_folds_behind_every_kind_of_convolution(kind, options, bias):
-    sides = int(kind.__name__[-2])
-    norm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[sides - 1]
-    model = shaken(nn.Sequential(kind(4, 8, 3, bias=bias, **options), norm(8), nn.ReLU()).double())
-    x = torch.randn(2, 4, *[9] * sides, dtype=torch.float64)
-    before = model(x)
-    report = fold_batch_norms(model, sample=x)
-    assert report.folded == ("1",)
-    assert report.largest_difference < 1e-12
-    torch.testing.assert_close(model(x), before)
+def test_folds_behind_every_kind_of_convolution():
+    for bias in [True, False]:
+        for kind, options in [
+            (nn.Conv1d, {}),
+            (nn.Conv2d, {"groups": 2}),
+            (nn.Conv2d, {"groups": 4, "padding": 1, "padding_mode": "reflect"}),
+            (nn.Conv3d, {"stride": 2, "dilation": 2}),
+            (nn.ConvTranspose1d, {}),
+            (nn.ConvTranspose2d, {"groups": 2, "stride": 2, "output_padding": 1}),
+            (nn.ConvTranspose3d, {"groups": 4}),
+        ]:
+            sides = int(kind.__name__[-2])
+            norm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[sides - 1]
+            model = shaken(nn.Sequential(kind(4, 8, 3, bias=bias, **options), norm(8), nn.ReLU()).double())
+            x = torch.randn(2, 4, *[9] * sides, dtype=torch.float64)
+            before = model(x)
+            report = fold_batch_norms(model, sample=x)
+            assert report.folded == ("1",)
+            assert report.largest_difference < 1e-12
+            torch.testing.assert_close(model(x), before)
 
 
 def test_a_linear_layer_without_a_bias_gets_one_and_the_optimizer_follows():
@@ -81,21 +78,19 @@ def test_a_linear_layer_without_a_bias_gets_one_and_the_optimizer_follows():
     assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in kept]
 
 
-@pytest.mark.parametrize(
-    ("build", "gone"),
-    [(vgg, 7), (ForeignNames, 4), (PreActNet, 3), (lambda: InvertedResidual(3, 3), 3)],
-    ids=["vgg", "residual", "preact", "inverted"],
-)
-def test_folds_networks_that_were_trained_a_little(build, gone):
-    model = nn.Sequential(build(), nn.AdaptiveAvgPool2d(1), nn.Flatten()) if build.__name__ == "<lambda>" else build()
-    train_a_little(model)
-    x = torch.randn(4, 3, 16, 16)
-    before, total = model.eval()(x), norms(model)
-    report = fold_batch_norms(model, sample=x)
-    assert len(report.folded) == gone == total - norms(model)
-    assert report.largest_difference < 1e-4
-    assert (model(x) - before).abs().max() / before.abs().max() < 1e-4
-    assert fold_batch_norms(model).folded == ()
+def test_folds_networks_that_were_trained_a_little():
+    for build, gone in [(vgg, 7), (ForeignNames, 4), (PreActNet, 3), (lambda: InvertedResidual(3, 3), 3)]:
+        model = (
+            nn.Sequential(build(), nn.AdaptiveAvgPool2d(1), nn.Flatten()) if build.__name__ == "<lambda>" else build()
+        )
+        train_a_little(model)
+        x = torch.randn(4, 3, 16, 16)
+        before, total = model.eval()(x), norms(model)
+        report = fold_batch_norms(model, sample=x)
+        assert len(report.folded) == gone == total - norms(model)
+        assert report.largest_difference < 1e-4
+        assert (model(x) - before).abs().max() / before.abs().max() < 1e-4
+        assert fold_batch_norms(model).folded == ()
 
 
 class _Twice(nn.Module):
@@ -124,9 +119,8 @@ def _tied():
     return model
 
 
-@pytest.mark.parametrize(
-    ("model", "reason"),
-    [
+def test_says_why_a_layer_stays():
+    for model, reason in [
         (_Twice(), "used 2 times"),
         (_Leaks(), "also used elsewhere"),
         (nn.Sequential(nn.Conv2d(3, 3, 1), _Activated(3)), "own forward"),
@@ -135,17 +129,15 @@ def _tied():
         (_tied(), "shares its weight"),
         (nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU(), nn.BatchNorm2d(3)), "no convolution"),
         (RefusesTracing(), "could not be traced"),
-    ],
-)
-def test_says_why_a_layer_stays(model, reason):
-    for module in model.modules():
-        if isinstance(module, _BatchNorm) and module.running_mean is not None:
-            nn.init.uniform_(module.running_mean)
-    before = copy.deepcopy(model.eval().state_dict())
-    report = fold_batch_norms(model)
-    assert report.folded == ()
-    assert all(reason in text for text in report.kept.values())
-    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    ]:
+        for module in model.modules():
+            if isinstance(module, _BatchNorm) and module.running_mean is not None:
+                nn.init.uniform_(module.running_mean)
+        before = copy.deepcopy(model.eval().state_dict())
+        report = fold_batch_norms(model)
+        assert report.folded == ()
+        assert all(reason in text for text in report.kept.values())
+        assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
 class _Net(nn.Module):
@@ -213,16 +205,16 @@ _ALTERATIONS = {
 }
 
 
-@pytest.mark.parametrize("build", [_Net, _TwoInputs])
-@pytest.mark.parametrize("alteration", _ALTERATIONS.values(), ids=_ALTERATIONS)
-def test_what_was_altered_on_the_instance_stays(alteration, build):
-    model = shaken(build())
-    alteration(model)
-    inputs = (torch.randn(2, 3, 8, 8), torch.randn(2, 2))[: 1 + (build is _TwoInputs)]
-    before = model(*inputs)
-    assert fold_batch_norms(model).folded == ()
-    assert fold_batch_norms(model, sample=inputs).folded == ()
-    assert torch.equal(model(*inputs), before)
+def test_what_was_altered_on_the_instance_stays():
+    for build in [_Net, _TwoInputs]:
+        for alteration in _ALTERATIONS.values():
+            model = shaken(build())
+            alteration(model)
+            inputs = (torch.randn(2, 3, 8, 8), torch.randn(2, 2))[: 1 + (build is _TwoInputs)]
+            before = model(*inputs)
+            assert fold_batch_norms(model).folded == ()
+            assert fold_batch_norms(model, sample=inputs).folded == ()
+            assert torch.equal(model(*inputs), before)
 
 
 def test_a_hook_on_a_module_around_the_layer_counts_as_an_operation():
@@ -366,27 +358,30 @@ def test_puts_everything_back_where_the_trace_was_wrong():
     assert list(map(id, optimizer.param_groups[0]["params"])) == list(map(id, parameters))
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_an_error_or_an_interrupt_half_way_leaves_the_model_as_it_was(error):
-    class Breaks(nn.Module):
-        """Raises once its convolution has a bias."""
+def test_an_error_or_an_interrupt_half_way_leaves_the_model_as_it_was():
+    for error in [RuntimeError, KeyboardInterrupt]:
 
-        def __init__(self):
-            super().__init__()
-            self.conv, self.norm = nn.Conv2d(3, 3, 1, bias=False), nn.BatchNorm2d(3)
+        class Breaks(nn.Module):
+            """Raises once its convolution has a bias."""
 
-        def forward(self, x):
-            if self.conv.bias is not None:
-                raise error("half-way")
-            return self.norm(self.conv(x))
+            raised = error
 
-    model = shaken(Breaks())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = portrait(model)
-    with pytest.raises(error, match="half-way"):
-        fold_batch_norms(model, optimizer)
-    assert not changes(before, portrait(model))
-    assert len(optimizer.param_groups[0]["params"]) == 3
+            def __init__(self):
+                super().__init__()
+                self.conv, self.norm = nn.Conv2d(3, 3, 1, bias=False), nn.BatchNorm2d(3)
+
+            def forward(self, x):
+                if self.conv.bias is not None:
+                    raise self.raised("half-way")
+                return self.norm(self.conv(x))
+
+        model = shaken(Breaks())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = portrait(model)
+        with pytest.raises(error, match="half-way"):
+            fold_batch_norms(model, optimizer)
+        assert not changes(before, portrait(model))
+        assert len(optimizer.param_groups[0]["params"]) == 3
 
 
 def test_an_optimizer_that_cannot_follow_leaves_the_model_as_it_was():

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from tests.support.trajectories import snapshot
 from torchboost.graph.matrix_uses import Use, matrix_uses
-from torchboost.workloads.models import GPT, BasicBlock, ResNet
+from torchboost.workloads.models import BasicBlock, ResNet
 
 
 def places(model: nn.Module, sample: object = None) -> dict[str, str]:
@@ -19,17 +19,6 @@ def places(model: nn.Module, sample: object = None) -> dict[str, str]:
     assert uses is not None
     assert uses.keys() == set(model.parameters())
     return {name: uses[parameter].place for name, parameter in model.named_parameters()}
-
-
-def test_a_perceptron():
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
-    found = places(model)
-    assert found == {
-        "0.weight": "input",
-        "2.weight": "hidden",
-        "4.weight": "output",
-        **{f"{layer}.bias": "other" for layer in (0, 2, 4)},
-    }
 
 
 def test_a_residual_network_and_its_filters():
@@ -41,13 +30,6 @@ def test_a_residual_network_and_its_filters():
     assert uses[model.stem[0].weight] == Use("input", True)  # pyright: ignore
     assert uses[model.stages[0][0].conv2.weight] == Use("hidden", True)  # pyright: ignore
     assert uses[model.fc.weight] == Use("output", False)
-
-
-def test_tables_and_tied_heads_of_a_language_model_without_a_sample():
-    found = places(GPT(20, context=8, layers=1, heads=2, width=8))
-    assert found["tokens.weight"] == "lookup"  # also the head
-    assert found["positions.weight"] == "lookup"
-    assert {found[f"blocks.0.{name}.weight"] for name in ("qkv", "proj", "mlp.0", "mlp.2")} == {"hidden"}
 
 
 class Experts(nn.Module):
@@ -114,20 +96,25 @@ def test_two_heads_are_both_outputs():
     assert (found["body.weight"], found["left.weight"], found["right.weight"]) == ("input", "output", "output")
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_recurrent_layers(kind):
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.layers, self.head = nn.Embedding(9, 4), kind(4, 6, 2, batch_first=True), nn.Linear(6, 3)
+def test_recurrent_layers():
+    for kind in [nn.LSTM, nn.GRU, nn.RNN]:
 
-        def forward(self, tokens: Tensor) -> Tensor:
-            return self.head(self.layers(self.table(tokens))[0][:, -1])
+        class Recurrent(nn.Module):
+            def __init__(self, kind: type[nn.RNNBase] = kind) -> None:
+                super().__init__()
+                self.table, self.layers, self.head = (
+                    nn.Embedding(9, 4),
+                    kind(4, 6, 2, batch_first=True),
+                    nn.Linear(6, 3),
+                )
 
-    found = places(Recurrent(), torch.randint(0, 9, (2, 5)))
-    matrices = {name for name in found if name.startswith("layers.weight")}
-    assert {found[name] for name in matrices} == {"hidden"}
-    assert (found["table.weight"], found["head.weight"]) == ("lookup", "output")
+            def forward(self, tokens: Tensor) -> Tensor:
+                return self.head(self.layers(self.table(tokens))[0][:, -1])
+
+        found = places(Recurrent(), torch.randint(0, 9, (2, 5)))
+        matrices = {name for name in found if name.startswith("layers.weight")}
+        assert {found[name] for name in matrices} == {"hidden"}
+        assert (found["table.weight"], found["head.weight"]) == ("lookup", "output")
 
 
 def test_attention_of_torch_without_its_fused_path():

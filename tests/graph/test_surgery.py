@@ -62,24 +62,24 @@ def stepped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
-def test_rebinds_in_place(kind):
-    a, b, c, d = (Parameter(torch.full((2,), float(i))) for i in range(4))
-    options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
-    optimizer = stepped(kind([{"params": [a, b]}, {"params": [c, d], "lr": 0.5}], lr=0.1, **options))
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    groups, lists = list(optimizer.param_groups), [g["params"] for g in optimizer.param_groups]
-    beside = Parameter(torch.zeros(1))
-    rebind_optimizer(optimizer, removed=[a], added=[(beside, c, "bias")])
-    assert all(now is then for now, then in zip(optimizer.param_groups, groups, strict=True))
-    assert all(g["params"] is then for g, then in zip(optimizer.param_groups, lists, strict=True))
-    assert [list(map(id, g["params"])) for g in groups] == [[id(b)], [id(c), id(beside), id(d)]]
-    assert set(optimizer.state) == {b, c, d}
-    before = beside.detach().clone()
-    stepped(optimizer)
-    scheduler.step()
-    assert not torch.equal(beside, before)
-    assert groups[1]["lr"] == pytest.approx(0.05)
+def test_rebinds_in_place():
+    for kind in [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW]:
+        a, b, c, d = (Parameter(torch.full((2,), float(i))) for i in range(4))
+        options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+        optimizer = stepped(kind([{"params": [a, b]}, {"params": [c, d], "lr": 0.5}], lr=0.1, **options))
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        groups, lists = list(optimizer.param_groups), [g["params"] for g in optimizer.param_groups]
+        beside = Parameter(torch.zeros(1))
+        rebind_optimizer(optimizer, removed=[a], added=[(beside, c, "bias")])
+        assert all(now is then for now, then in zip(optimizer.param_groups, groups, strict=True))
+        assert all(g["params"] is then for g, then in zip(optimizer.param_groups, lists, strict=True))
+        assert [list(map(id, g["params"])) for g in groups] == [[id(b)], [id(c), id(beside), id(d)]]
+        assert set(optimizer.state) == {b, c, d}
+        before = beside.detach().clone()
+        stepped(optimizer)
+        scheduler.step()
+        assert not torch.equal(beside, before)
+        assert groups[1]["lr"] == pytest.approx(0.05)
 
 
 def test_a_group_may_run_empty_and_the_optimizer_still_steps():
@@ -113,28 +113,30 @@ def test_names_that_do_not_fit_change_no_group():
     assert set(optimizer.state) == {a, b}
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_an_error_puts_model_and_optimizer_back(error):
-    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2), nn.Sequential(nn.Dropout().eval()))
-    optimizer = stepped(torch.optim.Adam(model.named_parameters(), lr=0.1))
-    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
-    weight, names = model[0].weight.detach().clone(), list(optimizer.param_groups[0]["param_names"])
-    with pytest.raises(error), undone_on_error(model, optimizer, written=[model[0].weight]):  # noqa: PT012
-        model[0].weight.data.fill_(3.0)
-        model[0].bias = Parameter(torch.zeros(2))
-        replace_module(model, model[1], nn.Identity())
-        replace_module(model, model[2], nn.Sequential(model[2][0]).eval())
-        model.eval()
-        rebind_optimizer(optimizer, removed=modules["1"].parameters(), added=[(model[0].bias, model[0].weight, "bias")])
-        raise error
-    assert dict(model.named_modules()) == modules
-    assert [name for name, module in model.named_modules() if not module.training] == ["2.0"]
-    assert {name: id(p) for name, p in model.named_parameters()} == {name: id(p) for name, p in parameters.items()}
-    assert torch.equal(model[0].weight, weight)
-    assert model[0].bias is None
-    assert list(map(id, optimizer.param_groups[0]["params"])) == list(map(id, parameters.values()))
-    assert optimizer.param_groups[0]["param_names"] == names
-    assert set(optimizer.state) == set(parameters.values())
+def test_an_error_puts_model_and_optimizer_back():
+    for error in [RuntimeError, KeyboardInterrupt]:
+        model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2), nn.Sequential(nn.Dropout().eval()))
+        optimizer = stepped(torch.optim.Adam(model.named_parameters(), lr=0.1))
+        modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+        weight, names = model[0].weight.detach().clone(), list(optimizer.param_groups[0]["param_names"])
+        with pytest.raises(error), undone_on_error(model, optimizer, written=[model[0].weight]):  # noqa: PT012
+            model[0].weight.data.fill_(3.0)
+            model[0].bias = Parameter(torch.zeros(2))
+            replace_module(model, model[1], nn.Identity())
+            replace_module(model, model[2], nn.Sequential(model[2][0]).eval())
+            model.eval()
+            rebind_optimizer(
+                optimizer, removed=modules["1"].parameters(), added=[(model[0].bias, model[0].weight, "bias")]
+            )
+            raise error
+        assert dict(model.named_modules()) == modules
+        assert [name for name, module in model.named_modules() if not module.training] == ["2.0"]
+        assert {name: id(p) for name, p in model.named_parameters()} == {name: id(p) for name, p in parameters.items()}
+        assert torch.equal(model[0].weight, weight)
+        assert model[0].bias is None
+        assert list(map(id, optimizer.param_groups[0]["params"])) == list(map(id, parameters.values()))
+        assert optimizer.param_groups[0]["param_names"] == names
+        assert set(optimizer.state) == set(parameters.values())
 
 
 def test_without_an_error_everything_stays_changed():

@@ -89,9 +89,9 @@ def test_a_run_sees_assignment_into_a_tensor():
     assert (last.label, len(last.inputs)) == ("__setitem__", 2)
 
 
-@pytest.mark.parametrize(("model", "traced"), [(ForeignNames, "fx"), (Branching, "run"), (RefusesTracing, "structure")])
-def test_says_how_it_was_found(model, traced):
-    assert trace(model()).traced == traced
+def test_says_how_it_was_found():
+    for model, traced in [(ForeignNames, "fx"), (Branching, "run"), (RefusesTracing, "structure")]:
+        assert trace(model()).traced == traced
 
 
 def test_a_sample_opens_what_a_guess_does_not():
@@ -229,16 +229,17 @@ def test_evaluate_computes_in_full_precision_and_leaves_the_switches():
     assert (torch.backends.cudnn.conv.fp32_precision, torch.get_float32_matmul_precision()) == before
 
 
-@pytest.mark.parametrize(
-    ("layer", "shape"),
-    [(nn.Conv1d(5, 4, 3), 3), (nn.Conv2d(5, 4, 3), 4), (nn.Conv3d(5, 4, 3), 5), (nn.Linear(5, 4), 2)],
-    ids=lambda value: getattr(value, "_get_name", lambda: str(value))(),
-)
-def test_guesses_an_input_from_the_first_layer(layer, shape):
-    found = runnable(nn.Sequential(layer))
-    assert found is not None
-    assert found[1].ndim == shape
-    assert found[1].shape[1] == 5
+def test_guesses_an_input_from_the_first_layer():
+    for layer, shape in [
+        (nn.Conv1d(5, 4, 3), 3),
+        (nn.Conv2d(5, 4, 3), 4),
+        (nn.Conv3d(5, 4, 3), 5),
+        (nn.Linear(5, 4), 2),
+    ]:
+        found = runnable(nn.Sequential(layer))
+        assert found is not None
+        assert found[1].ndim == shape
+        assert found[1].shape[1] == 5
 
 
 def test_guesses_several_sizes():
@@ -476,9 +477,8 @@ def test_flattening_and_norms_of_images_settle_it():
     assert ranks(nn.Sequential(nn.BatchNorm3d(3), nn.Conv3d(3, 3, 1))) == [5, None]
 
 
-@pytest.mark.parametrize(
-    ("function", "rank"),
-    [
+def test_calls():
+    for function, rank in [
         (lambda x: x.flatten(1), 2),
         (lambda x: torch.flatten(x, start_dim=1), 2),
         (lambda x: x.flatten(1, 2), None),
@@ -491,10 +491,8 @@ def test_flattening_and_norms_of_images_settle_it():
         (lambda x: x.mean(), None),
         (lambda x: torch.relu(x) + 1, 4),
         (lambda x: x[0], None),
-    ],
-)
-def test_calls(function, rank):
-    assert ranks(By(function))[-1] == rank
+    ]:
+        assert ranks(By(function))[-1] == rank
 
 
 def test_a_trace_copies_no_parameters_unless_their_values_decide(monkeypatch):

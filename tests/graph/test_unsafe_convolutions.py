@@ -21,38 +21,31 @@ def network(channels: int = 8, stride: int = 2, kernel: int = 1, groups: int = 1
     return nn.Sequential(nn.Conv2d(3, channels, 3, padding=1), nn.ReLU(), shortcut)
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"channels": 4}, {"channels": 32, "groups": 4}], ids=["8 channels", "4 channels", "groups"]
-)
-def test_small_strided_convolutions_are_unsafe(changes):
-    model = network(**changes)
-    assert "2 is a convolution with a kernel of (1, 1)" in (unsafe_channels_last(model) or "")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for settings in (ChannelsLast(), Compile()):
-        assert "oneDNN" in (settings.idle(model, optimizer) or "")
-        with pytest.raises(IncompatibleError, match=r"kernel of \(1, 1\), stride \(2, 2\).* leave .* out"):
-            attach_all(Target(model, optimizer), [settings])
-    with pytest.raises(IncompatibleError, match="issue 6035"):
-        to_channels_last(model)
-    assert model[0].weight.is_contiguous()
+def test_small_strided_convolutions_are_unsafe():
+    for changes in [{}, {"channels": 4}, {"channels": 32, "groups": 4}]:
+        model = network(**changes)
+        assert "2 is a convolution with a kernel of (1, 1)" in (unsafe_channels_last(model) or "")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for settings in (ChannelsLast(), Compile()):
+            assert "oneDNN" in (settings.idle(model, optimizer) or "")
+            with pytest.raises(IncompatibleError, match=r"kernel of \(1, 1\), stride \(2, 2\).* leave .* out"):
+                attach_all(Target(model, optimizer), [settings])
+        with pytest.raises(IncompatibleError, match="issue 6035"):
+            to_channels_last(model)
+        assert model[0].weight.is_contiguous()
 
 
-@pytest.mark.parametrize(
-    "model",
-    [network(stride=1), network(channels=16), network(kernel=3), network().to("meta"), nn.Linear(2, 2)],
-    ids=["stride 1", "16 channels", "3x3", "another device", "no convolution"],
-)
-def test_others_are_safe(model):
-    assert unsafe_channels_last(model) is None
+def test_others_are_safe():
+    for model in [network(stride=1), network(channels=16), network(kernel=3), network().to("meta"), nn.Linear(2, 2)]:
+        assert unsafe_channels_last(model) is None
 
 
 def test_a_transposed_convolution_exchanges_its_channels():
     assert unsafe_channels_last(nn.Sequential(nn.ConvTranspose2d(32, 4, 1, stride=2))) is not None
 
 
-@pytest.mark.parametrize(
-    ("layer", "unsafe"),
-    [
+def test_what_goes_wrong_on_narrow_images():
+    for layer, unsafe in [
         (nn.Conv2d(1, 8, 3, stride=(1, 2)), True),
         (nn.Conv3d(1, 8, 3, stride=(2, 1, 2)), True),
         (nn.ConvTranspose2d(8, 1, 3, stride=(1, 2)), True),
@@ -62,24 +55,22 @@ def test_a_transposed_convolution_exchanges_its_channels():
         (nn.Conv2d(1, 8, (3, 1), stride=(1, 2)), False),
         (nn.Conv2d(4, 8, 3, stride=(1, 2), groups=4), False),
         (nn.Conv1d(1, 8, 3, stride=2), False),
-    ],
-)
-def test_what_goes_wrong_on_narrow_images(layer: nn.Module, unsafe: bool):
-    assert (unsafe_channels_last(layer) is not None) is unsafe
+    ]:
+        assert (unsafe_channels_last(layer) is not None) is unsafe
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_level_trains_such_a_network(level):
-    torch.manual_seed(0)
-    model = nn.Sequential(network(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 2))
-    model, optimizer = torchboost.boost(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), level=level, total_steps=10_000
-    )
-    for _ in range(3):
-        model(torch.randn(2, 3, 64, 64)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert all(parameter.isfinite().all() for parameter in model.parameters())
+def test_a_level_trains_such_a_network():
+    for level in ["O1", "O2"]:
+        torch.manual_seed(0)
+        model = nn.Sequential(network(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 2))
+        model, optimizer = torchboost.boost(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), level=level, total_steps=10_000
+        )
+        for _ in range(3):
+            model(torch.randn(2, 3, 64, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
 def narrow(kind: type[nn.Module], dims: int, **settings) -> tuple[nn.Module, torch.Tensor]:
@@ -110,22 +101,24 @@ NARROW = {
 }
 
 
-@pytest.mark.parametrize("name", NARROW)
-def test_narrow_convolutions_are_computed_in_float32_under_autocast(name):
+def test_narrow_convolutions_are_computed_in_float32_under_autocast():
     """In bfloat16 oneDNN reads memory that was never written, so memory is filled with large numbers first."""
-    layer, inputs = NARROW[name]()
-    layer(inputs).sum().backward()
-    expected = layer.weight.grad.clone()
-    effect = autocast_forward(layer)
-    for _ in range(3):
-        junk = [torch.full((size,), 1e30, dtype=torch.bfloat16) for size in 3 * (layer.weight.numel(), 8 * 32, 16 * 32)]
-        del junk
-        layer.weight.grad = None
+    for name in NARROW:
+        layer, inputs = NARROW[name]()
         layer(inputs).sum().backward()
-        torch.testing.assert_close(layer.weight.grad, expected, rtol=1e-2, atol=1e-2)
-    effect.remove()
-    assert is_unsafe_in_bfloat16(layer, inputs)
-    assert "forward" not in vars(layer)
+        expected = layer.weight.grad.clone()
+        effect = autocast_forward(layer)
+        for _ in range(3):
+            junk = [
+                torch.full((size,), 1e30, dtype=torch.bfloat16) for size in 3 * (layer.weight.numel(), 8 * 32, 16 * 32)
+            ]
+            del junk
+            layer.weight.grad = None
+            layer(inputs).sum().backward()
+            torch.testing.assert_close(layer.weight.grad, expected, rtol=1e-2, atol=1e-2)
+        effect.remove()
+        assert is_unsafe_in_bfloat16(layer, inputs)
+        assert "forward" not in vars(layer)
 
 
 def test_only_narrow_outputs_are_computed_in_float32():

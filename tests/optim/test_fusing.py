@@ -28,22 +28,6 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
     optimizer.zero_grad()
 
 
-def test_momentum_that_starts_later_is_that_of_an_ordinary_step() -> None:
-    model = mlp()
-    plain = copy.deepcopy(model)
-    fused, ordinary = sgd(model, fused=True), sgd(plain)
-    with care_for_fused(fused):
-        for net, optimizer in ((model, fused), (plain, ordinary)):
-            net[0].requires_grad_(False)
-            step(net, optimizer, 0)
-            net[0].requires_grad_(True)
-            step(net, optimizer, 1)
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p, q)
-    assert not step_pre_hooks(fused)
-    assert fused.param_groups[0]["fused"] is True
-
-
 class _Misaligned:
     """A convolution in channels-last format whose gradients are views of a flat buffer, in contiguous format."""
 
@@ -139,40 +123,38 @@ def test_gradients_that_are_aligned_are_not_touched() -> None:
     assert all(a is b for a, b in zip(seen, held, strict=True))
 
 
-@pytest.mark.parametrize("fused", [None, True])
-def test_it_is_taken_once_and_only_for_fused_groups(fused: bool | None) -> None:
-    model = mlp()
-    optimizer = sgd(model, fused=fused)
-    attached = attach_all(
-        Target(model, optimizer), [FusedOptimizer(), BlockFreeze(groups=3, total_steps=100, full_share=0.5)]
-    )
-    caring = [h for h in step_pre_hooks(optimizer) if isinstance(getattr(h, "__self__", None), Fusion)]
-    assert len(caring) == 1
-    attached.remove()
-    effect = care_for_fused(optimizer)
-    assert isinstance(effect, Fusion) is bool(fused)
-    assert isinstance(effect, Attachment)
+def test_it_is_taken_once_and_only_for_fused_groups() -> None:
+    for fused in [None, True]:
+        model = mlp()
+        optimizer = sgd(model, fused=fused)
+        attached = attach_all(
+            Target(model, optimizer), [FusedOptimizer(), BlockFreeze(groups=3, total_steps=100, full_share=0.5)]
+        )
+        caring = [h for h in step_pre_hooks(optimizer) if isinstance(getattr(h, "__self__", None), Fusion)]
+        assert len(caring) == 1
+        attached.remove()
+        effect = care_for_fused(optimizer)
+        assert isinstance(effect, Fusion) is bool(fused)
+        assert isinstance(effect, Attachment)
 
 
-@pytest.mark.parametrize(
-    "flags", [{}, {"foreach": True}, {"foreach": False}, {"fused": True}, {"fused": False}], ids=str
-)
-def test_a_checkpoint_has_the_flags_of_the_user(flags: dict[str, bool]) -> None:
-    model = mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), **flags)
-    written = optimizer.state_dict()["param_groups"][0]
-    added = torch.nn.Parameter(torch.ones(2))
-    with fuse_optimizer(optimizer):
-        assert optimizer.state_dict()["param_groups"][0] == written
-        assert optimizer.param_groups[0]["fused"]
-        optimizer.add_param_group({"params": [added]})
-        for _ in range(2):
-            last = optimizer.state_dict()["param_groups"][1]
-            assert (last["fused"], last["foreach"]) == (written["fused"], written["foreach"])
-            added.grad = torch.ones(2)
-            optimizer.step()
-        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        assert [group["fused"] for group in optimizer.param_groups] == [True, True]
+def test_a_checkpoint_has_the_flags_of_the_user() -> None:
+    for flags in [{}, {"foreach": True}, {"foreach": False}, {"fused": True}, {"fused": False}]:
+        model = mlp()
+        optimizer = torch.optim.AdamW(model.parameters(), **flags)
+        written = optimizer.state_dict()["param_groups"][0]
+        added = torch.nn.Parameter(torch.ones(2))
+        with fuse_optimizer(optimizer):
+            assert optimizer.state_dict()["param_groups"][0] == written
+            assert optimizer.param_groups[0]["fused"]
+            optimizer.add_param_group({"params": [added]})
+            for _ in range(2):
+                last = optimizer.state_dict()["param_groups"][1]
+                assert (last["fused"], last["foreach"]) == (written["fused"], written["foreach"])
+                added.grad = torch.ones(2)
+                optimizer.step()
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            assert [group["fused"] for group in optimizer.param_groups] == [True, True]
 
 
 def test_a_group_that_cannot_be_fused_is_written_as_it_is() -> None:

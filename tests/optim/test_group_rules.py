@@ -134,19 +134,19 @@ class Reversed(nn.Module):
         return self.head(self.stem(x))
 
 
-@pytest.mark.parametrize("build", [cnn, mlp, BottleneckNet, TinyGPT, gpt, Reversed])
-def test_the_learning_rate_falls_by_the_factor_from_block_to_block(build):
-    model = build()
-    rates = options_by_name(param_groups(model, layer_wise_decay(model, 0.1, factor=0.5)), "lr")
-    blocks = blocks_of(model)
-    first_name = {parameter: name for name, parameter in model.named_parameters()}
-    expected = {
-        first_name[parameter]: 0.1 * 0.5 ** (len(blocks) - 1 - index)
-        for index, block in enumerate(blocks)
-        for parameter in block.parameters
-    }
-    assert rates == pytest.approx(expected)
-    assert len(rates) == len(list(model.parameters()))
+def test_the_learning_rate_falls_by_the_factor_from_block_to_block():
+    for build in [cnn, mlp, BottleneckNet, TinyGPT, gpt, Reversed]:
+        model = build()
+        rates = options_by_name(param_groups(model, layer_wise_decay(model, 0.1, factor=0.5)), "lr")
+        blocks = blocks_of(model)
+        first_name = {parameter: name for name, parameter in model.named_parameters()}
+        expected = {
+            first_name[parameter]: 0.1 * 0.5 ** (len(blocks) - 1 - index)
+            for index, block in enumerate(blocks)
+            for parameter in block.parameters
+        }
+        assert rates == pytest.approx(expected)
+        assert len(rates) == len(list(model.parameters()))
 
 
 def test_layer_wise_decay_goes_together_with_other_rules():
@@ -192,14 +192,14 @@ def test_frozen_parameters_stay_out_unless_they_are_wanted():
     assert len(param_groups(model, layer_wise_decay(model, 0.1, factor=0.5))) == 2
 
 
-@pytest.mark.parametrize("wrap", [nn.DataParallel, lambda model: torch.compile(model, backend="eager")])
-def test_wrappers_leave_the_names_alone(wrap):
-    model = mlp()
-    wrapped = wrap(model)
-    rules = [holds(r"^4\.bias$"), *layer_wise_decay(wrapped, 0.1, factor=0.5)]
-    groups = param_groups(wrapped, rules)
-    assert names(groups) == names(param_groups(model, rules))
-    assert {id(p) for group in groups for p in group["params"]} == {id(p) for p in model.parameters()}
+def test_wrappers_leave_the_names_alone():
+    for wrap in [nn.DataParallel, lambda model: torch.compile(model, backend="eager")]:
+        model = mlp()
+        wrapped = wrap(model)
+        rules = [holds(r"^4\.bias$"), *layer_wise_decay(wrapped, 0.1, factor=0.5)]
+        groups = param_groups(wrapped, rules)
+        assert names(groups) == names(param_groups(model, rules))
+        assert {id(p) for group in groups for p in group["params"]} == {id(p) for p in model.parameters()}
 
 
 def _sharded() -> list[list[str]]:

@@ -159,10 +159,12 @@ class Routed(nn.Module):
         return self.head(x + out)
 
 
-@pytest.mark.parametrize("sample", [None, torch.zeros(1, 1, dtype=torch.long)], ids=["guessed", "one token"])
-def test_experts_that_are_not_chosen_follow_the_rule_of_the_others(sample):
-    found = names(muon_groups(Routed(), sample=sample))
-    assert {name for name in found["muon"] if name.startswith("experts")} == {f"experts.{n}.weight" for n in range(16)}
+def test_experts_that_are_not_chosen_follow_the_rule_of_the_others():
+    for sample in [None, torch.zeros(1, 1, dtype=torch.long)]:
+        found = names(muon_groups(Routed(), sample=sample))
+        assert {name for name in found["muon"] if name.startswith("experts")} == {
+            f"experts.{n}.weight" for n in range(16)
+        }
 
 
 def test_a_parameter_of_three_axes_that_is_multiplied_in_another_shape_is_for_adamw():

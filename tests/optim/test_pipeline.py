@@ -98,50 +98,50 @@ def grads_of(model: nn.Module) -> list[Tensor]:
     return [p.grad.clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
-def test_the_transforms_run_in_order_before_the_step(options):
-    model, optimizer = build(**options)
-    probe = Probe()
-    GradientPipeline(Centralize(), probe, Halve()).attach(optimizer)
-    backward(model, 0)
-    before = [(id(p.grad), p.grad.data_ptr()) for p in model.parameters()]
-    grads = grads_of(model)
-    optimizer.step()
-    assert [(id(p.grad), p.grad.data_ptr()) for p in model.parameters()] == before  # changed in place
-    for raw, seen, after in zip(grads, probe.seen[0], (p.grad for p in model.parameters()), strict=True):
-        centred = raw - raw.mean(1, keepdim=True) if raw.ndim > 1 else raw
-        torch.testing.assert_close(seen, centred)
-        torch.testing.assert_close(after, centred / 2)
+def test_the_transforms_run_in_order_before_the_step():
+    for options in [{}, {"foreach": True}, {"fused": True}]:
+        model, optimizer = build(**options)
+        probe = Probe()
+        GradientPipeline(Centralize(), probe, Halve()).attach(optimizer)
+        backward(model, 0)
+        before = [(id(p.grad), p.grad.data_ptr()) for p in model.parameters()]
+        grads = grads_of(model)
+        optimizer.step()
+        assert [(id(p.grad), p.grad.data_ptr()) for p in model.parameters()] == before  # changed in place
+        for raw, seen, after in zip(grads, probe.seen[0], (p.grad for p in model.parameters()), strict=True):
+            centred = raw - raw.mean(1, keepdim=True) if raw.ndim > 1 else raw
+            torch.testing.assert_close(seen, centred)
+            torch.testing.assert_close(after, centred / 2)
 
-    by_hand, plain = build(**options)
-    for param, used in zip(by_hand.parameters(), model.parameters(), strict=True):
-        param.grad = used.grad.clone()
-    plain.step()
-    assert snapshot(by_hand) == snapshot(model)
+        by_hand, plain = build(**options)
+        for param, used in zip(by_hand.parameters(), model.parameters(), strict=True):
+            param.grad = used.grad.clone()
+        plain.step()
+        assert snapshot(by_hand) == snapshot(model)
 
 
 KINDS = [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, AdamW]
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
-def test_an_optimizer_moves_as_by_hand_and_keeps_clipped_gradients(kind):
-    for fused in (False, True):
-        ends = []
-        for by_hand in (False, True):
-            model, optimizer = build(kind, fused=fused)
-            params = list(model.parameters())
-            if not by_hand:
-                GradientPipeline(Centralize(), ClipNorm(0.5)).attach(optimizer)
-            for step in range(4):
-                optimizer.zero_grad()
-                backward(model, step)
-                if by_hand:
-                    for param in (param for param in params if param.ndim > 1):
-                        param.grad -= param.grad.mean(tuple(range(1, param.ndim)), keepdim=True)
-                    nn.utils.clip_grad_norm_(params, 0.5)
-                optimizer.step()
-            ends.append([p.detach() for p in params] + [p.grad for p in params])
-        torch.testing.assert_close(ends[0], ends[1], rtol=1e-5, atol=1e-6)
+def test_an_optimizer_moves_as_by_hand_and_keeps_clipped_gradients():
+    for kind in KINDS:
+        for fused in (False, True):
+            ends = []
+            for by_hand in (False, True):
+                model, optimizer = build(kind, fused=fused)
+                params = list(model.parameters())
+                if not by_hand:
+                    GradientPipeline(Centralize(), ClipNorm(0.5)).attach(optimizer)
+                for step in range(4):
+                    optimizer.zero_grad()
+                    backward(model, step)
+                    if by_hand:
+                        for param in (param for param in params if param.ndim > 1):
+                            param.grad -= param.grad.mean(tuple(range(1, param.ndim)), keepdim=True)
+                        nn.utils.clip_grad_norm_(params, 0.5)
+                    optimizer.step()
+                ends.append([p.detach() for p in params] + [p.grad for p in params])
+            torch.testing.assert_close(ends[0], ends[1], rtol=1e-5, atol=1e-6)
 
 
 def pipelined(optimizer: torch.optim.Optimizer, *chain: Any) -> torch.optim.Optimizer:
@@ -199,16 +199,16 @@ def test_gradients_that_share_memory_are_each_changed_once():
     assert [param.tolist() for param in params] == [[0.0] * 3] * 2
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_gradients_that_are_not_finite_reach_the_weights_as_in_torch(bad):
-    params = [nn.Parameter(torch.ones(4, 3)) for _ in range(2)]
-    for param in params:
-        param.grad = torch.ones(4, 3)
-        param.grad[1, 1] = bad
-    pipelined(torch.optim.SGD(params[:1], lr=0.1, fused=True), ClipNorm(1.0)).step()
-    nn.utils.clip_grad_norm_(params[1:], 1.0)
-    torch.optim.SGD(params[1:], lr=0.1, fused=True).step()
-    torch.testing.assert_close(params[0], params[1], equal_nan=True)
+def test_gradients_that_are_not_finite_reach_the_weights_as_in_torch():
+    for bad in [math.nan, math.inf]:
+        params = [nn.Parameter(torch.ones(4, 3)) for _ in range(2)]
+        for param in params:
+            param.grad = torch.ones(4, 3)
+            param.grad[1, 1] = bad
+        pipelined(torch.optim.SGD(params[:1], lr=0.1, fused=True), ClipNorm(1.0)).step()
+        nn.utils.clip_grad_norm_(params[1:], 1.0)
+        torch.optim.SGD(params[1:], lr=0.1, fused=True).step()
+        torch.testing.assert_close(params[0], params[1], equal_nan=True)
 
 
 def test_a_step_that_calls_the_step_of_its_base_class_is_transformed_once():
@@ -228,29 +228,29 @@ def test_a_step_that_calls_the_step_of_its_base_class_is_transformed_once():
             torch.testing.assert_close(before - param.detach(), grad / 10)
 
 
-@pytest.mark.parametrize("options", [{}, {"fused": True}], ids=str)
-def test_resume_is_bit_identical_and_the_memory_rides_in_the_state_dict(options, tmp_path):
-    model, optimizer = build(**options)
-    attachment = GradientPipeline(Average()).attach(optimizer)
-    steps(model, optimizer, range(3))
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "file.pt")
-    state = copy.deepcopy(attachment.state_dict())
-    steps(model, optimizer, range(3, 6))
-    for inside in (True, False):
-        file = torch.load(tmp_path / "file.pt", weights_only=True)
-        again, other = build(**options)
-        again.load_state_dict(file["model"])
-        if not inside:  # the optimizer alone can load the file, and the attachment its own state
-            other.load_state_dict(file["optimizer"])
-            assert STATE_KEY not in other.state_dict()
-        resumed = GradientPipeline(Average()).attach(other)
-        if inside:
-            other.load_state_dict(file["optimizer"])
-        else:
-            resumed.load_state_dict(state)
-        assert resumed.state_dict()["memory"][0]["Average.steps"] == 3
-        steps(again, other, range(3, 6))
-        assert snapshot(again) == snapshot(model)
+def test_resume_is_bit_identical_and_the_memory_rides_in_the_state_dict(tmp_path):
+    for options in [{}, {"fused": True}]:
+        model, optimizer = build(**options)
+        attachment = GradientPipeline(Average()).attach(optimizer)
+        steps(model, optimizer, range(3))
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "file.pt")
+        state = copy.deepcopy(attachment.state_dict())
+        steps(model, optimizer, range(3, 6))
+        for inside in (True, False):
+            file = torch.load(tmp_path / "file.pt", weights_only=True)
+            again, other = build(**options)
+            again.load_state_dict(file["model"])
+            if not inside:  # the optimizer alone can load the file, and the attachment its own state
+                other.load_state_dict(file["optimizer"])
+                assert STATE_KEY not in other.state_dict()
+            resumed = GradientPipeline(Average()).attach(other)
+            if inside:
+                other.load_state_dict(file["optimizer"])
+            else:
+                resumed.load_state_dict(state)
+            assert resumed.state_dict()["memory"][0]["Average.steps"] == 3
+            steps(again, other, range(3, 6))
+            assert snapshot(again) == snapshot(model)
 
 
 def test_what_a_file_does_to_the_memory():
@@ -316,36 +316,36 @@ def test_removal_leaves_no_trace_and_a_copy_has_no_pipeline():
     assert optimizer.state_dict().keys() == plain.state_dict().keys()
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, AdamW])
-@pytest.mark.parametrize("unscaled", [False, True], ids=["step alone", "after unscale_"])
-def test_under_grad_scaler_the_transforms_see_true_gradients(kind, unscaled):
-    for fused in (False, True):
-        model, optimizer = build(kind, fused=fused)
-        probe, free = Probe(), Halve()
-        GradientPipeline(probe, ClipNorm(0.5), free).attach(optimizer)
-        twin, plain = build(kind, fused=fused)
-        GradientPipeline(ClipNorm(0.5), Halve()).attach(plain)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
-        for seed in range(4):
-            optimizer.zero_grad()
-            backward(model, seed, scaler)
-            if seed == 2:  # an overflow
-                next(iter(model.parameters())).grad[0, 0] = math.inf
-                before = snapshot(model)
-            scaled, scale = grads_of(model), scaler.get_scale()
-            if unscaled:
-                scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-            assert not hasattr(optimizer, "grad_scale")
-            if seed == 2:
-                assert snapshot(model) == before
-                continue
-            torch.testing.assert_close(probe.seen[-1], [grad / scale for grad in scaled])
-            plain.zero_grad()
-            backward(twin, seed)
-            plain.step()
-        torch.testing.assert_close(list(model.parameters()), list(twin.parameters()), rtol=1e-5, atol=1e-6)
+def test_under_grad_scaler_the_transforms_see_true_gradients():
+    for kind in [torch.optim.SGD, torch.optim.AdamW, AdamW]:
+        for unscaled in [False, True]:
+            for fused in (False, True):
+                model, optimizer = build(kind, fused=fused)
+                probe, free = Probe(), Halve()
+                GradientPipeline(probe, ClipNorm(0.5), free).attach(optimizer)
+                twin, plain = build(kind, fused=fused)
+                GradientPipeline(ClipNorm(0.5), Halve()).attach(plain)
+                scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+                for seed in range(4):
+                    optimizer.zero_grad()
+                    backward(model, seed, scaler)
+                    if seed == 2:  # an overflow
+                        next(iter(model.parameters())).grad[0, 0] = math.inf
+                        before = snapshot(model)
+                    scaled, scale = grads_of(model), scaler.get_scale()
+                    if unscaled:
+                        scaler.unscale_(optimizer)
+                    scaler.step(optimizer)
+                    scaler.update()
+                    assert not hasattr(optimizer, "grad_scale")
+                    if seed == 2:
+                        assert snapshot(model) == before
+                        continue
+                    torch.testing.assert_close(probe.seen[-1], [grad / scale for grad in scaled])
+                    plain.zero_grad()
+                    backward(twin, seed)
+                    plain.step()
+                torch.testing.assert_close(list(model.parameters()), list(twin.parameters()), rtol=1e-5, atol=1e-6)
 
 
 def test_scale_free_transforms_leave_the_scale_to_the_kernel():
@@ -419,24 +419,24 @@ CLOSURE_CASES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("case", CLOSURE_CASES)
-def test_a_closure_equals_the_plain_loop_with_accumulation(case):
-    weights = []
-    for by_closure in (False, True):
-        torch.manual_seed(3)
-        model = mlp()
-        optimizer = CLOSURE_CASES[case](model.parameters())
-        for update in range(3):
-            optimizer.zero_grad()
-            for micro in range(2):
-                backward(model, 10 * update + micro)
-            if by_closure:
-                optimizer.step(lambda model=model, update=update: backward(model, 10 * update + 2))
-            else:
-                backward(model, 10 * update + 2)
-                optimizer.step()
-        weights.append(snapshot(model))
-    assert weights[0] == weights[1]
+def test_a_closure_equals_the_plain_loop_with_accumulation():
+    for case in CLOSURE_CASES:
+        weights = []
+        for by_closure in (False, True):
+            torch.manual_seed(3)
+            model = mlp()
+            optimizer = CLOSURE_CASES[case](model.parameters())
+            for update in range(3):
+                optimizer.zero_grad()
+                for micro in range(2):
+                    backward(model, 10 * update + micro)
+                if by_closure:
+                    optimizer.step(lambda model=model, update=update: backward(model, 10 * update + 2))
+                else:
+                    backward(model, 10 * update + 2)
+                    optimizer.step()
+            weights.append(snapshot(model))
+        assert weights[0] == weights[1]
 
 
 def test_a_closure_that_is_called_again_and_again_equals_one_that_transforms_by_hand():

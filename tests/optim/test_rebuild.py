@@ -25,31 +25,31 @@ def halves(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_every_rule_goes_on_as_it_was(name):
-    mine, other = parameters(shapes_of(name)), parameters(shapes_of(name))
-    rate = LR if name.split("-")[0] in SCHEDULED else Constant(0.05)
-    options: dict[str, Any] = {"lr": rate_for(name, LR), "transforms": (ClipNorm(0.5),), "nonfinite": "skip"}
-    options["weight_decay"] = lambda update: 0.1 / (1 + update)
-    whole, old = CASES[name](mine, **options), CASES[name](other, **options)
-    train(whole, mine, range(3))
-    train(old, other, range(3))
-    new = rebuilt(old, halves(old))
-    for param, state in old.state.items():
-        new.state[param] = copy.deepcopy(state)
-    assert isinstance(new, type(old))
-    assert new.constructor_options().keys() == old.constructor_options().keys()
-    assert (new.transforms, new.nonfinite) == (old.transforms, "skip")
-    assert len(new.param_groups) == len(halves(old))
-    text = repr(new)
-    assert text.startswith(f"{type(new).__name__} (\n")
-    assert "ClipNorm(max_norm=0.5" in text
-    assert "nonfinite: 'skip'" in text
-    assert (f"at this update, by {rate!r}" in text) == (rate is LR)
-    train(whole, mine, range(3, 6))
-    train(new, other, range(3, 6))
-    assert values(new)[1:] == values(whole)[1:]
-    assert new.param_groups[1]["lr"] == whole.param_groups[0]["lr"] == rate(5)
+def test_every_rule_goes_on_as_it_was():
+    for name in CASES:
+        mine, other = parameters(shapes_of(name)), parameters(shapes_of(name))
+        rate = LR if name.split("-")[0] in SCHEDULED else Constant(0.05)
+        options: dict[str, Any] = {"lr": rate_for(name, LR), "transforms": (ClipNorm(0.5),), "nonfinite": "skip"}
+        options["weight_decay"] = lambda update: 0.1 / (1 + update)
+        whole, old = CASES[name](mine, **options), CASES[name](other, **options)
+        train(whole, mine, range(3))
+        train(old, other, range(3))
+        new = rebuilt(old, halves(old))
+        for param, state in old.state.items():
+            new.state[param] = copy.deepcopy(state)
+        assert isinstance(new, type(old))
+        assert new.constructor_options().keys() == old.constructor_options().keys()
+        assert (new.transforms, new.nonfinite) == (old.transforms, "skip")
+        assert len(new.param_groups) == len(halves(old))
+        text = repr(new)
+        assert text.startswith(f"{type(new).__name__} (\n")
+        assert "ClipNorm(max_norm=0.5" in text
+        assert "nonfinite: 'skip'" in text
+        assert (f"at this update, by {rate!r}" in text) == (rate is LR)
+        train(whole, mine, range(3, 6))
+        train(new, other, range(3, 6))
+        assert values(new)[1:] == values(whole)[1:]
+        assert new.param_groups[1]["lr"] == whole.param_groups[0]["lr"] == rate(5)
 
 
 def test_the_schedule_of_a_group_goes_with_its_parameters_unless_it_was_overwritten():

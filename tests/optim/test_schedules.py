@@ -219,22 +219,22 @@ def test_one_schedule_sets_every_group_and_later_ones():
     assert rates_of(optimizer) == scheduler.get_last_lr() == [WARM(5)] * 3
 
 
-@pytest.mark.parametrize("tensor", [False, True], ids=["float", "tensor"])
-def test_groups_may_have_their_own_schedules_and_a_tensor_is_filled_in_place(tensor):
-    lr = torch.tensor(1.0, dtype=torch.float64) if tensor else 1.0
-    optimizer = optimizer_of(2, torch.optim.AdamW, lr)
-    for group in optimizer.param_groups:
-        group["lr"] = lr.clone() if isinstance(lr, torch.Tensor) else lr
-    rates = [group["lr"] for group in optimizer.param_groups]
-    scheduler = ScheduleLR(optimizer, [WARM, STEEP])
-    for step in range(12):
-        assert rates_of(optimizer) == [WARM(step), STEEP(step)]
-        assert [float(rate) for rate in scheduler.get_last_lr()] == [WARM(step), STEEP(step)]
-        train(optimizer, scheduler, range(step, step + 1))
-    if tensor:
-        pairs = list(zip(optimizer.param_groups, rates, scheduler.get_last_lr(), strict=True))
-        assert all(group["lr"] is rate for group, rate, _ in pairs)
-        assert not COPIES_LAST_RATES or all(last is not rate for _, rate, last in pairs)
+def test_groups_may_have_their_own_schedules_and_a_tensor_is_filled_in_place():
+    for tensor in [False, True]:
+        lr = torch.tensor(1.0, dtype=torch.float64) if tensor else 1.0
+        optimizer = optimizer_of(2, torch.optim.AdamW, lr)
+        for group in optimizer.param_groups:
+            group["lr"] = lr.clone() if isinstance(lr, torch.Tensor) else lr
+        rates = [group["lr"] for group in optimizer.param_groups]
+        scheduler = ScheduleLR(optimizer, [WARM, STEEP])
+        for step in range(12):
+            assert rates_of(optimizer) == [WARM(step), STEEP(step)]
+            assert [float(rate) for rate in scheduler.get_last_lr()] == [WARM(step), STEEP(step)]
+            train(optimizer, scheduler, range(step, step + 1))
+        if tensor:
+            pairs = list(zip(optimizer.param_groups, rates, scheduler.get_last_lr(), strict=True))
+            assert all(group["lr"] is rate for group, rate, _ in pairs)
+            assert not COPIES_LAST_RATES or all(last is not rate for _, rate, last in pairs)
 
 
 @settings(max_examples=40)
@@ -265,15 +265,15 @@ def test_a_resumed_run_is_bit_identical(form, at):
         assert torch.equal(ours["params"][0], theirs["params"][0])
 
 
-@pytest.mark.parametrize("tensor", [False, True], ids=["float", "tensor"])
-def test_the_step_alone_is_enough_to_resume(tensor):
-    loaded = optimizer_of(lr=torch.tensor(1.0, dtype=torch.float64) if tensor else 1.0)
-    scheduler = ScheduleLR(loaded, WARM)
-    scheduler.load_state_dict({"last_epoch": 5, "lr_lambdas": [None]})
-    built = optimizer_of()
-    assert ScheduleLR(built, WARM, last_epoch=4).last_epoch == scheduler.last_epoch == 5
-    assert rates_of(loaded) == rates_of(built) == scheduler.get_last_lr() == [WARM(5)]
-    assert "lr_lambdas" not in scheduler.state_dict()
+def test_the_step_alone_is_enough_to_resume():
+    for tensor in [False, True]:
+        loaded = optimizer_of(lr=torch.tensor(1.0, dtype=torch.float64) if tensor else 1.0)
+        scheduler = ScheduleLR(loaded, WARM)
+        scheduler.load_state_dict({"last_epoch": 5, "lr_lambdas": [None]})
+        built = optimizer_of()
+        assert ScheduleLR(built, WARM, last_epoch=4).last_epoch == scheduler.last_epoch == 5
+        assert rates_of(loaded) == rates_of(built) == scheduler.get_last_lr() == [WARM(5)]
+        assert "lr_lambdas" not in scheduler.state_dict()
 
 
 def test_a_list_lasts_for_its_updates():

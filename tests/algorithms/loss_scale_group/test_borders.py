@@ -193,23 +193,23 @@ def test_an_operation_in_place_on_a_border_is_refused_by_torch_and_fine_inside_o
         assert torch.equal(model[2].weight.grad, plain[2].weight.grad)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(reentrant):
-    torch.manual_seed(0)
-    model = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
-    plain = copy.deepcopy(model)
-    ratios = Ratios(3)
-    ScaleBorders([{"0": model[0], "1": model[1]}, {"2": model[2]}], ratios)
-    scales = [1.0, 2.0**12, 2.0**-5]
-    for blocks in (model, plain):
-        x = torch.ones(2, 4, requires_grad=True)
-        for block in blocks:
-            x = checkpoint(block, x, use_reentrant=reentrant)
-        if blocks is model:
-            ratios.set(scales)
-        x.square().sum().backward()
-    for block, other, scale in zip(model, plain, (*scales[1:2] * 2, scales[2]), strict=True):
-        assert torch.equal(block[0].weight.grad, other[0].weight.grad * scale)
+def test_activation_checkpointing():
+    for reentrant in [False, True]:
+        torch.manual_seed(0)
+        model = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+        plain = copy.deepcopy(model)
+        ratios = Ratios(3)
+        ScaleBorders([{"0": model[0], "1": model[1]}, {"2": model[2]}], ratios)
+        scales = [1.0, 2.0**12, 2.0**-5]
+        for blocks in (model, plain):
+            x = torch.ones(2, 4, requires_grad=True)
+            for block in blocks:
+                x = checkpoint(block, x, use_reentrant=reentrant)
+            if blocks is model:
+                ratios.set(scales)
+            x.square().sum().backward()
+        for block, other, scale in zip(model, plain, (*scales[1:2] * 2, scales[2]), strict=True):
+            assert torch.equal(block[0].weight.grad, other[0].weight.grad * scale)
 
 
 def test_models_with_borders_can_be_copied_and_pickled():

@@ -11,8 +11,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPl
 
 from tests.support.optimizers import FORMS, SHAPES, frozen, give_grads, parameters, same, train, values
 from torchboost.errors import IncompatibleError
-from torchboost.optim.rules.adam import Adam, AdamW, AdamWeightDecay
-from torchboost.optim.rules.mixed import MixedOptimizer
+from torchboost.optim import Adam, AdamW, AdamWeightDecay, Lamb, MixedOptimizer, RMSProp
 
 CORRECTED = {"bias_correction": True, "eps": 1e-8}
 OPTIONS: list[dict[str, Any]] = [
@@ -34,11 +33,11 @@ def state_of(optimizer: torch.optim.Optimizer) -> list[Any]:
     return values(optimizer)[1:]
 
 
-@pytest.mark.parametrize("form", FORMS.values(), ids=list(FORMS))
-@pytest.mark.parametrize("rule", ["Adam", "AdamW"])
-def test_groups_schedulers_and_crossing_checkpoints_equal_torch(rule, form):
-    for options in OPTIONS:
-        equal_torch(rule, options, form)
+def test_groups_schedulers_and_crossing_checkpoints_equal_torch():
+    for form in FORMS.values():
+        for rule in ["Adam", "AdamW"]:
+            for options in OPTIONS:
+                equal_torch(rule, options, form)
 
 
 def equal_torch(rule: str, options: dict[str, Any], form: dict[str, Any]) -> None:
@@ -62,32 +61,32 @@ def equal_torch(rule: str, options: dict[str, Any], form: dict[str, Any]) -> Non
         assert state_of(left) == state_of(right), step
 
 
-@pytest.mark.parametrize("form", ["loop", "fused", "default"])
-@pytest.mark.parametrize("rule", ["Adam", "AdamW"])
-def test_a_tensor_as_learning_rate(rule, form):
-    mine, other = parameters(), parameters()
-    left, right = (pair(rule, mine, other, lr=torch.tensor(0.01), **FORMS[form])[i] for i in (0, 1))
-    for step in range(4):
-        train(left, mine, [step])
-        train(right, other, [step])
-        for optimizer in (left, right):
-            optimizer.param_groups[0]["lr"].mul_(0.5)
-    assert state_of(left) == state_of(right)
+def test_a_tensor_as_learning_rate():
+    for form in ["loop", "fused", "default"]:
+        for rule in ["Adam", "AdamW"]:
+            mine, other = parameters(), parameters()
+            left, right = (pair(rule, mine, other, lr=torch.tensor(0.01), **FORMS[form])[i] for i in (0, 1))
+            for step in range(4):
+                train(left, mine, [step])
+                train(right, other, [step])
+                for optimizer in (left, right):
+                    optimizer.param_groups[0]["lr"].mul_(0.5)
+            assert state_of(left) == state_of(right)
 
 
-@pytest.mark.parametrize("form", FORMS.values(), ids=list(FORMS))
-def test_a_cycle_of_rates_and_momenta(form):
+def test_a_cycle_of_rates_and_momenta():
     """OneCycleLR writes betas too."""
-    mine, other = parameters(), parameters()
-    left, right = pair("Adam", mine, other, lr=0.01, **form)
-    schedulers = [OneCycleLR(optimizer, 0.1, total_steps=10) for optimizer in (left, right)]
-    for step in range(6):
-        train(left, mine, [step])
-        train(right, other, [step])
-        for scheduler in schedulers:
-            scheduler.step()
-    assert state_of(left) == state_of(right)
-    assert left.param_groups[0]["betas"] == right.param_groups[0]["betas"] != (0.9, 0.999)
+    for form in FORMS.values():
+        mine, other = parameters(), parameters()
+        left, right = pair("Adam", mine, other, lr=0.01, **form)
+        schedulers = [OneCycleLR(optimizer, 0.1, total_steps=10) for optimizer in (left, right)]
+        for step in range(6):
+            train(left, mine, [step])
+            train(right, other, [step])
+            for scheduler in schedulers:
+                scheduler.step()
+        assert state_of(left) == state_of(right)
+        assert left.param_groups[0]["betas"] == right.param_groups[0]["betas"] != (0.9, 0.999)
 
 
 def reference(params: list[nn.Parameter], steps: int, **options: Any) -> list[torch.Tensor]:
@@ -130,17 +129,17 @@ def test_every_combination_of_flags_follows_the_formulas():
             torch.testing.assert_close(param.detach().double(), want, rtol=2e-5, atol=2e-6, msg=str(options))
 
 
-@pytest.mark.parametrize("form", FORMS.values(), ids=list(FORMS))
-def test_without_bias_correction_in_every_form(form):
-    options = {"lr": 0.05, "betas": (0.9, 0.999), "eps": 1e-6}
-    flags = dict.fromkeys(FLAGS, False) | {"decoupled_weight_decay": True}
-    params = parameters(SHAPES[:2])
-    wanted = reference(params, 5, **options, **flags)
-    optimizer = AdamWeightDecay(params, weight_decay=0.1, **options, **form)
-    train(optimizer, params, range(5))
-    for param, want in zip(params, wanted, strict=True):
-        torch.testing.assert_close(param.detach().double(), want, rtol=2e-5, atol=2e-6)
-        assert optimizer.state[param]["step"] == 5
+def test_without_bias_correction_in_every_form():
+    for form in FORMS.values():
+        options = {"lr": 0.05, "betas": (0.9, 0.999), "eps": 1e-6}
+        flags = dict.fromkeys(FLAGS, False) | {"decoupled_weight_decay": True}
+        params = parameters(SHAPES[:2])
+        wanted = reference(params, 5, **options, **flags)
+        optimizer = AdamWeightDecay(params, weight_decay=0.1, **options, **form)
+        train(optimizer, params, range(5))
+        for param, want in zip(params, wanted, strict=True):
+            torch.testing.assert_close(param.detach().double(), want, rtol=2e-5, atol=2e-6)
+            assert optimizer.state[param]["step"] == 5
 
 
 def test_long_memory_without_bias_correction():
@@ -154,15 +153,15 @@ def test_long_memory_without_bias_correction():
         torch.testing.assert_close(params[0].detach().double(), wanted[0], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("flag", ["nesterov", "eps_uncorrected"])
-@pytest.mark.parametrize("form", ["fused", "capturable"])
-def test_forms_without_a_kernel_are_refused(flag, form):
-    with pytest.raises(ValueError, match=f"{flag}: torch has no kernel"):
-        Adam(parameters(), **{flag: True, form: True})
-    optimizer = Adam(parameters(), **{form: True})
-    optimizer.param_groups[0][flag] = True
-    with pytest.raises(ValueError, match=f"{flag}: torch has no kernel"):
-        optimizer.step()
+def test_forms_without_a_kernel_are_refused():
+    for flag in ["nesterov", "eps_uncorrected"]:
+        for form in ["fused", "capturable"]:
+            with pytest.raises(ValueError, match=f"{flag}: torch has no kernel"):
+                Adam(parameters(), **{flag: True, form: True})
+            optimizer = Adam(parameters(), **{form: True})
+            optimizer.param_groups[0][flag] = True
+            with pytest.raises(ValueError, match=f"{flag}: torch has no kernel"):
+                optimizer.step()
 
 
 def test_what_the_kernels_refuse_is_refused_before_anything_changes():
@@ -177,29 +176,31 @@ def test_what_the_kernels_refuse_is_refused_before_anything_changes():
         assert not optimizer.state
 
 
-@pytest.mark.parametrize("flag", ["nesterov", "eps_uncorrected"])
-def test_complex_weights_are_pairs(flag):
-    both = parameters([(4,)], dtype=torch.complex64)
-    real = [nn.Parameter(torch.view_as_real(both[0].detach()).clone())]
-    left, right = (Adam(p, lr=0.1, amsgrad=True, weight_decay=0.1, **{flag: True}) for p in (both, real))
-    for step in range(3):
-        give_grads(both, step)
-        real[0].grad = torch.view_as_real(both[0].grad).clone()
-        left.step()
-        right.step()
-    assert frozen(torch.view_as_real(both[0].detach())) == frozen(real[0])
+def test_complex_weights_are_pairs():
+    rules = [(Adam, {"amsgrad": True, "weight_decay": 0.1, flag: True}) for flag in ("nesterov", "eps_uncorrected")]
+    rules += [(Lamb, {"weight_decay": 0.1}), (RMSProp, {"momentum": 0.5, "centered": True})]
+    for rule, options in rules:
+        both = parameters([(4,)], dtype=torch.complex64)
+        real = [nn.Parameter(torch.view_as_real(both[0].detach()).clone())]
+        left, right = (rule(p, lr=0.1, **options) for p in (both, real))
+        for step in range(3):
+            give_grads(both, step)
+            real[0].grad = torch.view_as_real(both[0].grad).clone()
+            left.step()
+            right.step()
+        assert frozen(torch.view_as_real(both[0].detach())) == frozen(real[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
-def test_channels_last_and_other_precisions(dtype):
-    mine, other = ([nn.Parameter(torch.ones(4, 3, 2, 2, dtype=dtype)[..., ::1])] for _ in range(2))
-    for params in (mine, other):
-        params[0].data = params[0].data.to(memory_format=torch.channels_last)
-    left, right = pair("AdamW", mine, other, lr=0.1)
-    train(left, mine, range(3))
-    train(right, other, range(3))
-    assert same(mine, other)
-    assert left.state[mine[0]]["exp_avg"].stride() == right.state[other[0]]["exp_avg"].stride()
+def test_channels_last_and_other_precisions():
+    for dtype in [torch.float64, torch.bfloat16, torch.float16]:
+        mine, other = ([nn.Parameter(torch.ones(4, 3, 2, 2, dtype=dtype)[..., ::1])] for _ in range(2))
+        for params in (mine, other):
+            params[0].data = params[0].data.to(memory_format=torch.channels_last)
+        left, right = pair("AdamW", mine, other, lr=0.1)
+        train(left, mine, range(3))
+        train(right, other, range(3))
+        assert same(mine, other)
+        assert left.state[mine[0]]["exp_avg"].stride() == right.state[other[0]]["exp_avg"].stride()
 
 
 def test_fused_kernels_get_gradients_and_moments_in_the_layout_of_the_weights():
@@ -217,58 +218,49 @@ def test_fused_kernels_get_gradients_and_moments_in_the_layout_of_the_weights():
     torch.testing.assert_close(*runs)
 
 
-def test_fused_kernels_never_see_a_parameter_with_gaps():
-    whole = torch.ones(4, 6)
-    param = nn.Parameter(whole[:, ::2])
-    param.grad = torch.ones(4, 3)
-    with pytest.raises(IncompatibleError, match="without gaps in memory"):
-        Adam([param], fused=True).step()
-    assert torch.equal(whole, torch.ones(4, 6))
+def test_adamw_is_torchs_with_torchs_defaults_and_goes_on_from_its_file():
+    for form in FORMS.values():
+        mine, other = parameters(), parameters()
+        right = torch.optim.AdamW(other, **form)
+        train(right, other, range(3))
+        left = AdamW([param.detach().clone().requires_grad_() for param in other], **form)
+        ours = left.param_groups[0]["params"]
+        left.load_state_dict(copy.deepcopy(right.state_dict()))
+        fresh = AdamW(mine, **form)
+        train(fresh, mine, range(3))
+        assert state_of(fresh) == state_of(right)
+        train(left, ours, range(3, 6))
+        train(right, other, range(3, 6))
+        assert state_of(left) == state_of(right)
+        torch.optim.AdamW(mine, **form).load_state_dict(left.state_dict())
 
 
-@pytest.mark.parametrize("form", FORMS.values(), ids=list(FORMS))
-def test_adamw_is_torchs_with_torchs_defaults_and_goes_on_from_its_file(form):
-    mine, other = parameters(), parameters()
-    right = torch.optim.AdamW(other, **form)
-    train(right, other, range(3))
-    left = AdamW([param.detach().clone().requires_grad_() for param in other], **form)
-    ours = left.param_groups[0]["params"]
-    left.load_state_dict(copy.deepcopy(right.state_dict()))
-    fresh = AdamW(mine, **form)
-    train(fresh, mine, range(3))
-    assert state_of(fresh) == state_of(right)
-    train(left, ours, range(3, 6))
-    train(right, other, range(3, 6))
-    assert state_of(left) == state_of(right)
-    torch.optim.AdamW(mine, **form).load_state_dict(left.state_dict())
+def test_a_file_of_adam_does_not_change_how_adamw_decays():
+    for ours in [AdamW, torch.optim.AdamW, MixedOptimizer]:
+        other = parameters()
+        right = torch.optim.Adam(other, lr=0.01, weight_decay=0.1)
+        train(right, other, range(2))
+        left = ours([param.detach().clone().requires_grad_() for param in other])
+        left.load_state_dict(copy.deepcopy(right.state_dict()))
+        assert left.param_groups[0]["decoupled_weight_decay"] is True
 
 
-@pytest.mark.parametrize("ours", [AdamW, torch.optim.AdamW, MixedOptimizer])
-def test_a_file_of_adam_does_not_change_how_adamw_decays(ours):
-    other = parameters()
-    right = torch.optim.Adam(other, lr=0.01, weight_decay=0.1)
-    train(right, other, range(2))
-    left = ours([param.detach().clone().requires_grad_() for param in other])
-    left.load_state_dict(copy.deepcopy(right.state_dict()))
-    assert left.param_groups[0]["decoupled_weight_decay"] is True
-
-
-@pytest.mark.parametrize("theirs", [torch.optim.Adam, torch.optim.AdamW])
-def test_a_file_of_torch_keeps_its_bias_correction(theirs):
+def test_a_file_of_torch_keeps_its_bias_correction():
     """The file does not name it: dropping it would make the first updates up to 30 times as large."""
-    other = parameters()
-    right = theirs(other, lr=0.01, weight_decay=0.1)
-    train(right, other, range(2))
-    ours = [param.detach().clone().requires_grad_() for param in other]
-    left = AdamWeightDecay(ours, lr=0.01)
-    saved = copy.deepcopy(right.state_dict())
-    left.load_state_dict(saved)
-    assert left.param_groups[0]["bias_correction"] is True
-    assert "bias_correction: True" in repr(left)
-    assert "bias_correction" not in saved["param_groups"][0]
-    train(left, ours, range(2, 5))
-    train(right, other, range(2, 5))
-    assert state_of(left) == state_of(right)
-    own = AdamWeightDecay(parameters(), lr=0.01)
-    own.load_state_dict(copy.deepcopy(AdamWeightDecay(parameters(), lr=0.02).state_dict()))
-    assert (own.param_groups[0]["bias_correction"], own.param_groups[0]["lr"]) == (False, 0.02)
+    for theirs in [torch.optim.Adam, torch.optim.AdamW]:
+        other = parameters()
+        right = theirs(other, lr=0.01, weight_decay=0.1)
+        train(right, other, range(2))
+        ours = [param.detach().clone().requires_grad_() for param in other]
+        left = AdamWeightDecay(ours, lr=0.01)
+        saved = copy.deepcopy(right.state_dict())
+        left.load_state_dict(saved)
+        assert left.param_groups[0]["bias_correction"] is True
+        assert "bias_correction: True" in repr(left)
+        assert "bias_correction" not in saved["param_groups"][0]
+        train(left, ours, range(2, 5))
+        train(right, other, range(2, 5))
+        assert state_of(left) == state_of(right)
+        own = AdamWeightDecay(parameters(), lr=0.01)
+        own.load_state_dict(copy.deepcopy(AdamWeightDecay(parameters(), lr=0.02).state_dict()))
+        assert (own.param_groups[0]["bias_correction"], own.param_groups[0]["lr"]) == (False, 0.02)

@@ -9,9 +9,7 @@ from torch import nn
 
 from tests.support.optimizers import SHAPES, give_grads, parameters, same, train
 from torchboost.errors import IncompatibleError
-from torchboost.optim.pipeline import GradientPipeline
-from torchboost.optim.rules.lars import LARS, TrustRatio
-from torchboost.optim.rules.sgd import SGD
+from torchboost.optim import LARS, SGD, GradientPipeline, TrustRatio
 
 
 def reference(params: list[nn.Parameter], steps: int, **options: Any) -> list[torch.Tensor]:
@@ -31,25 +29,25 @@ def reference(params: list[nn.Parameter], steps: int, **options: Any) -> list[to
     return weights
 
 
-@pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize("vectors", [False, True])
-@pytest.mark.parametrize("maximize", [False, True])
-def test_the_formulas(clip, vectors, maximize):
-    params = parameters(SHAPES[:4])
-    wanted = reference(params, 5, clip=clip, vectors=vectors, maximize=maximize)
-    options = {"coefficient": 0.02, "eps": 0.001, "clip": clip, "vectors": vectors, "maximize": maximize}
-    train(LARS(params, 0.05, 0.9, 0.1, **options), params, range(5))
-    for param, want in zip(params, wanted, strict=True):
-        torch.testing.assert_close(param.detach().double(), want, rtol=2e-5, atol=2e-6)
+def test_the_formulas():
+    for clip in [False, True]:
+        for vectors in [False, True]:
+            for maximize in [False, True]:
+                params = parameters(SHAPES[:4])
+                wanted = reference(params, 5, clip=clip, vectors=vectors, maximize=maximize)
+                options = {"coefficient": 0.02, "eps": 0.001, "clip": clip, "vectors": vectors, "maximize": maximize}
+                train(LARS(params, 0.05, 0.9, 0.1, **options), params, range(5))
+                for param, want in zip(params, wanted, strict=True):
+                    torch.testing.assert_close(param.detach().double(), want, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("maximize", [False, True])
-def test_in_front_of_another_optimizer_it_is_the_same(maximize):
-    mine, other = parameters(), parameters()
-    lars = LARS(mine, 0.1, 0.9, 0.1, coefficient=0.02, maximize=maximize)
-    sgd = torch.optim.SGD(other, 0.1, momentum=0.9, maximize=maximize)
-    GradientPipeline(TrustRatio(coefficient=0.02, weight_decay=0.1)).attach(sgd)
-    assert same(train(lars, mine, range(4)), train(sgd, other, range(4)))
+def test_in_front_of_another_optimizer_it_is_the_same():
+    for maximize in [False, True]:
+        mine, other = parameters(), parameters()
+        lars = LARS(mine, 0.1, 0.9, 0.1, coefficient=0.02, maximize=maximize)
+        sgd = torch.optim.SGD(other, 0.1, momentum=0.9, maximize=maximize)
+        GradientPipeline(TrustRatio(coefficient=0.02, weight_decay=0.1)).attach(sgd)
+        assert same(train(lars, mine, range(4)), train(sgd, other, range(4)))
 
 
 def test_groups_that_are_not_adapted_are_left_alone():
@@ -59,14 +57,14 @@ def test_groups_that_are_not_adapted_are_left_alone():
     assert same(train(lars, mine, range(3)), train(sgd, other, range(3)))
 
 
-@pytest.mark.parametrize("lr", [0.0, 0.1])
-@pytest.mark.parametrize("clip", [False, True])
-def test_weights_and_gradients_of_zero(clip, lr):
-    zero, still = nn.Parameter(torch.zeros(3, 2)), nn.Parameter(torch.ones(3, 2))
-    zero.grad, still.grad = torch.ones(3, 2), torch.zeros(3, 2)
-    LARS([zero, still], lr=lr, clip=clip, eps=0.0).step()
-    torch.testing.assert_close(zero.detach(), torch.full((3, 2), -lr))
-    assert torch.equal(still.detach(), torch.ones(3, 2))
+def test_weights_and_gradients_of_zero():
+    for lr in [0.0, 0.1]:
+        for clip in [False, True]:
+            zero, still = nn.Parameter(torch.zeros(3, 2)), nn.Parameter(torch.ones(3, 2))
+            zero.grad, still.grad = torch.ones(3, 2), torch.zeros(3, 2)
+            LARS([zero, still], lr=lr, clip=clip, eps=0.0).step()
+            torch.testing.assert_close(zero.detach(), torch.full((3, 2), -lr))
+            assert torch.equal(still.detach(), torch.ones(3, 2))
 
 
 def test_own_transforms_come_before_the_ratio():
@@ -90,23 +88,19 @@ def test_sparse_gradients_are_refused():
     assert not optimizer.state
 
 
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
+def test_bad_settings():
+    for options, error in [
         ({"coefficient": 0.0}, ValueError),
         ({"coefficient": "x"}, TypeError),
         ({"eps": -1.0}, ValueError),
         ({"weight_decay": math.nan}, ValueError),
         ({"clip": 1}, TypeError),
         ({"vectors": None}, TypeError),
-    ],
-    ids=str,
-)
-def test_bad_settings(options, error):
-    with pytest.raises(error, match=next(iter(options))):
-        TrustRatio(**options)
-    with pytest.raises(error, match=next(iter(options))):
-        LARS(parameters(), **options)
+    ]:
+        with pytest.raises(error, match=next(iter(options))):
+            TrustRatio(**options)
+        with pytest.raises(error, match=next(iter(options))):
+            LARS(parameters(), **options)
 
 
 def test_settings_are_values():

@@ -3,7 +3,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,9 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchboost.errors import IncompatibleError
-from torchboost.optim.rules.adam import Adam
-from torchboost.optim.rules.lazy_adam import LazyAdam
-from torchboost.optim.transforms import Centralize, Coalesce, Decay, Unscale
+from torchboost.optim import Adam, Centralize, Coalesce, Decay, LazyAdam, Unscale
 
 ROWS, WIDTH = 12, 3
 
@@ -60,9 +57,8 @@ def same(found: Any, wanted: Any) -> bool:
 # Classic mode
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
+def test_named_rows_move_like_a_table_of_them_and_others_not_at_all():
+    for options in [
         {},
         {"nesterov": True},
         {"amsgrad": True},
@@ -71,27 +67,24 @@ def same(found: Any, wanted: Any) -> bool:
         {"bias_correction": False, "eps_uncorrected": True, "maximize": True},
         {"foreach": True},
         {"fused": True},
-    ],
-    ids=lambda options: ",".join(options) or "plain",
-)
-def test_named_rows_move_like_a_table_of_them_and_others_not_at_all(options):
-    param = embedding().weight
-    before = param.detach().clone()
-    small = nn.Parameter(before[[1, 4, 7]].clone())
-    lazy, dense = LazyAdam([param], lr=0.1, **options), Adam([small], lr=0.1, **options)
-    for step in range(5):
-        param.grad = sparse_rows(param, [7, 1, 7, 4, 1], step)
-        small.grad = param.grad.to_dense()[[1, 4, 7]]
-        lazy.step()
-        dense.step()
-    others = [row for row in range(ROWS) if row not in (1, 4, 7)]
-    assert torch.equal(param[[1, 4, 7]], small)
-    assert torch.equal(param[others], before[others])
-    assert set(lazy.state[param]) == set(dense.state[small])
-    for key, value in dense.state[small].items():
-        found = lazy.state[param][key]
-        assert torch.equal(found if key == "step" else found[[1, 4, 7]], value)
-        assert key == "step" or not found[others].any()
+    ]:
+        param = embedding().weight
+        before = param.detach().clone()
+        small = nn.Parameter(before[[1, 4, 7]].clone())
+        lazy, dense = LazyAdam([param], lr=0.1, **options), Adam([small], lr=0.1, **options)
+        for step in range(5):
+            param.grad = sparse_rows(param, [7, 1, 7, 4, 1], step)
+            small.grad = param.grad.to_dense()[[1, 4, 7]]
+            lazy.step()
+            dense.step()
+        others = [row for row in range(ROWS) if row not in (1, 4, 7)]
+        assert torch.equal(param[[1, 4, 7]], small)
+        assert torch.equal(param[others], before[others])
+        assert set(lazy.state[param]) == set(dense.state[small])
+        for key, value in dense.state[small].items():
+            found = lazy.state[param][key]
+            assert torch.equal(found if key == "step" else found[[1, 4, 7]], value)
+            assert key == "step" or not found[others].any()
 
 
 def test_the_bias_correction_counts_steps_without_the_row():
@@ -123,17 +116,17 @@ def test_it_is_torchs_sparse_adam_and_takes_over_its_checkpoint():
     torch.testing.assert_close(resumed.weight, theirs.weight)
 
 
-@pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("options", [{}, {"nesterov": True}, {"fused": True}, {"amsgrad": True}])
-def test_dense_gradients_get_adam_bit_for_bit(exact, options):
-    ours, theirs = nn.Linear(4, 3), nn.Linear(4, 3)
-    theirs.load_state_dict(ours.state_dict())
-    lazy, plain = LazyAdam(ours.parameters(), exact=exact, **options), Adam(theirs.parameters(), **options)
-    for _ in range(4):
-        train(ours, lazy, [x := torch.randn(5, 4)])
-        train(theirs, plain, [x])
-    assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
-    assert same(lazy.state_dict()["state"], plain.state_dict()["state"])
+def test_dense_gradients_get_adam_bit_for_bit():
+    for exact in [False, True]:
+        for options in [{}, {"nesterov": True}, {"fused": True}, {"amsgrad": True}]:
+            ours, theirs = nn.Linear(4, 3), nn.Linear(4, 3)
+            theirs.load_state_dict(ours.state_dict())
+            lazy, plain = LazyAdam(ours.parameters(), exact=exact, **options), Adam(theirs.parameters(), **options)
+            for _ in range(4):
+                train(ours, lazy, [x := torch.randn(5, 4)])
+                train(theirs, plain, [x])
+            assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
+            assert same(lazy.state_dict()["state"], plain.state_dict()["state"])
 
 
 def test_dense_and_sparse_parameters_share_a_group():
@@ -166,88 +159,86 @@ def test_a_step_makes_nothing_as_large_as_the_table():
         assert all(rows not in shape for shape in sizes if isinstance(shape[0], int))
 
 
-@pytest.mark.parametrize(
-    "transforms", [(Coalesce(),), (Centralize(),), (Unscale(4.0),), (Unscale(4.0), Centralize(), Coalesce())]
-)
-def test_transforms_see_merged_rows(transforms):
-    param = embedding().weight
-    merged = nn.Parameter(param.detach().clone())
-    optimizer, other = LazyAdam([param], transforms=transforms), LazyAdam([merged], transforms=transforms)
-    param.grad = sparse_rows(param, [3, 1, 3])
-    merged.grad = param.grad.clone().coalesce()
-    optimizer.step()
-    other.step()
-    assert torch.equal(param, merged)
-
-
-@pytest.mark.parametrize("nonfinite", ["skip", "raise"])
-def test_overflow_in_a_row_leaves_everything_as_it_was(nonfinite):
-    module = embedding()
-    optimizer = LazyAdam(module.parameters(), nonfinite=nonfinite, exact=True)
-    train(module, optimizer, batches(3))
-    before = snapshot(optimizer)
-    module.weight.grad = sparse_rows(module.weight, [1, 1]) * torch.inf
-    if nonfinite == "raise":
-        with pytest.raises(FloatingPointError):
-            optimizer.step()
-    else:
+def test_transforms_see_merged_rows():
+    for transforms in [(Coalesce(),), (Centralize(),), (Unscale(4.0),), (Unscale(4.0), Centralize(), Coalesce())]:
+        param = embedding().weight
+        merged = nn.Parameter(param.detach().clone())
+        optimizer, other = LazyAdam([param], transforms=transforms), LazyAdam([merged], transforms=transforms)
+        param.grad = sparse_rows(param, [3, 1, 3])
+        merged.grad = param.grad.clone().coalesce()
         optimizer.step()
-    assert same(snapshot(optimizer), before)
+        other.step()
+        assert torch.equal(param, merged)
 
 
-@pytest.mark.parametrize("nonfinite", ["ignore", "skip", "raise"])
-@pytest.mark.parametrize("exact", [False, True])
-def test_a_batch_without_ids_only_counts(nonfinite, exact):
-    module = embedding()
-    before = module.weight.detach().clone()
-    optimizer = LazyAdam(module.parameters(), nonfinite=nonfinite, exact=exact)
-    train(module, optimizer, [torch.tensor([], dtype=torch.long)] * 2)
-    assert torch.equal(module.weight, before)
-    assert optimizer.state[module.weight]["step"] == 2
+def test_overflow_in_a_row_leaves_everything_as_it_was():
+    for nonfinite in ["skip", "raise"]:
+        module = embedding()
+        optimizer = LazyAdam(module.parameters(), nonfinite=nonfinite, exact=True)
+        train(module, optimizer, batches(3))
+        before = snapshot(optimizer)
+        module.weight.grad = sparse_rows(module.weight, [1, 1]) * torch.inf
+        if nonfinite == "raise":
+            with pytest.raises(FloatingPointError):
+                optimizer.step()
+        else:
+            optimizer.step()
+        assert same(snapshot(optimizer), before)
+
+
+def test_a_batch_without_ids_only_counts():
+    for nonfinite in ["ignore", "skip", "raise"]:
+        for exact in [False, True]:
+            module = embedding()
+            before = module.weight.detach().clone()
+            optimizer = LazyAdam(module.parameters(), nonfinite=nonfinite, exact=exact)
+            train(module, optimizer, [torch.tensor([], dtype=torch.long)] * 2)
+            assert torch.equal(module.weight, before)
+            assert optimizer.state[module.weight]["step"] == 2
 
 
 # Precision
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("exact", [False, True])
-def test_master_weights_of_half_precision_rows(dtype, exact):
-    narrow, wide = embedding(dtype=dtype), embedding()
-    wide.weight.data.copy_(narrow.weight.data)
-    ours = LazyAdam(narrow.parameters(), lr=0.01, master_weights=True, exact=exact)
-    theirs = LazyAdam(wide.parameters(), lr=0.01, exact=exact)
-    for step, ids in enumerate(batches(20)):
-        narrow.weight.grad = sparse_rows(narrow.weight, ids.tolist(), step)
-        wide.weight.grad = narrow.weight.grad.float()
-        ours.step()
-        theirs.step()
-    ours.catch_up()
-    theirs.catch_up()
-    assert torch.equal(ours.state[narrow.weight]["master"], wide.weight)
-    assert torch.equal(narrow.weight, wide.weight.to(dtype))
+def test_master_weights_of_half_precision_rows():
+    for dtype in [torch.bfloat16, torch.float16]:
+        for exact in [False, True]:
+            narrow, wide = embedding(dtype=dtype), embedding()
+            wide.weight.data.copy_(narrow.weight.data)
+            ours = LazyAdam(narrow.parameters(), lr=0.01, master_weights=True, exact=exact)
+            theirs = LazyAdam(wide.parameters(), lr=0.01, exact=exact)
+            for step, ids in enumerate(batches(20)):
+                narrow.weight.grad = sparse_rows(narrow.weight, ids.tolist(), step)
+                wide.weight.grad = narrow.weight.grad.float()
+                ours.step()
+                theirs.step()
+            ours.catch_up()
+            theirs.catch_up()
+            assert torch.equal(ours.state[narrow.weight]["master"], wide.weight)
+            assert torch.equal(narrow.weight, wide.weight.to(dtype))
 
 
-@pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("options", [{}, {"fused": True}])
-def test_a_grad_scaler_unscales_rows_and_leaves_overflows_out(exact, options):
-    scaled, plain = embedding(), embedding()
-    ours = LazyAdam(scaled.parameters(), lr=0.1, exact=exact, **options)
-    theirs = LazyAdam(plain.parameters(), lr=0.1, exact=exact, **options)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
-    with ours.attach(scaled), theirs.attach(plain):
-        for step, ids in enumerate(batches(12)):
-            ours.zero_grad()
-            loss = (scaled(ids) - 0.5).square().sum()
-            scaler.scale(loss * (float("inf") if step == 5 else 1.0)).backward()
-            scaler.step(ours)
-            scaler.update()
-            if step != 5:
-                train(plain, theirs, [ids])
-    if exact:  # the step that was left out had caught rows up, whose moves are summed in other parts
-        torch.testing.assert_close(scaled.weight, plain.weight)
-    else:
-        assert torch.equal(scaled.weight, plain.weight)
-    assert scaler.get_scale() == 2.0**9
+def test_a_grad_scaler_unscales_rows_and_leaves_overflows_out():
+    for exact in [False, True]:
+        for options in [{}, {"fused": True}]:
+            scaled, plain = embedding(), embedding()
+            ours = LazyAdam(scaled.parameters(), lr=0.1, exact=exact, **options)
+            theirs = LazyAdam(plain.parameters(), lr=0.1, exact=exact, **options)
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
+            with ours.attach(scaled), theirs.attach(plain):
+                for step, ids in enumerate(batches(12)):
+                    ours.zero_grad()
+                    loss = (scaled(ids) - 0.5).square().sum()
+                    scaler.scale(loss * (float("inf") if step == 5 else 1.0)).backward()
+                    scaler.step(ours)
+                    scaler.update()
+                    if step != 5:
+                        train(plain, theirs, [ids])
+            if exact:  # the step that was left out had caught rows up, whose moves are summed in other parts
+                torch.testing.assert_close(scaled.weight, plain.weight)
+            else:
+                assert torch.equal(scaled.weight, plain.weight)
+            assert scaler.get_scale() == 2.0**9
 
 
 def test_half_precision_tables_move_in_classic_mode():
@@ -264,37 +255,32 @@ def entries(param: Tensor) -> Tensor:
     return torch.sparse_coo_tensor(torch.tensor([[1], [2]]), torch.ones(1), param.shape, check_invariants=True)
 
 
-@pytest.mark.parametrize(
-    ("options", "gradient", "says"),
-    [
+def test_gradients_it_cannot_use_are_refused_before_anything_moves():
+    for options, gradient, says in [
         ({}, entries, "sparse_dim 2"),
         ({"capturable": True}, lambda param: sparse_rows(param, [1]), "capturable"),
         ({"transforms": (Decay(0.1),)}, lambda param: sparse_rows(param, [1]), "Decay"),
         ({"exact": True, "half": True}, lambda param: sparse_rows(param, [1]), "master_weights=True"),
-    ],
-)
-def test_gradients_it_cannot_use_are_refused_before_anything_moves(
-    options: dict[str, Any], gradient: Callable[[Tensor], Tensor], says: str
-):
-    dense = nn.Parameter(torch.ones(2))
-    table = embedding(dtype=torch.bfloat16 if options.pop("half", False) else torch.float32).weight
-    optimizer = LazyAdam([dense, table], **options)
-    dense.grad, table.grad = torch.ones(2), gradient(table)
-    before = snapshot(optimizer)["params"]
-    with pytest.raises(IncompatibleError, match=says):
-        optimizer.step()
-    assert same(snapshot(optimizer)["params"], before)
-    assert not any(state.get("step") for state in optimizer.state.values())
+    ]:
+        dense = nn.Parameter(torch.ones(2))
+        table = embedding(dtype=torch.bfloat16 if options.pop("half", False) else torch.float32).weight
+        optimizer = LazyAdam([dense, table], **options)
+        dense.grad, table.grad = torch.ones(2), gradient(table)
+        before = snapshot(optimizer)["params"]
+        with pytest.raises(IncompatibleError, match=says):
+            optimizer.step()
+        assert same(snapshot(optimizer)["params"], before)
+        assert not any(state.get("step") for state in optimizer.state.values())
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
-@pytest.mark.parametrize("transforms", [(), (Coalesce(dense=True),)])
-def test_other_sparse_layouts_are_refused(transforms):
-    table = embedding().weight
-    optimizer = LazyAdam([table], transforms=transforms)
-    grad = torch.ones(ROWS, WIDTH).to_sparse_csr()
-    with pytest.raises(IncompatibleError, match="sparse_csr"):
-        optimizer.check_grad(table, grad, optimizer.param_groups[0])
+def test_other_sparse_layouts_are_refused():
+    for transforms in [(), (Coalesce(dense=True),)]:
+        table = embedding().weight
+        optimizer = LazyAdam([table], transforms=transforms)
+        grad = torch.ones(ROWS, WIDTH).to_sparse_csr()
+        with pytest.raises(IncompatibleError, match="sparse_csr"):
+            optimizer.check_grad(table, grad, optimizer.param_groups[0])
 
 
 def test_any_sparse_gradient_is_taken_before_it_is_made_dense():

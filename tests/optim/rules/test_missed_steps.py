@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from torchboost.errors import IncompatibleError
-from torchboost.optim.rules.adam import Adam
-from torchboost.optim.rules.lazy_adam import LazyAdam
+from torchboost.optim import Adam, LazyAdam
 from torchboost.optim.rules.missed_steps import form_of, new_past, record
 
 ROWS, WIDTH = 7, 2
@@ -90,34 +89,33 @@ def test_any_order_of_rows_and_rates_gives_dense_adam(ids, lr, options):
     pair.finish()
 
 
-@pytest.mark.parametrize("options", FORMS, ids=lambda options: ",".join(options) or "plain")
-def test_long_absence(options):
-    wide = FORMS.index(options) % 2
-    pair = Pair(torch.float64 if wide else torch.float32, **{"lr": 0.01} | options)
-    for step in range(450):
-        pair.set(lr=0.01 * (1 + step % 5))
-        # Row 1 comes back after 1, 2, 4, 8, ... steps, row 2 after 400, rows 3 and 4 stay away, row 5 comes late.
-        ids = [0, *([1] if step & (step - 1) == 0 else []), *([2] if step in (3, 403) else [])]
-        pair.step([*ids, *([3, 4] if step < 4 else []), *([5] if step == 430 else [])])
-    pair.finish()
+def test_long_absence():
+    for options in FORMS:
+        wide = FORMS.index(options) % 2
+        pair = Pair(torch.float64 if wide else torch.float32, **{"lr": 0.01} | options)
+        for step in range(450):
+            pair.set(lr=0.01 * (1 + step % 5))
+            # Row 1 comes back after 1, 2, 4, 8, ... steps, row 2 after 400, rows 3 and 4 stay away, row 5 comes late.
+            ids = [0, *([1] if step & (step - 1) == 0 else []), *([2] if step in (3, 403) else [])]
+            pair.step([*ids, *([3, 4] if step < 4 else []), *([5] if step == 430 else [])])
+        pair.finish()
 
 
-@pytest.mark.parametrize(("stock", "decoupled"), [(torch.optim.Adam, False), (torch.optim.AdamW, True)])
-def test_it_is_torchs_own_adam_under_a_scheduler(stock, decoupled):
-    pair = Pair(lr=0.1, weight_decay=0.02, decoupled_weight_decay=decoupled)
-    pair.other = stock(pair.dense.parameters(), lr=0.1, weight_decay=0.02)
-    schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(o, 40) for o in (pair.optimizer, pair.other)]
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(60):
-        pair.step((ROWS * torch.rand(2, generator=generator) ** 3).long().tolist())
-        for scheduler in schedulers:
-            scheduler.step()
-    pair.finish()
+def test_it_is_torchs_own_adam_under_a_scheduler():
+    for stock, decoupled in [(torch.optim.Adam, False), (torch.optim.AdamW, True)]:
+        pair = Pair(lr=0.1, weight_decay=0.02, decoupled_weight_decay=decoupled)
+        pair.other = stock(pair.dense.parameters(), lr=0.1, weight_decay=0.02)
+        schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(o, 40) for o in (pair.optimizer, pair.other)]
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(60):
+            pair.step((ROWS * torch.rand(2, generator=generator) ** 3).long().tolist())
+            for scheduler in schedulers:
+                scheduler.step()
+        pair.finish()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
+def test_missed_steps_use_the_options_of_their_time():
+    for change in [
         {"weight_decay": 0.3},
         {"betas": (0.5, 0.8)},
         {"eps": 0.1},
@@ -125,15 +123,13 @@ def test_it_is_torchs_own_adam_under_a_scheduler(stock, decoupled):
         {"amsgrad": True},
         {"decoupled_weight_decay": True},
         {"eps_uncorrected": True},
-    ],
-)
-def test_missed_steps_use_the_options_of_their_time(change):
-    pair = Pair(lr=0.1, weight_decay=0.1)
-    for step in range(30):
-        if step == 12:
-            pair.set(**change)
-        pair.step([step % 3, *([4] if step in (2, 11, 20) else [])])
-    pair.finish()
+    ]:
+        pair = Pair(lr=0.1, weight_decay=0.1)
+        for step in range(30):
+            if step == 12:
+                pair.set(**change)
+            pair.step([step % 3, *([4] if step in (2, 11, 20) else [])])
+        pair.finish()
 
 
 def test_scheduled_options_are_kept_too():

@@ -112,29 +112,29 @@ def test_fused_wants_real_parameters_where_there_is_a_kernel():
         check_fused(torch.ones(2, device="meta"), {"fused": True}, torch.optim.SGD)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_numpy_numbers_work_in_an_update(rule):
-    taken = {"lr", "weight_decay", "eps", "momentum", "max_ratio", "l1", "l2", "alpha", "dampening"}
-    for kind in (np.float32, np.float64, np.int64):
-        params = parameters(shapes_of(rule))
-        optimizer = RULES[rule](params)
-        for group in optimizer.param_groups:
-            chosen = taken & set(group) - ({"momentum"} if rule == "ScheduleFreeSGD" else set())
-            group |= {key: kind(key in ("lr", "eps", "max_ratio")) for key in chosen}
-        train(optimizer, params, range(2))
-        assert all(param.isfinite().all() for param in params)
+def test_numpy_numbers_work_in_an_update():
+    for rule in RULES:
+        taken = {"lr", "weight_decay", "eps", "momentum", "max_ratio", "l1", "l2", "alpha", "dampening"}
+        for kind in (np.float32, np.float64, np.int64):
+            params = parameters(shapes_of(rule))
+            optimizer = RULES[rule](params)
+            for group in optimizer.param_groups:
+                chosen = taken & set(group) - ({"momentum"} if rule == "ScheduleFreeSGD" else set())
+                group |= {key: kind(key in ("lr", "eps", "max_ratio")) for key in chosen}
+            train(optimizer, params, range(2))
+            assert all(param.isfinite().all() for param in params)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_a_name_of_mindspore_is_refused_with_ours(rule):
-    params = list(nn.Linear(2, 2).parameters())
-    for name, ours in HERE.items():
-        with pytest.raises(TypeError, match=f"{rule} takes no {name!r}") as raised:
-            RULES[rule](params, **{name: 1})
-        assert ours in str(raised.value)
-        with pytest.raises(TypeError) as raised:
-            RULES[rule]([{"params": params, name: 1}])
-        assert ours in str(raised.value)
+def test_a_name_of_mindspore_is_refused_with_ours():
+    for rule in RULES:
+        params = list(nn.Linear(2, 2).parameters())
+        for name, ours in HERE.items():
+            with pytest.raises(TypeError, match=f"{rule} takes no {name!r}") as raised:
+                RULES[rule](params, **{name: 1})
+            assert ours in str(raised.value)
+            with pytest.raises(TypeError) as raised:
+                RULES[rule]([{"params": params, name: 1}])
+            assert ours in str(raised.value)
 
 
 def test_the_migration_page_has_all_names():
@@ -175,24 +175,24 @@ CPU = torch.device("cpu")
 KINDS = [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_kernels_of_full_precision_are_right(kind, dtype):
-    assert not miscomputes(kind, dtype, CPU)
+def test_kernels_of_full_precision_are_right():
+    for kind in KINDS:
+        for dtype in [torch.float32, torch.float64]:
+            assert not miscomputes(kind, dtype, CPU)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_verdict_is_that_of_a_step_in_double_precision(kind, dtype):
-    generator = torch.Generator().manual_seed(0)
-    weights, gradient = torch.randn(2, 200, generator=generator, dtype=torch.float64).to(dtype)
-    low, high = weights.clone().requires_grad_(), weights.double().requires_grad_()
-    for parameter, fused in ((low, True), (high, False)):
-        optimizer = kind([parameter], lr=0.5, fused=fused)
-        parameter.grad = gradient.to(parameter.dtype)
-        optimizer.step()
-    far = (low.double() - high).abs().max() > 0.1
-    assert miscomputes(kind, dtype, CPU) == far
+def test_the_verdict_is_that_of_a_step_in_double_precision():
+    for kind in KINDS:
+        for dtype in [torch.bfloat16, torch.float16]:
+            generator = torch.Generator().manual_seed(0)
+            weights, gradient = torch.randn(2, 200, generator=generator, dtype=torch.float64).to(dtype)
+            low, high = weights.clone().requires_grad_(), weights.double().requires_grad_()
+            for parameter, fused in ((low, True), (high, False)):
+                optimizer = kind([parameter], lr=0.5, fused=fused)
+                parameter.grad = gradient.to(parameter.dtype)
+                optimizer.step()
+            far = (low.double() - high).abs().max() > 0.1
+            assert miscomputes(kind, dtype, CPU) == far
 
 
 def test_what_cannot_be_tried_is_left_to_torch():
