@@ -16,7 +16,7 @@ import torchboost
 from tests.support.conv_nets import vgg
 from torchboost import Boosted, ConfigError, IncompatibleError, NoEffectWarning, Target, boost, prepare
 from torchboost.front import Host, boosted_of
-from torchboost.graph import dataflow
+from torchboost.graph import trace
 from torchboost.inference import fastest
 from torchboost.optim import ScheduleFreeAdamW
 from torchboost.workloads.models import Bottleneck, ResNet
@@ -282,8 +282,8 @@ def test_it_is_a_boosted():
 
 def test_the_model_is_traced_once_before_it_is_changed_and_once_after(monkeypatch):
     traces = []
-    record = dataflow.record_symbols
-    monkeypatch.setattr(dataflow, "record_symbols", lambda *args, **kwargs: traces.append(1) or record(*args, **kwargs))
+    record = trace.record_symbols
+    monkeypatch.setattr(trace, "record_symbols", lambda *args, **kwargs: traces.append(1) or record(*args, **kwargs))
     boosted = boost(*pair(lambda: ResNet(Bottleneck, [1, 1], width=8)), level="O2", total_steps=10_000)
     assert {"less_bn", "grad_freeze"} <= set(boosted.attached)
     assert len(traces) == 2
