@@ -115,7 +115,6 @@ __all__ = [
     "state_dict_hooks",
     "state_without_hooks",
     "step_post_hooks",
-    "step_pre_hook_keys",
     "step_pre_hooks",
     "tree_flatten",
     "tree_unflatten",
@@ -383,11 +382,6 @@ def is_traced_constant(name: str) -> bool:
 def step_pre_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
     """Return the hooks that run before each step of an optimizer, in order: ``Optimizer._optimizer_step_pre_hooks``."""
     return list(optimizer._optimizer_step_pre_hooks.values())
-
-
-def step_pre_hook_keys(optimizer: Optimizer) -> list[int]:
-    """Return the keys of the hooks before ``step``, in their order: ``Optimizer._optimizer_step_pre_hooks``."""
-    return list(optimizer._optimizer_step_pre_hooks)
 
 
 def step_post_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
