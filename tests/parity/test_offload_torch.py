@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.support.offload import (
     SMALL,
@@ -30,24 +31,20 @@ OPTIONS = [
 ]
 
 
-def test_bit_for_bit_torch_fused():
-    for dtype in [torch.float32, torch.float64, torch.bfloat16]:
-        for reference in [torch.optim.Adam, torch.optim.AdamW]:
-            for kind in [AdamOffload, Remote]:
-                for options in OPTIONS:
-                    bit_for_bit(kind, reference, {"weight_decay": 0.0} | options, dtype)
-
-
-def bit_for_bit(kind: type, reference: type, options: dict[str, Any], dtype: torch.dtype) -> None:
-    ours, theirs = small_network(dtype), small_network(dtype)
-    own = {"master_weights": False, "chunk_mebibytes": SMALL, "decoupled_weight_decay": reference is torch.optim.AdamW}
-    first = kind(ours.parameters(), **options, **own)
-    second = reference(theirs.parameters(), fused=True, **options)
-    for step in range(4):
-        train(ours, first, range(step, step + 1))
-        train(theirs, second, range(step, step + 1))
-        assert_same_weights(ours, theirs)
-    assert_same_state(first, second)
+@pytest.mark.parametrize("kind", [AdamOffload, Remote])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_bit_for_bit_torch_fused(kind, dtype):
+    for changes, reference in itertools.product(OPTIONS, (torch.optim.Adam, torch.optim.AdamW)):
+        options: dict[str, Any] = {"weight_decay": 0.0} | changes
+        ours, theirs = small_network(dtype), small_network(dtype)
+        own = {"chunk_mebibytes": SMALL, "decoupled_weight_decay": reference is torch.optim.AdamW}
+        first = kind(ours.parameters(), master_weights=False, **options, **own)
+        second = reference(theirs.parameters(), fused=True, **options)
+        for step in range(4):
+            train(ours, first, range(step, step + 1))
+            train(theirs, second, range(step, step + 1))
+            assert_same_weights(ours, theirs)
+        assert_same_state(first, second)
 
 
 FORMS = [
@@ -59,38 +56,25 @@ FORMS = [
 ]
 
 
-def test_other_forms_are_those_of_adam():
-    for masters in [False, True]:
-        for form in FORMS:
-            for kind in [AdamOffload, Remote]:
-                dtype = torch.bfloat16 if masters else torch.float32
-                ours, theirs = small_network(dtype), small_network(dtype)
-                train(ours, kind(ours.parameters(), chunk_mebibytes=SMALL, master_weights=masters, **form), range(4))
-                fused = None if form.keys() & {"nesterov", "eps_uncorrected"} else True
-                train(theirs, Adam(theirs.parameters(), fused=fused, master_weights=masters, **form), range(4))
-                assert_same_weights(ours, theirs)
+@pytest.mark.parametrize("kind", [AdamOffload, Remote])
+def test_other_forms_are_those_of_adam(kind):
+    for form, masters in itertools.product(FORMS, (False, True)):
+        dtype = torch.bfloat16 if masters else torch.float32
+        ours, theirs = small_network(dtype), small_network(dtype)
+        train(ours, kind(ours.parameters(), chunk_mebibytes=SMALL, master_weights=masters, **form), range(4))
+        fused = None if form.keys() & {"nesterov", "eps_uncorrected"} else True
+        train(theirs, Adam(theirs.parameters(), fused=fused, master_weights=masters, **form), range(4))
+        assert_same_weights(ours, theirs)
 
 
-def test_one_pass_over_all_groups_with_options_of_their_own():
-    models = [small_network(), small_network()]
-    made = []
-    for kind, model in zip((Remote, torch.optim.Adam), models, strict=True):
-        params = list(model.parameters())
-        groups = [{"params": params[:2], "lr": 0.1}, {"params": params[2:4]}, {"params": params[4:], "eps": 1e-2}]
-        made.append(kind(groups, lr=0.01, **({} if kind is Remote else {"fused": True})))
-    for model, optimizer in zip(models, made, strict=True):
-        train(model, optimizer, range(3))
-    assert_same_weights(*models)
-
-
-def test_groups_added_late_and_parameters_without_gradient():
+def test_groups_with_options_of_their_own_added_late_and_parameters_without_gradient():
     models = [small_network(), small_network()]
     for kind, model in zip((Remote, torch.optim.AdamW), models, strict=True):
         own = {"decoupled_weight_decay": True, "weight_decay": 0.01} if kind is Remote else {"fused": True}
         params = list(model.parameters())
-        optimizer = kind(params[:3], **own)
+        optimizer = kind([{"params": params[:2], "lr": 0.1}, {"params": params[2:3]}], lr=0.01, **own)
         train(model, optimizer, range(2))
-        optimizer.add_param_group({"params": params[3:], "lr": 0.1})
+        optimizer.add_param_group({"params": params[3:], "eps": 1e-2})
         give_grads(model, 7)
         params[1].grad = params[-1].grad = None
         optimizer.step()
@@ -98,102 +82,74 @@ def test_groups_added_late_and_parameters_without_gradient():
     assert_same_weights(*models)
 
 
-def test_memory_order_of_weights_and_gradients():
-    for form in [torch.channels_last, torch.contiguous_format]:
-        for kind in [AdamOffload, Remote]:
-            model, plain = small_network().to(memory_format=form), small_network()
-            first, second = (
-                kind(model.parameters(), chunk_mebibytes=SMALL),
-                torch.optim.Adam(plain.parameters(), fused=True),
-            )
-            for step in range(4):
-                give_grads(model, step)
-                give_grads(plain, step)
-                if step == 2:
-                    model.to(memory_format=torch.channels_last)  # after there was state
-                first.step()
-                second.step()
-                for one, two in zip(model.parameters(), plain.parameters(), strict=True):
-                    torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-7)
-
-
-def test_complex_parameters():
-    for amsgrad in [False, True]:
-        for kind in [AdamOffload, Remote]:
-            values = [torch.randn(9, dtype=torch.complex64) for _ in range(4)]
-            results = []
-            for make in (kind, torch.optim.Adam):
-                param = nn.Parameter(values[0].clone())
-                optimizer = make([param], lr=0.1, amsgrad=amsgrad)
-                for grad in values[1:]:
-                    param.grad = grad.clone()
-                    optimizer.step()
-                results.append(param.detach())
-            torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
-
-
-def test_checkpoints_of_torch_go_both_ways():
-    for fused in [True, None]:
-        for kind in [AdamOffload, Remote]:
-            through, model = small_network(), small_network()
-            reference = torch.optim.AdamW(through.parameters(), weight_decay=0.1, fused=True)
-            train(through, reference, range(3))
-            theirs = torch.optim.AdamW(model.parameters(), weight_decay=0.1, fused=True)
-            train(model, theirs, range(1))
-            written = copy.deepcopy(theirs.state_dict())
-            written["param_groups"][0]["fused"] = fused
-            ours = kind(model.parameters(), decoupled_weight_decay=True)
-            ours.load_state_dict(written)
-            train(model, ours, range(1, 2))
-            back = torch.optim.AdamW(model.parameters(), fused=True)
-            back.load_state_dict(ours.state_dict())
-            train(model, back, range(2, 3))
-            assert_same_weights(model, through)
-            assert list(ours.state_dict()["state"][0]) == ["step", "exp_avg", "exp_avg_sq"]
+@pytest.mark.parametrize("kind", [AdamOffload, Remote])
+@pytest.mark.parametrize("form", [torch.channels_last, torch.contiguous_format])
+def test_memory_order_of_weights_and_gradients(kind, form):
+    model, plain = small_network().to(memory_format=form), small_network()
+    first, second = kind(model.parameters(), chunk_mebibytes=SMALL), torch.optim.Adam(plain.parameters(), fused=True)
+    for step in range(4):
+        give_grads(model, step)
+        give_grads(plain, step)
+        if step == 2:
+            model.to(memory_format=torch.channels_last)  # after there was state
+        first.step()
+        second.step()
+        for one, two in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("kind", [AdamOffload, Remote])
-def test_schedulers_and_closures(kind):
-    model, plain = small_network(), small_network()
-    x, y = torch.randn(4, 3, 8, 8), torch.randint(31, (4,))
-    for net, optimizer in (
-        (model, kind(model.parameters(), lr=0.1)),
-        (plain, torch.optim.Adam(plain.parameters(), lr=0.1, fused=True)),
-    ):
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+def test_complex_parameters(kind):
+    values = [torch.randn(9, dtype=torch.complex64) for _ in range(4)]
+    results = []
+    for make in (kind, torch.optim.Adam):
+        param = nn.Parameter(values[0].clone())
+        optimizer = make([param], lr=0.1, amsgrad=True)
+        for grad in values[1:]:
+            param.grad = grad.clone()
+            optimizer.step()
+        results.append(param.detach())
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
 
-        def closure(net: nn.Module = net, optimizer: torch.optim.Optimizer = optimizer) -> Tensor:
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(net(x), y)
-            loss.backward()
-            return loss
 
-        for _ in range(3):
-            assert optimizer.step(closure) > 0
-            scheduler.step()
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.0125)
-    assert_same_weights(model, plain)
+@pytest.mark.parametrize("kind", [AdamOffload, Remote])
+@pytest.mark.parametrize("fused", [True, None])
+def test_checkpoints_of_torch_go_both_ways(kind, fused):
+    through, model = small_network(), small_network()
+    reference = torch.optim.AdamW(through.parameters(), weight_decay=0.1, fused=True)
+    train(through, reference, range(3))
+    theirs = torch.optim.AdamW(model.parameters(), weight_decay=0.1, fused=True)
+    train(model, theirs, range(1))
+    written = copy.deepcopy(theirs.state_dict())
+    written["param_groups"][0]["fused"] = fused
+    ours = kind(model.parameters(), decoupled_weight_decay=True)
+    ours.load_state_dict(written)
+    train(model, ours, range(1, 2))
+    back = torch.optim.AdamW(model.parameters(), fused=True)
+    back.load_state_dict(ours.state_dict())
+    train(model, back, range(2, 3))
+    assert_same_weights(model, through)
+    assert list(ours.state_dict()["state"][0]) == ["step", "exp_avg", "exp_avg_sq"]
 
 
 def test_grad_scaler_and_accumulation():
-    for kind in [AdamOffload, Remote]:
-        model, plain = small_network(), small_network()
-        x, y = torch.randn(3, 4, 3, 8, 8), torch.randint(31, (3, 4))
-        for net, optimizer in (
-            (model, kind(model.parameters(), lr=0.1)),
-            (plain, torch.optim.Adam(plain.parameters(), lr=0.1, fused=True)),
-        ):
-            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-            for step in range(4):
-                optimizer.zero_grad()
-                for part in range(3):
-                    loss = nn.functional.cross_entropy(net(x[part]), y[part]) / 3
-                    scaler.scale(loss * (float("inf") if step == 1 else 1.0)).backward()
-                scaler.step(optimizer)
-                scaler.update()
-            assert scaler.get_scale() == 512.0
-            assert all(state["step"] == 3 for state in optimizer.state.values())
-        assert_same_weights(model, plain)
+    model, plain = small_network(), small_network()
+    x, y = torch.randn(3, 4, 3, 8, 8), torch.randint(31, (3, 4))
+    for net, optimizer in (
+        (model, Remote(model.parameters(), lr=0.1)),
+        (plain, torch.optim.Adam(plain.parameters(), lr=0.1, fused=True)),
+    ):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for step in range(4):
+            optimizer.zero_grad()
+            for part in range(3):
+                loss = nn.functional.cross_entropy(net(x[part]), y[part]) / 3
+                scaler.scale(loss * (float("inf") if step == 1 else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 512.0
+        assert all(state["step"] == 3 for state in optimizer.state.values())
+    assert_same_weights(model, plain)
 
 
 def test_weights_set_from_outside_are_honoured():

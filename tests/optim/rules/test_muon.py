@@ -1,4 +1,4 @@
-"""Muon equals torch's and a plain form in float64; filters, stacks, checkpoints, errors; its iteration alone."""
+"""Muon equals torch's and a plain form in float64; filters, stacks, shards, checkpoints, errors."""
 
 from __future__ import annotations
 
@@ -8,13 +8,22 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.optimizers import give_grads, parameters, same, train
+from tests.support.ranks import run_ranks
+from tests.support.traffic import bytes_sent
+from torchboost.errors import IncompatibleError
+from torchboost.optim import MixedOptimizer, Muon, muon_groups
 from torchboost.optim.rules import muon
-from torchboost.optim.rules.muon import QUINTIC, Muon, faster_dtype, orthogonalized
+from torchboost.optim.rules.muon import QUINTIC, faster_dtype, orthogonalized
 
 OPTIONS = st.fixed_dictionaries(
     {
@@ -63,7 +72,7 @@ def by_hand(weights: list[Tensor], steps: int, options: dict[str, Any]) -> list[
     return weights
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(shapes=SHAPES, options=OPTIONS)
 def test_equals_its_definition_in_float64(shapes, options):
     params = parameters(shapes)
@@ -73,7 +82,7 @@ def test_equals_its_definition_in_float64(shapes, options):
         assert float((ours.detach().double() - theirs).norm()) < 1e-5 * (3 + float(theirs.norm()))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(shapes=SHAPES, options=OPTIONS)
 def test_equals_torchs_muon_up_to_the_rounding_of_bfloat16(shapes, options):
     """Each step of torch's form is off by up to a few percent, and of small singular values by more."""
@@ -86,26 +95,26 @@ def test_equals_torchs_muon_up_to_the_rounding_of_bfloat16(shapes, options):
         assert float((mine - other).detach().norm()) < 0.15 * moved + 1e-5
 
 
-@pytest.mark.parametrize("back", [False, True], ids=["from torch", "to torch"])
-def test_checkpoints_load_both_ways(back):
-    ours, theirs = parameters([(6, 4), (4, 9)]), parameters([(6, 4), (4, 9)])
-    pair: list[torch.optim.Optimizer] = [torch.optim.Muon(theirs, lr=0.02), Muon(ours, lr=0.5, ns_dtype=torch.bfloat16)]
-    params = [theirs, ours]
-    if back:
-        pair, params = pair[::-1], params[::-1]
+def test_checkpoints_load_both_ways():
+    for back in (False, True):
+        ours, theirs = parameters([(6, 4), (4, 9)]), parameters([(6, 4), (4, 9)])
+        pair: list[torch.optim.Optimizer] = [torch.optim.Muon(theirs), Muon(ours, ns_dtype=torch.bfloat16)]
+        params = [theirs, ours]
+        if back:
+            pair, params = pair[::-1], params[::-1]
         pair[0].param_groups[0]["lr"], pair[1].param_groups[0]["lr"] = 0.02, 0.5
-    train(pair[0], params[0], range(3))
-    with torch.no_grad():
-        for target, source in zip(params[1], params[0], strict=True):
-            target.copy_(source)
-    pair[1].load_state_dict(copy.deepcopy(pair[0].state_dict()))
-    assert pair[1].param_groups[0]["lr"] == 0.02
-    for first, second in zip(pair[0].state.values(), pair[1].state.values(), strict=True):
-        assert torch.equal(first["momentum_buffer"], second["momentum_buffer"])
-    for one, own in zip(pair, params, strict=True):
-        train(one, own, [3])
-    for one, other in zip(*params, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0.02 * 0.1)
+        train(pair[0], params[0], range(3))
+        with torch.no_grad():
+            for target, source in zip(params[1], params[0], strict=True):
+                target.copy_(source)
+        pair[1].load_state_dict(copy.deepcopy(pair[0].state_dict()))
+        assert pair[1].param_groups[0]["lr"] == 0.02
+        for first, second in zip(pair[0].state.values(), pair[1].state.values(), strict=True):
+            assert torch.equal(first["momentum_buffer"], second["momentum_buffer"])
+        for optimizer, weights in zip(pair, params, strict=True):
+            train(optimizer, weights, [3])
+        for one, other in zip(*params, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0.02 * 0.1)
 
 
 def test_a_filter_is_the_matrix_of_its_joined_axes():
@@ -180,30 +189,23 @@ def test_the_choice_of_precision_is_saved_with_the_state():
     assert other.param_groups[0]["ns_dtype"] is chosen
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "text"),
-    [
-        ({"ns_steps": 0}, ValueError, "from 1 to 99"),
-        ({"ns_steps": 2.0}, TypeError, "whole number"),
-        ({"ns_coefficients": (1.0, 2.0)}, ValueError, "three finite numbers"),
-        ({"ns_coefficients": [(1.0, 2.0, 3.0), (1.0, math.nan, 0.0)]}, ValueError, "three finite numbers"),
-        ({"ns_coefficients": "quintic"}, TypeError, "three numbers"),
-        ({"momentum": 1.0}, ValueError, "below 1"),
-        ({"adjust_lr_fn": "rms"}, ValueError, "'match_rms_adamw'"),
-        ({"ns_dtype": torch.float16}, ValueError, "torch.bfloat16"),
-        ({"stacked": 1}, TypeError, "stacked"),
-    ],
-)
-def test_options_that_are_refused(options, error, text):
-    with pytest.raises(error, match=text):
-        Muon(parameters([(3, 2)]), **options)
-
-
-def test_vectors_are_refused_with_the_way_out():
-    with pytest.raises(ValueError, match=r"shape \(4,\).*muon_groups\(model\)"):
-        Muon(nn.Linear(3, 4).parameters())
-    with pytest.raises(ValueError, match="real matrices"):
-        Muon([nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))])
+def test_options_and_parameters_that_are_refused():
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"ns_steps": 0}, "from 1 to 99"),
+        ({"ns_steps": 2.0}, "whole number"),
+        ({"ns_coefficients": (1.0, 2.0)}, "three finite numbers"),
+        ({"ns_coefficients": [(1.0, 2.0, 3.0), (1.0, math.nan, 0.0)]}, "three finite numbers"),
+        ({"ns_coefficients": "quintic"}, "three numbers"),
+        ({"momentum": 1.0}, "below 1"),
+        ({"adjust_lr_fn": "rms"}, "'match_rms_adamw'"),
+        ({"ns_dtype": torch.float16}, "torch.bfloat16"),
+        ({"stacked": 1}, "stacked"),
+        ({"params": nn.Linear(3, 4).parameters()}, r"shape \(4,\).*muon_groups\(model\)"),
+        ({"params": [nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))]}, "real matrices"),
+    ]
+    for options, text in cases:
+        with pytest.raises((TypeError, ValueError), match=text):
+            Muon(**{"params": parameters([(3, 2)]), **options})
 
 
 def test_coefficients_per_iteration_decide_the_number_of_iterations():
@@ -228,24 +230,24 @@ def random(shape: tuple[int, ...], spectrum: str = "flat") -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("spectrum", ["flat", "steep"])
-@pytest.mark.parametrize("shape", MATRICES, ids=str)
-def test_float32_equals_float64_to_1e_5(shape, spectrum):
-    matrices = random(shape, spectrum).float()
-    found = orthogonalized(matrices, [QUINTIC] * 5)
-    assert found.shape == matrices.shape
-    assert found.dtype == torch.float32
-    flat = matrices.reshape(-1, *shape[-2:])
-    wanted = torch.stack([plainly(one) for one in flat]).reshape(shape)
-    assert float((found.double() - wanted).norm() / wanted.norm()) < 1e-5
+def test_float32_equals_float64_to_1e_5():
+    for shape in MATRICES:
+        for spectrum in ("flat", "steep"):
+            matrices = random(shape, spectrum).float()
+            before = matrices.clone()
+            found = orthogonalized(matrices, [QUINTIC] * 5)
+            assert found.shape == matrices.shape
+            assert found.dtype == torch.float32
+            assert torch.equal(matrices, before)
+            wanted = torch.stack([plainly(one) for one in matrices.reshape(-1, *shape[-2:])]).reshape(shape)
+            assert float((found.double() - wanted).norm() / wanted.norm()) < 1e-5, (shape, spectrum)
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3, 4, 6, 8])
-def test_both_forms_are_one_polynomial(steps, monkeypatch):
-    matrix = random((20, 60)).float()
-    by_gram = orthogonalized(matrix, [QUINTIC] * steps)
+def test_both_forms_are_one_polynomial(monkeypatch):
+    matrix, steps = random((20, 60)).float(), (1, 2, 3, 4, 6, 8)
+    by_gram = [orthogonalized(matrix, [QUINTIC] * count) for count in steps]
     monkeypatch.setattr(muon, "ELONGATED", 100)
-    plain = orthogonalized(matrix, [QUINTIC] * steps)
+    plain = [orthogonalized(matrix, [QUINTIC] * count) for count in steps]
     torch.testing.assert_close(by_gram, plain, rtol=1e-4, atol=1e-5)
 
 
@@ -265,14 +267,14 @@ def test_other_coefficients_for_each_iteration():
     torch.testing.assert_close(found @ found.T, torch.eye(12), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("shape", [(64, 64), (16, 144)])
-def test_bfloat16_is_near_and_finite_for_steep_spectra(shape):
-    for spectrum, most in (("flat", 0.05), ("steep", 0.3)):
-        matrix = random(shape, spectrum).float()
-        found = orthogonalized(matrix.bfloat16(), [QUINTIC] * 5)
-        assert found.dtype == torch.bfloat16
-        wanted = plainly(matrix)
-        assert float((found.double() - wanted).norm() / wanted.norm()) < most
+def test_bfloat16_is_near_and_finite_for_steep_spectra():
+    for shape in ((64, 64), (16, 144)):
+        for spectrum, most in (("flat", 0.05), ("steep", 0.3)):
+            matrix = random(shape, spectrum).float()
+            found = orthogonalized(matrix.bfloat16(), [QUINTIC] * 5)
+            assert found.dtype == torch.bfloat16
+            wanted = plainly(matrix)
+            assert float((found.double() - wanted).norm() / wanted.norm()) < most
 
 
 def test_zeros_stay_zeros_and_scales_do_not_matter():
@@ -285,20 +287,6 @@ def test_zeros_stay_zeros_and_scales_do_not_matter():
     assert orthogonalized(torch.full((3, 4), float("nan")), [QUINTIC]).isnan().all()
 
 
-def test_a_matrix_does_not_depend_on_those_of_its_batch():
-    stack = random((6, 10, 25)).float()
-    together = orthogonalized(stack, [QUINTIC] * 5)
-    for one, found in zip(stack, together, strict=True):
-        torch.testing.assert_close(orthogonalized(one, [QUINTIC] * 5), found, rtol=1e-5, atol=1e-6)
-
-
-def test_the_input_is_not_changed():
-    matrix = random((4, 6)).float()
-    before = matrix.clone()
-    orthogonalized(matrix, [QUINTIC] * 5).mul_(2)
-    assert torch.equal(matrix, before)
-
-
 @pytest.mark.parametrize(("ratio", "wanted"), [(2.0, torch.bfloat16), (1.0, torch.float32), (0.2, torch.float32)])
 def test_the_precision_is_measured_on_a_cpu_and_bfloat16_elsewhere(ratio, wanted, monkeypatch, bfloat16):
     bfloat16(ratio, None)
@@ -307,3 +295,185 @@ def test_the_precision_is_measured_on_a_cpu_and_bfloat16_elsewhere(ratio, wanted
     monkeypatch.setattr(muon.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(muon.dist, "get_world_size", lambda: 2)
     assert faster_dtype(torch.device("cpu")) is torch.float32
+
+
+# Shards: ranks find the weights of one process
+
+STEPS = 4
+RATES: dict[str, Any] = {"lr": 0.05, "ns_dtype": torch.float32}
+
+
+class Net(nn.Module):
+    """Filters, uneven matrices, a stack of experts, tables and vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Conv2d(3, 5, 3, padding=1)
+        self.filters = nn.Conv2d(5, 7, 3, padding=1)
+        self.wide, self.tall = nn.Linear(7, 33), nn.Linear(33, 6)
+        self.experts = nn.Parameter(0.3 * torch.randn(3, 6, 6))
+        self.same = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.filters(self.enter(x).relu()).relu().mean((2, 3))
+        x = self.tall(self.wide(x).relu())
+        x = torch.stack([x @ expert for expert in self.experts]).mean(0)
+        for layer in self.same:
+            x = x + layer(x).relu()
+        return self.head(x)
+
+
+def built(model: nn.Module, groups: Any = None) -> MixedOptimizer:
+    groups = muon_groups(model, muon=RATES, adamw={"lr": 0.01}) if groups is None else groups
+    return MixedOptimizer(groups)
+
+
+def fresh() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def run(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range = range(STEPS)) -> None:
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    share = slice(8 // ranks * rank, 8 // ranks * (rank + 1))
+    for step in steps:
+        draw = torch.Generator().manual_seed(step)
+        inputs, labels = torch.randn(8, 3, 4, 4, generator=draw), torch.randint(0, 4, (8,), generator=draw)
+        nn.functional.cross_entropy(model(inputs[share]), labels[share]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def weights(model: nn.Module) -> dict[str, list[float]]:
+    full = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()}
+    return {name: value.detach().flatten().tolist() for name, value in full.items()}
+
+
+def rules_by_name(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """The options of every parameter, found before the model is sharded."""
+    groups = muon_groups(model, muon=RATES, adamw={"lr": 0.01})
+    keys = ("params", "param_names")
+    return {n: {k: v for k, v in g.items() if k not in keys} for g in groups for n in g["param_names"]}
+
+
+def by_name(model: nn.Module, options: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"params": [p], **options[name]} for name, p in model.named_parameters()]
+
+
+def sharded() -> dict[str, list[float]]:
+    model = fresh()
+    options = rules_by_name(model)
+    fully_shard(model)
+    run(model, built(model, by_name(model, options)))
+    return weights(model)
+
+
+def replicated() -> dict[str, list[float]]:
+    model = fresh()
+    wrapped = DistributedDataParallel(model)
+    run(wrapped, built(wrapped))
+    return weights(model)
+
+
+def zero() -> dict[str, list[float]]:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns about parts of itself
+
+    model = fresh()
+    groups = [dict(group) for group in muon_groups(model, muon=RATES, adamw={"lr": 0.01})]
+    for group in groups:
+        del group["param_names"]
+    wrapped = DistributedDataParallel(model)
+    optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=MixedOptimizer)
+    run(wrapped, optimizer)
+    return weights(model)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way", [sharded, replicated, zero], ids=lambda way: way.__name__)
+def test_ranks_equal_one_process(way, ranks):
+    model = fresh()
+    run(model, built(model))
+    alone = weights(model)
+    found = run_ranks(way, ranks)
+    for other in found:
+        assert other == found[0]
+        for name, values in alone.items():
+            assert other[name] == pytest.approx(values, abs=1e-5), name
+
+
+@pytest.mark.dist
+def test_resuming_over_shards_is_bit_identical():
+    assert run_ranks(resumed, 2) == [True, True]
+
+
+def resumed() -> bool:
+    model = fresh()
+    options = rules_by_name(model)
+    fully_shard(model)
+    optimizer = built(model, by_name(model, options))
+    run(model, optimizer, range(2))
+    kept, state = [p.detach().clone() for p in model.parameters()], copy.deepcopy(optimizer.state_dict())
+    run(model, optimizer, range(2, STEPS))
+    wanted = [p.to_local().clone() for p in model.parameters()]  # pyright: ignore
+    other = built(model, by_name(model, options))
+    with torch.no_grad():
+        for param, value in zip(model.parameters(), kept, strict=True):
+            param.copy_(value)
+    other.load_state_dict(state)
+    run(model, other, range(2, STEPS))
+    return same([p.to_local() for p in model.parameters()], wanted)  # pyright: ignore
+
+
+def traffic(dtype: torch.dtype) -> int:
+    """Bytes of one step over two matrices of 64 x 96; each rank works on one of them."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    params = [nn.Parameter(distribute_tensor(torch.ones(64, 96), mesh, [Shard(0)])) for _ in range(2)]
+    optimizer = Muon(params, ns_dtype=dtype)
+    for param in params:
+        param.grad = distribute_tensor(torch.randn(64, 96), mesh, [Shard(0)])
+    optimizer.step()
+    return bytes_sent(optimizer.step)
+
+
+@pytest.mark.dist
+def test_each_rank_sends_its_shards_of_the_others_matrices_once_each_way():
+    shard = 32 * 96 * 2
+    for sent in run_ranks(traffic, 2, torch.bfloat16):
+        assert 2 * shard <= sent < 2 * shard + 4096
+
+
+def layouts() -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    torch.manual_seed(0)
+    matrix = torch.randn(6, 8)
+    both = nn.Parameter(distribute_tensor(matrix.clone(), mesh, [Shard(0), Shard(1)]))
+    optimizer = Muon([both])
+    both.grad = both.detach().clone()
+    before = both.full_tensor().clone()
+    with pytest.raises(IncompatibleError, match="divided along one axis") as caught:
+        optimizer.step()
+    assert torch.equal(both.full_tensor(), before)
+    moved = []
+    for placements in ([Replicate(), Shard(0)], [Shard(1), Replicate()], [Replicate(), Replicate()]):
+        param = nn.Parameter(distribute_tensor(matrix.clone(), mesh, placements))
+        param.grad = distribute_tensor(matrix.cos(), mesh, placements)
+        Muon([param], ns_dtype=torch.float32).step()
+        moved.append(param.full_tensor().detach())
+    alone = nn.Parameter(matrix.clone())
+    alone.grad = matrix.cos()
+    Muon([alone], ns_dtype=torch.float32).step()
+    for one in moved:
+        torch.testing.assert_close(one, alone.detach(), rtol=1e-5, atol=1e-6)
+    stack = nn.Parameter(distribute_tensor(torch.stack([matrix] * 4), mesh, [Replicate(), Shard(0)]))
+    stack.grad = distribute_tensor(torch.stack([matrix.cos()] * 4), mesh, [Replicate(), Shard(0)])
+    optimizer = Muon([stack], stacked=True, ns_dtype=torch.float32)
+    assert bytes_sent(optimizer.step) < 1000  # each rank holds whole matrices
+    torch.testing.assert_close(stack.full_tensor()[3], alone.detach(), rtol=1e-5, atol=1e-6)
+    return [str(caught.value)]
+
+
+@pytest.mark.dist
+def test_layouts_of_two_dimensions():
+    assert all("rule='adamw'" in text for (text,) in run_ranks(layouts, 4))
