@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -94,10 +95,39 @@ def _failures(folder: str) -> list[str]:
     return errors
 
 
+def _on_two_ranks(folder: str) -> dict[str, Any]:
+    later = {how: _wrapped_later(how) for how in ("ddp", "never")}
+    return {"later": later, "rows": _checkpoint_of_rank_0(folder), "failures": _failures(folder)}
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    plain_checkpoints(folder, 3)
+    answers = run_ranks(_on_two_ranks, 2, str(folder))
+    return {name: [answer[name] for answer in answers] for name in answers[0]}
+
+
 @pytest.mark.dist
-def test_what_is_refused_on_every_rank(tmp_path: Path) -> None:
-    plain_checkpoints(tmp_path, 3)
-    one, two = run_ranks(_failures, 2, str(tmp_path))
+def test_ddp_may_come_later_and_must_come(on_two_ranks: dict[str, list[Any]]) -> None:
+    one, two = (later["ddp"] for later in on_two_ranks["later"])
+    assert one == two
+    assert isinstance(one, list)
+    for later in on_two_ranks["later"]:
+        assert "wrap the model in DistributedDataParallel" in str(later["never"])
+
+
+@pytest.mark.dist
+def test_a_rank_does_not_take_the_rows_of_another(on_two_ranks: dict[str, list[Any]]) -> None:
+    first, second = on_two_ranks["rows"]
+    assert first == ["loaded", "loaded"]
+    assert "rows of rank 0 of 2, this is rank 1 of 2" in second[0]
+    assert second[1] == "loaded"
+
+
+@pytest.mark.dist
+def test_what_is_refused_on_every_rank(on_two_ranks: dict[str, list[Any]]) -> None:
+    one, two = on_two_ranks["failures"]
     needed = "n_components: found 5 and 3 snapshots; as many snapshots as components are needed"
     assert one[0].startswith(needed)
     assert two[0].startswith(needed)
@@ -134,15 +164,6 @@ def _wrapped_later(how: str) -> list[list[float]] | str:
     return weights
 
 
-@pytest.mark.dist
-def test_ddp_may_come_later_and_must_come() -> None:
-    one, two = run_ranks(_wrapped_later, 2, "ddp")
-    assert one == two
-    assert isinstance(one, list)
-    for error in run_ranks(_wrapped_later, 2, "never"):
-        assert "wrap the model in DistributedDataParallel" in str(error)
-
-
 def _checkpoint_of_rank_0(folder: str) -> list[str]:
     """Each rank loads what rank 0 saved: its own rows are not in it, directions from a folder are not either."""
     answers = []
@@ -170,12 +191,3 @@ def _checkpoint_of_rank_0(folder: str) -> list[str]:
         else:
             answers.append("loaded")
     return answers
-
-
-@pytest.mark.dist
-def test_a_rank_does_not_take_the_rows_of_another(tmp_path: Path) -> None:
-    plain_checkpoints(tmp_path, 3)
-    first, second = run_ranks(_checkpoint_of_rank_0, 2, str(tmp_path))
-    assert first == ["loaded", "loaded"]
-    assert "rows of rank 0 of 2, this is rank 1 of 2" in second[0]
-    assert second[1] == "loaded"

@@ -230,10 +230,14 @@ def _go_on_in_mid_window(root: Path) -> list[float]:
     return all_weights(run.model)
 
 
+def _stop_and_go_on(root: Path) -> tuple[list[float], list[float]]:
+    return _stop_in_mid_window(root), _go_on_in_mid_window(root)
+
+
 @pytest.mark.dist
 def test_a_window_that_is_not_full_resumes_on_the_ranks_that_hold_its_gradients(tmp_path):
-    wanted = run_ranks(_stop_in_mid_window, 2, tmp_path)
-    assert run_ranks(_go_on_in_mid_window, 2, tmp_path) == wanted
+    for stopped, resumed in run_ranks(_stop_and_go_on, 2, tmp_path):
+        assert resumed == stopped
     assert run_ranks(_go_on_in_mid_window, 1, tmp_path) == [[]]
 
 
@@ -252,10 +256,15 @@ def _own_figures(root: Path, resume: bool) -> list[int | None]:
     return found
 
 
+def _own_figures_both_times(root: Path) -> tuple[list[int | None], list[int | None]]:
+    return _own_figures(root, False), _own_figures(root, True)
+
+
 @pytest.mark.dist
 def test_what_ranks_measured_goes_back_to_them(tmp_path):
-    assert run_ranks(_own_figures, 2, tmp_path, False) == [[None] * len(KINDS)] * 2
-    assert run_ranks(_own_figures, 2, tmp_path, True) == [[100] * len(KINDS), [101] * len(KINDS)]
+    saved, loaded = zip(*run_ranks(_own_figures_both_times, 2, tmp_path), strict=True)
+    assert list(saved) == [[None] * len(KINDS)] * 2
+    assert list(loaded) == [[100] * len(KINDS), [101] * len(KINDS)]
     with pytest.raises(RankError, match=r"'boost' differs between ranks 0 and 1.*Resume on 2 ranks"):
         run_ranks(_own_figures, 1, tmp_path, True)
 
@@ -272,13 +281,6 @@ def _statistics(root: Path) -> list[list[float]]:
         norms = [module for module in each.bare.modules() if isinstance(module, nn.BatchNorm2d)]
         seen.append(torch.cat([norm.running_mean for norm in norms if norm.running_mean is not None]).tolist())
     return seen
-
-
-@pytest.mark.dist
-def test_the_statistics_of_batch_norms_are_those_of_rank_0(tmp_path):
-    (first, loaded), (second, loaded_too) = run_ranks(_statistics, 2, tmp_path)
-    assert first != second
-    assert first == loaded == loaded_too
 
 
 def _refusals(root: Path) -> None:
@@ -311,14 +313,11 @@ def _refusals(root: Path) -> None:
         again.load(root)
 
 
-@pytest.mark.dist
-def test_what_does_not_fit_is_refused_before_anything_is_changed(tmp_path):
-    run_ranks(_refusals, 2, tmp_path)
-
-
 def _late(root: Path) -> tuple[str, str]:
     """Save where only rank 0 sees what an earlier run left, as on a disk that is slow to show it to others."""
     run = Run("ddp", Case())
+    for number in (50, 60):
+        run.save(root, number)
     run.train(0, 1)
     folder = root if dist.get_rank() == 0 else root / "seen by another rank"
     said = []
@@ -331,18 +330,11 @@ def _late(root: Path) -> tuple[str, str]:
 
 @pytest.mark.dist
 def test_a_number_that_is_not_the_newest_is_refused_on_all_ranks(tmp_path):
-    run_ranks(_save_two, 2, tmp_path)
     first, second = run_ranks(_late, 2, tmp_path, timeout=30.0)
     assert first == second
     assert "give a larger number" in first[0]
     assert "and checkpoint 10 would be older" in first[1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["00000050", "00000060"]
-
-
-def _save_two(root: Path) -> None:
-    run = Run("ddp", Case())
-    for number in (50, 60):
-        run.save(root, number)
 
 
 def _by_hand(run: Run) -> dict[str, Any]:
@@ -378,10 +370,19 @@ def _plain_in_mid_window(root: Path) -> None:
         dcp.load({"boost": again.step}, checkpoint_id=root)
 
 
+def _in_one_launch(root: Path) -> list[list[float]]:
+    _refusals(root / "refused")
+    _plain(root / "plain")
+    _plain_in_mid_window(root / "window")
+    return _statistics(root / "statistics")
+
+
 @pytest.mark.dist
-def test_torch_alone_saves_and_loads_between_windows_and_does_not_drop_one_silently(tmp_path):
-    run_ranks(_plain, 2, tmp_path)
-    run_ranks(_plain_in_mid_window, 2, tmp_path / "window")
+def test_refusals_checkpoints_of_torch_alone_and_statistics_of_rank_0(tmp_path):
+    """What does not fit is refused before anything is changed; torch alone drops no window silently."""
+    (first, loaded), (second, loaded_too) = run_ranks(_in_one_launch, 2, tmp_path)
+    assert first != second
+    assert first == loaded == loaded_too
 
 
 def _dropping() -> nn.Sequential:

@@ -110,27 +110,27 @@ def _rounded(wrapping: str) -> tuple[list[float], list[float]]:
     return found[0], found[1]
 
 
-@pytest.mark.dist
-@pytest.mark.parametrize("wrapping", ["ddp", "fsdp"])
-def test_stochastic_rounding_gives_all_ranks_the_same_weights(wrapping):
-    (first, exact), (second, _) = run_ranks(_rounded, 2, wrapping)
-    assert first == second
-    assert first == pytest.approx(exact, abs=0.02)
+def _everything() -> dict[str, Any]:
+    rounded = {wrapping: _rounded(wrapping) for wrapping in ("ddp", "fsdp")}
+    return {"rounded": rounded, "zero": _zero(sorted(LOCAL)), "fsdp": _fsdp(sorted(RULES))}
+
+
+@pytest.fixture(scope="module")
+def trained() -> list[dict[str, Any]]:
+    return run_ranks(_everything, 2)
 
 
 @pytest.mark.dist
-def test_zero_redundancy_optimizer_equals_one_process():
-    names = sorted(LOCAL)
-    first, second = run_ranks(_zero, 2, names)
-    for name, ours, theirs in zip(names, first, second, strict=True):
-        assert ours == theirs, name
-        assert ours == pytest.approx(_alone(name), abs=2e-6), name
+def test_stochastic_rounding_gives_all_ranks_the_same_weights(trained):
+    for wrapping in ("ddp", "fsdp"):
+        (first, exact), (second, _) = (answer["rounded"][wrapping] for answer in trained)
+        assert first == second, wrapping
+        assert first == pytest.approx(exact, abs=0.02), wrapping
 
 
 @pytest.mark.dist
-def test_fsdp_equals_one_process_and_its_state_survives_a_checkpoint():
-    names = sorted(RULES)
-    first, second = run_ranks(_fsdp, 2, names)
-    for name, ours, theirs in zip(names, first, second, strict=True):
-        assert ours == theirs, name
-        assert ours == pytest.approx(_alone(name), abs=2e-6), name
+def test_zero_redundancy_and_fsdp_equal_one_process_and_the_state_survives_a_checkpoint(trained):
+    for how, names in (("zero", sorted(LOCAL)), ("fsdp", sorted(RULES))):
+        for name, ours, theirs in zip(names, *(answer[how] for answer in trained), strict=True):
+            assert ours == theirs, (how, name)
+            assert ours == pytest.approx(_alone(name), abs=2e-6), (how, name)

@@ -41,9 +41,19 @@ def _alike() -> bool:
     return True
 
 
+def _of_four() -> tuple[bool, str, list[int]]:
+    return _alike(), _some_ranks(), sharded([[], [3], [0, 2]])
+
+
 @pytest.mark.dist
-def test_ranks_that_agree_go_on_and_may_begin_again() -> None:
-    assert run_ranks(_alike, 4) == [True] * 4
+def test_four_ranks_agree_and_begin_again_are_told_where_they_differ_and_compare_shards_as_a_whole() -> None:
+    alike, told, holders_of_shards = zip(*run_ranks(_of_four, 4), strict=True)
+    assert all(alike)
+    assert (
+        list(told)
+        == [f"a test: the ranks disagree: step is 0 on rank {r} and 1 on rank {r + 2}. Do so." for r in (0, 1)] * 2
+    )
+    assert [list(of) for of in zip(*holders_of_shards, strict=True)] == [[0] * 4, [0, 0, 2, 2], [0] * 4]
 
 
 def _some_ranks() -> str:
@@ -52,12 +62,6 @@ def _some_ranks() -> str:
     with pytest.raises(RankDisagreementError) as caught:
         pair.check({"step": rank // 2}, hint="Do so.")
     return str(caught.value)
-
-
-@pytest.mark.dist
-def test_those_that_differ_are_named_with_what_they_have() -> None:
-    told = [f"a test: the ranks disagree: step is 0 on rank {r} and 1 on rank {r + 2}. Do so." for r in (0, 1)]
-    assert run_ranks(_some_ranks, 4) == told * 2
 
 
 def _late(who: int, how: str) -> tuple[str, float] | None:
@@ -79,7 +83,7 @@ def _late(who: int, how: str) -> tuple[str, float] | None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("ranks", "who", "how"), [(2, 0, "dies"), (4, 2, "dies"), (5, 1, "hangs")])
+@pytest.mark.parametrize(("ranks", "who", "how"), [(2, 0, "dies"), (5, 1, "hangs")])
 def test_a_rank_that_does_not_come_is_named_on_all_others_in_time(ranks: int, who: int, how: str) -> None:
     answers = run_ranks(_late, ranks, who, how, dying=[who] if how == "dies" else [])
     assert answers.pop(who) is None
@@ -132,14 +136,6 @@ def _different(how: str) -> tuple[str, list[float]]:
     return str(caught.value), after
 
 
-@pytest.mark.dist
-@pytest.mark.parametrize("how", ["length", "check"])
-def test_ranks_that_compare_different_things_are_an_error_on_all(how: str) -> None:
-    for rank, (said, after) in enumerate(run_ranks(_different, 3, how)):
-        assert f"different things; rank {rank} has {20 if (how, rank) == ('length', 1) else 2} numbers" in said
-        assert after == [2.0]
-
-
 class Counted:
     """A group that notes to whom it sends."""
 
@@ -166,7 +162,7 @@ def _messages() -> list[tuple[int, int]]:
 
 @pytest.mark.dist
 def test_messages_grow_with_the_logarithm_of_the_ranks() -> None:
-    ranks = 8
+    ranks = 5
     for rank, sent in enumerate(run_ranks(_messages, ranks)):
         to = [(rank + step) % ranks for step in (1, 2, 4) if step < ranks]
         assert sent == [(other, 16 * 8) for other in to] * 2
@@ -186,9 +182,18 @@ def _shared() -> tuple[float, float, str, bool]:
     return mean_over_ranks(own), float(own), from_first_rank(f"of rank {dist.get_rank()}"), is_first_rank()
 
 
+CHANGES = ("one bit", "sign of a zero", "shape", "precision", "a number", "a name", "order of the names")
+
+
+def _of_two() -> tuple[Any, list[int]]:
+    return _shared(), holders(CHANGES)
+
+
 @pytest.mark.dist
-def test_ranks_share_a_mean_and_the_value_of_the_first():
-    assert run_ranks(_shared, 2) == [(0.5, 0.0, "of rank 0", True), (0.5, 1.0, "of rank 0", False)]
+def test_two_ranks_share_a_mean_and_the_value_of_the_first_and_what_differs_has_another_holder():
+    shared, held = zip(*run_ranks(_of_two, 2), strict=True)
+    assert list(shared) == [(0.5, 0.0, "of rank 0", True), (0.5, 1.0, "of rank 0", False)]
+    assert list(held) == [[0] * 7, [1] * 6 + [0]]
 
 
 def test_without_a_group_they_are_those_of_the_process():
@@ -209,10 +214,18 @@ def _heard(uses: list[tuple[str, list[int]]]) -> list[list[str]]:
     return found
 
 
+def _of_three(uses: list[tuple[str, list[int]]]) -> tuple[list[list[str]], dict[str, tuple[str, list[float]]]]:
+    return _heard(uses), {how: _different(how) for how in ("length", "check")}
+
+
 @pytest.mark.dist
-def test_each_use_has_room_of_its_own_and_takes_only_the_ranks_it_is_for():
+def test_uses_have_rooms_of_their_own_and_comparing_different_things_is_an_error_on_all_of_three_ranks():
     uses = [("a", [0, 1]), ("a", [1, 2]), ("a", [0, 1]), ("b", [0, 1]), ("a", [0, 1, 2])]
-    first, second, third = run_ranks(_heard, 3, uses)
+    (first, second, third), different = zip(*run_ranks(_of_three, 3, uses), strict=True)
+    for rank, errors in enumerate(different):
+        for how, (said, after) in errors.items():
+            assert f"different things; rank {rank} has {20 if (how, rank) == ('length', 1) else 2} numbers" in said
+            assert after == [2.0]
     assert first == [["a 0"] * 2, ["a 2"] * 2, ["b 3"] * 2, ["a 4"] * 3]
     assert second == [["a 0"] * 2, ["a 1"] * 2, ["a 2"] * 2, ["b 3"] * 2, ["a 4"] * 3]
     assert third == [["a 1"] * 2, ["a 4"] * 3]
@@ -249,25 +262,12 @@ def holders(changes: tuple[str, ...]) -> list[int]:
     return [first_holder(changed(what) if rank else STATE, [rank]) for what in changes]
 
 
-@pytest.mark.dist
-def test_what_differs_has_another_holder():
-    changes = ("one bit", "sign of a zero", "shape", "precision", "a number", "a name", "order of the names")
-    found = run_ranks(holders, 2, changes)
-    assert found == [[0] * 7, [1] * 6 + [0]]
-
-
 def sharded(cases: list[list[int]]) -> list[int]:
     """Two nodes, each of which holds one state in two shards."""
     rank = dist.get_rank()
     first = rank - rank % 2
     shards = [{"shard": torch.full((2,), float(rank % 2 + 2 * (rank in odd)))} for odd in cases]
     return [first_holder(shard, [first, first + 1]) for shard in shards]
-
-
-@pytest.mark.dist
-def test_shards_are_compared_as_the_whole_they_make():
-    found = run_ranks(sharded, 4, [[], [3], [0, 2]])
-    assert [list(of) for of in zip(*found, strict=True)] == [[0, 0, 0, 0], [0, 0, 2, 2], [0, 0, 0, 0]]
 
 
 def bytes_told(shards: int) -> int:

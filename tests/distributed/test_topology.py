@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch.distributed as dist
 
@@ -43,6 +45,14 @@ def test_the_ranks_of_a_node_and_whole_nodes():
         Topology(world_size=5, devices_per_node=2).check_full()
 
 
+def of_three_ranks() -> tuple[list[Any], str]:
+    return [members(per_node) for per_node in (3, 1)], refused(2)
+
+
+def of_four_ranks(sizes: list[int]) -> tuple[list[Any], str]:
+    return [members(2)], refused_by_the_launchers_numbers(sizes)
+
+
 def members(per_node: int) -> tuple[list[int], list[int], bool]:
     groups = NodeGroups.of(Topology.current(per_node))
     found = [dist.get_process_group_ranks(group) for group in (groups.inside, groups.across)]
@@ -59,25 +69,6 @@ def refused(per_node: int) -> str:
     return str(error.value)
 
 
-@pytest.mark.dist
-@pytest.mark.parametrize(("ranks", "per_node"), [(4, 2), (3, 3), (3, 1)])
-def test_a_rank_belongs_to_its_node_and_to_its_place_in_every_node(ranks, per_node):
-    for rank, (inside, across, others_live) in enumerate(run_ranks(members, ranks, per_node)):
-        node, place = divmod(rank, per_node)
-        assert inside == [node * per_node + i for i in range(per_node)]
-        assert across == list(range(place, ranks, per_node))
-        assert others_live
-
-
-@pytest.mark.dist
-def test_nodes_that_are_not_all_full_are_refused():
-    wanted = (
-        "found 3 ranks in nodes of 2, so the last node is not full; start the same number of ranks on every node, or "
-        "set common.device_number to that number."
-    )
-    assert run_ranks(refused, 3, 2) == [wanted] * 3
-
-
 def refused_by_the_launchers_numbers(sizes: list[int]) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", str(sizes[dist.get_rank()]))
@@ -87,10 +78,26 @@ def refused_by_the_launchers_numbers(sizes: list[int]) -> str:
 
 
 @pytest.mark.dist
-def test_nodes_of_different_size_are_refused_on_all_ranks():
-    sizes = [3, 3, 3, 1]
-    wanted = (
-        "found nodes of 1 and 3 ranks (4 in total); start the same number of ranks on every node, or set "
-        "common.device_number to a number that divides them all."
-    )
-    assert run_ranks(refused_by_the_launchers_numbers, len(sizes), sizes, timeout=20.0) == [wanted] * len(sizes)
+def test_a_rank_belongs_to_its_node_and_its_place_in_every_node_and_other_nodes_are_refused_on_all_ranks():
+    three, four = run_ranks(of_three_ranks, 3), run_ranks(of_four_ranks, 4, [3, 3, 3, 1], timeout=20.0)
+    for answers, layouts, message in (
+        (
+            three,
+            (3, 1),
+            "found 3 ranks in nodes of 2, so the last node is not full; start the same number of ranks on every node, "
+            "or set common.device_number to that number.",
+        ),
+        (
+            four,
+            (2,),
+            "found nodes of 1 and 3 ranks (4 in total); start the same number of ranks on every node, or set "
+            "common.device_number to a number that divides them all.",
+        ),
+    ):
+        for rank, (groups, error) in enumerate(answers):
+            assert error == message
+            for per_node, (inside, across, others_live) in zip(layouts, groups, strict=True):
+                node, place = divmod(rank, per_node)
+                assert inside == [node * per_node + i for i in range(per_node)]
+                assert across == list(range(place, len(answers), per_node))
+                assert others_live

@@ -53,18 +53,12 @@ def test_a_file_without_the_newer_fields_still_loads() -> None:
     assert loaded.contestants[0].ratios[0].detectable is None
 
 
-def test_unknown_fields_and_formats_are_refused() -> None:
+def test_a_diverged_run_survives_json_and_unknown_fields_formats_and_changes_are_refused() -> None:
+    curve = Curve(seed=0, epochs=[1.0], seconds=[1.0], train_loss=[math.nan], metric=[0.1])
+    assert math.isnan(Curve.model_validate_json(curve.model_dump_json()).train_loss[0])
+    with pytest.raises(ValidationError):
+        report().title = "other"
     with pytest.raises(ValidationError):
         BenchReport.model_validate(report().model_dump() | {"surprise": 1})
     with pytest.raises(ValidationError):
         BenchReport.model_validate(report().model_dump() | {"format": 2})
-
-
-def test_a_diverged_run_survives_the_way_through_json() -> None:
-    curve = Curve(seed=0, epochs=[1.0], seconds=[1.0], train_loss=[math.nan], metric=[0.1])
-    assert math.isnan(Curve.model_validate_json(curve.model_dump_json()).train_loss[0])
-
-
-def test_records_are_frozen() -> None:
-    with pytest.raises(ValidationError):
-        report().title = "other"
