@@ -33,6 +33,7 @@ def target_of(model: nn.Module) -> Target:
 def test_the_same_object_trains_the_same_and_its_graphs_are_counted() -> None:
     for make in [mlp, cnn, BottleneckNet]:
         for fullgraph in [False, True]:
+            torch.compiler.reset()
             torch.manual_seed(1)
             plain = target_of(make())
             expected = train(plain, 4, 3)

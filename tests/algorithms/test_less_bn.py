@@ -28,8 +28,8 @@ from tests.support.conv_nets import (
 from tests.support.models import BottleneckNet
 from tests.support.portraits import changes, portrait
 from tests.support.removal_nets import NormAct, preact_net, repvgg_net
-from torchboost import Target
-from torchboost.algorithms import LessBn, less_bn
+from torchboost import Target, less_bn
+from torchboost.algorithms import LessBn
 from torchboost.core import attach_all
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.graph.normalized_linear import NormalizedLinear

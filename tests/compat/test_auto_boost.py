@@ -26,7 +26,6 @@ from torchboost import (
     WithLoss,
 )
 from torchboost.optim import ClipNorm, GradientPipeline
-from torchboost.workloads.models import BasicBlock, ResNet
 
 
 def net(seed: int = 0) -> nn.Sequential:
@@ -281,18 +280,6 @@ def trained_steps(network, optimizer, n: int):
 
 def norms(network: nn.Module) -> int:
     return sum(isinstance(m, nn.BatchNorm2d) for m in network.modules())
-
-
-def test_a_network_trained_at_a_level_is_boosted_again_and_goes_on():
-    network = ResNet(BasicBlock, [1, 1], width=8, classes=4)
-    before = norms(network)
-    optimizer = sgd(network)
-    booster = AutoBoost("O1")
-    for _ in range(2):
-        booster.network_auto_process_train(network, optimizer)
-        trained_steps(network, optimizer, 2)
-    assert norms(network) == before - 3
-    assert "gradient_centralization" in booster.attached
 
 
 def test_what_is_refused():

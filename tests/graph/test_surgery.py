@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import Parameter
 from torch.nn import functional as F
 
-from tests.support.removal_nets import NormAct, PreAct, RepVGG
+from tests.support.removal_nets import NormAct
 from torchboost.graph.surgery import (
     held_elsewhere,
     may_collide,
@@ -256,16 +256,6 @@ def test_behind_a_layer_that_feeds_nothing_else_all_is_safe():
     assert not collides(model, model[1])
     model[0].register_forward_hook(lambda *_: None)  # it may keep what it sees
     assert collides(model, model[1])
-
-
-def test_blocks_that_write_in_place():
-    for style, expected in {"module": True, "method": True, "keyword": True, "plain": False}.items():
-        model = nn.Sequential(conv(), PreAct(4, style), conv())
-        assert collides(model, model[1].bn1) is expected
-        assert not collides(model, model[1].bn2)
-    model = nn.Sequential(conv(), RepVGG(4), conv())
-    assert collides(model, model[1].same)
-    assert not collides(model, model[1].wide[1])
 
 
 def test_another_norm_that_is_left_out_hands_the_memory_on():

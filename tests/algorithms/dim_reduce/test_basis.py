@@ -210,8 +210,10 @@ def save(path: Path, seed: int = 0) -> dict[str, torch.Tensor]:
 
 def test_checkpoints_are_the_parameters(tmp_path: Path) -> None:
     for suffix in [".safetensors", ".pt", ".pth"]:
-        states = [save(tmp_path / f"step-{i}{suffix}", seed=i) for i in range(3)]
-        snapshots = read_checkpoints(tmp_path, model())
+        folder = tmp_path / suffix
+        folder.mkdir()
+        states = [save(folder / f"step-{i}{suffix}", seed=i) for i in range(3)]
+        snapshots = read_checkpoints(folder, model())
         for snapshot, state in zip(snapshots, states, strict=True):
             for tensor, name in zip(snapshot, Layout.of(model()).names, strict=True):
                 assert torch.equal(tensor, state[name])

@@ -12,6 +12,7 @@ from torch import nn
 
 from tests.conftest import ROOT
 from tests.support.optimizers import RULES, all_rules, parameters, shapes_of, train
+from torchboost import optim
 from torchboost.errors import IncompatibleError
 from torchboost.optim import SGD, Adam
 from torchboost.optim.rules.options import FLAGS, HERE, NOT_NEGATIVE, check_fused, check_options, miscomputes
@@ -87,6 +88,31 @@ def test_senseless_options_are_refused():
     for options, error, text in BAD:
         with pytest.raises(error, match=text):
             check_options(options)
+
+
+OUT_OF_RANGE: dict[str, list[tuple[str, object]]] = {
+    "RMSProp": [("alpha", 1.0), ("alpha", -0.1), ("alpha", "x"), ("eps", 0.0), ("eps", math.nan), ("centered", 1)],
+    "RMSprop": [("alpha", 1.0)],
+    "FTRL": [
+        ("lr", 1e-200),
+        ("lr_power", 0.5),
+        ("lr_power", -64),
+        ("lr_power", math.nan),
+        ("lr_power", "x"),
+        ("l1", -1),
+        ("l2", None),
+        ("initial_accumulator_value", 0),
+        ("initial_accumulator_value", "x"),
+    ],
+    "Lamb": [("max_ratio", bad) for bad in (-1.0, "x", None, math.nan)],
+}
+
+
+def test_numbers_out_of_the_range_of_a_rule_are_named():
+    for rule, cases in OUT_OF_RANGE.items():
+        for name, bad in cases:
+            with pytest.raises(TypeError if bad in ("x", None) or name == "centered" else ValueError, match=name):
+                getattr(optim, rule)(parameters(shapes_of(rule)), **{name: bad})
 
 
 def test_every_number_and_flag_is_checked():

@@ -1,77 +1,13 @@
 from __future__ import annotations
 
-import copy
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LinearLR, OneCycleLR
 
-from tests.support.optimizers import FORMS, frozen, give_grads, parameters, same, train, values
+from tests.support.optimizers import FORMS, give_grads, parameters, same, train, values
 from torchboost.errors import IncompatibleError
 from torchboost.optim import SGD, Momentum
 from torchboost.optim.rules.options import miscomputes
-
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"weight_decay": 0.1},
-    {"momentum": 0.9},
-    {"momentum": 0.9, "dampening": 0.4, "weight_decay": 0.1},
-    {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
-    {"momentum": 0.9, "maximize": True, "weight_decay": 0.1},
-]
-
-
-def test_groups_schedulers_and_crossing_checkpoints_equal_torch():
-    for form in FORMS.values():
-        for options in OPTIONS:
-            equal_torch(options, form)
-
-
-def equal_torch(options: dict[str, Any], form: dict[str, Any]) -> None:
-    mine, other = parameters(), parameters()
-    groups = [[{"params": p[:2]}, {"params": p[2:], "lr": 0.02, "weight_decay": 0.3}] for p in (mine, other)]
-    left, right = SGD(groups[0], lr=0.1, **options, **form), torch.optim.SGD(groups[1], lr=0.1, **options, **form)
-    schedulers = [LinearLR(left, 0.1, total_iters=4), LinearLR(right, 0.1, total_iters=4)]
-    for step in range(6):
-        train(left, mine, [step])
-        train(right, other, [step])
-        for scheduler in schedulers:
-            scheduler.step()
-        if step == 3:  # change sides
-            left_state, right_state = copy.deepcopy(left.state_dict()), copy.deepcopy(right.state_dict())
-            left.load_state_dict(right_state)
-            right.load_state_dict(left_state)
-        assert same(mine, other)
-        buffers = [[o.state[p].get("momentum_buffer") for p in params] for o, params in ((left, mine), (right, other))]
-        assert [frozen(buffer) for buffer in buffers[0]] == [frozen(buffer) for buffer in buffers[1]]
-
-
-def test_a_tensor_as_learning_rate():
-    for form in FORMS.values():
-        for options in OPTIONS[:3]:
-            mine, other = parameters(), parameters()
-            left = SGD(mine, lr=torch.tensor(0.1), **options, **form)
-            right = torch.optim.SGD(other, lr=torch.tensor(0.1), **options, **form)
-            for step in range(4):
-                train(left, mine, [step])
-                train(right, other, [step])
-                for optimizer in (left, right):
-                    optimizer.param_groups[0]["lr"].mul_(0.5)
-            assert same(mine, other), options
-
-
-def test_a_cycle_of_momenta():
-    mine, other = parameters(), parameters()
-    left, right = SGD(mine, lr=0.1, momentum=0.9), torch.optim.SGD(other, lr=0.1, momentum=0.9)
-    schedulers = [OneCycleLR(optimizer, 0.1, total_steps=10) for optimizer in (left, right)]
-    for step in range(6):
-        train(left, mine, [step])
-        train(right, other, [step])
-        for scheduler in schedulers:
-            scheduler.step()
-    assert same(mine, other)
 
 
 def test_momentum_is_sgd_with_momentum():
