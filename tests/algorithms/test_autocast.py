@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import pickle
 import sys
 import types
@@ -185,34 +186,34 @@ def test_copies_and_pickles_are_plain() -> None:
 
 
 def test_compiled_models_need_no_graph_break() -> None:
-    for order in ["attach, compile", "compile, attach", "compile, run, attach"]:
-        for how in ["in place", "wrapped", "wrapped, inner attached"]:
-            for make, backend in [(Net, "aot_eager"), (BottleneckNet, "eager")]:
-                torch.compiler.reset()
-                model = make().eval()
-                x, _ = batch_for(model, torch.Generator().manual_seed(0))
-                plain, expected = model(x), under_autocast(model, x)
-                if how == "wrapped, inner attached" or (how == "wrapped" and order == "attach, compile"):
-                    call = torch.compile(model, backend=backend, fullgraph=True)
-                    attach_to = model
-                else:
-                    call = attach_to = (
-                        torch.compile(model, backend=backend, fullgraph=True) if how == "wrapped" else model
-                    )
-                if how == "in place" and order != "attach, compile":
-                    model.compile(backend=backend, fullgraph=True)
-                if order == "compile, run, attach":
-                    call(x)
-                effect = autocast_forward(attach_to)
-                if how == "in place" and order == "attach, compile":
-                    model.compile(backend=backend, fullgraph=True)
-                outputs = call(x)
-                assert outputs.dtype is torch.float32
-                torch.testing.assert_close(outputs, expected, rtol=1e-2, atol=1e-2)
-                assert not torch.equal(outputs, plain)
-                assert not torch.is_autocast_enabled("cpu")
-                effect.remove()
-                torch.testing.assert_close(call(x), plain, rtol=1e-6, atol=1e-6)
+    for order, how in itertools.product(
+        ["attach, compile", "compile, attach", "compile, run, attach"],
+        ["in place", "wrapped", "wrapped, inner attached"],
+    ):
+        for make, backend in [(Net, "aot_eager"), (BottleneckNet, "eager")]:
+            torch.compiler.reset()
+            model = make().eval()
+            x, _ = batch_for(model, torch.Generator().manual_seed(0))
+            plain, expected = model(x), under_autocast(model, x)
+            if how == "wrapped, inner attached" or (how == "wrapped" and order == "attach, compile"):
+                call = torch.compile(model, backend=backend, fullgraph=True)
+                attach_to = model
+            else:
+                call = attach_to = torch.compile(model, backend=backend, fullgraph=True) if how == "wrapped" else model
+            if how == "in place" and order != "attach, compile":
+                model.compile(backend=backend, fullgraph=True)
+            if order == "compile, run, attach":
+                call(x)
+            effect = autocast_forward(attach_to)
+            if how == "in place" and order == "attach, compile":
+                model.compile(backend=backend, fullgraph=True)
+            outputs = call(x)
+            assert outputs.dtype is torch.float32
+            torch.testing.assert_close(outputs, expected, rtol=1e-2, atol=1e-2)
+            assert not torch.equal(outputs, plain)
+            assert not torch.is_autocast_enabled("cpu")
+            effect.remove()
+            torch.testing.assert_close(call(x), plain, rtol=1e-6, atol=1e-6)
 
 
 class Mixes(nn.Module):
@@ -352,27 +353,26 @@ def with_large_logits() -> nn.Linear:
 
 
 def test_a_head_and_what_follows_it_compute_in_float32() -> None:
-    for tail in [nn.Sigmoid(), nn.Softmax(-1), nn.Identity()]:
-        for compiled in [False, True]:
-            torch.compiler.reset()
-            model, x = (
-                Outputs(policy=nn.Sequential(with_large_logits(), tail), value=nn.Linear(16, 1)),
-                torch.randn(5, 8),
-            )
-            call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
-            known = Autocast().fitted(model, (x,), {})
-            assert known == Autocast(float32=("policy.0", "value"))
-            assert known.fitted(model, (x,), {}) is known
-            with torch.no_grad():
-                expected = exact(model, x)
-                for found in (known, Autocast()):
-                    with attach_all(Target(model, sgd(model)), [found] if not compiled or found is known else [known]):
-                        with torch.enable_grad():
-                            call(x)
-                        outputs = call(x)
-                    for name in expected:
-                        torch.testing.assert_close(outputs[name], expected[name], rtol=1e-6, atol=1e-6)
-            assert vars(model.policy[0]).keys() == vars(nn.Linear(1, 1)).keys()
+    for tail, compiled in itertools.product([nn.Sigmoid(), nn.Softmax(-1), nn.Identity()], [False, True]):
+        torch.compiler.reset()
+        model, x = (
+            Outputs(policy=nn.Sequential(with_large_logits(), tail), value=nn.Linear(16, 1)),
+            torch.randn(5, 8),
+        )
+        call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        known = Autocast().fitted(model, (x,), {})
+        assert known == Autocast(float32=("policy.0", "value"))
+        assert known.fitted(model, (x,), {}) is known
+        with torch.no_grad():
+            expected = exact(model, x)
+            for found in (known, Autocast()):
+                with attach_all(Target(model, sgd(model)), [found] if not compiled or found is known else [known]):
+                    with torch.enable_grad():
+                        call(x)
+                    outputs = call(x)
+                for name in expected:
+                    torch.testing.assert_close(outputs[name], expected[name], rtol=1e-6, atol=1e-6)
+        assert vars(model.policy[0]).keys() == vars(nn.Linear(1, 1)).keys()
 
 
 def test_under_a_compiler_that_has_seen_no_pass_the_last_layer_counts_as_the_head() -> None:

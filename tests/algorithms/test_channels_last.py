@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 
 import pytest
@@ -353,19 +354,18 @@ def test_a_wrapped_model_with_other_kernels_is_refused_before_anything_changes()
 
 
 def test_it_compiles_without_graph_breaks() -> None:
-    for backend in ["eager", "aot_eager"]:
-        for in_place in [True, False]:
-            torch.compiler.reset()
-            model = BottleneckNet()
-            inputs, _ = batch(model)
-            expected = model(inputs)
-            with to_channels_last(model):
-                call = model
-                if in_place:
-                    model.compile(backend=backend, fullgraph=True)
-                else:
-                    call = torch.compile(model, backend=backend, fullgraph=True)
-                torch.testing.assert_close(call(inputs), expected, rtol=1e-5, atol=1e-6)
+    for backend, in_place in itertools.product(["eager", "aot_eager"], [True, False]):
+        torch.compiler.reset()
+        model = BottleneckNet()
+        inputs, _ = batch(model)
+        expected = model(inputs)
+        with to_channels_last(model):
+            call = model
+            if in_place:
+                model.compile(backend=backend, fullgraph=True)
+            else:
+                call = torch.compile(model, backend=backend, fullgraph=True)
+            torch.testing.assert_close(call(inputs), expected, rtol=1e-5, atol=1e-6)
 
 
 def copies(*objects: object, how: str) -> tuple:
@@ -386,21 +386,22 @@ def test_a_copy_of_the_model_has_kernels_in_the_format_and_no_hook() -> None:
 
 
 def test_an_attachment_copied_with_its_model_is_removed_from_the_copy_alone() -> None:
-    for how in ["deepcopy", "pickle"]:
-        for attach in [to_channels_last, lambda m, o: attach_all(Target(m, o), [ChannelsLast()])]:
-            model = cnn()
-            before = strides(model)
-            effect = attach(model, sgd(model))
-            changed = strides(model)
-            again, copied = copies(model, effect, how=how)
-            copied.remove()
-            assert strides(again) == before
-            assert not again._forward_pre_hooks
-            assert not again._forward_hooks
-            assert strides(model) == changed != before
-            assert len(model._forward_pre_hooks) == 1
-            effect.remove()
-            assert strides(model) == before
+    for how, attach in itertools.product(
+        ["deepcopy", "pickle"], [to_channels_last, lambda m, o: attach_all(Target(m, o), [ChannelsLast()])]
+    ):
+        model = cnn()
+        before = strides(model)
+        effect = attach(model, sgd(model))
+        changed = strides(model)
+        again, copied = copies(model, effect, how=how)
+        copied.remove()
+        assert strides(again) == before
+        assert not again._forward_pre_hooks
+        assert not again._forward_hooks
+        assert strides(model) == changed != before
+        assert len(model._forward_pre_hooks) == 1
+        effect.remove()
+        assert strides(model) == before
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import subprocess
 import sys
@@ -31,25 +32,24 @@ def target_of(model: nn.Module) -> Target:
 
 
 def test_the_same_object_trains_the_same_and_its_graphs_are_counted() -> None:
-    for make in [mlp, cnn, BottleneckNet]:
-        for fullgraph in [False, True]:
-            torch.compiler.reset()
-            torch.manual_seed(1)
-            plain = target_of(make())
-            expected = train(plain, 4, 3)
-            torch.manual_seed(1)
-            model = make()
-            target = target_of(model)
-            keys = list(model.state_dict())
-            compiled = Compile(backend="eager", fullgraph=fullgraph).attach(target)
-            assert target.model is model
-            assert list(model.state_dict()) == keys
-            assert compiled.graphs == 0
-            assert identical(train(target, 4, 3), expected)
-            assert compiled.graphs == 1
-            model.eval()
-            model(batch_for(model, torch.Generator())[0])
-            assert compiled.graphs == (2 if any(isinstance(m, nn.BatchNorm2d) for m in model.modules()) else 1)
+    for make, fullgraph in itertools.product([mlp, cnn, BottleneckNet], [False, True]):
+        torch.compiler.reset()
+        torch.manual_seed(1)
+        plain = target_of(make())
+        expected = train(plain, 4, 3)
+        torch.manual_seed(1)
+        model = make()
+        target = target_of(model)
+        keys = list(model.state_dict())
+        compiled = Compile(backend="eager", fullgraph=fullgraph).attach(target)
+        assert target.model is model
+        assert list(model.state_dict()) == keys
+        assert compiled.graphs == 0
+        assert identical(train(target, 4, 3), expected)
+        assert compiled.graphs == 1
+        model.eval()
+        model(batch_for(model, torch.Generator())[0])
+        assert compiled.graphs == (2 if any(isinstance(m, nn.BatchNorm2d) for m in model.modules()) else 1)
 
 
 def test_a_flip_of_requires_grad_is_one_more_graph_and_trains_what_it_should() -> None:

@@ -94,36 +94,35 @@ def test_an_explicit_foreach_comes_back() -> None:
 
 
 def test_under_a_scaler_with_overflow_in_the_first_step() -> None:
-    for unscale in [True, False]:
-        for name in ["nesterov", "adamw"]:
-            fused, plain = pair(OPTIMIZERS[name])
-            seen: list[float] = []
-            fuse_optimizer(fused.optimizer)
-            for target in (fused, plain):
-                weight = target.model[0].weight
-                target.optimizer.register_step_pre_hook(
-                    lambda *_, seen=seen, weight=weight: seen.append(weight.grad.norm().item())
-                )
-                scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
-                scheduler = torch.optim.lr_scheduler.ExponentialLR(target.optimizer, 0.9)
-                generator = torch.Generator().manual_seed(0)
-                for factor in (float("inf"), 1.0, 1.0, float("nan"), 1.0):
-                    x, y = batch_for(target.model, generator)
-                    scaler.scale(F.cross_entropy(target.model(x), y) * factor).backward()
-                    if unscale:
-                        scaler.unscale_(target.optimizer)
-                        nn.utils.clip_grad_norm_(target.model.parameters(), 0.5)
-                    before = scaler.get_scale()
-                    scaler.step(target.optimizer)
-                    scaler.update()
-                    if scaler.get_scale() == before:
-                        scheduler.step()
-                    target.optimizer.zero_grad()
-                assert scaler.get_scale() == 2.0**10
-                assert not hasattr(target.optimizer, "grad_scale")
-            assert_same(fused, plain)
-            assert len(seen) == 6
-            assert seen[:3] == pytest.approx(seen[3:], rel=1e-4)
+    for unscale, name in itertools.product([True, False], ["nesterov", "adamw"]):
+        fused, plain = pair(OPTIMIZERS[name])
+        seen: list[float] = []
+        fuse_optimizer(fused.optimizer)
+        for target in (fused, plain):
+            weight = target.model[0].weight
+            target.optimizer.register_step_pre_hook(
+                lambda *_, seen=seen, weight=weight: seen.append(weight.grad.norm().item())
+            )
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(target.optimizer, 0.9)
+            generator = torch.Generator().manual_seed(0)
+            for factor in (float("inf"), 1.0, 1.0, float("nan"), 1.0):
+                x, y = batch_for(target.model, generator)
+                scaler.scale(F.cross_entropy(target.model(x), y) * factor).backward()
+                if unscale:
+                    scaler.unscale_(target.optimizer)
+                    nn.utils.clip_grad_norm_(target.model.parameters(), 0.5)
+                before = scaler.get_scale()
+                scaler.step(target.optimizer)
+                scaler.update()
+                if scaler.get_scale() == before:
+                    scheduler.step()
+                target.optimizer.zero_grad()
+            assert scaler.get_scale() == 2.0**10
+            assert not hasattr(target.optimizer, "grad_scale")
+        assert_same(fused, plain)
+        assert len(seen) == 6
+        assert seen[:3] == pytest.approx(seen[3:], rel=1e-4)
 
 
 def test_parameters_that_start_late_join_with_the_right_momentum() -> None:
@@ -437,19 +436,20 @@ def test_optimizers_of_this_package_are_fused_too() -> None:
 
 
 def test_no_low_precision_model_moves_as_a_wrong_kernel_would_move_it():
-    for make in [momentum, lambda params: SGD(params, lr=0.05, momentum=0.9)]:
-        for dtype in [torch.bfloat16, torch.float16]:
-            target, plain = pair(make, lambda dtype=dtype: mlp().to(dtype))
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", NoEffectWarning)
-                fuse_optimizer(target.optimizer)
-            for _ in range(3):
-                for p, q in zip(target.model.parameters(), plain.model.parameters(), strict=True):
-                    p.grad = torch.linspace(-1, 1, p.numel()).view_as(p).to(dtype)
-                    q.grad = p.grad.clone()
-                target.optimizer.step()
-                plain.optimizer.step()
-            assert_same(target, plain, tolerance=0.02)
+    for make, dtype in itertools.product(
+        [momentum, lambda params: SGD(params, lr=0.05, momentum=0.9)], [torch.bfloat16, torch.float16]
+    ):
+        target, plain = pair(make, lambda dtype=dtype: mlp().to(dtype))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NoEffectWarning)
+            fuse_optimizer(target.optimizer)
+        for _ in range(3):
+            for p, q in zip(target.model.parameters(), plain.model.parameters(), strict=True):
+                p.grad = torch.linspace(-1, 1, p.numel()).view_as(p).to(dtype)
+                q.grad = p.grad.clone()
+            target.optimizer.step()
+            plain.optimizer.step()
+        assert_same(target, plain, tolerance=0.02)
 
 
 def test_a_model_cast_later_is_not_given_to_a_wrong_kernel():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import random
 import threading
 import types
@@ -92,26 +93,25 @@ def test_parameters_need_no_memory_where_only_the_shape_matters():
 
 
 def test_mixed_precision_of_accelerate_stays_behind():
-    for own in [False, True]:
-        for covered in ["before", "behind"]:
-            operations = pytest.importorskip("accelerate.utils.operations")
-            model, x = nn.Linear(8, 4), torch.randn(3, 8)
-            if own:
-                model.forward = types.MethodType(lambda self, x: nn.Linear.forward(self, x) * 2, model)
-            expected = model(x)
-            if covered == "before":
-                autocast_forward(model)
-            model._original_forward = model.forward  # as Accelerator.prepare_model does
-            under = torch.autocast("cpu", torch.bfloat16)(model.forward.__func__)
-            model.forward = types.MethodType(operations.convert_outputs_to_fp32(under), model)
-            if covered == "behind":
-                autocast_forward(model)
-            assert not torch.equal(model(x), expected)
-            made = twin(model)
-            assert torch.equal(made(x), expected)
-            assert "_original_forward" not in vars(made)
-            assert ("forward" in vars(made)) == own
-            assert not torch.equal(model(x), expected)
+    for own, covered in itertools.product([False, True], ["before", "behind"]):
+        operations = pytest.importorskip("accelerate.utils.operations")
+        model, x = nn.Linear(8, 4), torch.randn(3, 8)
+        if own:
+            model.forward = types.MethodType(lambda self, x: nn.Linear.forward(self, x) * 2, model)
+        expected = model(x)
+        if covered == "before":
+            autocast_forward(model)
+        model._original_forward = model.forward  # as Accelerator.prepare_model does
+        under = torch.autocast("cpu", torch.bfloat16)(model.forward.__func__)
+        model.forward = types.MethodType(operations.convert_outputs_to_fp32(under), model)
+        if covered == "behind":
+            autocast_forward(model)
+        assert not torch.equal(model(x), expected)
+        made = twin(model)
+        assert torch.equal(made(x), expected)
+        assert "_original_forward" not in vars(made)
+        assert ("forward" in vars(made)) == own
+        assert not torch.equal(model(x), expected)
 
 
 class ThroughLambda(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import types
 
 import pytest
@@ -206,15 +207,14 @@ _ALTERATIONS = {
 
 
 def test_what_was_altered_on_the_instance_stays():
-    for build in [_Net, _TwoInputs]:
-        for alteration in _ALTERATIONS.values():
-            model = shaken(build())
-            alteration(model)
-            inputs = (torch.randn(2, 3, 8, 8), torch.randn(2, 2))[: 1 + (build is _TwoInputs)]
-            before = model(*inputs)
-            assert fold_batch_norms(model).folded == ()
-            assert fold_batch_norms(model, sample=inputs).folded == ()
-            assert torch.equal(model(*inputs), before)
+    for build, alteration in itertools.product([_Net, _TwoInputs], _ALTERATIONS.values()):
+        model = shaken(build())
+        alteration(model)
+        inputs = (torch.randn(2, 3, 8, 8), torch.randn(2, 2))[: 1 + (build is _TwoInputs)]
+        before = model(*inputs)
+        assert fold_batch_norms(model).folded == ()
+        assert fold_batch_norms(model, sample=inputs).folded == ()
+        assert torch.equal(model(*inputs), before)
 
 
 def test_a_hook_on_a_module_around_the_layer_counts_as_an_operation():

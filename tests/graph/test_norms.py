@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 
 import pytest
@@ -332,16 +333,15 @@ class TwoSteps(nn.BatchNorm2d):
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_it_can_be_scripted_traced_and_exported():
-    for copies in [False, True]:
-        for kind in [nn.BatchNorm2d, TwoSteps]:
-            model = nn.Sequential(nn.Conv2d(3, 3, 1), RemovedNorm(kind(3), copies=copies), nn.Dropout(0.0))
-            x = torch.randn(2, 3, 4, 4)
-            expected = model(x)
-            assert (expected.min() < 0) == (kind is not TwoSteps)
-            assert torch.equal(torch.jit.script(model)(x), expected)
-            assert torch.equal(torch.jit.trace(model, x)(x), expected)
-            assert torch.equal(torch.export.export(model, (x,)).module()(x), expected)
-            assert torch.equal(torch.fx.symbolic_trace(model)(x), expected)
+    for copies, kind in itertools.product([False, True], [nn.BatchNorm2d, TwoSteps]):
+        model = nn.Sequential(nn.Conv2d(3, 3, 1), RemovedNorm(kind(3), copies=copies), nn.Dropout(0.0))
+        x = torch.randn(2, 3, 4, 4)
+        expected = model(x)
+        assert (expected.min() < 0) == (kind is not TwoSteps)
+        assert torch.equal(torch.jit.script(model)(x), expected)
+        assert torch.equal(torch.jit.trace(model, x)(x), expected)
+        assert torch.equal(torch.export.export(model, (x,)).module()(x), expected)
+        assert torch.equal(torch.fx.symbolic_trace(model)(x), expected)
 
 
 def test_what_runs_behind_it_runs_in_its_order():

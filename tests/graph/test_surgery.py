@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
 import pytest
@@ -84,12 +85,11 @@ def test_rebinds_in_place():
 
 def test_a_group_may_run_empty_and_the_optimizer_still_steps():
     a, b = Parameter(torch.zeros(2)), Parameter(torch.zeros(2))
-    for kind in (torch.optim.SGD, torch.optim.Adam):
-        for foreach in (False, True):
-            optimizer = stepped(kind([{"params": [a]}, {"params": [b]}], lr=0.1, foreach=foreach))
-            rebind_optimizer(optimizer, removed=[b])
-            assert [len(g["params"]) for g in optimizer.param_groups] == [1, 0]
-            stepped(optimizer)
+    for kind, foreach in itertools.product((torch.optim.SGD, torch.optim.Adam), (False, True)):
+        optimizer = stepped(kind([{"params": [a]}, {"params": [b]}], lr=0.1, foreach=foreach))
+        rebind_optimizer(optimizer, removed=[b])
+        assert [len(g["params"]) for g in optimizer.param_groups] == [1, 0]
+        stepped(optimizer)
 
 
 def test_named_parameters_keep_their_names_in_step():

@@ -124,24 +124,23 @@ KINDS = [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, AdamW]
 
 
 def test_an_optimizer_moves_as_by_hand_and_keeps_clipped_gradients():
-    for kind in KINDS:
-        for fused in (False, True):
-            ends = []
-            for by_hand in (False, True):
-                model, optimizer = build(kind, fused=fused)
-                params = list(model.parameters())
-                if not by_hand:
-                    GradientPipeline(Centralize(), ClipNorm(0.5)).attach(optimizer)
-                for step in range(4):
-                    optimizer.zero_grad()
-                    backward(model, step)
-                    if by_hand:
-                        for param in (param for param in params if param.ndim > 1):
-                            param.grad -= param.grad.mean(tuple(range(1, param.ndim)), keepdim=True)
-                        nn.utils.clip_grad_norm_(params, 0.5)
-                    optimizer.step()
-                ends.append([p.detach() for p in params] + [p.grad for p in params])
-            torch.testing.assert_close(ends[0], ends[1], rtol=1e-5, atol=1e-6)
+    for kind, fused in itertools.product(KINDS, (False, True)):
+        ends = []
+        for by_hand in (False, True):
+            model, optimizer = build(kind, fused=fused)
+            params = list(model.parameters())
+            if not by_hand:
+                GradientPipeline(Centralize(), ClipNorm(0.5)).attach(optimizer)
+            for step in range(4):
+                optimizer.zero_grad()
+                backward(model, step)
+                if by_hand:
+                    for param in (param for param in params if param.ndim > 1):
+                        param.grad -= param.grad.mean(tuple(range(1, param.ndim)), keepdim=True)
+                    nn.utils.clip_grad_norm_(params, 0.5)
+                optimizer.step()
+            ends.append([p.detach() for p in params] + [p.grad for p in params])
+        torch.testing.assert_close(ends[0], ends[1], rtol=1e-5, atol=1e-6)
 
 
 def pipelined(optimizer: torch.optim.Optimizer, *chain: Any) -> torch.optim.Optimizer:
@@ -317,35 +316,35 @@ def test_removal_leaves_no_trace_and_a_copy_has_no_pipeline():
 
 
 def test_under_grad_scaler_the_transforms_see_true_gradients():
-    for kind in [torch.optim.SGD, torch.optim.AdamW, AdamW]:
-        for unscaled in [False, True]:
-            for fused in (False, True):
-                model, optimizer = build(kind, fused=fused)
-                probe, free = Probe(), Halve()
-                GradientPipeline(probe, ClipNorm(0.5), free).attach(optimizer)
-                twin, plain = build(kind, fused=fused)
-                GradientPipeline(ClipNorm(0.5), Halve()).attach(plain)
-                scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
-                for seed in range(4):
-                    optimizer.zero_grad()
-                    backward(model, seed, scaler)
-                    if seed == 2:  # an overflow
-                        next(iter(model.parameters())).grad[0, 0] = math.inf
-                        before = snapshot(model)
-                    scaled, scale = grads_of(model), scaler.get_scale()
-                    if unscaled:
-                        scaler.unscale_(optimizer)
-                    scaler.step(optimizer)
-                    scaler.update()
-                    assert not hasattr(optimizer, "grad_scale")
-                    if seed == 2:
-                        assert snapshot(model) == before
-                        continue
-                    torch.testing.assert_close(probe.seen[-1], [grad / scale for grad in scaled])
-                    plain.zero_grad()
-                    backward(twin, seed)
-                    plain.step()
-                torch.testing.assert_close(list(model.parameters()), list(twin.parameters()), rtol=1e-5, atol=1e-6)
+    for kind, unscaled, fused in itertools.product(
+        [torch.optim.SGD, torch.optim.AdamW, AdamW], [False, True], (False, True)
+    ):
+        model, optimizer = build(kind, fused=fused)
+        probe, free = Probe(), Halve()
+        GradientPipeline(probe, ClipNorm(0.5), free).attach(optimizer)
+        twin, plain = build(kind, fused=fused)
+        GradientPipeline(ClipNorm(0.5), Halve()).attach(plain)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+        for seed in range(4):
+            optimizer.zero_grad()
+            backward(model, seed, scaler)
+            if seed == 2:  # an overflow
+                next(iter(model.parameters())).grad[0, 0] = math.inf
+                before = snapshot(model)
+            scaled, scale = grads_of(model), scaler.get_scale()
+            if unscaled:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            assert not hasattr(optimizer, "grad_scale")
+            if seed == 2:
+                assert snapshot(model) == before
+                continue
+            torch.testing.assert_close(probe.seen[-1], [grad / scale for grad in scaled])
+            plain.zero_grad()
+            backward(twin, seed)
+            plain.step()
+        torch.testing.assert_close(list(model.parameters()), list(twin.parameters()), rtol=1e-5, atol=1e-6)
 
 
 def test_scale_free_transforms_leave_the_scale_to_the_kernel():

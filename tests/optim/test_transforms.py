@@ -184,18 +184,17 @@ def test_sparse_rows_count_as_if_they_were_dense():
 
 
 def test_coalesce_merges_rows_and_leaves_dense_gradients():
-    for dense in [False, True]:
-        for rows in ([1, 1, 4], [5, 0, 2], [3]):
-            inputs = embedded(rows)
-            before = list(inputs.grads)
-            Coalesce(dense=dense)(inputs)
-            assert inputs.grads[1] is before[1]
-            assert torch.equal(inputs.grads[0].to_dense(), before[0].to_dense())
-            if dense:
-                assert inputs.grads[0].layout is torch.strided
-            else:
-                assert inputs.grads[0].is_coalesced()
-                assert inputs.grads[0]._values().shape[0] == len(set(rows))
+    for dense, rows in itertools.product([False, True], ([1, 1, 4], [5, 0, 2], [3])):
+        inputs = embedded(rows)
+        before = list(inputs.grads)
+        Coalesce(dense=dense)(inputs)
+        assert inputs.grads[1] is before[1]
+        assert torch.equal(inputs.grads[0].to_dense(), before[0].to_dense())
+        if dense:
+            assert inputs.grads[0].layout is torch.strided
+        else:
+            assert inputs.grads[0].is_coalesced()
+            assert inputs.grads[0]._values().shape[0] == len(set(rows))
 
 
 def test_decay_adds_the_weights_by_group_and_against_the_direction_of_the_optimizer():

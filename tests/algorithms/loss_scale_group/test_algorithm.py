@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import warnings
 from typing import Any
@@ -164,32 +165,31 @@ def steps_of(algorithms, scaler=None, bad: int = -1, seed: int = 0):
 
 
 def test_every_combination_trains_to_the_bit_like_unscaled_and_skips_an_overflow():
-    for how in ["dynamic", "group"]:
-        for name in COMBINATIONS:
-            plain, _, plain_step, _ = steps_of(COMBINATIONS[name])
-            group = [LossScaleGroup(groups=3, init_scale=2.0**12)] if how == "group" else []
-            model, target, step, poison = steps_of(
-                [*COMBINATIONS[name], *group], None if group else DynamicLossScale(2.0**12)
-            )
-            for number in range(6):
-                plain_step(*data(plain, number))
-                assert not step(*data(model, number)).overflow
-            assert target.scaler.get_scale() >= 2.0**12
-            assert all_equal(plain.state_dict().values(), model.state_dict().values())
-            skipped = 0
-            for number in range(6, 12):
-                poison["value"] = math.inf if number == 8 else 1.0
-                before = [p.detach().clone() for p in model.parameters()]
-                state = copy.deepcopy(target.optimizer.state_dict()["state"])
-                out = step(*data(model, number))
-                skipped += bool(out.overflow)
-                if out.overflow:
-                    assert all_equal(before, model.parameters())
-                    after = target.optimizer.state_dict()["state"]
-                    assert all(torch.equal(after[k]["momentum_buffer"], v["momentum_buffer"]) for k, v in state.items())
-            assert skipped == 1
-            assert step.updated
-            assert all(p.isfinite().all() for p in model.parameters())
+    for how, name in itertools.product(["dynamic", "group"], COMBINATIONS):
+        plain, _, plain_step, _ = steps_of(COMBINATIONS[name])
+        group = [LossScaleGroup(groups=3, init_scale=2.0**12)] if how == "group" else []
+        model, target, step, poison = steps_of(
+            [*COMBINATIONS[name], *group], None if group else DynamicLossScale(2.0**12)
+        )
+        for number in range(6):
+            plain_step(*data(plain, number))
+            assert not step(*data(model, number)).overflow
+        assert target.scaler.get_scale() >= 2.0**12
+        assert all_equal(plain.state_dict().values(), model.state_dict().values())
+        skipped = 0
+        for number in range(6, 12):
+            poison["value"] = math.inf if number == 8 else 1.0
+            before = [p.detach().clone() for p in model.parameters()]
+            state = copy.deepcopy(target.optimizer.state_dict()["state"])
+            out = step(*data(model, number))
+            skipped += bool(out.overflow)
+            if out.overflow:
+                assert all_equal(before, model.parameters())
+                after = target.optimizer.state_dict()["state"]
+                assert all(torch.equal(after[k]["momentum_buffer"], v["momentum_buffer"]) for k, v in state.items())
+        assert skipped == 1
+        assert step.updated
+        assert all(p.isfinite().all() for p in model.parameters())
 
 
 def test_a_window_that_was_resumed_may_hold_gradients_of_a_module_that_was_not_called_again():

@@ -82,14 +82,13 @@ def test_long_memory_without_bias_correction():
 
 
 def test_forms_without_a_kernel_are_refused():
-    for flag in ["nesterov", "eps_uncorrected"]:
-        for form in ["fused", "capturable"]:
-            with pytest.raises(ValueError, match=f"{flag}: torch has no kernel"):
-                Adam(parameters(), **{flag: True, form: True})
-            optimizer = Adam(parameters(), **{form: True})
-            optimizer.param_groups[0][flag] = True
-            with pytest.raises(ValueError, match=f"{flag}: torch has no kernel"):
-                optimizer.step()
+    for flag, form in itertools.product(["nesterov", "eps_uncorrected"], ["fused", "capturable"]):
+        with pytest.raises(ValueError, match=f"{flag}: torch has no kernel"):
+            Adam(parameters(), **{flag: True, form: True})
+        optimizer = Adam(parameters(), **{form: True})
+        optimizer.param_groups[0][flag] = True
+        with pytest.raises(ValueError, match=f"{flag}: torch has no kernel"):
+            optimizer.step()
 
 
 def test_what_the_kernels_refuse_is_refused_before_anything_changes():

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -96,25 +97,24 @@ def test_transforms_are_checked():
 
 
 def test_nonfinite_with_empty_complex_mixed_and_sparse_gradients():
-    for numel in [0, 3]:
-        for nonfinite in ["ignore", "skip", "raise"]:
-            params = [*parameters([(numel,), (2,)]), *parameters([(2,)], dtype=torch.complex64)]
-            params += parameters([(2,)], dtype=torch.float64)
-            give_grads(params, 0)
-            table = nn.Embedding(4, 2, sparse=True)
-            table(torch.tensor([1, 1])).sum().backward()
-            optimizer = SGD([*params, table.weight], lr=0.1, nonfinite=nonfinite)
-            before = table.weight.detach().clone()
-            optimizer.step()
-            assert not torch.equal(before, table.weight)
-            table.weight.grad._values()[0, 0] = torch.nan
-            before = values(optimizer)
-            if nonfinite == "raise":
-                with pytest.raises(FloatingPointError, match="inf or nan"):
-                    optimizer.step()
-            else:
+    for numel, nonfinite in itertools.product([0, 3], ["ignore", "skip", "raise"]):
+        params = [*parameters([(numel,), (2,)]), *parameters([(2,)], dtype=torch.complex64)]
+        params += parameters([(2,)], dtype=torch.float64)
+        give_grads(params, 0)
+        table = nn.Embedding(4, 2, sparse=True)
+        table(torch.tensor([1, 1])).sum().backward()
+        optimizer = SGD([*params, table.weight], lr=0.1, nonfinite=nonfinite)
+        before = table.weight.detach().clone()
+        optimizer.step()
+        assert not torch.equal(before, table.weight)
+        table.weight.grad._values()[0, 0] = torch.nan
+        before = values(optimizer)
+        if nonfinite == "raise":
+            with pytest.raises(FloatingPointError, match="inf or nan"):
                 optimizer.step()
-            assert (values(optimizer) == before) is (nonfinite != "ignore")
+        else:
+            optimizer.step()
+        assert (values(optimizer) == before) is (nonfinite != "ignore")
 
 
 def test_the_memory_of_a_transform_is_saved_and_resumed():
@@ -313,15 +313,16 @@ class Heavy(Signed):
 
 
 def test_the_state_of_a_rule_keeps_its_names_next_to_transforms():
-    for transforms in [(), (ClipNorm(1.0),), (Centralize(), ClipNorm(1.0)), (Remembering(),)]:
-        for rule in [Heavy, Packed]:
-            params, others = ([nn.Parameter(torch.linspace(-1, 1, 4096).view(64, 64))] for _ in range(2))
-            optimizer, resumed = rule(params, transforms=transforms), rule(others, transforms=transforms)
-            train(optimizer, params, range(3))
-            with torch.no_grad():
-                others[0].copy_(params[0])
-            resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-            assert same(train(optimizer, params, range(3, 6)), train(resumed, others, range(3, 6)))
+    for transforms, rule in itertools.product(
+        [(), (ClipNorm(1.0),), (Centralize(), ClipNorm(1.0)), (Remembering(),)], [Heavy, Packed]
+    ):
+        params, others = ([nn.Parameter(torch.linspace(-1, 1, 4096).view(64, 64))] for _ in range(2))
+        optimizer, resumed = rule(params, transforms=transforms), rule(others, transforms=transforms)
+        train(optimizer, params, range(3))
+        with torch.no_grad():
+            others[0].copy_(params[0])
+        resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        assert same(train(optimizer, params, range(3, 6)), train(resumed, others, range(3, 6)))
 
 
 def test_rules_keep_nothing_that_could_be_taken_for_the_memory_of_a_transform():

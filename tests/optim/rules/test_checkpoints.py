@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -59,9 +60,8 @@ def test_shapes_of_the_parameter_counts_and_other_entries_pass():
 
 
 def test_other_shapes_are_refused():
-    for key in ["mean", "rows", "master"]:
-        for shape in [(3, 2), (6,), (2,), (3,), (1,), (2, 3, 1)]:
-            refuses(key, shape)
+    for key, shape in itertools.product(["mean", "rows", "master"], [(3, 2), (6,), (2,), (3,), (1,), (2, 3, 1)]):
+        refuses(key, shape)
 
 
 def refuses(key: str, shape: tuple[int, ...]) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
 from typing import Any
 
@@ -117,16 +118,17 @@ def test_it_is_torchs_sparse_adam_and_takes_over_its_checkpoint():
 
 
 def test_dense_gradients_get_adam_bit_for_bit():
-    for exact in [False, True]:
-        for options in [{}, {"nesterov": True}, {"fused": True}, {"amsgrad": True}]:
-            ours, theirs = nn.Linear(4, 3), nn.Linear(4, 3)
-            theirs.load_state_dict(ours.state_dict())
-            lazy, plain = LazyAdam(ours.parameters(), exact=exact, **options), Adam(theirs.parameters(), **options)
-            for _ in range(4):
-                train(ours, lazy, [x := torch.randn(5, 4)])
-                train(theirs, plain, [x])
-            assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
-            assert same(lazy.state_dict()["state"], plain.state_dict()["state"])
+    for exact, options in itertools.product(
+        [False, True], [{}, {"nesterov": True}, {"fused": True}, {"amsgrad": True}]
+    ):
+        ours, theirs = nn.Linear(4, 3), nn.Linear(4, 3)
+        theirs.load_state_dict(ours.state_dict())
+        lazy, plain = LazyAdam(ours.parameters(), exact=exact, **options), Adam(theirs.parameters(), **options)
+        for _ in range(4):
+            train(ours, lazy, [x := torch.randn(5, 4)])
+            train(theirs, plain, [x])
+        assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
+        assert same(lazy.state_dict()["state"], plain.state_dict()["state"])
 
 
 def test_dense_and_sparse_parameters_share_a_group():
@@ -187,58 +189,55 @@ def test_overflow_in_a_row_leaves_everything_as_it_was():
 
 
 def test_a_batch_without_ids_only_counts():
-    for nonfinite in ["ignore", "skip", "raise"]:
-        for exact in [False, True]:
-            module = embedding()
-            before = module.weight.detach().clone()
-            optimizer = LazyAdam(module.parameters(), nonfinite=nonfinite, exact=exact)
-            train(module, optimizer, [torch.tensor([], dtype=torch.long)] * 2)
-            assert torch.equal(module.weight, before)
-            assert optimizer.state[module.weight]["step"] == 2
+    for nonfinite, exact in itertools.product(["ignore", "skip", "raise"], [False, True]):
+        module = embedding()
+        before = module.weight.detach().clone()
+        optimizer = LazyAdam(module.parameters(), nonfinite=nonfinite, exact=exact)
+        train(module, optimizer, [torch.tensor([], dtype=torch.long)] * 2)
+        assert torch.equal(module.weight, before)
+        assert optimizer.state[module.weight]["step"] == 2
 
 
 # Precision
 
 
 def test_master_weights_of_half_precision_rows():
-    for dtype in [torch.bfloat16, torch.float16]:
-        for exact in [False, True]:
-            narrow, wide = embedding(dtype=dtype), embedding()
-            wide.weight.data.copy_(narrow.weight.data)
-            ours = LazyAdam(narrow.parameters(), lr=0.01, master_weights=True, exact=exact)
-            theirs = LazyAdam(wide.parameters(), lr=0.01, exact=exact)
-            for step, ids in enumerate(batches(20)):
-                narrow.weight.grad = sparse_rows(narrow.weight, ids.tolist(), step)
-                wide.weight.grad = narrow.weight.grad.float()
-                ours.step()
-                theirs.step()
-            ours.catch_up()
-            theirs.catch_up()
-            assert torch.equal(ours.state[narrow.weight]["master"], wide.weight)
-            assert torch.equal(narrow.weight, wide.weight.to(dtype))
+    for dtype, exact in itertools.product([torch.bfloat16, torch.float16], [False, True]):
+        narrow, wide = embedding(dtype=dtype), embedding()
+        wide.weight.data.copy_(narrow.weight.data)
+        ours = LazyAdam(narrow.parameters(), lr=0.01, master_weights=True, exact=exact)
+        theirs = LazyAdam(wide.parameters(), lr=0.01, exact=exact)
+        for step, ids in enumerate(batches(20)):
+            narrow.weight.grad = sparse_rows(narrow.weight, ids.tolist(), step)
+            wide.weight.grad = narrow.weight.grad.float()
+            ours.step()
+            theirs.step()
+        ours.catch_up()
+        theirs.catch_up()
+        assert torch.equal(ours.state[narrow.weight]["master"], wide.weight)
+        assert torch.equal(narrow.weight, wide.weight.to(dtype))
 
 
 def test_a_grad_scaler_unscales_rows_and_leaves_overflows_out():
-    for exact in [False, True]:
-        for options in [{}, {"fused": True}]:
-            scaled, plain = embedding(), embedding()
-            ours = LazyAdam(scaled.parameters(), lr=0.1, exact=exact, **options)
-            theirs = LazyAdam(plain.parameters(), lr=0.1, exact=exact, **options)
-            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
-            with ours.attach(scaled), theirs.attach(plain):
-                for step, ids in enumerate(batches(12)):
-                    ours.zero_grad()
-                    loss = (scaled(ids) - 0.5).square().sum()
-                    scaler.scale(loss * (float("inf") if step == 5 else 1.0)).backward()
-                    scaler.step(ours)
-                    scaler.update()
-                    if step != 5:
-                        train(plain, theirs, [ids])
-            if exact:  # the step that was left out had caught rows up, whose moves are summed in other parts
-                torch.testing.assert_close(scaled.weight, plain.weight)
-            else:
-                assert torch.equal(scaled.weight, plain.weight)
-            assert scaler.get_scale() == 2.0**9
+    for exact, options in itertools.product([False, True], [{}, {"fused": True}]):
+        scaled, plain = embedding(), embedding()
+        ours = LazyAdam(scaled.parameters(), lr=0.1, exact=exact, **options)
+        theirs = LazyAdam(plain.parameters(), lr=0.1, exact=exact, **options)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
+        with ours.attach(scaled), theirs.attach(plain):
+            for step, ids in enumerate(batches(12)):
+                ours.zero_grad()
+                loss = (scaled(ids) - 0.5).square().sum()
+                scaler.scale(loss * (float("inf") if step == 5 else 1.0)).backward()
+                scaler.step(ours)
+                scaler.update()
+                if step != 5:
+                    train(plain, theirs, [ids])
+        if exact:  # the step that was left out had caught rows up, whose moves are summed in other parts
+            torch.testing.assert_close(scaled.weight, plain.weight)
+        else:
+            assert torch.equal(scaled.weight, plain.weight)
+        assert scaler.get_scale() == 2.0**9
 
 
 def test_half_precision_tables_move_in_classic_mode():

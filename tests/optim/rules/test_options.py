@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from fractions import Fraction
 from typing import Any
@@ -202,23 +203,21 @@ KINDS = [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagr
 
 
 def test_kernels_of_full_precision_are_right():
-    for kind in KINDS:
-        for dtype in [torch.float32, torch.float64]:
-            assert not miscomputes(kind, dtype, CPU)
+    for kind, dtype in itertools.product(KINDS, [torch.float32, torch.float64]):
+        assert not miscomputes(kind, dtype, CPU)
 
 
 def test_the_verdict_is_that_of_a_step_in_double_precision():
-    for kind in KINDS:
-        for dtype in [torch.bfloat16, torch.float16]:
-            generator = torch.Generator().manual_seed(0)
-            weights, gradient = torch.randn(2, 200, generator=generator, dtype=torch.float64).to(dtype)
-            low, high = weights.clone().requires_grad_(), weights.double().requires_grad_()
-            for parameter, fused in ((low, True), (high, False)):
-                optimizer = kind([parameter], lr=0.5, fused=fused)
-                parameter.grad = gradient.to(parameter.dtype)
-                optimizer.step()
-            far = (low.double() - high).abs().max() > 0.1
-            assert miscomputes(kind, dtype, CPU) == far
+    for kind, dtype in itertools.product(KINDS, [torch.bfloat16, torch.float16]):
+        generator = torch.Generator().manual_seed(0)
+        weights, gradient = torch.randn(2, 200, generator=generator, dtype=torch.float64).to(dtype)
+        low, high = weights.clone().requires_grad_(), weights.double().requires_grad_()
+        for parameter, fused in ((low, True), (high, False)):
+            optimizer = kind([parameter], lr=0.5, fused=fused)
+            parameter.grad = gradient.to(parameter.dtype)
+            optimizer.step()
+        far = (low.double() - high).abs().max() > 0.1
+        assert miscomputes(kind, dtype, CPU) == far
 
 
 def test_what_cannot_be_tried_is_left_to_torch():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -43,17 +44,16 @@ def by_hand(rule: type, weights: list[Tensor], steps: int, lr: float, options: d
 
 
 def test_equals_the_three_sequences_of_the_paper():
-    for options in OPTIONS:
-        for rule in RULES:
-            params = parameters()
-            y, x = by_hand(rule, params, 8, 0.05, options)
-            optimizer = rule(params, lr=0.05, **options)
-            train(optimizer, params, range(8))
-            for found, wanted in zip(params, y, strict=True):
-                torch.testing.assert_close(found.detach().double(), wanted, rtol=1e-5, atol=1e-5)
-            optimizer.eval()
-            for found, wanted in zip(params, x, strict=True):
-                torch.testing.assert_close(found.detach().double(), wanted, rtol=1e-5, atol=1e-5)
+    for options, rule in itertools.product(OPTIONS, RULES):
+        params = parameters()
+        y, x = by_hand(rule, params, 8, 0.05, options)
+        optimizer = rule(params, lr=0.05, **options)
+        train(optimizer, params, range(8))
+        for found, wanted in zip(params, y, strict=True):
+            torch.testing.assert_close(found.detach().double(), wanted, rtol=1e-5, atol=1e-5)
+        optimizer.eval()
+        for found, wanted in zip(params, x, strict=True):
+            torch.testing.assert_close(found.detach().double(), wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_modes_are_explicit_and_reversible():
@@ -98,15 +98,14 @@ def test_a_file_saved_in_evaluation_mode_continues():
 
 
 def test_schedules_are_refused_with_the_way_out():
-    for rule in RULES:
-        for rate in [[0.1, 0.2], lambda update: 0.1]:
-            with pytest.raises(ValueError, match=r"found a schedule.*set warmup_steps"):
-                rule(parameters(), lr=rate)
-            params = parameters()
-            optimizer = rule(params[:1], lr=0.1)
-            with pytest.raises(ValueError, match="found a schedule"):
-                optimizer.add_param_group({"params": params[1:], "lr": rate})
-            assert len(optimizer.param_groups) == 1
+    for rule, rate in itertools.product(RULES, [[0.1, 0.2], lambda update: 0.1]):
+        with pytest.raises(ValueError, match=r"found a schedule.*set warmup_steps"):
+            rule(parameters(), lr=rate)
+        params = parameters()
+        optimizer = rule(params[:1], lr=0.1)
+        with pytest.raises(ValueError, match="found a schedule"):
+            optimizer.add_param_group({"params": params[1:], "lr": rate})
+        assert len(optimizer.param_groups) == 1
 
 
 def test_a_scheduler_is_refused_at_the_step():
@@ -208,21 +207,20 @@ def test_masters_hold_both_modes():
 
 
 def test_weights_that_were_loaded_are_taken_by_the_master():
-    for rule in RULES:
-        for training in [True, False]:
-            found = []
-            for dtype in (torch.float32, torch.bfloat16):
-                weight = nn.Parameter(torch.ones(2, dtype=dtype))
-                optimizer = rule([weight], lr=0.1, master_weights=True)
-                weight.grad = torch.ones_like(weight)
-                optimizer.step()
-                if not training:
-                    optimizer.eval()
-                with torch.no_grad():
-                    weight.fill_(5.0)
-                optimizer.eval() if training else optimizer.train()
-                found.append(weight.detach().float())
-            torch.testing.assert_close(*found, rtol=1e-2, atol=0.0)
+    for rule, training in itertools.product(RULES, [True, False]):
+        found = []
+        for dtype in (torch.float32, torch.bfloat16):
+            weight = nn.Parameter(torch.ones(2, dtype=dtype))
+            optimizer = rule([weight], lr=0.1, master_weights=True)
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+            if not training:
+                optimizer.eval()
+            with torch.no_grad():
+                weight.fill_(5.0)
+            optimizer.eval() if training else optimizer.train()
+            found.append(weight.detach().float())
+        torch.testing.assert_close(*found, rtol=1e-2, atol=0.0)
 
 
 def test_complex_parameters_are_refused():

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -11,14 +13,13 @@ from torchboost.optim.rules.options import miscomputes
 
 
 def test_momentum_is_sgd_with_momentum():
-    for form in FORMS.values():
-        for nesterov in (False, True):
-            mine, other = parameters(), parameters()
-            left = Momentum(mine, 0.1, 0.8, 0.1, nesterov, **form)
-            right = SGD(other, 0.1, 0.8, weight_decay=0.1, nesterov=nesterov, **form)
-            train(left, mine, range(4))
-            train(right, other, range(4))
-            assert values(left) == values(right)
+    for form, nesterov in itertools.product(FORMS.values(), (False, True)):
+        mine, other = parameters(), parameters()
+        left = Momentum(mine, 0.1, 0.8, 0.1, nesterov, **form)
+        right = SGD(other, 0.1, 0.8, weight_decay=0.1, nesterov=nesterov, **form)
+        train(left, mine, range(4))
+        train(right, other, range(4))
+        assert values(left) == values(right)
 
 
 def embedding(weight: torch.Tensor) -> nn.Embedding:
