@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-import pytest
 import torch
 from torch import nn
 
@@ -79,9 +78,8 @@ def test_no_private_name_of_others_is_read():
     assert found == {}, "read it through torchboost.core.torch_private, or give it a public name"
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_the_scan_sees_names_of_others_and_lets_own_ones_pass():
+    for text in (
         "model._buffers",
         "self.model._buffers",
         "def f(self):\n    self._buffers = {}\n    return model._buffers",
@@ -92,24 +90,16 @@ def test_no_private_name_of_others_is_read():
         "from torch._dynamo import config",
         "from torchboost.front import _given",
         "other._value",
-    ],
-)
-def test_the_scan_sees_it(text):
-    assert len(list(trespasses(text))) == 1
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
+    ):
+        assert len(list(trespasses(text))) == 1, text
+    for text in (
         "self._buffers",
         "super()._load_from_state_dict(state)",
         "found._replace(a=1)",
         "class A:\n    def __init__(self, other):\n        self._value = other._value",
         '"""Reads ``_buffers``."""',
-    ],
-)
-def test_the_scan_lets_it_pass(text):
-    assert list(trespasses(text)) == []
+    ):
+        assert list(trespasses(text)) == [], text
 
 
 def test_all_that_the_file_of_private_names_offers_is_used():

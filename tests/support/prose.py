@@ -1,16 +1,10 @@
-"""Read the English of a checkout: docstrings, comments, messages and pages.
-
-``python -m tests.support.prose FOLDER`` prints 20 summary lines and 10 error messages of the package in a checkout,
-drawn at random with seed 0.
-"""
+"""Read the English of a checkout: docstrings, comments, messages and pages."""
 
 from __future__ import annotations
 
 import ast
 import io
-import random
 import re
-import sys
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,33 +31,6 @@ def passages(path: Path) -> Iterator[Passage]:
     found = _paragraphs(source) if path.suffix == ".md" else _in_code(source)
     for line, text in found:
         yield Passage(path, line, _plain(text))
-
-
-def summaries(source: str) -> list[str]:
-    """Return the summary line of every docstring of a module, class or function."""
-    owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, owners)]
-    return [" ".join(text.split("\n\n")[0].split()) for node in nodes if (text := ast.get_docstring(node))]
-
-
-def errors(source: str) -> list[str]:
-    """Return the messages of ``raise`` and ``warnings.warn``, with ``{}`` in place of values."""
-    said = []
-    for node in ast.walk(ast.parse(source)):
-        call = node.exc if isinstance(node, ast.Raise) else node
-        warns = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "warn"
-        if isinstance(call, ast.Call) and call.args and (warns or isinstance(node, ast.Raise)):
-            said.append(_text(call.args[0]))
-    return [text for text in said if len(text.split()) >= _WORDS]
-
-
-def sample(checkout: Path) -> str:
-    """Return 20 summary lines and 10 messages of the package in a checkout, drawn with seed 0."""
-    sources = [path.read_text(encoding="utf-8") for path in sorted((checkout / "src" / "torchboost").rglob("*.py"))]
-    draw = random.Random(0)
-    lines = draw.sample([line for source in sources for line in summaries(source)], 20)
-    messages = draw.sample([message for source in sources for message in errors(source)], 10)
-    return "\n".join(["Summary lines:", *(f"- {x}" for x in lines), "", "Messages:", *(f"- {x}" for x in messages)])
 
 
 def _plain(text: str) -> str:
@@ -114,7 +81,3 @@ def _paragraphs(source: str) -> Iterator[tuple[int, str]]:
         if paragraph.strip():
             yield line, paragraph
         line += paragraph.count("\n")
-
-
-if __name__ == "__main__":
-    print(sample(Path(sys.argv[1])))

@@ -27,14 +27,20 @@ def boosted(name: str, level: str, device: str, **options: Any) -> torchboost.Bo
 
 
 def trained(name: str, level: str, device: str, **options: Any) -> list[float]:
+    """Return the losses; on the device a further step must not wait."""
     made = boosted(name, level, device, **options)
-    return losses(made.model, made.optimizer, device)
+    found = losses(made.model, made.optimizer, device)
+    if device == "cuda":
+        with Waits() as waits:
+            step(made.model, made.optimizer, "cuda", 4)
+        assert waits.seen == {}
+    return found
 
 
 @LEVEL
 @NETWORK
 @pytest.mark.parametrize("default", [None, "cuda"])
-def test_a_level_trains_as_on_the_cpu(name, level, default):
+def test_a_level_trains_as_on_the_cpu_and_a_steady_step_does_not_wait(name, level, default):
     wanted = trained(name, level, "cpu")
     with default_device(default):
         found = trained(name, level, "cuda")
@@ -87,17 +93,6 @@ def test_tf32_by_name_is_checked_and_stays_until_it_is_removed(name):
     assert "computes float32 matrix products in TF32" in made.explain()
     made.remove()
     assert torch.backends.cuda.matmul.fp32_precision == "none"
-
-
-@LEVEL
-@NETWORK
-@pytest.mark.parametrize("config", [PLAIN, HALVED], ids=["float32", "bfloat16"])
-def test_a_steady_step_does_not_wait_for_the_device(name, level, config):
-    made = boosted(name, level, "cuda", config=config if level != "O0" else None)
-    losses(made.model, made.optimizer, "cuda")
-    with Waits() as waits:
-        step(made.model, made.optimizer, "cuda", 4)
-    assert waits.seen == {}
 
 
 @pytest.mark.parametrize("location", ["cpu", "cuda"])

@@ -32,20 +32,13 @@ OPTIMIZER = pytest.mark.parametrize("optimizer", OPTIMIZERS)
 
 @SCALER
 @OPTIMIZER
-def test_a_scaled_run_has_the_losses_of_the_cpu(scaler, optimizer):
+def test_a_scaled_run_has_the_losses_of_the_cpu_and_waits_once_in_an_update(scaler, optimizer):
     seen = []
     for device in DEVICES:
         model = network("cnn", device)
-        seen.append(losses(model, OPTIMIZERS[optimizer](model), device, scaler=SCALERS[scaler](model, device)))
+        made, scale = OPTIMIZERS[optimizer](model), SCALERS[scaler](model, device)
+        seen.append(losses(model, made, device, scaler=scale))
     assert seen[1] == pytest.approx(seen[0], rel=CLOSE["rtol"], abs=CLOSE["atol"])
-
-
-@SCALER
-@OPTIMIZER
-def test_a_scaled_update_waits_once(scaler, optimizer):
-    model = network("cnn", "cuda")
-    made, scale = OPTIMIZERS[optimizer](model), SCALERS[scaler](model, "cuda")
-    losses(model, made, "cuda", scaler=scale)
     inputs, labels = batch(model, 4, "cuda")
     scale.scale(nn.functional.cross_entropy(model(inputs), labels)).backward()
     with Waits() as waits:
