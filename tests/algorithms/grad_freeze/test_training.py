@@ -18,7 +18,6 @@ from tests.support.frozen_nets import scheduled
 from tests.support.models import BottleneckNet
 from torchboost import (
     AutoBoost,
-    ConfigError,
     Facts,
     IncompatibleError,
     NoEffectWarning,
@@ -425,10 +424,15 @@ def test_a_level_that_compiles_at_the_first_call_needs_few_graphs(monkeypatch: A
 def test_defaults_are_those_of_the_levels_and_the_length_is_required() -> None:
     plan = Plan.of("O2", {"extra": {"grad_freeze": True}}, Facts(total_steps=5000))
     assert [a for a in plan.algorithms if a.name == "grad_freeze"] == [BlockFreeze(total_steps=5000)]
-    with pytest.raises(ValueError, match=r"total_steps: found none, .* pass the number of updates of the whole run"):
-        BlockFreeze()
-    with pytest.raises(ConfigError, match=r"extra.grad_freeze: .*total_steps: found none"):
-        Plan.of("O0", {"extra": {"grad_freeze": {"groups": 4}}}, Facts())
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    missing = r"total_steps: found none, .* pass the number of updates of the whole run"
+    with pytest.raises(ValueError, match=missing):
+        freeze_blocks(model, optimizer, BlockFreeze())
+    config = {"extra": {"grad_freeze": {"groups": 4}}}
+    assert Plan.of("O0", config, Facts()).algorithms == (BlockFreeze(groups=4),)  # a trainer adds the length later
+    with pytest.raises(ValueError, match=missing):
+        boost(model, optimizer, level="O0", config=config)
     plan = Plan.of("O0", {"extra": {"grad_freeze": {"groups": 4}}}, Facts(total_steps=77))
     assert plan.algorithms == (BlockFreeze(groups=4, total_steps=77),)
     section = {"param_groups": 4, "freeze_type": 0, "freeze_p": 0.4, "total_steps": 100}

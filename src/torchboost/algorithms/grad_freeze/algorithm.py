@@ -126,11 +126,6 @@ class BlockFreeze(Algorithm):
             object.__setattr__(self, "costs", tuple(self.costs))
             if not all(cost >= 0 for cost in self.costs) or not sum(self.costs):
                 raise ValueError(f"costs={self.costs}: pass one number of 0 or more for each block, not all 0.")
-        if self.total_steps is None and self.pattern != "fixed":
-            raise ValueError(
-                f"total_steps: found none, and the pattern {self.pattern!r} depends on the length of the run; pass the "
-                "number of updates of the whole run."
-            )
 
     def idle(self, model: nn.Module, optimizer: Optimizer) -> str | None:
         """Explain that a single block can never be frozen."""
@@ -142,6 +137,7 @@ class BlockFreeze(Algorithm):
 
     def check(self, target: Target) -> None:
         """Refuse wrappers and compilers that do not support freezing, and settings that do not fit the model."""
+        _check_length(self)
         check_freezable(target.model, target.optimizer)
         if self.costs is not None:
             _check_costs(self.costs, blocks_of(target.model))
@@ -153,7 +149,7 @@ class BlockFreeze(Algorithm):
 
         Raises:
             IncompatibleError: The wrapper or the compiler of the model does not support changing ``requires_grad``.
-            ValueError: The length of ``costs`` is not the number of blocks.
+            ValueError: The length of ``costs`` is not the number of blocks, or ``total_steps`` is missing.
         """
         freezing = freeze_blocks(target.model, target.optimizer, self, seed=target.seed)
         return freezing.with_undo(care_for_fused(target.optimizer).remove)  # momentum that starts later
@@ -201,7 +197,7 @@ def freeze_blocks(model: nn.Module, optimizer: Optimizer, settings: BlockFreeze,
 
     Raises:
         IncompatibleError: The wrapper or the compiler of the model does not support changing ``requires_grad``.
-        ValueError: The length of ``costs`` is not the number of blocks.
+        ValueError: The length of ``costs`` is not the number of blocks, or ``total_steps`` is missing.
 
     Example:
         >>> import torch
@@ -210,6 +206,7 @@ def freeze_blocks(model: nn.Module, optimizer: Optimizer, settings: BlockFreeze,
         >>> settings = BlockFreeze(groups=8, total_steps=1000)
         >>> freezing = freeze_blocks(model, optimizer, settings)
     """
+    _check_length(settings)
     blocks = blocks_of(model)
     if settings.costs is not None:
         _check_costs(settings.costs, blocks)
@@ -249,6 +246,14 @@ def freeze_blocks(model: nn.Module, optimizer: Optimizer, settings: BlockFreeze,
 def _fingerprint(settings: BlockFreeze) -> int:
     """A number that differs between ranks whose flags may differ; cache settings may differ per rank."""
     return crc32(repr(replace(settings, cache_mebibytes=0, cache_path=None)).encode())
+
+
+def _check_length(settings: BlockFreeze) -> None:
+    if settings.total_steps is None and settings.pattern != "fixed":
+        raise ValueError(
+            f"total_steps: found none, and the pattern {settings.pattern!r} depends on the length of the run; pass the "
+            "number of updates of the whole run."
+        )
 
 
 def _check_costs(costs: Sequence[float], blocks: Sequence[Block]) -> None:
