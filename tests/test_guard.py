@@ -463,7 +463,7 @@ def test_a_guard_checks_what_it_is_given():
             Guard(boosted, **wrong)
     with pytest.raises(TypeError, match="boosted: found tuple; keep what"):
         Guard(tuple(boosted))  # pyright: ignore[reportArgumentType]
-    for wrong in (0.5, None, ["a"]):
+    for wrong in (0.5, None, ["a"], [10**400]):
         with pytest.raises(TypeError, match=r"reference: found .*; give the losses of the stock loop, one number per"):
             Guard(boosted, wrong)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"log: found 'guard.log'; give a function"):

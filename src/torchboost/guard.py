@@ -371,7 +371,7 @@ def _check(tolerance: float, drop: float | None, error: float, block: int) -> No
 def _checked(reference: Sequence[float], block: int) -> list[float]:
     try:
         losses = [float(value) for value in reference]
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(
             f"reference: found {reference!r}; give the losses of the stock loop, one number per step, or 'trend'."
         ) from error
