@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import torchboost
+from tests.support.boosted import batch, hooks, pair, small_net, train
 from tests.support.conv_nets import vgg
 from torchboost import Boosted, ConfigError, IncompatibleError, NoEffectWarning, Target, boost, prepare
 from torchboost.front import Host, boosted_of
@@ -23,40 +24,6 @@ from torchboost.workloads.models import Bottleneck, ResNet
 
 SCALED = {"boost": {"mode": "manual", "loss_scale_group": True}}
 EVERY_SECOND = {"extra": {"grad_accumulation": {"steps": 2}}}
-
-
-def small_net() -> nn.Sequential:
-    torch.manual_seed(0)
-    block = [nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()]
-    return nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), *block, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)
-    )
-
-
-def pair(make=small_net) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = make()
-    return model, torch.optim.SGD(model.parameters(), lr=0.05)
-
-
-def batch() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(16, 3, 8, 8, generator=generator), torch.randint(0, 3, (16,), generator=generator)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
-    x, y = batch()
-    losses = []
-    for _ in range(steps):
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def hooks(optimizer: torch.optim.Optimizer) -> int:
-    return len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
 
 
 def test_the_pair_trains_in_the_loop_that_was_there():
