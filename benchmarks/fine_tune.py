@@ -20,7 +20,7 @@ from images import of_classes
 from options import Options, parser, run
 from torch import Tensor, nn
 
-from torchboost.algorithms.grad_freeze.algorithm import BlockFreeze, freeze_blocks
+from torchboost.algorithms.grad_freeze.algorithm import GradFreeze, freeze_blocks
 from torchboost.bench.contestants import Recipe, build_loop
 from torchboost.graph.blocks import blocks_of
 from torchboost.measure.evidence import AlgorithmRow, BenchReport, Contestant, Curve
@@ -65,7 +65,7 @@ def stepper(way: str, job: Workload, network: nn.Module, data: Images, steps: in
     if more is not None:
         if "cache_path" in more:
             more = {**more, "cache_path": folder}
-        settings = BlockFreeze(pattern="fixed", groups=len(blocks_of(network)), frozen=FROZEN, norms="eval", **more)
+        settings = GradFreeze(pattern="fixed", groups=len(blocks_of(network)), frozen=FROZEN, norms="eval", **more)
         fast = freeze_blocks(network, optimizer, settings).fast
     names_samples = fast is not None and bool(more and "cache_mebibytes" in more)
 

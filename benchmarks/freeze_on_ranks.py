@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-from torchboost.algorithms.grad_freeze.algorithm import BlockFreeze, freeze_blocks
+from torchboost.algorithms.grad_freeze.algorithm import GradFreeze, freeze_blocks
 from torchboost.algorithms.grad_freeze.replicas import rebuild_reducer
 from torchboost.distributed.agreement import Agreement
 from torchboost.distributed.teardown import shutdown
@@ -98,7 +98,7 @@ def sharded_by_block(model: ResNet) -> nn.Module:
 def training(model: nn.Module, name: str) -> Step:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     if "grad_freeze" in name:
-        settings = BlockFreeze(
+        settings = GradFreeze(
             pattern="fixed",
             groups=len(blocks_of(model)),
             frozen=frozen_blocks(network(), SHARE),

@@ -14,7 +14,7 @@ import torch
 from options import Options, parser, run
 from torch import Tensor, nn
 
-from torchboost.algorithms.grad_freeze.algorithm import BlockFreeze, freeze_blocks
+from torchboost.algorithms.grad_freeze.algorithm import GradFreeze, freeze_blocks
 from torchboost.graph.blocks import blocks_of
 from torchboost.measure.evidence import AlgorithmRow, BenchReport, Contestant
 from torchboost.measure.statistics import bootstrap_median
@@ -74,7 +74,7 @@ def whole(job: Workload, network: nn.Module, supply: Callable[[], tuple[Tensor, 
     optimizer = job.optimizer(network.parameters())
     if frozen:
         count = len(blocks_of(network))
-        freeze_blocks(network, optimizer, BlockFreeze(pattern="fixed", groups=count, frozen=frozen))
+        freeze_blocks(network, optimizer, GradFreeze(pattern="fixed", groups=count, frozen=frozen))
 
     def step() -> None:
         inputs, targets = supply()
@@ -138,7 +138,7 @@ def measure_job(job: Workload, options: Options) -> Path:
     memory = {0: stored_bytes(fresh(), job, batches[0])}
     for share in SHARES:
         network = fresh()
-        settings = BlockFreeze(pattern="fixed", groups=len(blocks_of(network)), frozen=frozen_blocks(network, share))
+        settings = GradFreeze(pattern="fixed", groups=len(blocks_of(network)), frozen=frozen_blocks(network, share))
         freeze_blocks(network, job.optimizer(network.parameters()), settings)
         memory[share] = stored_bytes(network, job, batches[0])
     report = BenchReport(

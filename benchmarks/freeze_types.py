@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from whole_run import side_by_side
 
-from torchboost.algorithms.grad_freeze.algorithm import BlockFreeze
+from torchboost.algorithms.grad_freeze.algorithm import GradFreeze
 from torchboost.algorithms.grad_freeze.schedule import BACKWARD_SHARE
 from torchboost.bench.bench import run_bench
 from torchboost.measure.evidence import BenchReport
@@ -40,7 +40,7 @@ def with_freezing(level: str, added: Sequence[str], model: nn.Module, optimizer:
 
 def ceiling(settings: Mapping[str, Any], groups: int = 10) -> float:
     """Largest saving of the type in groups of equal cost, as a share of the run: two thirds of what is frozen."""
-    schedule = BlockFreeze(total_steps=1000, **settings).schedule([1 / groups] * groups)
+    schedule = GradFreeze(total_steps=1000, **settings).schedule([1 / groups] * groups)
     return BACKWARD_SHARE * sum(schedule(step) for step in range(1000)) / 1000 / groups
 
 

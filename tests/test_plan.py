@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from tests.support.conv_nets import vgg
 from torchboost import ConfigError, Facts, IncompatibleError, Plan, Target
-from torchboost.algorithms import AccumulationSteps, Compile
+from torchboost.algorithms import Compile, GradAccumulation
 from torchboost.config import BoostConfig
 from torchboost.plan import resolve
 from torchboost.registry import LEVELS, REGISTRY
@@ -112,7 +112,7 @@ def test_accumulation_is_for_those_who_ask_for_it():
     section = {"grad_accumulation": {"grad_accumulation_step": 4}}
     assert "use mode manual, or extra" in reasons(Plan.of("O2", section, FAST))["grad_accumulation"]
     manual = Plan.of("O0", {"boost": {"mode": "manual", "grad_accumulation": True}} | section, FAST)
-    assert manual.algorithms == (AccumulationSteps(steps=4),)
+    assert manual.algorithms == (GradAccumulation(steps=4),)
     assert Plan.of("O0", {"extra": {"grad_accumulation": True}} | section, FAST).algorithms == manual.algorithms
     assert Plan.of("O0", {"extra": {"grad_accumulation": {"steps": 4}}}, FAST).algorithms == manual.algorithms
     assert not any("grad_accumulation" in row for row in LEVELS.values())

@@ -18,12 +18,12 @@ from torch import nn
 
 from torchboost import AutoBoost, Boosted, ConfigError, Facts, Plan, boost, prepare
 from torchboost.algorithms import (
-    AccumulationSteps,
     Autocast,
-    BlockFreeze,
     ChannelsLast,
     Compile,
     FusedOptimizer,
+    GradAccumulation,
+    GradFreeze,
 )
 from torchboost.config import BoostConfig
 from torchboost.core import Algorithm, Traits
@@ -162,7 +162,7 @@ def test_two_algorithms_of_one_order_keep_their_places(tmp_path):
     for config in (accumulation, freezing):
         plan = Plan.of("O1", config, FAST)
         plan.save(tmp_path / "boost.json")
-        assert [type(a) for a in plan.algorithms] == [BlockFreeze, AccumulationSteps]
+        assert [type(a) for a in plan.algorithms] == [GradFreeze, GradAccumulation]
         for level in LEVELS:
             assert Plan.of(level, tmp_path / "boost.json", FAST).algorithms == plan.algorithms
 
@@ -205,7 +205,7 @@ def test_the_note_is_not_read(tmp_path):
 
 def test_every_front_door_takes_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    wanted = (ChannelsLast(), BlockFreeze(groups=2, total_steps=7, pattern="progressive"), AccumulationSteps(steps=2))
+    wanted = (ChannelsLast(), GradFreeze(groups=2, total_steps=7, pattern="progressive"), GradAccumulation(steps=2))
     by_hand(*wanted).save("boost.json")
     assert Plan.of("O2", "boost.json", FAST).algorithms == wanted
     model, optimizer = net()
@@ -219,7 +219,7 @@ def test_every_front_door_takes_it(tmp_path, monkeypatch):
 
 
 def test_it_has_one_length_of_the_run(tmp_path):
-    by_hand(BlockFreeze(total_steps=9)).save(tmp_path / "boost.json")
+    by_hand(GradFreeze(total_steps=9)).save(tmp_path / "boost.json")
     assert Plan.of("O1", tmp_path / "boost.json", FAST, total_steps=9).algorithms[0].total_steps == 9
     with pytest.raises(
         ConfigError, match=r"extra\.grad_freeze\.total_steps: found 9, and total_steps=7 as an argument"
@@ -270,12 +270,12 @@ def test_what_json_cannot_hold_is_refused_and_nothing_is_written(tmp_path):
         ((Disguised(),), r"found the algorithm Disguised"),
         ((Compile(backend=print),), r"compile\.backend: found <built-in function print>, which JSON cannot hold"),
         (
-            (BlockFreeze(total_steps=9, agree_within=float("inf")),),
+            (GradFreeze(total_steps=9, agree_within=float("inf")),),
             r"grad_freeze\.agree_within: found inf, which JSON cannot hold",
         ),
-        ((BlockFreeze(total_steps=9, agree_within=float("nan")),), r"grad_freeze\.agree_within: found nan"),
-        ((BlockFreeze(total_steps=9, cache_path=Path("a")),), r"grad_freeze\.cache_path: found PosixPath\('a'\)"),
-        ((BlockFreeze(total_steps=9, groups=1 << 70),), r"could not be read back: extra\.grad_freeze\.groups"),
+        ((GradFreeze(total_steps=9, agree_within=float("nan")),), r"grad_freeze\.agree_within: found nan"),
+        ((GradFreeze(total_steps=9, cache_path=Path("a")),), r"grad_freeze\.cache_path: found PosixPath\('a'\)"),
+        ((GradFreeze(total_steps=9, groups=1 << 70),), r"could not be read back: extra\.grad_freeze\.groups"),
         ((Compile(), Autocast()), r"Give each algorithm once, in attach order"),
         ((Autocast(), Autocast()), r"Give each algorithm once, in attach order"),
         ((Compile(dynamic="yes"),), r"could not be read back: extra\.compile\.dynamic: found 'yes'"),

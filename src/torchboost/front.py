@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchboost.algorithms.grad_accumulation import AccumulationSteps, Accumulator
+from torchboost.algorithms.grad_accumulation import Accumulator, GradAccumulation
 from torchboost.algorithms.grad_accumulation.optimizer import AccumulatingOptimizer
 from torchboost.calibration.calibration import Calibrate, resolved
 from torchboost.calibration.choice import Choice
@@ -98,7 +98,7 @@ class Boosted:
         self._first: Optimizer = target.optimizer
         if isinstance(target.accumulator, Accumulator):
             front = AccumulatingOptimizer(target.optimizer, target.accumulator)
-            self.attached[AccumulationSteps.name].with_undo(front.direct.remove)
+            self.attached[GradAccumulation.name].with_undo(front.direct.remove)
             self._first = front
         self.optimizer: Any = [self._first, *target.others] if listed else self._first
         for optimizer in {id(o): o for o in map(hookable, (given, self._first, *target.others))}.values():

@@ -15,8 +15,8 @@ from torchboost.algorithms.channels_last import ChannelsLast
 from torchboost.algorithms.compile import Compile
 from torchboost.algorithms.dim_reduce.algorithm import DimReduction
 from torchboost.algorithms.fused_optimizer import FusedOptimizer
-from torchboost.algorithms.grad_accumulation.algorithm import AccumulationSteps
-from torchboost.algorithms.grad_freeze.algorithm import BlockFreeze, Pattern
+from torchboost.algorithms.grad_accumulation.algorithm import GradAccumulation
+from torchboost.algorithms.grad_freeze.algorithm import GradFreeze, Pattern
 from torchboost.algorithms.gradient_centralization import GradientCentralization
 from torchboost.algorithms.less_bn import LessBn
 from torchboost.algorithms.loss_scale_group.algorithm import LossScaleGroup
@@ -372,7 +372,7 @@ _ENTRIES = (
         instead_of=Autocast.name,
     ),
     Entry(
-        algorithm=BlockFreeze,
+        algorithm=GradFreeze,
         summary="stops training the first blocks in some of the updates",
         section="grad_freeze",
         words=MappingProxyType(
@@ -396,7 +396,7 @@ _ENTRIES = (
         once=True,
     ),
     Entry(
-        algorithm=AccumulationSteps,
+        algorithm=GradAccumulation,
         summary="updates once after several batches",
         section="grad_accumulation",
         words=MappingProxyType({"grad_accumulation_step": "steps"}),

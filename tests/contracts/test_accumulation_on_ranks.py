@@ -14,7 +14,7 @@ from tests.support.models import batch_for, mlp
 from tests.support.ranks import run_ranks
 from tests.support.trajectories import snapshot
 from tests.support.wrapped import Kind, all_weights, wrap
-from torchboost.algorithms.grad_accumulation import AccumulationSteps, Accumulator
+from torchboost.algorithms.grad_accumulation import Accumulator, GradAccumulation
 from torchboost.algorithms.loss_scale_group.scalers import DynamicLossScale
 from torchboost.compat.cells import WithLoss
 from torchboost.core.algorithm import Target, attach_all
@@ -121,7 +121,7 @@ def _uneven(epochs: tuple[tuple[int, int], ...], counts: bool, norm: bool, scale
     model = wrap(bare, "ddp", find_unused_parameters=scaled)
     target = Target(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     target.scaler = DynamicLossScale(64.0) if scaled else None
-    attached = attach_all(target, [AccumulationSteps(steps=4)])
+    attached = attach_all(target, [GradAccumulation(steps=4)])
 
     def loss(x: Tensor, y: Tensor) -> Tensor | tuple[Tensor, int]:
         mean = F.cross_entropy(model(x), y)
@@ -193,7 +193,7 @@ def _checkpoint_in_mid_window(kind: Kind) -> list[float] | str:
         torch.manual_seed(0)
         model = wrap(mlp(), kind)
         target = Target(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-        attached = attach_all(target, [AccumulationSteps(steps=3)])
+        attached = attach_all(target, [GradAccumulation(steps=3)])
         return model, TrainStep(target, lambda x, y: (F.cross_entropy(model(x), y), len(y)), attached=attached)
 
     batches = [data(2 + (i + dist.get_rank()) % 3, seed=2 * i + dist.get_rank()) for i in range(5)]

@@ -15,7 +15,7 @@ from tests.support.models import cnn, mlp
 from tests.support.nodes import batch_of, fresh, node_wrapped, simulated, tensors, train
 from tests.support.ranks import run_ranks
 from torchboost import DynamicLossScale, Target, TrainStep, adasum
-from torchboost.algorithms import AccumulationSteps, AdaptiveSum, Autocast, BlockFreeze, GradientCentralization
+from torchboost.algorithms import AdaptiveSum, Autocast, GradAccumulation, GradFreeze, GradientCentralization
 from torchboost.algorithms.grad_accumulation import Accumulator
 from torchboost.core import attach_all
 
@@ -121,7 +121,7 @@ def test_gradients_under_fsdp_follow_the_formula_per_unit(four):
 def accumulated(how: str, on: Any) -> list[list[float]]:
     model = node_wrapped(fresh(), how, on, 2)
     target = Target(model, sgd(model.parameters()))
-    attached = attach_all(target, [AdaptiveSum(on=on, devices_per_node=2), AccumulationSteps(steps=2)])
+    attached = attach_all(target, [AdaptiveSum(on=on, devices_per_node=2), GradAccumulation(steps=2)])
     step = TrainStep(target, lambda x, y: F.cross_entropy(model(x), y), attached=attached)
     for number in range(2 * STEPS):
         step(*batch_of(dist.get_rank(), number))
@@ -189,7 +189,7 @@ def test_torchs_scaler_works_on_gradients(four):
 def frozen_in_one_form(on: Any) -> tuple[list[list[float]], list[list[float]], list[int]]:
     model = node_wrapped(fresh(), "ddp", on, 2, find_unused_parameters=True)
     target = Target(model, torch.optim.Adam(model.parameters(), lr=0.01))
-    freezing = BlockFreeze(groups=3, full_share=0.4, total_steps=8)
+    freezing = GradFreeze(groups=3, full_share=0.4, total_steps=8)
     attached = attach_all(target, [AdaptiveSum(on=on, devices_per_node=2), freezing])
     middle, travelled = [], []
     for number in range(8):

@@ -25,8 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support.models import batch_for, cnn, mlp
 from tests.support.ranks import RankError, run_ranks
 from tests.support.wrapped import Kind, all_weights, wrap
-from torchboost.algorithms.grad_accumulation.algorithm import AccumulationSteps
-from torchboost.algorithms.grad_freeze.algorithm import BlockFreeze
+from torchboost.algorithms.grad_accumulation.algorithm import GradAccumulation
+from torchboost.algorithms.grad_freeze.algorithm import GradFreeze
 from torchboost.algorithms.gradient_centralization import GradientCentralization
 from torchboost.algorithms.loss_scale_group.algorithm import LossScaleGroup
 from torchboost.algorithms.loss_scale_group.scalers import DynamicLossScale
@@ -62,18 +62,18 @@ CASES = {
     "SGD, momentum": Case(lambda params: SGD(params, lr=0.05, momentum=0.9, nesterov=True)),
     "SGD, rates in a list": Case(lambda params: SGD(params, lr=[0.1 / (k + 1) for k in range(UPDATES)])),
     "accumulation": Case(
-        algorithms=(AccumulationSteps(steps=2),), scaler=lambda: DynamicLossScale(64.0, window=2), steps=2
+        algorithms=(GradAccumulation(steps=2),), scaler=lambda: DynamicLossScale(64.0, window=2), steps=2
     ),
     "loss scale per group": Case(algorithms=(LossScaleGroup(groups=3, init_scale=64.0),)),
     "freezing for good": Case(
-        algorithms=(BlockFreeze(pattern="progressive", groups=3, full_share=0.2, total_steps=UPDATES),)
+        algorithms=(GradFreeze(pattern="progressive", groups=3, full_share=0.2, total_steps=UPDATES),)
     ),
     "freezing, without a state": Case(
         lambda params: torch.optim.SGD(params, lr=0.05),
-        algorithms=(BlockFreeze(pattern="interval", groups=3, full_share=0.0, total_steps=UPDATES),),
+        algorithms=(GradFreeze(pattern="interval", groups=3, full_share=0.0, total_steps=UPDATES),),
     ),
     "freezing from the first update on": Case(
-        algorithms=(BlockFreeze(pattern="continuous", groups=3, full_share=0.0, total_steps=UPDATES),)
+        algorithms=(GradFreeze(pattern="continuous", groups=3, full_share=0.0, total_steps=UPDATES),)
     ),
 }
 ON_FOUR = ["Adam", "accumulation", "freezing for good"]

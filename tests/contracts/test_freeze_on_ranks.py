@@ -15,8 +15,8 @@ from tests.support.models import BottleneckNet, batch_for
 from tests.support.ranks import run_ranks
 from tests.support.wrapped import Kind, all_weights, wrap
 from torchboost.algorithms.autocast import Autocast
-from torchboost.algorithms.grad_accumulation import AccumulationSteps
-from torchboost.algorithms.grad_freeze.algorithm import BlockFreeze
+from torchboost.algorithms.grad_accumulation import GradAccumulation
+from torchboost.algorithms.grad_freeze.algorithm import GradFreeze
 from torchboost.algorithms.loss_scale_group.algorithm import GroupGradScaler
 from torchboost.algorithms.loss_scale_group.scalers import DynamicLossScale
 from torchboost.core.algorithm import Algorithm, Target, attach_all
@@ -35,8 +35,8 @@ def network() -> BottleneckNet:
     return model
 
 
-def settings(pattern: str) -> BlockFreeze:
-    return BlockFreeze(pattern=pattern, groups=4, full_share=0.25, total_steps=12)  # pyright: ignore
+def settings(pattern: str) -> GradFreeze:
+    return GradFreeze(pattern=pattern, groups=4, full_share=0.25, total_steps=12)  # pyright: ignore
 
 
 def share(number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,7 +58,7 @@ def freeze_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.register_step_post_hook(turn)
 
 
-class Given(BlockFreeze):
+class Given(GradFreeze):
     """The schedule of these tests."""
 
     def schedule(self, costs, *, seed=0, prefixes=None):
@@ -70,7 +70,7 @@ def _weights(kind: Kind, beside: str, by_hand: bool) -> tuple[list[float], list[
     wrapped = wrap(model, kind, **({"find_unused_parameters": by_hand} if kind == "ddp" else {}))
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
     algorithms: list[Algorithm] = [] if by_hand else [Given(groups=4, total_steps=99)]
-    algorithms += [AccumulationSteps(steps=2)] if "accumulation" in beside else []
+    algorithms += [GradAccumulation(steps=2)] if "accumulation" in beside else []
     algorithms += [Autocast()] if "autocast" in beside else []
     scaler = None
     if "dynamic" in beside:
@@ -111,7 +111,7 @@ def _resumed(kind: Kind, pattern: str) -> tuple[list[float], list[float], list[i
         model = wrap(network(), kind)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         target = Target(model, optimizer)
-        attached = attach_all(target, [settings(pattern), AccumulationSteps(steps=2)])
+        attached = attach_all(target, [settings(pattern), GradAccumulation(steps=2)])
         return model, optimizer, TrainStep(target, lambda x, y: F.cross_entropy(model(x), y), attached=attached)
 
     model, optimizer, step = start()

@@ -13,7 +13,7 @@ from tests.support.models import BottleneckNet, TinyGPT, batch_for
 from torchboost import DynamicLossScale
 from torchboost.algorithms import GroupGradScaler, LossScaleGroup
 from torchboost.algorithms.autocast import autocast_forward
-from torchboost.algorithms.grad_freeze.algorithm import BlockFreeze
+from torchboost.algorithms.grad_freeze.algorithm import GradFreeze
 from torchboost.core.algorithm import Target, attach_all
 from torchboost.core.step import TrainStep
 from torchboost.optim.pipeline import GradientPipeline
@@ -51,7 +51,7 @@ def _fine_tune(scaled: bool) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     model: nn.Module = BottleneckNet()
     target = Target(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
-    freeze = BlockFreeze(groups=3, pattern="fixed", frozen=1, norms="eval", cache_mebibytes=1, total_steps=6)
+    freeze = GradFreeze(groups=3, pattern="fixed", frozen=1, norms="eval", cache_mebibytes=1, total_steps=6)
     attached = attach_all(target, [freeze, *([LossScaleGroup(groups=3, init_scale=2.0**12)] if scaled else [])])
     step = TrainStep(target, lambda x, y: F.cross_entropy(model(x), y), attached=attached)
     for number in range(6):

@@ -259,7 +259,7 @@ def test_what_works_with_one_optimizer_is_left_out_with_the_reason():
     boost(model, sgd_and_adamw(model), level="O2", config={"extra": LEVERS})  # no warning of a missing length
     target = Target(model, SGD(split(model)[0], 0.1), others=(SGD(split(model)[1], 0.1),))
     with pytest.raises(IncompatibleError, match="'grad_freeze' works with one optimizer, but the target has 2"):
-        attach_all(target, [torchboost.algorithms.BlockFreeze(total_steps=10)])
+        attach_all(target, [torchboost.algorithms.GradFreeze(total_steps=10)])
 
 
 def test_a_lever_is_idle_only_if_it_is_for_both():

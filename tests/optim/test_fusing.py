@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tests.support.models import mlp
-from torchboost.algorithms import BlockFreeze, FusedOptimizer, fuse_optimizer
+from torchboost.algorithms import FusedOptimizer, GradFreeze, fuse_optimizer
 from torchboost.core.algorithm import Attachment, Target, attach_all
 from torchboost.core.torch_private import step_pre_hooks
 from torchboost.errors import NoEffectWarning
@@ -128,7 +128,7 @@ def test_it_is_taken_once_and_only_for_fused_groups() -> None:
         model = mlp()
         optimizer = sgd(model, fused=fused)
         attached = attach_all(
-            Target(model, optimizer), [FusedOptimizer(), BlockFreeze(groups=3, total_steps=100, full_share=0.5)]
+            Target(model, optimizer), [FusedOptimizer(), GradFreeze(groups=3, total_steps=100, full_share=0.5)]
         )
         caring = [h for h in step_pre_hooks(optimizer) if isinstance(getattr(h, "__self__", None), Fusion)]
         assert len(caring) == 1

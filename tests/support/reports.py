@@ -75,7 +75,7 @@ def contestant(
 
 
 def _on(level: str) -> list[AlgorithmRow]:
-    freezing = [AlgorithmRow(name="grad_freeze", settings="BlockFreeze()")] if level == "O2" else []
+    freezing = [AlgorithmRow(name="grad_freeze", settings="GradFreeze()")] if level == "O2" else []
     return [AlgorithmRow(name="channels_last", settings="ChannelsLast()"), *freezing]
 
 

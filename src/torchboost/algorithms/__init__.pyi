@@ -12,9 +12,9 @@ from .dim_reduce import principal_basis as principal_basis
 from .dim_reduce import read_checkpoints as read_checkpoints
 from .fused_optimizer import FusedOptimizer as FusedOptimizer
 from .fused_optimizer import fuse_optimizer as fuse_optimizer
-from .grad_accumulation import AccumulationSteps as AccumulationSteps
 from .grad_accumulation import Accumulator as Accumulator
-from .grad_freeze import BlockFreeze as BlockFreeze
+from .grad_accumulation import GradAccumulation as GradAccumulation
+from .grad_freeze import GradFreeze as GradFreeze
 from .grad_freeze import freeze_blocks as freeze_blocks
 from .gradient_centralization import GradientCentralization as GradientCentralization
 from .gradient_centralization import centralize_gradients as centralize_gradients

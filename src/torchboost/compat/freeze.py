@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchboost.algorithms.grad_freeze.algorithm import BlockFreeze, Pattern, freeze_blocks
+from torchboost.algorithms.grad_freeze.algorithm import GradFreeze, Pattern, freeze_blocks
 from torchboost.algorithms.grad_freeze.freezer import Freezing, Prefix
 from torchboost.algorithms.grad_freeze.schedule import MOST_STEPS, Continuous, Repeated, Schedule, length_of
 from torchboost.core.arguments import check_optimizer, check_pair, check_sens
@@ -34,7 +34,7 @@ class GradientFreeze:
     Args:
         param_groups: Number of groups, or the groups themselves: lists of parameters. The k-th list holds the
             parameters that train at index k; the first list holds all.
-        freeze_type: 0 continuous, 1 interval, 2 progressive; see :class:`torchboost.algorithms.BlockFreeze`.
+        freeze_type: 0 continuous, 1 interval, 2 progressive; see :class:`torchboost.algorithms.GradFreeze`.
         freeze_p: The share of updates that train *everything*, at least 0 and below 1. MindSpore's documentation calls
             it the probability of freezing, but its code does the same as here.
         total_steps: Number of updates in the whole run.
@@ -85,7 +85,7 @@ class GradientFreeze:
         if self.freezing is not None:
             self.freezing.remove()
         if self._type > 1 and self._groups is None:
-            settings = BlockFreeze(
+            settings = GradFreeze(
                 groups=self._count, pattern=_PATTERNS[self._type], full_share=self._share, total_steps=self._steps
             )
             self.freezing = freeze_blocks(network, optimizer, settings, seed=self._seed)
@@ -118,7 +118,7 @@ class GradientFreeze:
         return [schedule(step) for step in range(length)]
 
     def _schedule(self, groups: int, kind: int, share: float, steps: int) -> Schedule:
-        settings = BlockFreeze(pattern=_PATTERNS[kind], full_share=share, total_steps=steps)
+        settings = GradFreeze(pattern=_PATTERNS[kind], full_share=share, total_steps=steps)
         return settings.schedule([1 / groups] * groups, seed=self._seed)
 
     def split_parameters_groups(self, net: nn.Module, freeze_para_groups_number: int) -> list[list[nn.Parameter]]:
@@ -127,7 +127,7 @@ class GradientFreeze:
         A new unit begins at a matrix or kernel if the current unit holds at least three parameters. Vectors (biases,
         normalisations) join the current unit. They are recognised by their shape; MindSpore looks for "bn" and "bias"
         in names. If there are fewer units than groups, there are as many groups as units; MindSpore silently freezes
-        nothing in this case. :class:`torchboost.algorithms.BlockFreeze` splits by modules in execution order instead,
+        nothing in this case. :class:`torchboost.algorithms.GradFreeze` splits by modules in execution order instead,
         which saves more.
 
         Raises:

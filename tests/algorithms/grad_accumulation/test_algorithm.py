@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from tests.support.models import TinyGPT, batch_for, mlp
 from tests.support.trajectories import snapshot
 from torchboost.algorithms.compile import Compile
-from torchboost.algorithms.grad_accumulation import AccumulationSteps, Accumulator
+from torchboost.algorithms.grad_accumulation import Accumulator, GradAccumulation
 from torchboost.core.algorithm import Target, attach_all
 from torchboost.core.step import TrainStep
 from torchboost.errors import IncompatibleError
@@ -115,7 +115,7 @@ def test_equal_batches_give_the_bits_of_a_loop_by_hand() -> None:
     ours = fresh()
     raw = copy.deepcopy(ours)
     target = Target(ours, torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.9))
-    attached = attach_all(target, [AccumulationSteps(steps=3)])
+    attached = attach_all(target, [GradAccumulation(steps=3)])
     step = TrainStep(target, lambda x, y: (F.cross_entropy(ours(x), y), len(y)), attached=attached)
     plain = torch.optim.SGD(raw.parameters(), lr=0.1, momentum=0.9)
     for i in range(9):
@@ -134,7 +134,7 @@ def test_optimizers_update_as_with_one_large_batch() -> None:
         ours = fresh().double()
         raw = copy.deepcopy(ours)
         target = Target(ours, getattr(torch.optim, name)(ours.parameters(), lr=0.01))
-        attach_all(target, [AccumulationSteps(steps=3)])
+        attach_all(target, [GradAccumulation(steps=3)])
         step = TrainStep(target, lambda x, y, model=ours: (F.cross_entropy(model(x), y), len(y)))
         plain = getattr(torch.optim, name)(raw.parameters(), lr=0.01)
         for i in range(4):
@@ -152,7 +152,7 @@ def test_flush_averages_over_what_the_window_holds() -> None:
     ours = fresh()
     raw = copy.deepcopy(ours)
     target = Target(ours, torch.optim.SGD(ours.parameters(), lr=0.1))
-    attach_all(target, [AccumulationSteps(steps=4)])
+    attach_all(target, [GradAccumulation(steps=4)])
     step = TrainStep(target, lambda x, y: F.cross_entropy(ours(x), y))
     assert step.flush() is None
     for i in range(2):
@@ -198,7 +198,7 @@ def test_resume_in_and_between_windows_is_bit_identical(stop: int) -> None:
         model = fresh(seed)
         target = Target(model, torch.optim.AdamW(model.parameters(), lr=0.01))
         target.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
-        attached = attach_all(target, [AccumulationSteps(steps=5)])
+        attached = attach_all(target, [GradAccumulation(steps=5)])
         return model, TrainStep(target, lambda x, y: (F.cross_entropy(model(x), y), len(y)), attached=attached)
 
     batches = [data(3 + i % 3, seed=i) for i in range(12)]
@@ -222,7 +222,7 @@ def test_schedulers_and_scalers_advance_once_per_update() -> None:
     model = fresh()
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2)
     target = Target(model, torch.optim.SGD(model.parameters(), lr=0.1), scaler)
-    attach_all(target, [AccumulationSteps(steps=3)])
+    attach_all(target, [GradAccumulation(steps=3)])
     factor = [1.0] * 12
     factor[10] = math.inf  # one micro-batch of the last window overflows, and takes its whole update with it
     calls = iter(factor)
@@ -294,7 +294,7 @@ def test_bad_input_is_refused() -> None:
         with pytest.raises(ValueError, match=f"steps: found {steps!r}"):
             Accumulator(steps, mlp())  # pyright: ignore[reportArgumentType]
         with pytest.raises(ValueError, match=f"steps: found {steps!r}"):
-            AccumulationSteps(steps=steps)  # pyright: ignore[reportArgumentType]
+            GradAccumulation(steps=steps)  # pyright: ignore[reportArgumentType]
     accumulator, loss = Accumulator(3, mlp()), torch.ones(())
     with accumulator.micro_step():
         for count in (-1, math.nan, math.inf):
@@ -340,11 +340,11 @@ def test_checkpoints_that_do_not_fit_are_refused() -> None:
 def test_the_target_has_one_accumulator_and_gives_it_back() -> None:
     model = mlp()
     target = Target(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    attached = attach_all(target, [AccumulationSteps(steps=2)])
+    attached = attach_all(target, [GradAccumulation(steps=2)])
     accumulator = attached["grad_accumulation"].accumulator
     assert target.accumulator is accumulator
     with pytest.raises(IncompatibleError, match="already"):
-        attach_all(target, [AccumulationSteps(steps=2)])
+        attach_all(target, [GradAccumulation(steps=2)])
     attached.remove()
     assert target.accumulator is None
     with accumulator.micro_step():
@@ -363,7 +363,7 @@ def test_cuda_graphs_are_refused(mode: str) -> None:
             Accumulator(2, compiled)
     target = Target(on_a_device, torch.optim.SGD(on_a_device.parameters(), lr=0.1))
     with pytest.raises(IncompatibleError, match="CUDA graphs"):
-        attach_all(target, [AccumulationSteps(steps=2), Compile(mode=mode)])
+        attach_all(target, [GradAccumulation(steps=2), Compile(mode=mode)])
     assert on_a_device._compiled_call_impl is None
     Accumulator(2, torch.compile(on_a_device, mode="max-autotune-no-cudagraphs"))
     Accumulator(2, torch.compile(on_a_device))

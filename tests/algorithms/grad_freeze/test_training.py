@@ -27,7 +27,7 @@ from torchboost import (
     boost,
     freeze_blocks,
 )
-from torchboost.algorithms import AccumulationSteps, BlockFreeze, LessBn
+from torchboost.algorithms import GradAccumulation, GradFreeze, LessBn
 from torchboost.algorithms.compile import Compile
 from torchboost.algorithms.grad_freeze.freezer import compiled_prefixes
 from torchboost.calibration.calibration import Calibration
@@ -39,8 +39,8 @@ from torchboost.workloads.models import GPT
 PATTERNS = ("continuous", "interval", "progressive")
 
 
-def settings(pattern: str, **more: Any) -> BlockFreeze:
-    return BlockFreeze(**({"pattern": pattern, "groups": 4, "full_share": 0.25, "total_steps": 12} | more))
+def settings(pattern: str, **more: Any) -> GradFreeze:
+    return GradFreeze(**({"pattern": pattern, "groups": 4, "full_share": 0.25, "total_steps": 12} | more))
 
 
 def network(seed: int = 0, **options: Any) -> tuple[BottleneckNet, torch.optim.Optimizer]:
@@ -57,7 +57,7 @@ def start(schedule: Iterable[int] = (0, 2), *, seed: int = 0, norms: Any = "upda
 def started(pattern: str, *, seed: int = 0, window: int = 1, **more: Any) -> Any:
     model, optimizer = network(seed)
     target = Target(model, optimizer)
-    accumulation = [AccumulationSteps(steps=window)] if window > 1 else []
+    accumulation = [GradAccumulation(steps=window)] if window > 1 else []
     attached = attach_all(target, [settings(pattern, **more), *accumulation])
     return model, optimizer, TrainStep(target, lambda x, y: F.cross_entropy(model(x), y), attached=attached)
 
@@ -423,21 +423,21 @@ def test_a_level_that_compiles_at_the_first_call_needs_few_graphs(monkeypatch: A
 
 def test_defaults_are_those_of_the_levels_and_the_length_is_required() -> None:
     plan = Plan.of("O2", {"extra": {"grad_freeze": True}}, Facts(total_steps=5000))
-    assert [a for a in plan.algorithms if a.name == "grad_freeze"] == [BlockFreeze(total_steps=5000)]
+    assert [a for a in plan.algorithms if a.name == "grad_freeze"] == [GradFreeze(total_steps=5000)]
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     missing = r"total_steps: found none, .* pass the number of updates of the whole run"
     with pytest.raises(ValueError, match=missing):
-        freeze_blocks(model, optimizer, BlockFreeze())
+        freeze_blocks(model, optimizer, GradFreeze())
     config = {"extra": {"grad_freeze": {"groups": 4}}}
-    assert Plan.of("O0", config, Facts()).algorithms == (BlockFreeze(groups=4),)  # a trainer adds the length later
+    assert Plan.of("O0", config, Facts()).algorithms == (GradFreeze(groups=4),)  # a trainer adds the length later
     with pytest.raises(ValueError, match=missing):
         boost(model, optimizer, level="O0", config=config)
     plan = Plan.of("O0", {"extra": {"grad_freeze": {"groups": 4}}}, Facts(total_steps=77))
-    assert plan.algorithms == (BlockFreeze(groups=4, total_steps=77),)
+    assert plan.algorithms == (GradFreeze(groups=4, total_steps=77),)
     section = {"param_groups": 4, "freeze_type": 0, "freeze_p": 0.4, "total_steps": 100}
     plan = Plan.of("O0", {"boost": {"mode": "manual", "grad_freeze": True}, "grad_freeze": section}, Facts())
-    assert plan.algorithms == (BlockFreeze(groups=4, pattern="continuous", full_share=0.4, total_steps=100),)
+    assert plan.algorithms == (GradFreeze(groups=4, pattern="continuous", full_share=0.4, total_steps=100),)
 
 
 def test_bad_settings() -> None:
@@ -459,13 +459,13 @@ def test_bad_settings() -> None:
         ({"cache_mebibytes": -1}, "0 or more"),
     ):
         with pytest.raises(ValueError, match=message):
-            BlockFreeze(**{"total_steps": 10} | bad)
+            GradFreeze(**{"total_steps": 10} | bad)
 
 
 def test_settings_that_do_not_fit_are_refused_before_anything_changes() -> None:
     model, optimizer = network()
     names = [name for name, _ in model.named_modules()]
-    costs = BlockFreeze(total_steps=10, costs=(0.5, 0.5))
+    costs = GradFreeze(total_steps=10, costs=(0.5, 0.5))
     with pytest.raises(ValueError, match=r"costs: found 2, the model has 4 blocks \(stem\.0, blocks\.0"):
         freeze_blocks(model, optimizer, costs)
     with pytest.raises(ValueError, match="costs: found 2, the model has 4 blocks"):
@@ -479,10 +479,10 @@ def test_settings_that_do_not_fit_are_refused_before_anything_changes() -> None:
 def test_more_groups_than_blocks_are_said_and_one_block_is_idle() -> None:
     model, optimizer = network()
     with pytest.warns(NoEffectWarning, match="found groups=10, but the model has 4 blocks"):
-        freeze_blocks(model, optimizer, BlockFreeze(pattern="interval", total_steps=10))
+        freeze_blocks(model, optimizer, GradFreeze(pattern="interval", total_steps=10))
     single = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(single.parameters(), lr=0.1)
-    idle = BlockFreeze(total_steps=10)
+    idle = GradFreeze(total_steps=10)
     assert idle.idle(single, optimizer) == "the model is a single block, which always trains"
     with pytest.warns(NoEffectWarning, match="a single block"):
         freeze_blocks(single, optimizer, idle)

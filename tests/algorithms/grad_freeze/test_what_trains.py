@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from tests.support.frozen_nets import scheduled
 from tests.support.ranks import run_ranks
 from torchboost import AutoBoost, IncompatibleError, NoEffectWarning, freeze_blocks
-from torchboost.algorithms import BlockFreeze
+from torchboost.algorithms import GradFreeze
 
-SETTINGS = BlockFreeze(pattern="progressive", groups=6, full_share=0.25, total_steps=20)
+SETTINGS = GradFreeze(pattern="progressive", groups=6, full_share=0.25, total_steps=20)
 
 
 def stack(count: int) -> nn.Sequential:
@@ -50,7 +50,7 @@ def sgd(model: nn.Module) -> torch.optim.SGD:
 
 def freeze(model: nn.Module, optimizer: Any, groups: int = 10, *, seed: int = 0, **more: Any) -> Any:
     settings = {"pattern": "progressive", "full_share": 0.25, "total_steps": 24} | more
-    return freeze_blocks(model, optimizer, BlockFreeze(groups=groups, **settings), seed=seed)
+    return freeze_blocks(model, optimizer, GradFreeze(groups=groups, **settings), seed=seed)
 
 
 def train(model: Any, optimizer: Any, freezing: Any, *, updates: int = 24, set_to_none: bool = True) -> list[int]:
@@ -402,7 +402,7 @@ def hooks_of(model: nn.Module) -> list[Any]:
     return [hook for m in model.modules() for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
 
 
-def run(model: nn.Module, settings: BlockFreeze = SETTINGS, updates: int = 20) -> int:
+def run(model: nn.Module, settings: GradFreeze = SETTINGS, updates: int = 20) -> int:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     freezing = freeze_blocks(model, optimizer, settings)
     with torch.no_grad():
@@ -415,9 +415,9 @@ def run(model: nn.Module, settings: BlockFreeze = SETTINGS, updates: int = 20) -
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
 def test_reentrant_checkpointing_is_refused_at_the_first_update() -> None:
     for settings in (
-        *(BlockFreeze(pattern=p, groups=6, full_share=0.9, total_steps=99) for p in ("continuous", "interval")),
+        *(GradFreeze(pattern=p, groups=6, full_share=0.9, total_steps=99) for p in ("continuous", "interval")),
         SETTINGS,
-        BlockFreeze(pattern="fixed", groups=6, frozen=2),
+        GradFreeze(pattern="fixed", groups=6, frozen=2),
     ):
         model = Checkpointed(reentrant=True)
         with pytest.raises(IncompatibleError, match=r"'blocks\.\d' runs without gradients.*Pass use_reentrant=False"):

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from tests.support.models import BottleneckNet, TinyGPT, batch_for, cnn, mlp
 from torchboost import DynamicLossScale, GroupGradScaler, ScaleRule, Target, TrainStep, autocast_forward
 from torchboost.algorithms import (
-    AccumulationSteps,
     Autocast,
-    BlockFreeze,
+    GradAccumulation,
+    GradFreeze,
     GradientCentralization,
     LessBn,
     LossScaleGroup,
@@ -145,8 +145,8 @@ def test_half_precision_trains_a_conv_net_and_a_gpt():
         assert far < 0.15 * norm
 
 
-FREEZE = BlockFreeze(groups=3, full_share=0.3, total_steps=12)
-WINDOWS = AccumulationSteps(steps=2)
+FREEZE = GradFreeze(groups=3, full_share=0.3, total_steps=12)
+WINDOWS = GradAccumulation(steps=2)
 COMBINATIONS = {
     "freeze": [FREEZE],
     "accumulation": [WINDOWS],

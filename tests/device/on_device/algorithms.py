@@ -14,13 +14,13 @@ from tests.device.on_device._training import CLOSE, HALF, batch, default_device,
 from tests.support.pretend_device.waits import Waits
 from torchboost import REGISTRY, GroupGradScaler, Target
 from torchboost.algorithms import (
-    AccumulationSteps,
     Autocast,
-    BlockFreeze,
     ChannelsLast,
     Compile,
     DimReduction,
     FusedOptimizer,
+    GradAccumulation,
+    GradFreeze,
     GradientCentralization,
     LessBn,
     LossScaleGroup,
@@ -35,10 +35,10 @@ ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
     "channels_last": ChannelsLast,
     "autocast": Autocast,
     "matmul_precision": MatmulPrecision,
-    "grad_freeze": lambda: BlockFreeze(groups=3, pattern="continuous", full_share=0.3, total_steps=6),
+    "grad_freeze": lambda: GradFreeze(groups=3, pattern="continuous", full_share=0.3, total_steps=6),
     "fused_optimizer": FusedOptimizer,
     "compile": lambda: Compile(backend="eager"),
-    "grad_accumulation": lambda: AccumulationSteps(steps=2),
+    "grad_accumulation": lambda: GradAccumulation(steps=2),
     "loss_scale_group": lambda: LossScaleGroup(groups=2),
     "dim_reduce": lambda: DimReduction(n_components=2, snapshot_every=1),
 }
@@ -103,7 +103,7 @@ def test_an_algorithm_trains_as_on_the_cpu_and_a_steady_step_does_not_wait(name,
 @pytest.mark.parametrize("cached", [0, 1], ids=["computed", "cached"])
 @pytest.mark.parametrize("default", [None, "cuda"])
 def test_freezing_trains_as_on_the_cpu(pattern, cached, default):
-    settings = BlockFreeze(
+    settings = GradFreeze(
         groups=3, pattern=pattern, total_steps=STEPS, norms="eval", cache_mebibytes=cached, **FREEZING[pattern]
     )
     seen = []

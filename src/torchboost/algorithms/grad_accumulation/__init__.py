@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from torchboost.algorithms.grad_accumulation.algorithm import AccumulationSteps, Accumulator
+from torchboost.algorithms.grad_accumulation.algorithm import Accumulator, GradAccumulation
 
-__all__ = ["AccumulationSteps", "Accumulator"]
+__all__ = ["Accumulator", "GradAccumulation"]

@@ -18,7 +18,7 @@ from torchboost.core.arguments import is_integer
 from torchboost.core.torch_private import compiled_call
 from torchboost.errors import IncompatibleError
 
-__all__ = ["AccumulationSteps", "Accumulator", "Window", "checked_steps"]
+__all__ = ["Accumulator", "GradAccumulation", "Window", "checked_steps"]
 
 Reduction: TypeAlias = Literal["mean", "sum"]
 
@@ -360,7 +360,7 @@ class Accumulating(Attachment):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AccumulationSteps(Algorithm):
+class GradAccumulation(Algorithm):
     """One update after several batches. The loop must use ``target.accumulator``.
 
     :class:`~torchboost.core.step.TrainStep` and the training cell do so; your own loop needs three more lines, see

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from torchboost.algorithms.grad_freeze.algorithm import BlockFreeze, freeze_blocks
+from torchboost.algorithms.grad_freeze.algorithm import GradFreeze, freeze_blocks
 
-__all__ = ["BlockFreeze", "freeze_blocks"]
+__all__ = ["GradFreeze", "freeze_blocks"]

@@ -27,13 +27,13 @@ from torchboost.errors import NoEffectWarning
 from torchboost.graph.blocks import Block, blocks_of, group_starts
 from torchboost.optim.fusing import care_for_fused
 
-__all__ = ["BlockFreeze", "Pattern", "freeze_blocks"]
+__all__ = ["GradFreeze", "Pattern", "freeze_blocks"]
 
 Pattern = Literal["continuous", "interval", "progressive", "fixed"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockFreeze(Algorithm):
+class GradFreeze(Algorithm):
     """Train only the blocks from the k-th group on, with k changing from update to update.
 
     ``full_share``, MindSpore's ``freeze_p``, is the share of updates that train everything. Patterns:
@@ -182,13 +182,13 @@ class BlockFreeze(Algorithm):
         return schedule if prefixes is None else freeze_schedule.Snapped(schedule, len(costs), prefixes)
 
 
-def freeze_blocks(model: nn.Module, optimizer: Optimizer, settings: BlockFreeze, *, seed: int = 0) -> Freezing:
+def freeze_blocks(model: nn.Module, optimizer: Optimizer, settings: GradFreeze, *, seed: int = 0) -> Freezing:
     """Freeze the leading blocks of a network in your own loop, which does not change.
 
     Args:
         model: The model as the loop calls it, wrapped in DDP before or after this. Compile it before.
         optimizer: The optimizer of the model.
-        settings: See :class:`BlockFreeze`.
+        settings: See :class:`GradFreeze`.
         seed: Seed of the interval pattern; the same on all ranks.
 
     Returns:
@@ -203,7 +203,7 @@ def freeze_blocks(model: nn.Module, optimizer: Optimizer, settings: BlockFreeze,
         >>> import torch
         >>> model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(8)))
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        >>> settings = BlockFreeze(groups=8, total_steps=1000)
+        >>> settings = GradFreeze(groups=8, total_steps=1000)
         >>> freezing = freeze_blocks(model, optimizer, settings)
     """
     _check_length(settings)
@@ -243,12 +243,12 @@ def freeze_blocks(model: nn.Module, optimizer: Optimizer, settings: BlockFreeze,
     )
 
 
-def _fingerprint(settings: BlockFreeze) -> int:
+def _fingerprint(settings: GradFreeze) -> int:
     """A number that differs between ranks whose flags may differ; cache settings may differ per rank."""
     return crc32(repr(replace(settings, cache_mebibytes=0, cache_path=None)).encode())
 
 
-def _check_length(settings: BlockFreeze) -> None:
+def _check_length(settings: GradFreeze) -> None:
     if settings.total_steps is None and settings.pattern != "fixed":
         raise ValueError(
             f"total_steps: found none, and the pattern {settings.pattern!r} depends on the length of the run; pass the "
