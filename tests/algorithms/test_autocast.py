@@ -185,7 +185,9 @@ def test_copies_and_pickles_are_plain() -> None:
             assert torch.equal(twin(x), plain)
 
 
+@pytest.mark.filterwarnings("ignore:torch.compile with fullgraph=True found no compiled frames")  # torch 2.12
 def test_compiled_models_need_no_graph_break() -> None:
+    # The first pass with gradients looks for the heads under a dispatch mode, in which torch compiles nothing.
     for order, how in itertools.product(
         ["attach, compile", "compile, attach", "compile, run, attach"],
         ["in place", "wrapped", "wrapped, inner attached"],
