@@ -120,3 +120,24 @@ def test_the_setting_of_the_compiler_ends_with_the_call(monkeypatch):
     assert not versions.compiler_follows_flags()
     with guards_of_every_flag():
         assert versions.compiler_follows_flags()
+
+
+class Hook:
+    """A hook before the forward that is an object, with another one after it."""
+
+    def __call__(self, module: nn.Module, args: object) -> None:
+        pass
+
+    def leave(self, module: nn.Module, args: object, outputs: object) -> None:
+        pass
+
+
+def test_a_module_with_hooks_in_another_order_than_theirs_compiles():
+    layer, hooks = nn.Linear(2, 2), [Hook(), Hook()]
+    for place, hook in enumerate(hooks):
+        layer.register_forward_pre_hook(hook)
+        layer.register_forward_hook(hook.leave, prepend=bool(place))
+    versions.store_in_order(layer)
+    assert [hook.__self__ for hook in dict.values(layer._forward_hooks)] == hooks[::-1]
+    x = torch.ones(1, 2)
+    assert torch.equal(torch.compile(layer, backend="eager")(x), layer(x))

@@ -28,6 +28,7 @@ from torchboost.core.torch_private import (
     parameter_slots,
     version,
 )
+from torchboost.core.torch_versions import store_in_order
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.graph.unsafe_convolutions import unsafe_channels_last
@@ -272,6 +273,7 @@ def _watch_inputs(model: nn.Module, watch: ForwardWatch | None = None) -> Attach
     hook = _ConvertInputs(dimensions, watch)
     entry = model.register_forward_pre_hook(hook, with_kwargs=True)
     leaving = model.register_forward_hook(hook.leave, prepend=True, with_kwargs=True, always_call=True)
+    store_in_order(model)
     return Attachment(plain_hook(model, entry), plain_hook(model, leaving))
 
 

@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchboost.core.torch_private import (
     foreach,
     guards_every_flag,
     guards_of_every_flag,
+    module_hooks,
     older_cpu_flags,
     overrides_dispatch,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "foreach_lerp",
     "foreach_norm",
     "marked_as_following",
+    "store_in_order",
 ]
 
 UNSUPPORTED_SHARDS = (RuntimeError, AssertionError)
@@ -104,3 +106,16 @@ def compiler_follows_flags() -> bool:
     Otherwise a graph that was made while a layer is frozen never trains it again (pytorch#139476).
     """
     return not _BEFORE_2_12 or guards_every_flag()
+
+
+def store_in_order(module: nn.Module) -> None:
+    """Store the hooks of a module in the order in which they are called. Call it after ``prepend=True``.
+
+    That moves an entry of an ``OrderedDict``. The compiler of torch 2.9 to 2.11 goes by the order of insertion, and
+    fails with "Guard check failed" if the two differ.
+    """
+    for hooks in module_hooks(module):
+        if list(hooks) != list(dict.keys(hooks)):
+            entries = list(hooks.items())
+            hooks.clear()
+            hooks.update(entries)

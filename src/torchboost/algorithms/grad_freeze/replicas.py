@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchboost.core.algorithm import Attachment
 from torchboost.core.covering import plain_hook
 from torchboost.core.torch_private import active_ddp, build_again, built_in_comm_hook, comm_hooks
+from torchboost.core.torch_versions import store_in_order
 from torchboost.distributed.agreement import Agreement, ranks_of_shards, several
 from torchboost.errors import IncompatibleError
 
@@ -115,6 +116,7 @@ class Replicas(Attachment):
         hook: Callable[..., None] = torch.compiler.disable(self._before_pass)  # pyright: ignore
         for module in _replicas_in(self._model) or [self._model]:
             self._handles.append(plain_hook(module, module.register_forward_pre_hook(hook, prepend=True)))
+            store_in_order(module)
 
     def release(self) -> None:
         """Rebuild the reducers for the current flags and free the group, after the hooks are removed."""

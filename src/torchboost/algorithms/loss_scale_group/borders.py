@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from torchboost.core.containers import with_tensors
 from torchboost.core.torch_private import module_hooks
+from torchboost.core.torch_versions import store_in_order
 from torchboost.errors import IncompatibleError
 
 __all__ = ["Ratios", "ScaleBorders", "change_scale", "has_borders"]
@@ -137,6 +138,7 @@ class ScaleBorders:
             # The outermost of all hooks there are: what they see is inside the group.
             self._handles.append(gate.module.register_forward_pre_hook(gate.enter, with_kwargs=True, prepend=True))
             self._handles.append(gate.module.register_forward_hook(gate.leave))
+            store_in_order(gate.module)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
