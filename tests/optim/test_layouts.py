@@ -11,8 +11,8 @@ from torch.autograd.profiler import profile
 
 import torchboost
 from torchboost.core.torch_private import foreach
-from torchboost.optim.memory_layout import aligned, is_dense, same_layout, writable
-from torchboost.optim.updates import together
+from torchboost.optim.tensors import aligned, is_dense, same_layout, writable
+from torchboost.optim.transforms import together
 
 
 def test_strides_of_axes_of_length_one_mean_nothing():

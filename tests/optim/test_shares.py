@@ -16,7 +16,7 @@ from tests.support.wrapped import all_weights, train_share
 from torchboost.core.algorithm import Target
 from torchboost.errors import IncompatibleError, RankDisagreementError
 from torchboost.optim import SGD, Adam, ClipNorm, Decay
-from torchboost.optim.shares import all_finite, share_of, stand_in, total_norm
+from torchboost.optim.tensors import all_finite, share_of, stand_in, total_norm
 
 RULES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "norm 2": (SGD, {"lr": 0.5, "transforms": (Decay(0.01), ClipNorm(0.1))}),

@@ -16,11 +16,11 @@ from torchboost.core.torch_private import forget_fused_mark, has_fused_mark, ste
 from torchboost.core.torch_versions import UNSUPPORTED_SHARDS
 from torchboost.core.wrapping import hookable
 from torchboost.errors import NoEffectWarning
-from torchboost.optim.memory_layout import aligned, is_dense, writable
 from torchboost.optim.rules import adam, sgd
 from torchboost.optim.rules.base import UpdateRule
 from torchboost.optim.rules.checkpoints import change_entries
 from torchboost.optim.rules.options import miscomputes
+from torchboost.optim.tensors import aligned, is_dense, writable
 
 __all__ = ["Fusion", "care_for_fused", "fused_class", "obstacle"]
 

@@ -23,8 +23,7 @@ from torchboost.core.closure import ClosureOptimizer, Replay, after_closure
 from torchboost.core.torch_private import foreach, versions
 from torchboost.core.wrapping import hookable
 from torchboost.errors import IncompatibleError
-from torchboost.optim.memory_layout import writable
-from torchboost.optim.shares import Share, values_of
+from torchboost.optim.tensors import Share, values_of, writable
 
 __all__ = [
     "GradientPipeline",

@@ -23,7 +23,7 @@ from torchboost.optim.rules.masters import (
     pieces,
 )
 from torchboost.optim.rules.options import SHARED, arguments, check_capturable, check_fused
-from torchboost.optim.updates import Updates, UpdateTransform, check_update_transforms
+from torchboost.optim.transforms import Updates, UpdateTransform, check_update_transforms
 
 __all__ = ["Adam", "AdamW", "AdamWeightDecay", "adam_directions", "as_real", "rooted_directions"]
 
