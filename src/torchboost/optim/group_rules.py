@@ -259,7 +259,7 @@ def layer_wise_decay(model: nn.Module, base_lr: float, *, factor: float) -> tupl
     return tuple(
         GroupRule(
             {"lr": base_lr * factor ** (len(blocks) - 1 - index)},
-            when=_InBlock(block.name, frozenset(names[parameter] for parameter in block.parameters)),
+            name=f"^({'|'.join(re.escape(names[parameter]) for parameter in block.parameters)})$",
         )
         for index, block in enumerate(blocks)
     )
@@ -271,18 +271,6 @@ class _Place(NamedTuple):
     name: str
     holder: nn.Module
     around: tuple[nn.Module, ...]
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class _InBlock:
-    block: str
-    names: frozenset[str]
-
-    def __call__(self, name: str, parameter: nn.Parameter, module: nn.Module) -> bool:
-        return name in self.names
-
-    def __repr__(self) -> str:
-        return f"<in block {self.block!r}>"
 
 
 def _is_vector_or_of_norm(name: str, parameter: nn.Parameter, module: nn.Module) -> bool:

@@ -329,8 +329,8 @@ class _Recalled(Gradients):
         return self._recall()
 
 
-def check_transforms(transforms: Iterable[GradientTransform]) -> None:
-    """Refuse objects that are not transforms.
+def check_transforms(transforms: Iterable[object], inputs: type = Gradients) -> None:
+    """Refuse objects that are not transforms of ``inputs``.
 
     Raises:
         TypeError: Something is not a transform.
@@ -338,10 +338,10 @@ def check_transforms(transforms: Iterable[GradientTransform]) -> None:
     for transform in transforms:
         if isinstance(transform, type):
             raise TypeError(f"found the class {transform.__name__}; give an instance: {transform.__name__}(...).")
-        if not callable(transform) or not isinstance(getattr(transform, "scale_free", None), bool):
-            raise TypeError(
-                f"found {transform!r}; a transform must be callable with Gradients and have a boolean 'scale_free'."
-            )
+        needs_flag = inputs is Gradients and not isinstance(getattr(transform, "scale_free", None), bool)
+        if needs_flag or not callable(transform):
+            flag = " and have a boolean 'scale_free'" if inputs is Gradients else ""
+            raise TypeError(f"found {transform!r}; a transform must be callable with {inputs.__name__}{flag}.")
 
 
 def check_gradients(transforms: Iterable[GradientTransform], gradients: Gradients) -> list[Tensor]:

@@ -33,7 +33,6 @@ __all__ = [
     "Unscale",
     "UpdateTransform",
     "Updates",
-    "check_update_transforms",
     "has_rows",
     "together",
     "wish",
@@ -500,19 +499,6 @@ class Cautious:
         for update, grad in zip(updates.updates, updates.grads, strict=True):
             mask = (update * grad > 0).to(update.dtype)
             update.mul_(mask).div_(mask.mean().clamp(min=self.least))
-
-
-def check_update_transforms(transforms: Iterable[UpdateTransform]) -> None:
-    """Refuse objects that are not transforms.
-
-    Raises:
-        TypeError: Something is not a transform.
-    """
-    for transform in transforms:
-        if isinstance(transform, type):
-            raise TypeError(f"found the class {transform.__name__}; give an instance: {transform.__name__}(...).")
-        if not callable(transform):
-            raise TypeError(f"found {transform!r}; a transform of updates must be callable with Updates.")
 
 
 def _ratio(size: Tensor, steepness: Tensor, most: float) -> Tensor:
