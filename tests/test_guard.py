@@ -1,3 +1,5 @@
+"""A guard withdraws what makes a run worse, nearly never what does not, alike on all ranks and after a resume."""
+
 from __future__ import annotations
 
 import copy
@@ -62,6 +64,13 @@ def train(
     return losses, boosted
 
 
+def guarded(extra: dict[str, Any], *reference: Any, **settings: Any) -> tuple[Guard, Boosted, list[str]]:
+    """Return a guard of a run that did two steps, and the lines of its log."""
+    _, boosted = train(0, extra, steps=2)
+    lines: list[str] = []
+    return Guard(boosted, *reference, log=lines.append, **settings), boosted, lines
+
+
 HARMFUL = {"grad_freeze": {"pattern": "continuous", "full_share": 0.02, "groups": 3}}
 
 
@@ -114,44 +123,30 @@ def test_the_trend_finds_a_run_that_gets_worse_and_not_one_that_learns():
 
 
 def test_a_loss_that_is_not_finite_withdraws_at_the_end_of_its_block():
-    _, boosted = train(0, {"autocast": True, "gradient_centralization": True}, steps=2)
-    guard = Guard(boosted, [1.0] * 50, block=4, log=lambda text: None)
-    found = [guard.update(value) for value in (1.0, math.nan, 1.0, 1.0)]
-    assert found == [None, None, None, "autocast"]
+    guard, _, _ = guarded({"autocast": True, "gradient_centralization": True}, [1.0] * 50, block=4)
+    assert [guard.update(value) for value in (1.0, math.nan, 1.0, 1.0)] == [None, None, None, "autocast"]
     assert [guard.update(math.inf) for _ in range(4)][-1] == "gradient_centralization"
     assert [guard.update(math.nan) for _ in range(4)][-1] is None
     assert guard.withdrawn == ["autocast", "gradient_centralization"]
 
 
-def test_a_metric_that_stays_below_stock_withdraws():
-    _, boosted = train(0, {"autocast": True}, steps=2)
-    guard = Guard(boosted, drop=0.01, log=lambda text: None)
-    noise = torch.Generator().manual_seed(3)
-    found = [guard.update_metric(0.8 + 0.002 * float(torch.randn((), generator=noise)), wanted=0.82) for _ in range(20)]
+def test_a_metric_that_stays_below_withdraws_and_one_within_its_drop_does_not():
+    def noise(seed: int, size: float) -> Any:
+        draw = torch.Generator().manual_seed(seed)
+        return lambda: size * float(torch.randn((), generator=draw))
+
+    guard, boosted, _ = guarded({"autocast": True}, drop=0.01)
+    for seed in range(20):
+        within, far = Guard(boosted, drop=0.01), noise(seed, 0.01)
+        assert not any(within.update_metric(0.8 + far(), wanted=0.8) for _ in range(50))
+    near = noise(3, 0.002)
+    found = [guard.update_metric(0.8 + near(), wanted=0.82) for _ in range(20)]
     assert "autocast" in found[6:]
     assert guard.withdrawn == ["autocast"]
-
-
-def test_a_metric_within_its_drop_withdraws_nothing():
-    alarms = 0
-    _, boosted = train(0, {"autocast": True}, steps=1)
-    for seed in range(20):
-        guard = Guard(boosted, drop=0.01, log=lambda text: None)
-        noise = torch.Generator().manual_seed(seed)
-        for _ in range(50):
-            guard.update_metric(0.8 + 0.01 * float(torch.randn((), generator=noise)), wanted=0.8)
-        alarms += len(guard.withdrawn)
-    assert alarms == 0
-
-
-def test_without_a_reference_a_metric_is_compared_with_its_best():
-    _, boosted = train(0, {"autocast": True}, steps=1)
-    guard = Guard(boosted, drop=0.01, log=lambda text: None)
-    for value in (0.5, 0.6, 0.7, 0.75, 0.78, 0.8):
-        assert guard.update_metric(value) is None
-    found = [guard.update_metric(0.6) for _ in range(20)]
-    assert "autocast" in found
-    again = Guard(train(0, {"autocast": True}, steps=1)[1], drop=0.01, log=lambda text: None)
+    guard, _, _ = guarded({"autocast": True}, drop=0.01)  # without a reference it is compared with its best
+    assert not any(guard.update_metric(value) for value in (0.5, 0.6, 0.7, 0.75, 0.78, 0.8))
+    assert "autocast" in [guard.update_metric(0.6) for _ in range(20)]
+    again, _, _ = guarded({"autocast": True}, drop=0.01)
     again.load_state_dict(guard.state_dict())
     assert again.state_dict() == guard.state_dict()
 
@@ -246,28 +241,25 @@ def test_a_spike_does_not_blind_the_guard():
 
 
 def test_after_the_right_withdrawal_the_innocent_ones_stay():
-    _, boosted = train(0, {**HARMFUL, "autocast": True, "gradient_centralization": True}, steps=1)
-    guard = Guard(boosted, [1.0] * 3000, log=lambda text: None)
+    everything = {**HARMFUL, "autocast": True, "gradient_centralization": True}
+    guard, boosted, _ = guarded(everything, [1.0] * 3000)
     excess, noise = 0.3, torch.Generator().manual_seed(0)
     for _ in range(2000):
-        loss = (1 + excess) * (1 + 0.01 * float(torch.randn((), generator=noise)))
-        guard.update(loss)
+        guard.update((1 + excess) * (1 + 0.01 * float(torch.randn((), generator=noise))))
         excess *= 0.5 ** (1 / 200) if guard.withdrawn else 1.0  # the loss needs time to return
     assert guard.withdrawn == ["grad_freeze"]
-    stays = Guard(boosted, [1.0] * 5000, log=lambda text: None)
+    other = Guard(boosted, [1.0] * 5000, log=lambda text: None)
     for _ in range(5000):
-        stays.update(1.3)
-    assert stays.withdrawn == ["autocast", "gradient_centralization"]
+        other.update(1.3)
+    assert other.withdrawn == ["autocast", "gradient_centralization"]
 
 
 @pytest.mark.parametrize("guard_first", [True, False])
 def test_the_states_are_loaded_in_either_order(guard_first):
     settings = {**HARMFUL, "autocast": True}
-    _, boosted = train(0, settings, steps=2)
-    guard = Guard(boosted, [1.0], block=1, log=lambda text: None)
+    guard, boosted, _ = guarded(settings, [1.0], block=1)
     assert guard.update(math.nan) == "grad_freeze"
-    _, other = train(0, settings, steps=2)
-    resumed = Guard(other, [1.0], block=1, log=lambda text: None)
+    resumed, other, _ = guarded(settings, [1.0], block=1)
     pairs = [(resumed, guard.state_dict()), (other, boosted.state_dict())]
     for part, state in pairs if guard_first else reversed(pairs):
         part.load_state_dict(state)
@@ -276,9 +268,7 @@ def test_the_states_are_loaded_in_either_order(guard_first):
 
 
 def test_if_nothing_is_left_this_is_said_once():
-    said: list[str] = []
-    _, boosted = train(0, {"autocast": True, "grad_accumulation": {"steps": 2}}, steps=2)
-    guard = Guard(boosted, [1.0], block=1, drop=0.1, log=said.append)
+    guard, boosted, said = guarded({"autocast": True, "grad_accumulation": {"steps": 2}}, [1.0], block=1, drop=0.1)
     for _ in range(3000):
         guard.update(math.nan)
         guard.update_metric(math.nan)
@@ -289,9 +279,8 @@ def test_if_nothing_is_left_this_is_said_once():
     assert "(on: nothing)" in said[2]
 
 
-def test_a_loss_is_copied_and_has_one_entry():
-    _, boosted = train(0, {}, steps=1)
-    guard = Guard(boosted, [1.0] * 4, block=2, log=lambda text: None)
+def test_a_loss_is_copied_has_one_entry_and_is_shared_on_the_device_of_the_model(monkeypatch):
+    guard, boosted, _ = guarded({}, [1.0] * 4, block=2)
     buffer = torch.ones(1, dtype=torch.float64)
     guard.update(buffer)
     buffer.fill_(100.0)
@@ -299,31 +288,20 @@ def test_a_loss_is_copied_and_has_one_entry():
     assert guard.figures()["guard/excess"] == 0.0
     with pytest.raises(ValueError, match=r"loss: found the shape \(2,\); give one number"):
         guard.update(torch.ones(2))
-
-
-def test_the_sum_is_shared_on_the_device_of_the_model(monkeypatch):
     devices = []
     monkeypatch.setattr("torchboost.guard.mean_over_ranks", lambda value: devices.append(value.device) or 1.0)
-    _, boosted = train(0, {}, steps=1)
     boosted.model.to("meta")
     Guard(boosted, block=1).update(1.0)
     assert devices == [torch.device("meta")]
 
 
 def test_of_a_state_that_is_not_complete_or_damaged_nothing_is_loaded():
-    _, boosted = train(0, {"autocast": True}, steps=1)
-    guard = Guard(boosted)
+    guard, boosted, _ = guarded({"autocast": True})
     before = guard.state_dict()
     state = {**before, "step": 7, "excess": 0.5, "withdrawn": ["autocast"]}
     damaged: list[tuple[str, Any]] = [
-        ("test", {}),
-        ("metric_test", {"error": 0.1, "tests": [{"unknown": 1}]}),
-        ("trend", {"lowest": 1.0}),
-        ("metric_trend", None),
-        ("step", "many"),
-        ("sum", "much"),
-        ("withdrawn", "autocast"),
-        ("withdrawn", [1]),
+        *(("test", {}), ("metric_test", {"error": 0.1, "tests": [{"unknown": 1}]}), ("trend", {"lowest": 1.0})),
+        *(("metric_trend", None), ("step", "many"), ("sum", "much"), ("withdrawn", "autocast"), ("withdrawn", [1])),
     ]
     states = [state | {key: value} for key, value in damaged]
     states += [{key: value for key, value in state.items() if key != "metric_test"}, {**state, "more": 1}]
@@ -335,8 +313,7 @@ def test_of_a_state_that_is_not_complete_or_damaged_nothing_is_loaded():
 
 
 def _guarded_rank() -> tuple[list[str | None], list[str]]:
-    _, boosted = train(0, {"autocast": True, "gradient_centralization": True}, steps=1)
-    guard = Guard(boosted, [1.0] * 200, block=5, log=lambda text: None)
+    guard, boosted, _ = guarded({"autocast": True, "gradient_centralization": True}, [1.0] * 200, block=5)
     loss = 1.0 if torch.distributed.get_rank() == 0 else 1.3  # only one rank sees an excess
     return [guard.update(loss + 0.01 * math.sin(step)) for step in range(100)], list(boosted.attached)
 
@@ -350,69 +327,50 @@ def test_ranks_withdraw_the_same_at_the_same_step():
 
 def test_an_excess_is_a_share_of_the_loss_while_that_is_large():
     """A steady excess of 3 % is less than the 5 % that are accepted, also where the loss is ten times its mean."""
-    _, boosted = train(0, {**HARMFUL, "autocast": True}, steps=1)
     reference = [2.3 / (1 + at / 100) + 0.05 for at in range(6000)]
-    guard = Guard(boosted, reference)
+    guard, boosted, _ = guarded({**HARMFUL, "autocast": True}, reference)
     assert all(guard.update(1.03 * loss) is None for loss in reference)
     guard = Guard(boosted, reference)
     assert any(guard.update(1.3 * loss) for loss in reference[:2000])
 
 
-def test_the_log_says_how_far_the_loss_is_above_and_what_is_accepted():
+def test_the_log_says_how_far_off_a_run_is_and_what_is_accepted():
     for loss, tolerance, said in (
         (1.65, 0.05, "the loss is 65 % above its reference (5 % is accepted), on average over"),
         (1.65, 0.125, "the loss is 65 % above its reference (12.5 % is accepted), on average over"),
         (9.0, 0.05, "the loss is at least 105 % above its reference (5 % is accepted), on average over"),
     ):
-        _, boosted = train(0, {"autocast": True}, steps=1)
-        lines: list[str] = []
-        guard = Guard(boosted, [1.0] * 1000, log=lines.append, tolerance=tolerance)
+        guard, _, lines = guarded({"autocast": True}, [1.0] * 1000, tolerance=tolerance)
         while not lines:
             guard.update(loss)
         assert lines[0].startswith(f"guard: {said}")
         assert lines[0].endswith("; withdrew autocast.")
-    _, boosted = train(0, {"autocast": True}, steps=1)
-    lines = []
-    guard = Guard(boosted, log=lines.append, block=1)
+    guard, _, lines = guarded({"autocast": True}, block=1)
     for loss in [1.0] * 60 + [1.5] * 60:
         guard.update(loss)
     assert "% further above its lowest mean than is accepted (25 % and 2 standard deviations of a block), " in lines[0]
-
-
-@pytest.mark.parametrize(
-    ("wanted", "said"),
-    [
+    for wanted, said in (
         (0.82, "the metric is 0.02 below that of the stock loop (0.01 is accepted), on average over"),
         (None, "further below its best mean than is accepted (0.01 and 2 standard deviations of an evaluation), "),
-    ],
-)
-def test_the_log_says_how_far_the_metric_is_below(wanted, said):
-    _, boosted = train(0, {"autocast": True}, steps=1)
-    lines: list[str] = []
-    guard = Guard(boosted, drop=0.01, log=lines.append)
-    for value in [0.9] * 8 * (wanted is None) + [0.8] * 30:
-        guard.update_metric(value, wanted)
-    assert said in lines[0]
-
-
-def test_after_the_end_of_the_reference_nothing_is_compared():
-    _, boosted = train(0, {"autocast": True}, steps=2)
-    guard = Guard(boosted, [1.0] * 10, block=5, log=lambda text: None)
+    ):
+        guard, _, lines = guarded({"autocast": True}, drop=0.01)
+        for value in [0.9] * 8 * (wanted is None) + [0.8] * 30:
+            guard.update_metric(value, wanted)
+        assert said in lines[0]
+    guard, _, lines = guarded({"autocast": True}, [1.0] * 10, block=5)  # after its end nothing is compared
     for _ in range(500):
-        assert guard.update(9.0) is None or guard.withdrawn
-    assert guard.withdrawn == []
+        guard.update(9.0)
+    assert guard.withdrawn == lines == []
 
 
 def test_a_guard_resumes_from_a_checkpoint():
     losses = [1.0 + 0.2 * math.sin(step) for step in range(200)]
-    reference = [1.0] * 200
-    _, boosted = train(0, {"autocast": True, "gradient_centralization": True}, steps=2)
-    whole = Guard(boosted, reference, block=7, tolerance=0.0, log=lambda text: None)
+    extra = {"autocast": True, "gradient_centralization": True}
+    whole, boosted, _ = guarded(extra, [1.0] * 200, block=7, tolerance=0.0)
     for loss in losses[:90]:
         whole.update(loss)
     state = copy.deepcopy(whole.state_dict())
-    _, other = train(0, {"autocast": True, "gradient_centralization": True}, steps=2)
-    resumed = Guard(other, reference, block=7, tolerance=0.0, log=lambda text: None)
+    resumed, other, _ = guarded(extra, [1.0] * 200, block=7, tolerance=0.0)
     resumed.load_state_dict(state)
     for loss in losses[90:]:
         assert whole.update(loss) == resumed.update(loss)
@@ -436,12 +394,7 @@ def test_figures_for_a_log():
     boosted.withdraw("autocast", "a test")
     assert "boost/autocast" not in boosted.figures()
     boosted.withdraw("autocast", "twice does nothing")
-    scaled, _ = network(0), None
-    optimizer = torch.optim.SGD(scaled.parameters(), lr=0.1)
-    with_scaler = torchboost.boost(
-        scaled, optimizer, level="O0", config={"extra": {"loss_scale_group": True}}, calibrate=False
-    )
-    assert with_scaler.figures()["boost/loss_scale"] > 0
+    assert train(0, {"loss_scale_group": True}, steps=0)[1].figures()["boost/loss_scale"] > 0
 
 
 def test_a_guard_checks_what_it_is_given():
@@ -463,17 +416,15 @@ def test_a_guard_checks_what_it_is_given():
             Guard(boosted, **wrong)
     with pytest.raises(TypeError, match="boosted: found tuple; keep what"):
         Guard(tuple(boosted))  # pyright: ignore[reportArgumentType]
-    for wrong in (0.5, None, ["a"], [10**400]):
-        with pytest.raises(TypeError, match=r"reference: found .*; give the losses of the stock loop, one number per"):
-            Guard(boosted, wrong)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match=r"log: found 'guard.log'; give a function"):
-        Guard(boosted, log="guard.log")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match=r"tolerance: found 'a'; give a finite number"):
-        Guard(boosted, tolerance="a")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match=r"drop: found True; give a finite number"):
-        Guard(boosted, drop=True)
-    with pytest.raises(TypeError, match=r"block: found 2\.5; give an integer"):
-        Guard(boosted, block=2.5)  # pyright: ignore[reportArgumentType]
+    texts = {
+        **{key: f"{key}: found .*; give" for key in ("log", "tolerance", "drop", "block")},
+        "reference": "reference: found .*; give the losses of the stock loop, one number per",
+    }
+    typed: list[tuple[str, Any]] = [("log", "guard.log"), ("tolerance", "a"), ("drop", True), ("block", 2.5)]
+    typed += [("reference", wrong) for wrong in (0.5, None, ["a"], [10**400])]
+    for key, wrong in typed:
+        with pytest.raises(TypeError, match=texts[key]):
+            Guard(boosted, **{key: wrong})
     with pytest.raises(ValueError, match="watches no metric; give Guard"):
         Guard(boosted).update_metric(0.5)
     guard = Guard(boosted, drop=0.01)

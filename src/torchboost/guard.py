@@ -288,29 +288,22 @@ class Guard:
     def _withdraw(self, reason: str) -> str | None:
         if self._is_over():
             return None
-        live = self._live()
-        self._begin_again()
+        live, state = self._live(), self._state
+        # What comes now is judged as another run, with half of the error rate.
+        state.test = ChangeTest(state.test.error / 2)
+        state.metric_test = ChangeTest(state.metric_test.error / 2, every=_METRIC_EVERY)
+        state.trend, state.metric_trend = _Trend(), _Trend()
+        state.pause, state.metric_pause = PAUSE, PAUSE_OF_METRIC
         if not live:
-            self._log(f"guard: {reason}; nothing is left to withdraw (on: {self._kept()}).")
-            self._state.ended = True
+            on = ", ".join(one.name for one in self._boosted.plan.algorithms if one.name in self._boosted.attached)
+            self._log(f"guard: {reason}; nothing is left to withdraw (on: {on or 'nothing'}).")
+            state.ended = True
             return None
         name = min(live, key=lambda one: one.traits.withdrawn).name
         self._boosted.withdraw(name, f"the guard withdrew it: {reason}")
         self.withdrawn.append(name)
         self._log(f"guard: {reason}; withdrew {name}.")
         return name
-
-    def _kept(self) -> str:
-        attached = self._boosted.attached
-        return ", ".join(one.name for one in self._boosted.plan.algorithms if one.name in attached) or "nothing"
-
-    def _begin_again(self) -> None:
-        """Judge what comes now as another run, with half of the error rate."""
-        state = self._state
-        state.test = ChangeTest(state.test.error / 2)
-        state.metric_test = ChangeTest(state.metric_test.error / 2, every=_METRIC_EVERY)
-        state.trend, state.metric_trend = _Trend(), _Trend()
-        state.pause, state.metric_pause = PAUSE, PAUSE_OF_METRIC
 
 
 class _Level(NamedTuple):

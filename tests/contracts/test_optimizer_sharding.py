@@ -1,12 +1,14 @@
-"""Every optimizer with its state spread over two ranks: torch's ZeRO optimizer, and FSDP2."""
+"""Every optimizer with its state spread over two ranks, and norms over both: torch's ZeRO optimizer, and FSDP2."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -15,11 +17,8 @@ from tests.support.models import mlp
 from tests.support.ranks import run_ranks
 from tests.support.wrapped import all_weights, train_share
 from torchboost.core.algorithm import Target
-from torchboost.optim.rules.adam import Adam, AdamWeightDecay
-from torchboost.optim.rules.lamb import Lamb
-from torchboost.optim.rules.lars import LARS
-from torchboost.optim.rules.sgd import SGD, Momentum
-from torchboost.optim.transforms import Centralize, ClipNorm, Decay
+from torchboost.errors import IncompatibleError, RankDisagreementError
+from torchboost.optim import LARS, SGD, Adam, AdamWeightDecay, Centralize, ClipNorm, Decay, Lamb, Momentum
 
 RULES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adam": (Adam, {"lr": 0.01, "weight_decay": 0.01}),
@@ -32,9 +31,19 @@ RULES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "lars": (LARS, {"lr": 1.0, "coefficient": 0.02, "weight_decay": 0.01}),
     "lamb": (Lamb, {"lr": 0.01, "weight_decay": 0.01}),
     "adam, pipeline": (Adam, {"lr": 0.01, "transforms": (Decay(0.01), Centralize(), ClipNorm(0.1))}),
+    "norm 2": (SGD, {"lr": 0.5, "transforms": (Decay(0.01), ClipNorm(0.1))}),
+    "norm 1": (SGD, {"lr": 0.5, "transforms": (ClipNorm(0.1, 1.0),)}),
+    "largest": (SGD, {"lr": 0.5, "transforms": (ClipNorm(0.1, math.inf, error_if_nonfinite=True),)}),
+    "finite": (SGD, {"lr": 0.5, "transforms": (ClipNorm(0.1),), "nonfinite": "raise"}),
+    "clipped, fused": (Adam, {"lr": 0.01, "fused": True, "eps": 0.1, "transforms": (ClipNorm(0.1),)}),
 }
-LOCAL = {"adam", "adam, fused", "adam, nesterov", "adam, rates in a list", "adam weight decay", "sgd", "momentum"}
-"""Rules that look at one entry at a time, so that a shard can be updated without the rest."""
+LOCAL = set(RULES) - {"lars", "lamb", "adam, pipeline"}
+"""Rules that look at one entry at a time, so that a shard can be updated without the rest. Norms are asked for."""
+REFUSING: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "before the norm": (SGD, {"lr": 0.1, "transforms": (Decay(0.01), ClipNorm(0.1))}),
+    "after the first look": (SGD, {"lr": 0.1, "transforms": (ClipNorm(0.1, error_if_nonfinite=True), Decay(0.01))}),
+    "without transforms": (Adam, {"lr": 0.1, "nonfinite": "raise"}),
+}
 
 
 def _built(name: str, params: Any) -> torch.optim.Optimizer:
@@ -84,6 +93,51 @@ def _fsdp(names: list[str]) -> list[list[float]]:
     return found
 
 
+def _skipped(how: str) -> None:
+    """A gradient that is not finite on one rank keeps both from updating."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    if how == "zero":
+        params: list[Any] = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))]  # one per rank
+        optimizer: Any = ZeroRedundancyOptimizer(params, optimizer_class=SGD, lr=0.1, nonfinite="skip")
+    else:
+        model = mlp()
+        fully_shard(model)
+        params = list(model.parameters())
+        optimizer = SGD(params, lr=0.1, nonfinite="skip")
+    before = [_local(param.detach()).clone() for param in params]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    if how == "zero":
+        params[1].grad.fill_(math.inf)
+    elif dist.get_rank() == 1:
+        _local(params[0].grad).fill_(math.inf)
+    optimizer.step()
+    assert all(torch.equal(old, _local(param.detach())) for old, param in zip(before, params, strict=True)), how
+
+
+def _refusing() -> dict[str, list[str]]:
+    """One parameter per rank; the gradient of the second is one that its rank refuses, at first."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    found: dict[str, list[str]] = {}
+    for name, (rule, options) in REFUSING.items():
+        params = [nn.Parameter(torch.ones(4, 2)), nn.Parameter(torch.ones(3, 2))]
+        optimizer = ZeroRedundancyOptimizer(params, optimizer_class=rule, **options)
+        answers = found[name] = []
+        for sparse, number in ((True, 1.0), (False, 1.0), (False, math.inf), (False, 1.0)):
+            params[0].grad = torch.full((4, 2), number)
+            params[1].grad = torch.ones(3, 2).to_sparse(1) if sparse else torch.ones(3, 2)
+            before = [param.detach().clone() for param in params]
+            try:
+                optimizer.step()
+                answers.append("updated")
+            except (IncompatibleError, RankDisagreementError, RuntimeError, FloatingPointError) as error:
+                answers.append(f"{type(error).__name__}: {error}")
+                assert all(torch.equal(old, new) for old, new in zip(before, params, strict=True))
+    return found
+
+
 def _local(value: Any) -> torch.Tensor:
     return value.to_local() if hasattr(value, "to_local") else torch.as_tensor(value)
 
@@ -112,7 +166,9 @@ def _rounded(wrapping: str) -> tuple[list[float], list[float]]:
 
 def _everything() -> dict[str, Any]:
     rounded = {wrapping: _rounded(wrapping) for wrapping in ("ddp", "fsdp")}
-    return {"rounded": rounded, "zero": _zero(sorted(LOCAL)), "fsdp": _fsdp(sorted(RULES))}
+    _skipped("zero")
+    _skipped("fsdp")
+    return {"rounded": rounded, "zero": _zero(sorted(LOCAL)), "fsdp": _fsdp(sorted(RULES)), "refused": _refusing()}
 
 
 @pytest.fixture(scope="module")
@@ -134,3 +190,15 @@ def test_zero_redundancy_and_fsdp_equal_one_process_and_the_state_survives_a_che
         for name, ours, theirs in zip(names, *(answer[how] for answer in trained), strict=True):
             assert ours == theirs, (how, name)
             assert ours == pytest.approx(_alone(name), abs=2e-6), (how, name)
+
+
+@pytest.mark.dist
+def test_a_rank_that_refuses_its_gradients_keeps_no_other_waiting(trained):
+    first, second = (answer["refused"] for answer in trained)
+    for name in REFUSING:
+        assert second[name][0].startswith("IncompatibleError"), name
+        assert first[name][0].startswith("RankDisagreementError: rank 1 raised an error"), name
+        assert first[name][1] == second[name][1] == first[name][3] == second[name][3] == "updated", name
+        assert first[name][2] == second[name][2], name
+    assert "FloatingPointError" in first["without transforms"][2]
+    assert "RuntimeError" in first["after the first look"][2]

@@ -7,21 +7,20 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from torchboost.errors import IncompatibleError
 from torchboost.measure import machine
 from torchboost.measure.machine import (
     LOADING,
     PRIOR_SECONDS,
-    Kind,
     PeakMemory,
     Products,
     Rung,
@@ -34,6 +33,9 @@ from torchboost.measure.machine import (
 from torchboost.measure.stopwatch import Clock
 
 SIZES = (128, 256, 512)
+KINDS = ("matrix product", "convolution")
+CPU = torch.device("cpu")
+MEBIBYTE = 2**20
 
 
 class Machine:
@@ -44,48 +46,37 @@ class Machine:
         half: The same in bfloat16.
         overhead: Seconds of each call.
         first: Seconds that the first call of each kernel takes in addition.
-        stalls: Share of the calls that are held up.
-        stall: For how many seconds.
+        stalls: Share of the calls that are held up, for 0.02 seconds.
     """
 
     def __init__(
         self,
         full: float,
         half: float,
-        overhead: float = 1e-5,
         *,
-        half_overhead: float | None = None,
+        half_overhead: float = 1e-5,
         first: float = 0.002,
         stalls: float = 0.0,
-        stall: float = 0.0,
         seed: int = 0,
     ) -> None:
         self.now = 0.0
         self.calls: list[tuple[int, torch.dtype]] = []
         self._speed = {torch.float32: full, torch.bfloat16: half}
-        self._overhead = {torch.float32: overhead, torch.bfloat16: half_overhead or overhead}
-        self._first, self._stalls, self._stall = first, stalls, stall
+        self._overhead = {torch.float32: 1e-5, torch.bfloat16: half_overhead}
+        self._first, self._stalls = first, stalls
         self._random = random.Random(seed)
-
-    def rungs(self) -> list[Rung]:
-        def build(size: int) -> Callable[[torch.dtype], Callable[[], object]]:
-            return lambda dtype: lambda: self._work(size, dtype)
-
-        return [Rung(size=str(size), work=6.0 * size**3, build=build(size)) for size in SIZES]
 
     def _work(self, size: int, dtype: torch.dtype) -> None:
         self.now += self._overhead[dtype] + 6.0 * size**3 / self._speed[dtype]
         self.now += self._first * ((size, dtype) not in self.calls)
-        self.now += self._stall * (self._random.random() < self._stalls)
+        self.now += 0.02 * (self._random.random() < self._stalls)
         self.calls.append((size, dtype))
 
-    def timer(self, call: Callable[[], object]) -> float:
-        start = self.now
-        call()
-        return self.now - start
-
-    def climbed(self, seconds: float = PRIOR_SECONDS) -> Products:
-        return climb("matrix product", self.rungs(), seconds=seconds, timer=self.timer, clock=lambda: self.now)
+    def climbed(self) -> Products:
+        rungs = [
+            Rung(size=str(n), work=6.0 * n**3, build=lambda dtype, n=n: lambda: self._work(n, dtype)) for n in SIZES
+        ]
+        return climb("matrix product", rungs, seconds=PRIOR_SECONDS, clock=Clock(read=lambda: self.now))
 
 
 def test_the_time_limit_is_kept_on_every_machine():
@@ -93,71 +84,44 @@ def test_the_time_limit_is_kept_on_every_machine():
     emulated, slow = Machine(2e11, 4e9, half_overhead=4e-4), Machine(2e9, 1.5e9)
     for here, pays, size in ((amx, True, "512"), (plain, False, "512"), (emulated, False, "128"), (slow, False, "128")):
         found = here.climbed()
-        assert found.half_pays is pays
-        assert found.size == size
+        assert (found.half_pays, found.size) == (pays, size)
         longest = max(6.0 * int(found.size) ** 3 / min(found.float32, found.bfloat16), 0.002)
         assert here.now <= PRIOR_SECONDS + longest
         assert found.seconds == pytest.approx(here.now)
         assert found.pairs >= 3
 
 
-def test_overhead_of_short_calls_is_no_verdict():
+def test_overhead_of_short_calls_is_no_verdict_and_the_order_alternates():
     """Half precision is five times as slow at the smallest size, and faster at the largest."""
-    here = Machine(2e11, 8e11, overhead=1e-5, half_overhead=5e-4)
+    here = Machine(2e11, 8e11, half_overhead=5e-4)
     assert here.climbed().half_pays
     assert (SIZES[-1], torch.bfloat16) in here.calls
-
-
-def test_the_order_alternates():
-    here = Machine(2e11, 2e11)
-    here.climbed()
-    first = [dtype for size, dtype in here.calls if size == SIZES[0]][2:8]
     f, b = torch.float32, torch.bfloat16
-    assert first == [f, b, b, f, f, b]
+    assert [dtype for size, dtype in here.calls if size == SIZES[0]][2:8] == [f, b, b, f, f, b]
 
 
-def test_equal_speeds_on_a_busy_machine_rarely_count_as_a_gain():
-    busy = [Machine(2e11, 2e11, stalls=0.3, stall=0.02, seed=seed).climbed() for seed in range(200)]
+def test_a_busy_machine_a_still_one_and_a_slow_one():
+    busy = [Machine(2e11, 2e11, stalls=0.3, seed=seed).climbed() for seed in range(200)]
     assert sum(found.half_pays for found in busy) <= 12
-
-
-def test_a_machine_that_stands_still_for_a_moment_is_judged_nevertheless():
-    """Another program takes the core during the warm-up, for longer than the time limit."""
-    here = Machine(2e11, 8e11, first=0.06)
-    found = here.climbed()
-    assert found.pairs == 3
-    assert found.half_pays
-    assert here.now <= 5 * PRIOR_SECONDS
-
-
-def test_a_machine_that_is_too_slow_to_be_timed_promises_nothing():
-    here = Machine(1e7, 2e7)
-    found = here.climbed()
-    assert found.pairs == 1
+    still = Machine(2e11, 8e11, first=0.06)  # another program takes the core during the warm-up, beyond the time limit
+    found = still.climbed()
+    assert (found.pairs, found.half_pays) == (3, True)
+    assert still.now <= 5 * PRIOR_SECONDS
+    slow = Machine(1e7, 2e7)
+    found = slow.climbed()
+    assert (found.pairs, found.half_pays, len(slow.calls)) == (1, False, 4)
     assert found.ratio == pytest.approx(2.0, rel=0.01)
-    assert not found.half_pays
     assert "too slow or too busy to time a bfloat16 matrix product" in str(found)
-    assert len(here.calls) == 4
 
 
-def test_real_products():
-    for kind in ["matrix product", "convolution"]:
+def test_real_products_do_the_work_of_the_two_passes():
+    for kind, rungs in zip(KINDS, (machine._matrices(CPU), machine._convolutions(CPU)), strict=True):
         found = products(kind, seconds=60.0, pairs=3)
-        assert found.pairs == 3
-        assert not found.fault
+        assert (found.pairs, found.fault) == (3, "")
         assert found.ratio is not None
-        assert found.ratio > 0
+        assert 0 < found.ratio <= found.bfloat16 / found.float32 * (1 + 1e-9)
         assert min(found.float32, found.bfloat16) > 1e6
-        assert found.ratio <= found.bfloat16 / found.float32 * (1 + 1e-9)
         assert f"a bfloat16 {kind} takes" in str(found)
-
-
-def test_the_work_is_that_of_the_two_passes():
-    """The rungs say how many operations a call has; torch counts them too."""
-    for kind in ["matrix product", "convolution"]:
-        from torch.utils.flop_counter import FlopCounterMode
-
-        rungs = {"matrix product": machine._matrices, "convolution": machine._convolutions}[kind](torch.device("cpu"))
         assert [rung.work for rung in rungs] == sorted(rung.work for rung in rungs)
         call = rungs[0].build(torch.float32)
         with FlopCounterMode(display=False) as counter:
@@ -165,77 +129,48 @@ def test_the_work_is_that_of_the_two_passes():
         assert counter.get_total_flops() == rungs[0].work
 
 
-@contextmanager
-def unusual() -> Iterator[None]:
+def test_nothing_of_torch_is_changed_and_nothing_is_left(monkeypatch):
+    seen, multiply = set(), torch.mm
+
+    def noted(a: Tensor, b: Tensor) -> Tensor:
+        result = multiply(a, b)
+        seen.add((a.dtype, result.dtype))
+        return result
+
+    def tensors() -> int:
+        gc.collect()
+        return sum(issubclass(type(found), torch.Tensor) for found in gc.get_objects())
+
+    monkeypatch.setattr(torch, "mm", noted)
+    products("convolution", seconds=0.01)
+    drawn, before = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()), tensors()
     torch.set_default_dtype(torch.float64)
     torch.use_deterministic_algorithms(True)
     try:
         with torch.autocast("cpu", torch.bfloat16), torch.enable_grad():
-            yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-        torch.use_deterministic_algorithms(False)
-
-
-def test_nothing_of_torch_is_changed():
-    for kind in ["matrix product", "convolution"]:
-        drawn = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-        with unusual():
-            assert not products(kind, seconds=0.01).fault
+            for kind in KINDS:
+                assert not products(kind, seconds=0.01).fault
             assert torch.is_grad_enabled()
             assert torch.is_autocast_enabled("cpu")
             assert torch.get_autocast_dtype("cpu") is torch.bfloat16
             assert torch.get_default_dtype() is torch.float64
             assert torch.are_deterministic_algorithms_enabled()
-        assert torch.equal(drawn[0], torch.get_rng_state())
-        assert drawn[1:] == (random.getstate(), np.random.get_state()[1].tolist())
-
-
-def test_autocast_of_the_caller_does_not_reach_the_float32_product(monkeypatch):
-    seen = set()
-    real = torch.mm
-
-    def noted(a, b):
-        result = real(a, b)
-        seen.add((a.dtype, result.dtype))
-        return result
-
-    monkeypatch.setattr(torch, "mm", noted)
-    with torch.autocast("cpu", torch.bfloat16):
-        products("matrix product", seconds=0.01)
-    assert seen == {(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)}
-
-
-def tensors() -> int:
-    return sum(issubclass(type(found), torch.Tensor) for found in gc.get_objects())
-
-
-def test_no_tensor_and_no_graph_is_left():
-    products("convolution", seconds=0.01)
-    gc.collect()
-    before = tensors()
-    for kind in ("matrix product", "convolution"):
-        products(kind, seconds=0.01)
-    gc.collect()
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+    assert seen == {(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)}  # autocast does not reach them
+    assert torch.equal(drawn[0], torch.get_rng_state())
+    assert drawn[1:] == (random.getstate(), np.random.get_state()[1].tolist())
+    del drawn
     assert tensors() <= before  # of other tests, more may be collected meanwhile
-
-
-def test_importing_measures_nothing():
     code = "import torchboost.registry, torchboost.core.hardware as h;print(h._decision.cache_info().currsize)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "0\n"
 
 
-def test_an_error_of_a_product_is_reported(monkeypatch):
-    def refuse(*args):
+def test_what_cannot_be_measured_is_said(monkeypatch):
+    def refuse(*args: object) -> None:
         raise RuntimeError("could not create a primitive\nin two lines")
 
-    monkeypatch.setattr(torch, "mm", refuse)
-    found = products("matrix product")
-    assert (found.ratio, found.half_pays) == (None, False)
-    assert str(found) == "a bfloat16 matrix product does not run here: could not create a primitive"
-
-
-def test_unknown_kinds_and_devices_are_refused():
     with pytest.raises(ValueError, match="kind: found 'sum'; allowed are 'matrix product', 'convolution'"):
         products("sum")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="device: found 'meta'; only cpu and cuda devices are measured"):
@@ -243,41 +178,34 @@ def test_unknown_kinds_and_devices_are_refused():
     with pytest.raises(ValueError, match="found 'mps'"):
         copy_bandwidth("mps")
     assert torch.cuda.is_available() or products("matrix product", "cuda").fault
+    monkeypatch.setattr(torch, "mm", refuse)
+    found = products("matrix product")
+    assert (found.ratio, found.half_pays) == (None, False)
+    assert str(found) == "a bfloat16 matrix product does not run here: could not create a primitive"
 
 
-def test_copy_bandwidth_counts_read_and_written_bytes(monkeypatch):
+def test_copy_bandwidth_counts_read_and_written_bytes_of_the_fastest_copy(monkeypatch):
     monkeypatch.setitem(machine.COPIED, "cpu", 4096)
-    times = iter([9.0, 0.5, 0.25, 0.5])
-    copied = []
-
-    def timer(call):
-        copied.append(call())
-        return next(times)
-
-    monkeypatch.setattr(machine, "_timer", lambda device: timer)
+    times = iter([0.0, 9.0, 9.5, 9.75, 10.25])
+    monkeypatch.setattr(Clock, "of", lambda device: Clock(read=lambda: next(times)))
     assert copy_bandwidth(copies=3) == 2 * 4096 / 0.25
-    assert [tensor.numel() for tensor in copied] == [1024] * 4
-    assert all(bool((tensor == 1).all()) for tensor in copied)
+    assert next(times, None) is None
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["matrix product", "convolution"])
-def test_products_of_a_gpu(kind: Kind):
-    found = products(kind, "cuda")
-    assert not found.fault
-    assert found.pairs >= 3
+def test_a_gpu():
+    for kind in KINDS:
+        found = products(kind, "cuda")
+        assert not found.fault
+        assert found.pairs >= 3
     assert copy_bandwidth("cuda") > 1e9
+    with PeakMemory(torch.device("cuda")) as peak:
+        held = torch.ones(10 * MEBIBYTE, device="cuda")
+        del held
+    assert peak.bytes == 40 * MEBIBYTE
 
 
-CPU = torch.device("cpu")
-MEBIBYTE = 2**20
-
-readable = pytest.mark.skipif(
-    not os.access("/proc/self/clear_refs", os.W_OK), reason="this system does not tell the peak of a process"
-)
-
-
-@readable
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="this system does not tell the peak")
 def test_the_peak_is_that_of_the_work_and_not_of_what_was_before():
     large = torch.ones(30 * MEBIBYTE)
     del large
@@ -308,65 +236,54 @@ def test_elsewhere_the_allocator_of_the_device_counts_or_nothing(monkeypatch):
         assert peak.bytes is None
 
 
-@pytest.mark.gpu
-def test_on_a_gpu_it_is_what_torch_allocates():
-    with PeakMemory(torch.device("cuda")) as peak:
-        held = torch.ones(10 * MEBIBYTE, device="cuda")
-        del held
-    assert peak.bytes == 40 * MEBIBYTE
-
-
 class Planted:
     """A training whose parts move a clock by given seconds."""
 
-    def __init__(self, loading: float, forward: float, backward: float, update: float) -> None:
+    def __init__(self, loading: float, forward: float, backward: float, update: float, moving: float = 0.0) -> None:
         self.now = 0.0
-        self.updates = 0
-        self.begun = 0
-        self._loading, self._forward, self._backward, self._update = loading, forward, backward, update
+        self.updates = self.begun = 0
+        self._seconds = {"load": loading, "forward": forward, "backward": backward, "update": update, "move": moving}
         self._weight = nn.Parameter(torch.ones(1))
 
-    def pass_time(self, seconds: float) -> None:
-        self.now += seconds
+    def _take(self, part: str, value: Any = None) -> Any:
+        self.now += self._seconds[part]
+        return value
 
     def __iter__(self) -> Iterator[Tensor]:
         self.begun += 1
         for _ in range(4):
-            self.pass_time(self._loading)
-            yield torch.ones(1)
+            yield self._take("load", torch.ones(1))
 
-    def forward(self, batch: Tensor) -> Tensor:
-        self.pass_time(self._forward)
-        loss = (self._weight * batch).sum()
-        loss.register_hook(lambda gradient: self.pass_time(self._backward))
+    def _forward(self, batch: Tensor) -> Tensor:
+        loss = self._take("forward", (self._weight * batch).sum())
+        loss.register_hook(lambda gradient: self._take("backward"))
         return loss
 
-    def update(self) -> None:
+    def _update(self) -> None:
         self.updates += 1
-        self.pass_time(self._update)
+        self._take("update")
 
     def timed(self, batches: Any = None, **options: Any) -> StepParts:
         return time_step_parts(
             self if batches is None else batches,
-            load=lambda batch: batch,
-            forward=self.forward,
-            update=self.update,
+            load=lambda batch: self._take("move", batch),
+            forward=self._forward,
+            update=self._update,
             clock=Clock(read=lambda: self.now),
             **options,
         )
 
 
-def test_every_part_has_its_own_time():
-    here = Planted(0.5, 0.125, 0.25, 0.125)
-    found = here.timed(steps=6)
-    assert found.seconds == {
-        LOADING: [0.5] * 6,
-        "forward": [0.125] * 6,
-        "backward": [0.25] * 6,
-        "optimizer": [0.125] * 6,
-    }
+def test_every_part_of_a_step_has_its_own_time():
+    found = Planted(0.25, 0.125, 0.25, 0.125, moving=0.25).timed(steps=6)
+    parts = {LOADING: 0.5, "forward": 0.125, "backward": 0.25, "optimizer": 0.125}  # to move a batch is to load it
+    assert found.seconds == {part: [seconds] * 6 for part, seconds in parts.items()}
     assert (found.steps, found.share(LOADING), found.median("backward")) == (6, 0.5, 0.25)
     assert sum(map(found.share, found.seconds)) == 1.0
+    # Shares compare totals: workers deliver four batches at once, then the loop waits.
+    timed = StepParts({LOADING: [0.0, 0.0, 0.0, 6.0], "forward": [0.5] * 4})
+    assert (timed.median(LOADING), timed.share(LOADING)) == (0.0, 0.75)
+    assert StepParts({LOADING: [0.0], "forward": [0.0]}).share(LOADING) == 0.0
 
 
 def test_the_epoch_is_begun_again_the_warm_up_is_not_measured_and_progress_counts_every_step():
@@ -378,32 +295,9 @@ def test_the_epoch_is_begun_again_the_warm_up_is_not_measured_and_progress_count
     assert seen == [("steps", done, 9) for done in range(1, 10)]
 
 
-def test_batches_that_can_be_read_once_end_the_steps():
+def test_batches_that_can_be_read_once_end_the_steps_and_too_few_are_refused():
     here = Planted(0.0, 1.0, 0.0, 0.0)
     assert here.timed(iter([torch.ones(1)] * 5), steps=20, warmup=3).steps == 2
-
-
-def test_shares_compare_totals():
-    """Workers deliver four batches at once, then the loop waits."""
-    timed = StepParts({LOADING: [0.0, 0.0, 0.0, 6.0], "forward": [0.5] * 4})
-    assert timed.median(LOADING) == 0.0
-    assert timed.share(LOADING) == 0.75
-    assert StepParts({LOADING: [0.0], "forward": [0.0]}).share(LOADING) == 0.0
-
-
-def test_moving_a_batch_counts_as_loading():
-    here = Planted(0.0, 0.0, 0.0, 0.0)
-
-    def load(batch: Tensor) -> Tensor:
-        here.pass_time(2.0)
-        return batch
-
-    clock = Clock(read=lambda: here.now)
-    found = time_step_parts(here, load=load, forward=here.forward, update=here.update, steps=3, clock=clock)
-    assert found.seconds[LOADING] == [2.0] * 3
-
-
-def test_too_few_batches_and_wrong_numbers_are_refused():
     for batches in ([], iter([torch.ones(1)] * 3)):
         with pytest.raises(IncompatibleError, match="needed: more than 3 of them"):
             Planted(0.0, 0.0, 0.0, 0.0).timed(batches, steps=1)

@@ -1,6 +1,9 @@
+"""The stopwatch is fair and bounded, and says on which machine it ran; what it measured survives a file."""
+
 from __future__ import annotations
 
 import gc
+import math
 import random
 import subprocess
 import sys
@@ -10,9 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from torchboost.measure import stopwatch
+from torchboost.measure.evidence import BenchReport, Contestant, Curve, Interval, Quality, Ratio
 from torchboost.measure.stopwatch import Clock, Stopwatch, Warmup, compare, environment
+
+QUIET = Warmup(least=0, limit=0)
 
 
 class FakeTime:
@@ -51,31 +58,27 @@ def test_ratio_samples_and_warm_up_of_an_exact_clock() -> None:
 
 def test_a_against_a_contains_one_about_as_often_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gc, "collect", lambda generation=2: 0)  # nearly all of the time of these hundred comparisons
-    quiet = Warmup(least=0, limit=0)
     hits = 0
     for trial in range(60):
         fake = FakeTime(trial, drift=1e-3, jitter=0.05, bursts=0.1)
         pair = {"a": fake.step("a", 1.0), "b": fake.step("b", 1.0)}
-        result = compare(pair, baselines=["a"], pairs=20, warmup=quiet, seed=trial, clock=fake.clock)
+        result = compare(pair, baselines=["a"], pairs=20, warmup=QUIET, seed=trial, clock=fake.clock)
         interval = result.ratio("b", "a").interval
         hits += interval.low <= 1.0 <= interval.high
     assert hits >= 52
-
-
-def test_a_real_gain_above_the_detectable_one_is_seen() -> None:
     fake = FakeTime(1, drift=1e-3, jitter=0.02)
     pair = {"a": fake.step("a", 1.0), "b": fake.step("b", 0.8)}
     ratio = compare(pair, baselines=["a"], pairs=20, clock=fake.clock).ratio("b", "a")
     assert ratio.detectable is not None
     assert ratio.detectable < 0.1
-    assert 1.2 < ratio.interval.low < ratio.interval.high < 1.3
+    assert 1.2 < ratio.interval.low < ratio.interval.high < 1.3  # a real gain above the detectable one is seen
 
 
 def test_rounds_come_as_an_order_and_its_reverse_and_follow_the_seed() -> None:
     def orders(seed: int) -> list[list[str]]:
         fake = FakeTime()
         names = {name: fake.step(name, 1.0) for name in "abcd"}
-        compare(names, baselines=[], pairs=6, warmup=Warmup(least=0, limit=0), seed=seed, clock=fake.clock)
+        compare(names, baselines=[], pairs=6, warmup=QUIET, seed=seed, clock=fake.clock)
         return [fake.calls[i : i + 4] for i in range(0, 24, 4)]
 
     first = orders(0)
@@ -85,27 +88,20 @@ def test_rounds_come_as_an_order_and_its_reverse_and_follow_the_seed() -> None:
     assert first != orders(1)
 
 
-def test_several_calls_per_sample_are_averaged() -> None:
+def test_warm_up_waits_until_times_settle_and_several_calls_are_averaged() -> None:
     fake = FakeTime()
-    cheap_and_dear = iter([1.0, 3.0] * 100)
 
-    def alternating() -> None:
-        fake.now += next(cheap_and_dear)
+    def taking(times: list[float]) -> Callable[[], None]:
+        seconds = iter(times)
 
-    result = compare(
-        {"a": alternating}, baselines=[], pairs=3, calls=2, warmup=Warmup(least=0, limit=0), clock=fake.clock
-    )
-    assert result.samples["a"] == [2.0, 2.0, 2.0]
+        def step() -> None:
+            fake.now += next(seconds)
 
+        return step
 
-def test_warm_up_waits_until_times_settle() -> None:
-    fake = FakeTime()
-    times = iter([50.0, 20.0, 5.0] + [1.0] * 100)
-
-    def step() -> None:
-        fake.now += next(times)
-
-    result = compare({"a": step}, baselines=[], pairs=4, clock=fake.clock)
+    result = compare({"a": taking([1.0, 3.0] * 9)}, baselines=[], pairs=3, calls=2, warmup=QUIET, clock=fake.clock)
+    assert result.samples["a"] == [2.0] * 3
+    result = compare({"a": taking([50.0, 20.0, 5.0] + [1.0] * 99)}, baselines=[], pairs=4, clock=fake.clock)
     assert result.samples["a"] == [1.0] * 4
     assert result.warmup_seconds["a"] >= 50 + 20 + 5 + 3
     assert result.unsettled == ()
@@ -149,7 +145,7 @@ def test_warm_up_is_bounded_and_says_so() -> None:
 def test_the_garbage_collector_is_off_while_timing_and_back_after() -> None:
     seen: list[bool] = []
     assert gc.isenabled()
-    compare({"a": lambda: seen.append(gc.isenabled())}, baselines=[], pairs=3, warmup=Warmup(least=0, limit=0))
+    compare({"a": lambda: seen.append(gc.isenabled())}, baselines=[], pairs=3, warmup=QUIET)
     assert seen == [False, False, False]
     assert gc.isenabled()
 
@@ -157,34 +153,21 @@ def test_the_garbage_collector_is_off_while_timing_and_back_after() -> None:
         raise RuntimeError("broken step")
 
     with pytest.raises(RuntimeError, match="broken step"):
-        compare({"a": broken}, baselines=[], pairs=1, warmup=Warmup(least=0, limit=0))
+        compare({"a": broken}, baselines=[], pairs=1, warmup=QUIET)
     assert gc.isenabled()
 
 
-def test_the_clock_waits_for_the_device_before_each_reading() -> None:
+def test_the_clock_waits_for_the_device_before_each_reading_and_progress_reaches_its_total() -> None:
     events: list[str] = []
+    phases: list[tuple[str, int, int, str]] = []
     clock = Clock(read=lambda: events.append("read") or float(len(events)), synchronize=lambda: events.append("wait"))
-    compare({"a": lambda: events.append("call")}, baselines=[], pairs=1, warmup=Warmup(least=0, limit=0), clock=clock)
+
+    def tell(phase: str, done: int, total: int, note: str = "") -> None:
+        phases.append((phase, done, total, note))
+
+    compare({"a": lambda: events.append("call")}, baselines=[], pairs=1, warmup=QUIET, clock=clock, progress=tell)
     assert events == ["wait", "read", "call", "wait", "read"]
-
-
-def test_progress_reaches_its_total() -> None:
-    seen: list[tuple[str, int, int, str]] = []
-    fake = FakeTime()
-    compare(
-        {"a": fake.step("a", 1.0)},
-        baselines=[],
-        pairs=2,
-        clock=fake.clock,
-        progress=lambda phase, done, total, note="": seen.append((phase, done, total, note)),
-    )
-    assert seen == [
-        ("warm-up", 0, 1, "a"),
-        ("warm-up", 1, 1, ""),
-        ("timing", 0, 2, ""),
-        ("timing", 1, 2, ""),
-        ("timing", 2, 2, ""),
-    ]
+    assert phases == [("warm-up", 0, 1, "a"), ("warm-up", 1, 1, ""), ("timing", 0, 1, ""), ("timing", 1, 1, "")]
 
 
 def test_nonsense_is_refused_before_anything_is_called() -> None:
@@ -200,16 +183,6 @@ def test_nonsense_is_refused_before_anything_is_called() -> None:
         Warmup(least=5, limit=1)
 
 
-def test_stopwatch_adds_up_only_what_is_inside() -> None:
-    fake = FakeTime()
-    watch = Stopwatch(fake.clock)
-    for _ in range(3):
-        fake.now += 10.0
-        with watch:
-            fake.now += 2.0
-    assert watch.seconds == 6.0
-
-
 def test_a_clock_waits_for_any_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[object] = []
     monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
@@ -219,6 +192,13 @@ def test_a_clock_waits_for_any_accelerator(monkeypatch: pytest.MonkeyPatch) -> N
         assert waited[-2:] == [torch.device(name)] * 2
     assert Clock.of("cpu")() <= Clock.of("cpu")()
     assert len(waited) == 6
+    fake = FakeTime()
+    watch = Stopwatch(fake.clock)
+    for _ in range(3):
+        fake.now += 10.0
+        with watch:
+            fake.now += 2.0
+    assert watch.seconds == 6.0  # only what is inside
 
 
 @pytest.mark.gpu
@@ -231,18 +211,14 @@ def test_cuda_clock_counts_the_device() -> None:
     assert watch.seconds > 0
 
 
-def test_environment_names_machine_and_versions() -> None:
+def test_environment_names_machine_versions_and_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = environment()
-    assert found.torch == torch.__version__
-    assert found.device == "cpu"
+    assert (found.torch, found.device, found.threads) == (torch.__version__, "cpu", torch.get_num_threads())
     assert found.cores >= 1
-    assert found.threads == torch.get_num_threads()
     assert found.processor
     assert found.instructions.startswith(torch.backends.cpu.get_cpu_capability())
     assert found.date.endswith("+00:00")
 
-
-def test_commit_is_that_of_the_checkout_and_marks_changes(tmp_path: Path) -> None:
     def git(*words: str) -> None:
         subprocess.run(["git", "-C", str(tmp_path), *words], check=True, capture_output=True)
 
@@ -255,11 +231,56 @@ def test_commit_is_that_of_the_checkout_and_marks_changes(tmp_path: Path) -> Non
     assert len(clean) == 40
     (tmp_path / "file").write_text("two")
     assert stopwatch._commit(tmp_path) == f"{clean}+changes"
-
-
-def test_commit_of_a_copy_without_git_is_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "COMMIT").write_text("0123+changes\n")
+    monkeypatch.setenv("PATH", "")  # a checkout on a machine without git, or a copy of one
     assert stopwatch._commit(tmp_path) == "0123+changes"
-    (tmp_path / ".git").mkdir()
-    monkeypatch.setenv("PATH", "")  # a checkout on a machine without git
-    assert stopwatch._commit(tmp_path) == "0123+changes"
+
+
+def report() -> BenchReport:
+    interval = Interval(low=0.9, mid=1.0, high=1.1)
+    curve = Curve(seed=0, epochs=[1.0, 2.0], seconds=[3.0, 6.0], train_loss=[1.0, 0.5], metric=[0.5, 0.75])
+    quality = Quality(baseline="stock", difference=interval, margin=0.01, seeds=3, passed=False, detectable=0.02)
+    contestant = Contestant(
+        name="O1",
+        kind="level",
+        step_seconds=interval,
+        samples=[1.0, 1.0],
+        ratios=[Ratio(baseline="stock", interval=interval, pairs=2)],
+        curves=[curve],
+        quality=[quality],
+    )
+    return BenchReport(
+        title="t",
+        workload="w",
+        model="m",
+        parameters=1,
+        batch=2,
+        metric_name="accuracy",
+        environment=environment(),
+        contestants=[contestant],
+    )
+
+
+def test_a_saved_report_loads_equal_also_without_the_newer_fields(tmp_path: Path) -> None:
+    saved = report()
+    written = saved.save(tmp_path / "deep" / "report.json")
+    assert BenchReport.load(written) == saved
+    assert [p.name for p in written.parent.iterdir()] == ["report.json"]  # no partial file
+    document = saved.model_dump()
+    del document["epochs"], document["train_samples"]
+    del document["contestants"][0]["quality"], document["contestants"][0]["ratios"][0]["detectable"]
+    loaded = BenchReport.model_validate(document)
+    assert loaded.epochs == 0
+    assert loaded.contestants[0].quality == []
+    assert loaded.contestants[0].ratios[0].detectable is None
+
+
+def test_a_diverged_run_survives_json_and_unknown_fields_formats_and_changes_are_refused() -> None:
+    curve = Curve(seed=0, epochs=[1.0], seconds=[1.0], train_loss=[math.nan], metric=[0.1])
+    assert math.isnan(Curve.model_validate_json(curve.model_dump_json()).train_loss[0])
+    with pytest.raises(ValidationError):
+        report().title = "other"
+    with pytest.raises(ValidationError):
+        BenchReport.model_validate(report().model_dump() | {"surprise": 1})
+    with pytest.raises(ValidationError):
+        BenchReport.model_validate(report().model_dump() | {"format": 2})

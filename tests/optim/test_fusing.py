@@ -61,42 +61,39 @@ def _clip(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> Non
         p.grad.clamp_(-0.01, 0.01)
 
 
-@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout")  # of torch, once
-def test_gradients_in_a_flat_buffer_are_still_there_after_a_step() -> None:
-    fused, plain = _Misaligned(True), _Misaligned(False)
-    for one in (fused, plain):
-        one.optimizer.register_step_pre_hook(_clip)
-        for seed in range(3):
-            one.backward(seed)
-            one.optimizer.step()
-    fused.check(plain)
+def _clipped(one: _Misaligned) -> None:
+    one.optimizer.register_step_pre_hook(_clip)
+    for seed in range(3):
+        one.backward(seed)
+        one.optimizer.step()
 
 
-@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout")  # of torch, once
-def test_gradients_in_a_flat_buffer_are_unscaled_there() -> None:
+def _unscaled(one: _Misaligned) -> None:
     """The fused kernel divides the gradients that it is given."""
-    fused, plain = _Misaligned(True), _Misaligned(False)
-    for one in (fused, plain):
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        one.backward(0)
-        one.flat.mul_(8)
-        scaler.scale(torch.zeros(()))
-        scaler.step(one.optimizer)
-    fused.check(plain)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    one.backward(0)
+    one.flat.mul_(8)
+    scaler.scale(torch.zeros(()))
+    scaler.step(one.optimizer)
 
 
-def test_a_step_that_fails_gives_the_gradients_back_at_the_next() -> None:
-    fused, plain = _Misaligned(True), _Misaligned(False)
-
+def _failed(one: _Misaligned) -> None:
     def fail(*args: object) -> None:
         raise KeyError
 
-    for one in (fused, plain):
-        one.backward(0)
-        with one.optimizer.register_step_pre_hook(fail), pytest.raises(KeyError):
-            one.optimizer.step()
+    one.backward(0)
+    with one.optimizer.register_step_pre_hook(fail), pytest.raises(KeyError):
         one.optimizer.step()
-    fused.check(plain)
+    one.optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout")  # of torch, once
+def test_gradients_in_a_flat_buffer_are_still_there_after_a_step() -> None:
+    for trained in (_clipped, _unscaled, _failed):
+        fused, plain = _Misaligned(True), _Misaligned(False)
+        for one in (fused, plain):
+            trained(one)
+        fused.check(plain)
 
 
 def test_gradients_that_a_hook_drops_after_the_step_stay_away() -> None:
@@ -171,9 +168,6 @@ def test_a_group_that_cannot_be_fused_is_written_as_it_is() -> None:
 def test_hooks_of_all_optimizers_see_no_step_before_the_first() -> None:
     called: list[object] = []
     optimizer = sgd(mlp())
-    handle = register_optimizer_step_post_hook(lambda *held: called.append(held[0]))
-    try:
+    with register_optimizer_step_post_hook(lambda *_: called.append(_)):
         obstacle(optimizer, optimizer.param_groups[0])
-    finally:
-        handle.remove()
     assert called == []

@@ -166,7 +166,7 @@ def test_rules_of_blocks_fit_a_copy_and_no_other_model():
     rules = pickle.loads(pickle.dumps(layer_wise_decay(model, 0.1, factor=0.5)))
     assert rules == layer_wise_decay(model, 0.1, factor=0.5)
     assert names(param_groups(copy.deepcopy(model), rules)) == names(param_groups(model, rules))
-    with pytest.raises(ValueError, match=r"in block 'tokens'.* matches no parameter"):
+    with pytest.raises(ValueError, match=r"\^\(tokens.* matches no parameter"):
         param_groups(cnn(), rules)
 
 
@@ -297,15 +297,12 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda: GroupRule({"lr": 0.1}, modules=[nn.ReLU]), TypeError, "modules: found .*not an instance"),
     (lambda: GroupRule({"lr": 0.1}, name=1), TypeError, "name: found 1; give a regular"),
     (lambda: GroupRule({"lr": 0.1}, name=re.compile(b"x")), TypeError, "name: found re.compile"),
-    (lambda: holds("("), ValueError, r"name: found '\(', which is not a valid regular"),
+    (lambda: holds("("), ValueError, r"name: found '\(', not a valid regular"),
     (lambda: GroupRule({"lr": 0.1}, when=bool), TypeError, "when: found .*give a function"),
-    (lambda: GroupRule({"lr": 0.1}, name="x", optional=1), TypeError, "optional: found 1"),
     (lambda: no_decay(also="Embedding"), TypeError, "also: found 'Embedding'; give a module type"),
     (lambda: param_groups([], []), TypeError, r"model must be a torch\.nn\.Module, found list"),
-    (lambda: param_groups(mlp(), holds("0")), TypeError, "rules: found GroupRule.*give a list"),
-    (lambda: param_groups(mlp(), 3), TypeError, "rules: found 3; give a list"),
     (lambda: param_groups(mlp(), [{"lr": 1}]), TypeError, r"rules\[0\]: found {'lr': 1}; give a Group"),
-    (lambda: param_groups(mlp(), [no_decay()]), TypeError, r"Unpack the tuple.*\[\*no_decay\(\)\]"),
+    (lambda: param_groups(mlp(), [no_decay()]), TypeError, r"unpack tuples: \[\*no_decay\(\)\]"),
     (lambda: param_groups(mlp(), [], defaults=0.1), TypeError, "defaults: found 0.1; give a dict"),
     (lambda: param_groups(mlp(), [], defaults={"lr": -1.0}), ValueError, "defaults: lr: found -1.0"),
     (

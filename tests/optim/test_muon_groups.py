@@ -1,6 +1,10 @@
-"""Hidden matrices, filters and stacks go to Muon, everything else to AdamW; shown by a table, overridable."""
+"""Hidden matrices, filters and stacks go to Muon, everything else to AdamW; and optimizers that are built by name."""
 
 from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -9,15 +13,24 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from tests.graph.test_matrix_uses import Experts
 from tests.support.models import cnn, mlp
-from torchboost.optim import GroupRule, MixedOptimizer, MuonSplit, muon_groups, no_decay
+from torchboost.errors import NoEffectWarning
+from torchboost.optim import (
+    GroupRule,
+    MixedOptimizer,
+    MuonSplit,
+    ScheduleFreeAdamW,
+    muon_groups,
+    named_optimizer,
+    no_decay,
+)
 from torchboost.workloads.models import GPT, BasicBlock, ResNet
 
 
 def names(groups: MuonSplit) -> dict[str, set[str]]:
-    found: dict[str, set[str]] = {}
-    for group in groups:
-        found.setdefault(group["rule"], set()).update(group["param_names"])
-    return found
+    return {
+        rule: {name for group in groups if group["rule"] == rule for name in group["param_names"]}
+        for rule in ("muon", "adamw")
+    }
 
 
 def test_a_gpt():
@@ -27,9 +40,14 @@ def test_a_gpt():
         f"blocks.{n}.{part}.weight" for n in (0, 1) for part in ("qkv", "proj", "mlp.0", "mlp.2")
     }
     assert {(group["rule"], group["lr"]) for group in groups} == {("muon", 0.02), ("adamw", 3e-3)}
-    held = [param for group in groups for param in group["params"]]
-    assert len(held) == len(set(held)) == len(list(model.parameters()))  # tied weights once
+    placed = [param for group in groups for param in group["params"]]
+    assert len(placed) == len(set(placed)) == len(list(model.parameters()))  # tied weights once
     MixedOptimizer(groups)
+    lines = str(groups).splitlines()
+    assert lines[0].split() == ["parameter", "shape", "rule", "why"]
+    assert len(lines) == 2 + len(placed)
+    assert lines[-1].startswith("muon:")
+    assert any(line.endswith("vector") for line in lines)
 
 
 def test_filters_stems_heads_and_depthwise_filters():
@@ -62,15 +80,6 @@ def test_rules_override_and_share_groups():
     row = next(row for row in groups.rows if row.name == "blocks.0.qkv.weight")
     assert row.rule == "adamw"
     assert row.reason == "chosen; hidden matrix"
-
-
-def test_the_table():
-    text = str(muon_groups(mlp()))
-    lines = text.splitlines()
-    assert lines[0].split() == ["parameter", "shape", "rule", "why"]
-    assert len(lines) == 2 + len(list(mlp().parameters()))
-    assert lines[-1].startswith(("muon:", "adamw:"))
-    assert "vector" in text
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -124,23 +133,6 @@ class Spectral(nn.Module):
         return self.last((self.first(x).to(torch.complex64) @ self.mix).abs())
 
 
-class Bare(nn.Module):
-    """Matrices as bare parameters, and a linear layer as head: the only layer of torch's with a matrix."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(9, 6)
-        self.first, self.second = nn.Parameter(torch.randn(6, 12)), nn.Parameter(torch.randn(12, 6))
-        self.head = nn.Linear(6, 9)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head((self.table(tokens) @ self.first).relu() @ self.second)
-
-
-def test_a_guessed_input_must_reach_the_whole_model():
-    assert names(muon_groups(Bare()))["muon"] == {"first", "second"}
-
-
 class Routed(nn.Module):
     """A mixture whose router chooses one expert per token."""
 
@@ -159,7 +151,21 @@ class Routed(nn.Module):
         return self.head(x + out)
 
 
-def test_experts_that_are_not_chosen_follow_the_rule_of_the_others():
+class Bare(nn.Module):
+    """Matrices as bare parameters, and a linear layer as head: the only layer of torch's with a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 6)
+        self.first, self.second = nn.Parameter(torch.randn(6, 12)), nn.Parameter(torch.randn(12, 6))
+        self.head = nn.Linear(6, 9)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head((self.table(tokens) @ self.first).relu() @ self.second)
+
+
+def test_a_guessed_input_must_reach_the_whole_model_and_experts_that_are_not_chosen_follow_the_others():
+    assert names(muon_groups(Bare()))["muon"] == {"first", "second"}
     for sample in [None, torch.zeros(1, 1, dtype=torch.long)]:
         found = names(muon_groups(Routed(), sample=sample))
         assert {name for name in found["muon"] if name.startswith("experts")} == {
@@ -204,3 +210,70 @@ def test_what_is_refused():
         muon_groups(mlp().requires_grad_(False))
     with pytest.raises(ValueError, match="run the model on one batch first"):
         muon_groups(nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2)))
+
+
+def test_muon_takes_one_rate_for_all_groups():
+    model = cnn()
+    optimizer = named_optimizer("muon", model, 3e-3)
+    assert isinstance(optimizer, MixedOptimizer)
+    assert {group["rule"] for group in optimizer.param_groups} == {"muon", "adamw"}
+    assert {(group["lr"], group["weight_decay"]) for group in optimizer.param_groups} == {(3e-3, 0.01)}
+    assert optimizer.param_groups[0]["adjust_lr_fn"] == "match_rms_adamw"
+    assert {param for group in optimizer.param_groups for param in group["params"]} == set(model.parameters())
+    with pytest.warns(NoEffectWarning, match="no hidden matrix or filter in this Sequential, so AdamW trains all"):
+        optimizer = named_optimizer("muon", nn.Sequential(nn.Linear(4, 2)))
+    assert [group["rule"] for group in optimizer.param_groups] == ["adamw"]
+
+
+def test_every_name_trains():
+    for name in ("muon", "schedule_free_adamw"):
+        torch.manual_seed(0)
+        model = mlp()
+        optimizer = named_optimizer(name, model, 0.01)
+        x, y = torch.randn(64, model[0].in_features), torch.randint(0, 4, (64,))
+        losses = []
+        for _ in range(40):
+            loss = nn.functional.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses[-1] < 0.8 * losses[0], name
+
+
+def test_the_default_rate_is_torchs_and_unknown_names_are_refused():
+    optimizer = named_optimizer("schedule_free_adamw", mlp())
+    assert isinstance(optimizer, ScheduleFreeAdamW)
+    assert optimizer.param_groups[0]["lr"] == torch.optim.AdamW(mlp().parameters()).param_groups[0]["lr"]
+    with pytest.raises(ValueError, match=r"found the name 'mun'.*muon, schedule_free_adamw.*Did you mean 'muon'"):
+        named_optimizer("mun", mlp())
+    wrong: Any
+    for wrong, error in ((0.0, ValueError), (-1.0, ValueError), ("fast", TypeError)):
+        with pytest.raises(error, match="lr"):
+            named_optimizer("muon", mlp(), wrong)
+
+
+def test_an_evaluation_on_the_weights_of_training_warns_once():
+    model = mlp()
+    optimizer: Any = named_optimizer("schedule_free_adamw", model, 0.01)
+    x = torch.randn(8, model[0].in_features)
+
+    def evaluated(model: nn.Module) -> None:
+        with torch.no_grad():
+            model.eval()(x)
+        model.train()
+
+    evaluated(model)  # nothing is trained yet
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.eval()
+    evaluated(model)
+    optimizer.train()
+    model.eval()(x)  # with gradients: training with the norms at rest
+    evaluated(copy.deepcopy(model))
+    evaluated(pickle.loads(pickle.dumps(model)))
+    with pytest.warns(UserWarning, match=r"weights of training.*optimizer.eval\(\)") as warned:
+        evaluated(model)
+    evaluated(model)
+    assert len(warned) == 1
+    assert warned[0].filename == __file__

@@ -210,16 +210,13 @@ def stored(state: Any) -> Any:
     return torch.load(buffer, weights_only=True)
 
 
-def test_one_schedule_sets_every_group_and_later_ones():
+def test_one_schedule_sets_every_group_groups_may_have_their_own_and_a_tensor_is_filled_in_place():
     optimizer = optimizer_of(2)
     scheduler = ScheduleLR(optimizer, WARM)
     train(optimizer, scheduler, range(2))
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     train(optimizer, scheduler, range(2, 5))
     assert rates_of(optimizer) == scheduler.get_last_lr() == [WARM(5)] * 3
-
-
-def test_groups_may_have_their_own_schedules_and_a_tensor_is_filled_in_place():
     for tensor in [False, True]:
         lr = torch.tensor(1.0, dtype=torch.float64) if tensor else 1.0
         optimizer = optimizer_of(2, torch.optim.AdamW, lr)
@@ -261,19 +258,17 @@ def test_a_resumed_run_is_bit_identical(form, at):
         (second if part == "optimizer" else scheduler).load_state_dict(saved[part])
     train(second, scheduler, range(at, 10))
     assert rates_of(second) == rates_of(whole)
+    built = optimizer_of(lr=torch.tensor(1.0) if tensor else 1.0)  # the step alone is enough
+    scheduler = ScheduleLR(built, WARM)
+    scheduler.load_state_dict({"last_epoch": at, "lr_lambdas": [None]})
+    assert "lr_lambdas" not in scheduler.state_dict()
+    assert rates_of(built) == scheduler.get_last_lr() == pytest.approx([WARM(at)])
+    if at:
+        built = optimizer_of()
+        assert ScheduleLR(built, WARM, last_epoch=at - 1).last_epoch == at
+        assert rates_of(built) == [WARM(at)]
     for ours, theirs in zip(second.param_groups, whole.param_groups, strict=True):
         assert torch.equal(ours["params"][0], theirs["params"][0])
-
-
-def test_the_step_alone_is_enough_to_resume():
-    for tensor in [False, True]:
-        loaded = optimizer_of(lr=torch.tensor(1.0, dtype=torch.float64) if tensor else 1.0)
-        scheduler = ScheduleLR(loaded, WARM)
-        scheduler.load_state_dict({"last_epoch": 5, "lr_lambdas": [None]})
-        built = optimizer_of()
-        assert ScheduleLR(built, WARM, last_epoch=4).last_epoch == scheduler.last_epoch == 5
-        assert rates_of(loaded) == rates_of(built) == scheduler.get_last_lr() == [WARM(5)]
-        assert "lr_lambdas" not in scheduler.state_dict()
 
 
 def test_a_list_lasts_for_its_updates():

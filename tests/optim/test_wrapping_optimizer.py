@@ -14,8 +14,7 @@ from torch import nn
 
 from torchboost import IncompatibleError
 from torchboost.optim import ScheduleFreeSGD
-from torchboost.optim.direct_steps import DirectSteps
-from torchboost.optim.wrapping_optimizer import WrappingOptimizer
+from torchboost.optim.wrapping_optimizer import DirectSteps, WrappingOptimizer
 
 
 def wrapped(*params: nn.Parameter) -> tuple[torch.optim.SGD, WrappingOptimizer]:

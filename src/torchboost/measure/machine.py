@@ -6,9 +6,10 @@ import contextlib
 import ctypes
 import functools
 import gc
-import time
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
 from types import TracebackType
 from typing import Any, Literal, get_args
@@ -36,12 +37,10 @@ __all__ = [
 Kind = Literal["matrix product", "convolution"]
 
 Call = Callable[[], object]
-Timer = Callable[[Call], float]
 
 PRIOR_SECONDS = 0.1
 """Time limit of :func:`half_speed` for one kind on the CPU, so that both kinds take at most twice as long."""
 
-PAIRS = 9
 LEAST_PAIRS = 3
 """Pairs that a verdict needs."""
 BUSY = 5.0
@@ -134,7 +133,7 @@ def half_speed(kind: Kind, device: torch.device | str = "cpu") -> Products:
     return products(kind, device, seconds=PRIOR_SECONDS if torch.device(device).type == "cpu" else 1.0)
 
 
-def products(kind: Kind, device: torch.device | str = "cpu", *, seconds: float = 1.0, pairs: int = PAIRS) -> Products:
+def products(kind: Kind, device: torch.device | str = "cpu", *, seconds: float = 1.0, pairs: int = 9) -> Products:
     """Measure a product and the two products of its backward pass in float32 and bfloat16, in alternating order.
 
     A matrix product multiplies square matrices. A convolution is 3 x 3 on channels-last images of 16 x 16 pixels. The
@@ -158,24 +157,15 @@ def products(kind: Kind, device: torch.device | str = "cpu", *, seconds: float =
     rungs = _matrices(device) if kind == "matrix product" else _convolutions(device)
     try:
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            timer = _timer(device)
             if device.type == "cuda":
                 for dtype in (torch.float32, torch.bfloat16):
-                    timer(rungs[0].build(dtype))
-            return climb(kind, rungs, seconds=seconds, pairs=pairs, timer=timer)
+                    rungs[0].build(dtype)()
+            return climb(kind, rungs, seconds=seconds, pairs=pairs, clock=Clock.of(device))
     except (RuntimeError, AssertionError) as error:
         return Products(kind=kind, fault=str(error).partition("\n")[0])
 
 
-def climb(
-    kind: Kind,
-    rungs: Sequence[Rung],
-    *,
-    seconds: float,
-    pairs: int = PAIRS,
-    timer: Timer,
-    clock: Callable[[], float] = time.perf_counter,
-) -> Products:
+def climb(kind: Kind, rungs: Sequence[Rung], *, seconds: float, pairs: int = 9, clock: Clock) -> Products:
     """Time growing products in both precisions until the time is used up.
 
     A next size is tried if its warm-up and three pairs are expected to fit, judged by the last size and the number of
@@ -188,8 +178,7 @@ def climb(
         rungs: The sizes, in growing order.
         seconds: Time limit.
         pairs: Maximum number of pairs of the largest size.
-        timer: Runs a call and returns its seconds.
-        clock: Seconds, monotonically, for the time limit.
+        clock: The clock of the device.
     """
     start, result, cost = clock(), None, 0.0
     for position, rung in enumerate(rungs):
@@ -197,17 +186,30 @@ def climb(
             break
         calls = {dtype: rung.build(dtype) for dtype in (torch.float32, torch.bfloat16)}
         for call in calls.values():
-            timer(call)
+            call()
         times: list[tuple[float, float]] = []
         while len(times) < (LEAST_PAIRS if position < len(rungs) - 1 else pairs):
             limit = seconds * (BUSY if len(times) < LEAST_PAIRS and position == 0 else 1.0)
             if times and clock() - start + sum(times[-1]) > limit:
                 break
             order = list(calls) if len(times) % 2 == 0 else list(reversed(calls))
-            taken = {dtype: timer(calls[dtype]) for dtype in order}
+            marks = [clock()]
+            for dtype in order:
+                calls[dtype]()
+                marks.append(clock())
+            taken = dict(zip(order, map(operator.sub, marks[1:], marks), strict=True))
             times.append((taken[torch.float32], taken[torch.bfloat16]))
         if result is None or len(times) >= LEAST_PAIRS:
-            result = _summary(kind, rung, times, clock() - start)
+            full, half = (max(min(column), 1e-12) for column in zip(*times, strict=True))
+            result = Products(
+                kind=kind,
+                size=rung.size,
+                ratio=min(median(a / max(b, 1e-12) for a, b in times), full / half),
+                float32=rung.work / full,
+                bfloat16=rung.work / half,
+                pairs=len(times),
+                seconds=clock() - start,
+            )
         cost = sum(map(median, zip(*times, strict=True)))
     assert result is not None
     return replace(result, in_time=clock() - start <= seconds)
@@ -227,34 +229,11 @@ def copy_bandwidth(device: torch.device | str = "cpu", *, copies: int = 7) -> fl
         raise ValueError(f"device: found {str(device)!r}; only {' and '.join(COPIED)} devices are measured.")
     source = torch.ones(COPIED[device.type] // 4, dtype=torch.float32, device=device)
     copied = torch.zeros_like(source)
-    timer = _timer(device)
-    with torch.no_grad():
-        fastest = min(timer(lambda: copied.copy_(source)) for _ in range(1 + copies))
-    return 2 * COPIED[device.type] / fastest
-
-
-def _summary(kind: Kind, rung: Rung, times: Sequence[tuple[float, float]], seconds: float) -> Products:
-    full, half = (max(min(column), 1e-12) for column in zip(*times, strict=True))
-    return Products(
-        kind=kind,
-        size=rung.size,
-        ratio=min(median(a / max(b, 1e-12) for a, b in times), full / half),
-        float32=rung.work / full,
-        bfloat16=rung.work / half,
-        pairs=len(times),
-        seconds=seconds,
-    )
-
-
-def _timer(device: torch.device) -> Timer:
-    clock = Clock.of(device)
-
-    def timed(call: Call) -> float:
-        start = clock()
-        call()
-        return clock() - start
-
-    return timed
+    marks = [(clock := Clock.of(device))()]
+    for _ in range(1 + copies):
+        copied.copy_(source)
+        marks.append(clock())
+    return 2 * COPIED[device.type] / min(map(operator.sub, marks[1:], marks))
 
 
 def _filled(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -331,43 +310,33 @@ class PeakMemory:
             self._counts.reset_peak_memory_stats(self._device)
             self._before = self._counts.memory_allocated(self._device)
         elif self._device.type == "cpu":
-            _return_free_memory()
+            with contextlib.suppress(OSError, AttributeError):  # freed memory would hide a later use of it
+                ctypes.CDLL(None).malloc_trim(0)
             self._before = _resident("VmRSS") if _reset() else None
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._before is None:
-            return
         counts = self._counts
-        peak = _resident("VmHWM") if counts is None else counts.max_memory_allocated(self._device)
-        self.bytes = None if peak is None else max(0, peak - self._before)
-
-
-def _return_free_memory() -> None:
-    """Let the C library return freed memory, which would hide a later use of it."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+        if self._before is not None:
+            peak = _resident("VmHWM") if counts is None else counts.max_memory_allocated(self._device)
+            self.bytes = None if peak is None else max(0, peak - self._before)
 
 
 def _reset() -> bool:
     """Reset the peak of the resident memory, and return whether that is possible here."""
-    try:
-        with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
-            file.write("5")
-    except OSError:
-        return False
-    return True
+    with contextlib.suppress(OSError):
+        return bool(Path("/proc/self/clear_refs").write_text("5", encoding="ascii"))
+    return False
 
 
 def _resident(name: str) -> int | None:
-    try:
-        with open("/proc/self/status", encoding="ascii") as file:
-            found = next(line for line in file if line.startswith(name))
-    except (OSError, StopIteration):
-        return None
-    return 1024 * int(found.split()[1])
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+            if line.startswith(name):
+                return 1024 * int(line.split()[1])
+    return None
 
 
 LOADING = "data loading"
@@ -452,8 +421,8 @@ def time_step_parts(
         update()
         marks.append(clock())
         if done >= warmup:
-            for part, start, end in zip(PARTS, marks, marks[1:], strict=False):
-                seconds[part].append(end - start)
+            for part, taken in zip(PARTS, map(operator.sub, marks[1:], marks), strict=True):
+                seconds[part].append(taken)
         if progress is not None:
             progress("steps", done + 1, warmup + steps)
     if not seconds[LOADING]:

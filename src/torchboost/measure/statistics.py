@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from statistics import NormalDist, fmean
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -178,11 +178,8 @@ def paired_difference(baseline: Sequence[float], candidate: Sequence[float], *, 
     Raises:
         ValueError: Different lengths or fewer than two pairs.
     """
-    _check_confidence(confidence)
-    _check_pairs(baseline, candidate, least=2)
-    differences = np.asarray(candidate, dtype=np.float64) - np.asarray(baseline, dtype=np.float64)
-    mean = float(differences.mean())
-    reach = t_quantile(confidence, differences.size - 1) * _standard_error(differences)
+    mean, error, count = _paired(baseline, candidate, confidence)
+    reach = t_quantile(confidence, count - 1) * error
     return Interval(low=mean - reach, mid=mean, high=mean + reach, confidence=confidence)
 
 
@@ -212,18 +209,16 @@ def noninferiority(
     """
     if not margin > 0:
         raise ValueError(f"margin: found {margin!r}; a non-inferiority margin is positive, in units of the metric.")
-    mean = paired_difference(baseline, candidate, confidence=confidence).mid
-    deltas = np.asarray(candidate, dtype=np.float64) - np.asarray(baseline, dtype=np.float64)
-    error = max(_standard_error(deltas), LEAST_SPREAD * margin / math.sqrt(deltas.size))
-    bound = t_quantile(confidence, deltas.size - 1) * error
-    difference = Interval(low=mean - bound, mid=mean, high=mean + bound, confidence=confidence)
+    mean, error, seeds = _paired(baseline, candidate, confidence)
+    error = max(error, LEAST_SPREAD * margin / math.sqrt(seeds))
+    bound = t_quantile(confidence, seeds - 1) * error
     return Quality(
         baseline=against,
-        difference=difference,
+        difference=Interval(low=mean - bound, mid=mean, high=mean + bound, confidence=confidence),
         margin=margin,
-        seeds=deltas.size,
-        passed=difference.low > -margin,
-        detectable=bound + t_quantile(POWER, deltas.size - 1) * error,
+        seeds=seeds,
+        passed=mean - bound > -margin,
+        detectable=bound + t_quantile(POWER, seeds - 1) * error,
     )
 
 
@@ -338,19 +333,17 @@ class SequentialTest:
         needed = limits[-1] * last
         detectable = needed + t_quantile(0.8, self.most - 1) * last
         difference = Interval(low=mean - reach, mid=mean, high=mean + reach, confidence=1 - self.error)
-        state = self._state(difference, spread / math.sqrt(count), needed, count)
-        return Look(state=state, pairs=count, difference=difference, detectable=detectable)
-
-    def _state(self, difference: Interval, error: float, needed: float, count: int) -> State:
+        state: State = "open"
         if difference.low > -self.margin:
-            return "passed"
-        if difference.high < -self.margin:
-            return "failed"
-        if count >= self.most:
-            return "exhausted"
+            state = "passed"
+        elif difference.high < -self.margin:
+            state = "failed"
+        elif count >= self.most:
+            state = "exhausted"
         # Even the upper end of an 80 % interval of the mean would not pass the last look.
-        best = difference.mid + t_quantile(0.9, count - 1) * error
-        return "futile" if best < needed - self.margin else "open"
+        elif mean + t_quantile(0.9, count - 1) * spread / math.sqrt(count) < needed - self.margin:
+            state = "futile"
+        return Look(state=state, pairs=count, difference=difference, detectable=detectable)
 
 
 @lru_cache(maxsize=64)
@@ -457,7 +450,11 @@ class ChangeTest:
     def add(self, value: float) -> bool:
         """Take a value, and return whether the evidence is now enough."""
         if self.count % self.every == 0:
-            self._begin()
+            if len(self.tests) == _MOST_TESTS:
+                self.tests, self.every = self.tests[::2], 2 * self.every
+            self.begun += 1
+            part = self.error / (self.begun * (self.begun + 1))
+            self.tests.append(AnytimeTest(max(part, sys.float_info.min)))
         self.count += 1
         alarms = [test.add(value) for test in self.tests]
         return any(alarms)
@@ -471,22 +468,6 @@ class ChangeTest:
     def evidence(self) -> float:
         """That of the leading test, by its share of the error; ``1 / error`` is an alarm."""
         return self.leading.evidence * (self.leading.error / self.error)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs."""
-        return asdict(self)
-
-    @classmethod
-    def of(cls, state: Mapping[str, Any]) -> ChangeTest:
-        """Return the test of :meth:`state_dict`."""
-        return cls(**{**state, "tests": [AnytimeTest(**one) for one in state["tests"]]})
-
-    def _begin(self) -> None:
-        if len(self.tests) == _MOST_TESTS:
-            self.tests, self.every = self.tests[::2], 2 * self.every
-        self.begun += 1
-        part = self.error / (self.begun * (self.begun + 1))
-        self.tests.append(AnytimeTest(max(part, sys.float_info.min)))
 
 
 def _t_cdf_at_angle(angle: float, freedom: int) -> float:
@@ -515,8 +496,12 @@ def _resampled_medians(data: np.ndarray, resamples: int, seed: int) -> np.ndarra
     return (ordered[:, (data.size - 1) // 2] + ordered[:, data.size // 2]) / 2
 
 
-def _standard_error(differences: np.ndarray) -> float:
-    return float(differences.std(ddof=1)) / math.sqrt(differences.size)
+def _paired(baseline: Sequence[float], candidate: Sequence[float], confidence: float) -> tuple[float, float, int]:
+    """Return the mean of the differences, its standard error, and their number."""
+    _check_confidence(confidence)
+    _check_pairs(baseline, candidate, least=2)
+    differences = np.asarray(candidate, dtype=np.float64) - np.asarray(baseline, dtype=np.float64)
+    return float(differences.mean()), float(differences.std(ddof=1)) / math.sqrt(len(baseline)), len(baseline)
 
 
 def _check_pairs(first: Sequence[float], second: Sequence[float], *, least: int) -> None:

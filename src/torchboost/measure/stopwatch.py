@@ -208,7 +208,7 @@ def compare(
     if pairs < 1 or calls < 1:
         raise ValueError(f"found pairs={pairs}, calls={calls}; both must be at least 1.")
     clock = clock if clock is not None else Clock()
-    tell = progress if progress is not None else _silent
+    tell = progress if progress is not None else lambda *_: None
     warm, unsettled = {}, []
     for done, (name, call) in enumerate(contestants.items()):
         tell("warm-up", done, len(contestants), name)
@@ -295,10 +295,6 @@ def device_name(device: torch.device | str) -> str:
     return module.get_device_name(device) if hasattr(module, "get_device_name") else device.type
 
 
-def _silent(phase: str, done: int, total: int, note: str = "") -> None:
-    return None
-
-
 def _warm_up(call: Callable[[], object], rule: Warmup, clock: Clock) -> tuple[float, bool]:
     """Return the seconds of the warm-up and whether the time settled."""
     times: list[float] = []
@@ -333,16 +329,14 @@ def collector_off() -> Iterator[None]:
 
 
 def _commit(root: Path) -> str:
-    head = _git(root, "rev-parse", "HEAD") if (root / ".git").exists() else ""
+    def git(*words: str) -> str:
+        try:
+            command = ["git", "-C", str(root), *words]
+            return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        except (OSError, subprocess.SubprocessError):
+            return ""
+
+    head = git("rev-parse", "HEAD") if (root / ".git").exists() else ""
     if not head and (root / "COMMIT").is_file():
         return (root / "COMMIT").read_text(encoding="utf-8").strip()
-    changed = _git(root, "status", "--porcelain", "--untracked-files=no")
-    return f"{head}+changes" if head and changed else head
-
-
-def _git(root: Path, *words: str) -> str:
-    try:
-        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+    return f"{head}+changes" if head and git("status", "--porcelain", "--untracked-files=no") else head

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,8 +25,6 @@ NORMS = (AnyNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 """torch's normalisation layers that have weights."""
 
 _OWN_KEYS = ("params", "param_names", ORDER)
-_NUMBERS = ("lr", "weight_decay")
-_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -66,7 +64,21 @@ class GroupRule:
         _check_options("options", self.options)
         if not self.options:
             raise ValueError("options: found none; give at least one, such as {'weight_decay': 0.0}.")
-        _check_criteria(self)
+        if self.modules is None and self.name is None and self.when is None:
+            raise ValueError(
+                "found no criterion; give modules, name or when. For options of all parameters use the 'defaults' of "
+                "param_groups."
+            )
+        _check_types("modules", () if self.modules is None else self.modules)
+        if self.name is not None:
+            if not isinstance(_pattern(self.name), str):
+                raise TypeError(f"name: found {self.name!r}; give a regular expression as a string.")
+            try:
+                re.compile(self.name)
+            except re.error as error:
+                raise ValueError(f"name: found {self.name!r}, not a valid regular expression: {error}.") from error
+        if self.when is not None and (not callable(self.when) or isinstance(self.when, type)):
+            raise TypeError(f"when: found {self.when!r}; give a function of name, parameter and module.")
         object.__setattr__(self, "options", dict(self.options))
 
     def __repr__(self) -> str:
@@ -132,12 +144,18 @@ def param_groups(
         >>> optimizer = torch.optim.AdamW(groups)
     """
     check_module(model)
-    rules = _checked(rules)
+    rules = list(rules)
+    for index, rule in enumerate(rules):
+        if not isinstance(rule, GroupRule):
+            raise TypeError(f"rules[{index}]: found {rule!r}; give a GroupRule, and unpack tuples: [*no_decay()].")
     common = {} if defaults is None else defaults
     _check_options("defaults", common)
     network = _with_shapes(model)
     places = _places(network)
-    matched = {p: tuple(i for i, rule in enumerate(rules) if _applies(rule, p, at)) for p, at in places.items()}
+    matched = {
+        parameter: tuple(i for i, rule in enumerate(rules) if any(_holds_at(rule, parameter, place) for place in at))
+        for parameter, at in places.items()
+    }
     used = {index for indices in matched.values() for index in indices}
     for index, rule in enumerate(rules):
         if index not in used and not rule.optional:
@@ -241,7 +259,7 @@ def layer_wise_decay(model: nn.Module, base_lr: float, *, factor: float) -> tupl
     return tuple(
         GroupRule(
             {"lr": base_lr * factor ** (len(blocks) - 1 - index)},
-            when=_InBlock(block.name, frozenset(names[parameter] for parameter in block.parameters)),
+            name=f"^({'|'.join(re.escape(names[parameter]) for parameter in block.parameters)})$",
         )
         for index, block in enumerate(blocks)
     )
@@ -253,18 +271,6 @@ class _Place(NamedTuple):
     name: str
     holder: nn.Module
     around: tuple[nn.Module, ...]
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class _InBlock:
-    block: str
-    names: frozenset[str]
-
-    def __call__(self, name: str, parameter: nn.Parameter, module: nn.Module) -> bool:
-        return name in self.names
-
-    def __repr__(self) -> str:
-        return f"<in block {self.block!r}>"
 
 
 def _is_vector_or_of_norm(name: str, parameter: nn.Parameter, module: nn.Module) -> bool:
@@ -296,10 +302,6 @@ def _places(network: nn.Module) -> dict[nn.Parameter, list[_Place]]:
     return places
 
 
-def _applies(rule: GroupRule, parameter: nn.Parameter, places: Sequence[_Place]) -> bool:
-    return any(_holds_at(rule, parameter, place) for place in places)
-
-
 def _holds_at(rule: GroupRule, parameter: nn.Parameter, place: _Place) -> bool:
     if rule.modules is not None and not any(isinstance(module, rule.modules) for module in place.around):
         return False
@@ -311,17 +313,6 @@ def _holds_at(rule: GroupRule, parameter: nn.Parameter, place: _Place) -> bool:
     return verdict
 
 
-def _checked(rules: Iterable[GroupRule]) -> tuple[GroupRule, ...]:
-    if isinstance(rules, GroupRule) or not isinstance(rules, Iterable):
-        raise TypeError(f"rules: found {rules!r}; give a list of GroupRule.")
-    checked = tuple(rules)
-    for index, rule in enumerate(checked):
-        if not isinstance(rule, GroupRule):
-            hint = "Unpack the tuple with a star: [*no_decay()]." if isinstance(rule, tuple) else ""
-            raise TypeError(f"rules[{index}]: found {rule!r}; give a GroupRule. {hint}".rstrip())
-    return checked
-
-
 def _check_options(what: str, options: Any) -> None:
     if not isinstance(options, Mapping):
         raise TypeError(f"{what}: found {options!r}; give a dict of options, such as {{'weight_decay': 0.0}}.")
@@ -330,31 +321,10 @@ def _check_options(what: str, options: Any) -> None:
             raise TypeError(f"{what}: found the key {key!r}; give names of options, such as 'lr'.")
         if key in _OWN_KEYS:
             raise ValueError(f"{what}: found '{key}', which param_groups sets itself; leave it out.")
-        if key in _NUMBERS and not callable(value) and not isinstance(value, (Tensor, list, tuple)):
+        if key in ("lr", "weight_decay") and not callable(value) and not isinstance(value, (Tensor, list, tuple)):
             check_number(f"{what}: {key}", value)
         if key == CENTRALIZE and not isinstance(value, bool):
             raise TypeError(f"{what}: {key}: found {value!r}; give True or False.")
-
-
-def _check_criteria(rule: GroupRule) -> None:
-    if rule.modules is None and rule.name is None and rule.when is None:
-        raise ValueError(
-            "found no criterion; give modules, name or when. For options of all parameters use the 'defaults' of "
-            "param_groups."
-        )
-    if rule.modules is not None:
-        _check_types("modules", rule.modules)
-    if rule.name is not None:
-        if not isinstance(_pattern(rule.name), str):
-            raise TypeError(f"name: found {rule.name!r}; give a regular expression as a string.")
-        try:
-            re.compile(rule.name)
-        except re.error as error:
-            raise ValueError(f"name: found {rule.name!r}, which is not a valid regular expression: {error}.") from error
-    if rule.when is not None and (not callable(rule.when) or isinstance(rule.when, type)):
-        raise TypeError(f"when: found {rule.when!r}; give a function of name, parameter and module.")
-    if not isinstance(rule.optional, bool):
-        raise TypeError(f"optional: found {rule.optional!r}; give True or False.")
 
 
 def _check_types(what: str, kinds: Any) -> None:
@@ -371,8 +341,8 @@ def _unmatched(index: int, rule: GroupRule, network: nn.Module, names: Collectio
     if rule.name is not None:
         plain = re.sub(r"\\[A-Za-z]|[^\w.]", "", str(_pattern(rule.name)))
         parts.append(nearest(plain, dict.fromkeys(part for name in names for part in (*name.split("."), name))))
-    shown = ", ".join(f"'{name}'" for name in list(names)[:_SHOWN])
-    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    shown = ", ".join(f"'{name}'" for name in list(names)[:3])
+    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
     parts.append(f"Its parameters are {shown}{rest}." if names else "It has none.")
     parts.append("Correct the rule, remove it, or set optional=True.")
     return " ".join(part for part in parts if part)

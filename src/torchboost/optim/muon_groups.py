@@ -110,35 +110,25 @@ def muon_groups(
     groups = param_groups(model, rules, include_frozen=include_frozen)
     uses = _with_types(matrix_uses(model, sample), unwrap(model))
     presets = {"muon": dict(muon or {}), "adamw": dict(adamw or {})}
-    names = {p: name for group in groups for p, name in zip(group["params"], group["param_names"], strict=True)}
-    options_of = {param: _options(group) for group in groups for param in group["params"]}
-    split: list[ParamGroup] = []
+    chosen = {p: (n, group) for group in groups for p, n in zip(group["params"], group["param_names"], strict=True)}
+    split: dict[frozenset[tuple[str, str]], ParamGroup] = {}
     rows = []
     for param, use in uses.items():
-        if param not in names:
+        if param not in chosen:
             continue
-        options, reason = options_of[param], _reason(param, use)
+        name, group = chosen[param]
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        reason = _reason(param, use)
         rule = options.get("rule", "muon" if reason is None else "adamw")
         why = reason or _kind(param, use)
-        rows.append(Row(names[param], tuple(param.shape), rule, f"chosen; {why}" if "rule" in options else why))
+        rows.append(Row(name, tuple(param.shape), rule, f"chosen; {why}" if "rule" in options else why))
         stacked = {"stacked": True} if rule == "muon" and param.ndim > 2 and not use.filter else {}
-        _add(split, param, names[param], {"rule": rule, **presets.get(rule, {}), **stacked, **options})
-    return MuonSplit(sorted(split, key=lambda group: group["rule"] != "muon"), rows)
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def _add(groups: list[ParamGroup], param: nn.Parameter, name: str, options: Mapping[str, Any]) -> None:
-    """Put a parameter into the group with the same options, a new one if there is none."""
-    described = {key: repr(value) for key, value in options.items()}
-    for group in groups:
-        if {key: repr(value) for key, value in _options(group).items()} == described:
-            group["params"].append(param)
-            group["param_names"].append(name)
-            return
-    groups.append({"params": [param], "param_names": [name], **options})
+        options = {"rule": rule, **presets.get(rule, {}), **stacked, **options}
+        described = frozenset((key, repr(value)) for key, value in options.items())
+        members = split.setdefault(described, {"params": [], "param_names": [], **options})
+        members["params"].append(param)
+        members["param_names"].append(name)
+    return MuonSplit(sorted(split.values(), key=lambda group: group["rule"] != "muon"), rows)
 
 
 def _reason(parameter: nn.Parameter, use: Use) -> str | None:
@@ -181,15 +171,6 @@ def _with_types(uses: Mapping[nn.Parameter, Use] | None, model: nn.Module) -> di
     return {parameter: reached.get(parameter, inside.get(parameter, types[parameter])) for parameter in uses}
 
 
-def _recurrent(module: nn.RNNBase, place: Place) -> dict[nn.Parameter, Use]:
-    """Return the uses in a recurrent network: only the first matrix of each direction can read the model's input."""
-    first = {id(weights[0]) for weights in module.all_weights[: 1 + module.bidirectional]}
-    return {
-        parameter: Use(place if place == "input" and id(parameter) in first else "hidden")
-        for parameter in module.parameters(recurse=False)
-    }
-
-
 def _by_type(model: nn.Module) -> dict[nn.Parameter, Use]:
     """Guess the uses from the types of modules, in the order in which they were registered."""
     tables = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
@@ -198,9 +179,11 @@ def _by_type(model: nn.Module) -> dict[nn.Parameter, Use]:
     for position, module in enumerate(holders):
         last = position + 1 == len(holders)
         place: Place = "output" if last else "input" if position == 0 and not tables else "hidden"
-        uses |= {parameter: Use(place, isinstance(module, AnyConv)) for parameter in module.parameters(recurse=False)}
-        if isinstance(module, nn.RNNBase):
-            uses |= _recurrent(module, place)
+        for parameter in module.parameters(recurse=False):
+            uses[parameter] = Use(place, isinstance(module, AnyConv))
+            if isinstance(module, nn.RNNBase):  # only the first matrix of each direction can read the model's input
+                first = any(parameter is each[0] for each in module.all_weights[: 1 + module.bidirectional])
+                uses[parameter] = Use("input" if place == "input" and first else "hidden")
     for table in tables:
         uses |= dict.fromkeys(table.parameters(recurse=False), Use("lookup"))  # also if a head shares it
     return uses

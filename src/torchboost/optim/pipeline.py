@@ -23,8 +23,7 @@ from torchboost.core.closure import ClosureOptimizer, Replay, after_closure
 from torchboost.core.torch_private import foreach, versions
 from torchboost.core.wrapping import hookable
 from torchboost.errors import IncompatibleError
-from torchboost.optim.memory_layout import writable
-from torchboost.optim.shares import Share, values_of
+from torchboost.optim.tensors import Share, values_of, writable
 
 __all__ = [
     "GradientPipeline",
@@ -193,21 +192,22 @@ class PipelineAttachment(Attachment):
         return [param for group in self._optimizer.param_groups for param in group["params"]]
 
     def _copied(self, state: Mapping[str, Any]) -> Memories:
-        params = self._params()
+        params, names = self._params(), namespaces(self._transforms)
         entries = {int(i): entry for i, entry in state.get("memory", {}).items()}
         if entries and max(entries) >= len(params):
             raise ValueError(
                 f"the pipeline's memory has an entry for parameter {max(entries)}, but the optimizer has {len(params)} "
                 "parameters; load it into an optimizer of the same parameters."
             )
-        memories: Memories = {}
+        memories: Memories = {name: {} for name in names}
         for i, entry in entries.items():
-            for name, memory in _by_namespace(entry, namespaces(self._transforms)).items():
-                device = params[i].device
-                memories.setdefault(name, {})[params[i]] = {
-                    key: value.detach().clone().to(device) if isinstance(value, Tensor) else value
-                    for key, value in memory.items()
-                }
+            for name, value in entry.items():
+                owner, dot, key = name.partition(".")
+                # Older checkpoints have "key" alone, which all transforms of a pipeline shared: each of them gets it.
+                owners, key = ([owner], key) if dot and owner in memories else (names, name)
+                for owner in owners:
+                    copied = value.detach().clone().to(params[i].device) if isinstance(value, Tensor) else value
+                    memories[owner].setdefault(params[i], {})[key] = copied
         return memories
 
     def _write(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -238,23 +238,20 @@ class PipelineAttachment(Attachment):
             return None
         self._inside = 1
         has_closure = kwargs.get("closure") is not None or any(callable(value) for value in args[1:])
-        if has_closure and isinstance(optimizer, ClosureOptimizer):
-            self._apply_before(kwargs.get("closure", args[-1]))
-            return None
-        return after_closure(args, kwargs, self._apply_if_new if has_closure else self._apply)
+        if not (has_closure and isinstance(optimizer, ClosureOptimizer)):
+            return after_closure(args, kwargs, self._apply_if_new if has_closure else self._apply)
+        # It reads the gradients first, and then calls the closure for its loss.
+        closure = kwargs.get("closure", args[-1])
+        if not isinstance(closure, Replay) or closure.loss is None:
+            raise IncompatibleError(
+                f"{type(optimizer).__name__}.step(closure) runs the backward pass itself, so "
+                f"{', '.join(self._names())} cannot reach the gradients. Use TrainStep, or remove the pipeline."
+            )
+        self._apply()
+        return None
 
     def _after_step(self, *_: Any) -> None:
         self._inside = max(0, self._inside - 1)
-
-    def _apply_before(self, closure: Any) -> None:
-        """Transform for an optimizer that reads the gradients first, and then calls the closure for its loss."""
-        if not isinstance(closure, Replay) or closure.loss is None:
-            names = ", ".join(self._names())
-            raise IncompatibleError(
-                f"{type(self._optimizer).__name__}.step(closure) runs the backward pass itself, so {names} cannot "
-                "reach the gradients. Use TrainStep, or remove the pipeline."
-            )
-        self._apply()
 
     def _apply_if_new(self) -> None:
         """Transform unless these gradients are changed already, as when a closure did not renew them."""
@@ -332,8 +329,8 @@ class _Recalled(Gradients):
         return self._recall()
 
 
-def check_transforms(transforms: Iterable[GradientTransform]) -> None:
-    """Refuse objects that are not transforms.
+def check_transforms(transforms: Iterable[object], inputs: type = Gradients) -> None:
+    """Refuse objects that are not transforms of ``inputs``.
 
     Raises:
         TypeError: Something is not a transform.
@@ -341,10 +338,10 @@ def check_transforms(transforms: Iterable[GradientTransform]) -> None:
     for transform in transforms:
         if isinstance(transform, type):
             raise TypeError(f"found the class {transform.__name__}; give an instance: {transform.__name__}(...).")
-        if not callable(transform) or not isinstance(getattr(transform, "scale_free", None), bool):
-            raise TypeError(
-                f"found {transform!r}; a transform must be callable with Gradients and have a boolean 'scale_free'."
-            )
+        needs_flag = inputs is Gradients and not isinstance(getattr(transform, "scale_free", None), bool)
+        if needs_flag or not callable(transform):
+            flag = " and have a boolean 'scale_free'" if inputs is Gradients else ""
+            raise TypeError(f"found {transform!r}; a transform must be callable with {inputs.__name__}{flag}.")
 
 
 def check_gradients(transforms: Iterable[GradientTransform], gradients: Gradients) -> list[Tensor]:
@@ -398,20 +395,6 @@ def refuse_sparse(transform: object, gradients: Gradients) -> None:
                 f"{type(transform).__name__} needs dense gradients, found layout {grad.layout} for a parameter of "
                 f"shape {tuple(param.shape)}. Use sparse=False, or give the parameter a separate optimizer."
             )
-
-
-def _by_namespace(entry: Mapping[str, Any], names: list[str]) -> dict[str, dict[str, Any]]:
-    """Split the entries ``"Name.key"`` of a checkpoint by transform.
-
-    Older checkpoints have ``"key"`` alone, which all transforms of a pipeline shared; each transform gets it.
-    """
-    memories: dict[str, dict[str, Any]] = {}
-    for key, value in entry.items():
-        name, dot, rest = key.partition(".")
-        named = dot and name in names
-        for owner in (name,) if named else names:
-            memories.setdefault(owner, {})[rest if named else key] = value
-    return memories
 
 
 def _separate(grads: Sequence[Tensor]) -> list[Tensor]:

@@ -45,7 +45,8 @@ def rebuilt(optimizer: Optimizer, groups: Sequence[ParamGroup], **changes: Any) 
             f"Rebuild the wrapped optimizer, then wrap the result in {kind.__name__}."
         )
     options = optimizer.constructor_options() if isinstance(optimizer, UpdateRule) else {}
-    values = {**_attributes(optimizer), **optimizer.defaults, **options, **changes}
+    attributes = {name: value for name, value in vars(optimizer).items() if not name.startswith("_")}
+    values = {**attributes, **optimizer.defaults, **options, **changes}
     names = _arguments(kind)
     for name in changes:
         if name not in names:
@@ -63,12 +64,14 @@ def rebuilt(optimizer: Optimizer, groups: Sequence[ParamGroup], **changes: Any) 
             f"{kind.__name__} cannot be rebuilt: its constructor rejects arguments of its own signature ({error}). "
             "Use centralize_gradients(optimizer), which keeps the optimizer."
         ) from error
-    _check_same(optimizer, copy, changes)
+    after = copy.constructor_options() if options else {}
+    lost = [name for name, value in options.items() if name not in changes and value != after[name]]
+    if lost:  # the constructor sets options that it does not take as arguments
+        raise IncompatibleError(
+            f"the constructor of {kind.__name__} does not take {', '.join(lost)}, so it cannot be rebuilt with "
+            f"{lost[0]}={options[lost[0]]!r}. Add that argument to the constructor."
+        )
     return copy
-
-
-def _attributes(optimizer: Optimizer) -> dict[str, Any]:
-    return {name: value for name, value in vars(optimizer).items() if not name.startswith("_")}
 
 
 def _arguments(kind: type) -> list[str]:
@@ -86,16 +89,3 @@ def _arguments(kind: type) -> list[str]:
         if all(a.kind is not a.VAR_KEYWORD for a in arguments):
             break
     return names
-
-
-def _check_same(old: Optimizer, new: Optimizer, changes: dict[str, Any]) -> None:
-    """Refuse a constructor that sets options it does not take as arguments."""
-    if not isinstance(old, UpdateRule) or not isinstance(new, UpdateRule):
-        return
-    before, after = old.constructor_options(), new.constructor_options()
-    other = [name for name in before if name not in changes and before[name] != after[name]]
-    if other:
-        raise IncompatibleError(
-            f"the constructor of {type(old).__name__} does not take {', '.join(other)}, so it cannot be rebuilt with "
-            f"{other[0]}={before[other[0]]!r}. Add that argument to the constructor."
-        )

@@ -418,7 +418,7 @@ def as_list(schedule: Schedule, steps: int) -> list[float]:
 
 
 @dataclass(frozen=True)
-class Listed:
+class Listed(_ScheduleBase):
     """A list of learning rates, one per update, counted from 0; past the end it raises ``IndexError``.
 
     Args:
@@ -438,9 +438,8 @@ class Listed:
     def __post_init__(self) -> None:
         object.__setattr__(self, "rates", _entries("rates", self.rates))
 
-    def __call__(self, step: int) -> float:
-        """Return the learning rate at an update, counted from 0."""
-        if whole("step", step, least=0) >= len(self.rates):
+    def _at(self, step: int) -> float:
+        if step >= len(self.rates):
             raise IndexError(
                 f"the list of rates ended at step {len(self.rates) - 1}, but step {step} was requested (counted from "
                 f"0; the list has {len(self.rates)} entries). Give one entry per update, or a schedule. For a constant "

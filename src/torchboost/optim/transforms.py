@@ -1,26 +1,45 @@
-"""Gradient transforms: unscale, merge sparse rows, decay, centralise, clip by norm, clip by value."""
+"""What changes the gradients before a rule, and what changes its updates before they reach the weights."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+import reprlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from torchboost.core.arguments import check_number, is_integer
+from torchboost.core.arguments import check_count, check_number
 from torchboost.core.torch_private import foreach, sparse_values
+from torchboost.core.torch_versions import foreach_norm
 from torchboost.errors import IncompatibleError
 from torchboost.optim.groups import CENTRALIZE
 from torchboost.optim.pipeline import Gradients, GradientTransform, refuse_sparse
-from torchboost.optim.shares import all_finite, merge_sparse, stand_in, total_norm, values_of
+from torchboost.optim.tensors import all_finite, merge_sparse, stand_in, total_norm, values_of
+
+__all__ = [
+    "AddDecay",
+    "Cautious",
+    "Centralize",
+    "ClipNorm",
+    "ClipValue",
+    "Coalesce",
+    "Decay",
+    "ScaleByTrustRatio",
+    "Unscale",
+    "UpdateTransform",
+    "Updates",
+    "has_rows",
+    "together",
+    "wish",
+    "with_centralization",
+]
 
 _LAYOUT = attrgetter("layout")
-
-__all__ = ["Centralize", "ClipNorm", "ClipValue", "Coalesce", "Decay", "Unscale"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,17 +68,14 @@ class Centralize:
     multiple_of: int = 1
 
     def __post_init__(self) -> None:
-        if isinstance(self.skip, (str, Tensor)) or not isinstance(self.skip, Collection):
-            raise TypeError(f"skip: found {type(self.skip).__name__}; give a collection of parameters.")
-        for param in self.skip:
-            if not isinstance(param, Tensor):
-                raise TypeError(f"skip: found {param!r}; give the parameters themselves, not their names or modules.")
+        given = () if isinstance(self.skip, (str, Tensor)) or not isinstance(self.skip, Collection) else self.skip
+        if given is not self.skip or not all(isinstance(param, Tensor) for param in given):
+            raise TypeError(
+                f"skip: found {reprlib.repr(self.skip)}; give a collection of parameters, not of names or modules."
+            )
         if self.flag is not None and not isinstance(self.flag, str):
             raise TypeError(f"flag: found {self.flag!r}; give the name of a param-group key, or None.")
-        if not is_integer(self.multiple_of):
-            raise TypeError(f"multiple_of: found {self.multiple_of!r}; give a whole number, at least 1.")
-        if self.multiple_of < 1:
-            raise ValueError(f"multiple_of: found {self.multiple_of}; give a whole number, at least 1.")
+        check_count("multiple_of", self.multiple_of, of="entries that axis 1 is divided by")
         object.__setattr__(self, "skip", frozenset(self.skip))
 
     def applies(self, param: Tensor, group: Mapping[str, Any]) -> bool:
@@ -194,15 +210,13 @@ class Decay:
 
     def __call__(self, gradients: Gradients) -> None:
         """Add the decay in place."""
-        by_factor: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
+        by_factor: dict[float, list[tuple[Tensor, Tensor]]] = {}
         for param, grad, group in zip(gradients.params, gradients.grads, gradients.groups, strict=True):
-            factor = self.of(group)
+            by_factor.setdefault(self.of(group), []).append((grad, param))
+        for factor, pairs in by_factor.items():
             if factor:
-                params, grads = by_factor.setdefault(factor, ([], []))
-                params.append(param)
-                grads.append(grad)
-        for factor, (params, grads) in by_factor.items():
-            foreach.add_(grads, params, alpha=factor)
+                grads, params = map(list, zip(*pairs, strict=True))
+                foreach.add_(grads, params, alpha=factor)
 
 
 @dataclass(frozen=True)
@@ -263,8 +277,8 @@ class ClipNorm:
         if self.error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError(f"{self!r} found a non-finite norm, {float(norm)}.")
         factor = torch.clamp(self.max_norm / (norm + 1e-6), max=1.0)
-        for device, own in _by_device(grads).items():
-            foreach.mul_(own, factor.to(device))
+        for device, part in _by_device(grads).items():
+            foreach.mul_(part, factor.to(device))
 
 
 @dataclass(frozen=True)
@@ -370,3 +384,139 @@ def _by_device(grads: list[Tensor]) -> dict[torch.device, list[Tensor]]:
     for grad in grads:
         devices.setdefault(grad.device, []).append(grad)
     return devices
+
+
+@dataclass(slots=True)
+class Updates:
+    """The updates of some parameters of one group, as parallel lists, before they are subtracted times the rate.
+
+    Args:
+        params: The parameters, or their float32 masters, before the update.
+        updates: Change them in place, or replace them.
+        grads: The gradients that the rule used.
+        group: The param group.
+        measured: What :class:`ScaleByTrustRatio` takes the norm of; None for the updates themselves.
+    """
+
+    params: Sequence[Tensor]
+    updates: list[Tensor]
+    grads: Sequence[Tensor]
+    group: dict[str, Any]
+    measured: list[Tensor] | None = None
+
+
+class UpdateTransform(Protocol):
+    """One transform of the updates of a group, called under ``no_grad`` with a few parameters at a time."""
+
+    def __call__(self, updates: Updates) -> None:
+        """Change ``updates``."""
+        ...
+
+
+@dataclass(frozen=True)
+class AddDecay:
+    """Add ``weight_decay * w`` to the updates, so that later transforms see the decay.
+
+    Args:
+        weight_decay: At least 0; None takes that of the param group, for rules that do not decay weights themselves.
+
+    Raises:
+        TypeError: Not a number.
+        ValueError: Negative or not finite.
+    """
+
+    weight_decay: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.weight_decay is not None:
+            check_number("weight_decay", self.weight_decay)
+
+    def __call__(self, updates: Updates) -> None:
+        """Add in place."""
+        decay = float(updates.group["weight_decay"] if self.weight_decay is None else self.weight_decay)
+        for changed in (updates.updates, updates.measured):
+            if decay and changed is not None:
+                foreach.add_(changed, updates.params, alpha=decay)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleByTrustRatio:
+    """Scale each update to the size of its weights: ``u *= min(|w| / |u|, max_ratio)``, as LAMB does.
+
+    If ``|w|`` or ``|u|`` is 0, the update stays. Groups with ``adapt=False`` are skipped.
+    Cost: one read of weights and updates for the norms, and one read and write of the updates.
+
+    Source: Y. You et al., "Large Batch Optimization for Deep Learning", arXiv 1904.00962, algorithm 2.
+
+    Args:
+        max_ratio: Largest ratio, at least 0; None takes that of the param group.
+
+    Raises:
+        TypeError: Not a number.
+        ValueError: Negative or not finite.
+    """
+
+    max_ratio: float | None = 10.0
+
+    def __post_init__(self) -> None:
+        if self.max_ratio is not None:
+            check_number("max_ratio", self.max_ratio)
+
+    def __call__(self, updates: Updates) -> None:
+        """Scale in place."""
+        if not updates.group.get("adapt", True):
+            return
+        most = updates.group["max_ratio"] if self.max_ratio is None else self.max_ratio
+        measured = updates.updates if updates.measured is None else updates.measured
+        ratios = together(partial(_ratio, most=float(most)), foreach_norm(updates.params), foreach_norm(measured))
+        foreach.mul_(updates.updates, ratios)
+
+
+@dataclass(frozen=True)
+class Cautious:
+    """Leave out entries of an update that point against the gradient, and enlarge the others to make up for them.
+
+    The updates are multiplied by ``mask / mean(mask)``, of which the mean is at least ``least``.
+    Cost: two reads of updates and gradients, and one write of the updates.
+
+    Source: K. Liang et al., "Cautious Optimizers: Improving Training with One Line of Code", arXiv 2411.16085.
+
+    Args:
+        least: Smallest mean that is divided by, above 0.
+
+    Raises:
+        TypeError: Not a number.
+        ValueError: Not above 0, or not finite.
+    """
+
+    least: float = 1e-3
+
+    def __post_init__(self) -> None:
+        check_number("least", self.least, above=True)
+
+    def __call__(self, updates: Updates) -> None:
+        """Mask in place."""
+        for update, grad in zip(updates.updates, updates.grads, strict=True):
+            mask = (update * grad > 0).to(update.dtype)
+            update.mul_(mask).div_(mask.mean().clamp(min=self.least))
+
+
+def _ratio(size: Tensor, steepness: Tensor, most: float) -> Tensor:
+    usable = (size > 0) & (steepness > 0)
+    return torch.where(usable, (size / steepness).clamp(max=most), torch.ones_like(size))
+
+
+def together(function: Callable[..., Tensor], *lists: Sequence[Tensor]) -> list[Tensor]:
+    """Apply an elementwise function to lists of scalars, in a few operations instead of a few per scalar.
+
+    Args:
+        function: Elementwise; given tensors of equal shape, returns one of that shape.
+        lists: Tensors of shape ``()``; all lists have the same length.
+
+    Returns:
+        Tensors of shape ``()``. Scalars that differ in type, device or precision are processed one by one.
+    """
+    kinds = {(type(number), number.device, number.dtype) for numbers in lists for number in numbers}
+    if [kind for kind, _, _ in kinds] == [Tensor]:
+        return list(function(*(torch.stack(list(numbers)) for numbers in lists)).unbind())
+    return [function(*numbers) for numbers in zip(*lists, strict=True)]

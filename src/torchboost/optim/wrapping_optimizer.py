@@ -1,16 +1,19 @@
-"""Optimizers that wrap another one and share its groups and state."""
+"""Optimizers that wrap another one, share its groups and state, and refuse steps that pass them by."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch.optim import Optimizer
 
 from torchboost.core.arguments import check_optimizer
 from torchboost.core.torch_private import without_hooks
+from torchboost.core.wrapping import hookable
+from torchboost.errors import IncompatibleError
 
-__all__ = ["WrappingOptimizer"]
+__all__ = ["DirectSteps", "WrappingOptimizer"]
 
 
 class WrappingOptimizer(Optimizer):
@@ -115,3 +118,37 @@ class WrappingOptimizer(Optimizer):
 
     def _restart(self) -> None:
         """Drop what belongs to the weights before a checkpoint of ``opt`` alone."""
+
+
+class DirectSteps:
+    """Refuse steps of a wrapped optimizer unless the wrapping optimizer makes them.
+
+    The wrapped optimizer keeps this object alive, and with it the wrapping one.
+
+    Args:
+        behind: The wrapped optimizer. If it wraps another optimizer itself, the steps of that one are refused.
+        front: The wrapping optimizer, which must be stepped instead.
+        instead: The error message: what was found, and what to do.
+    """
+
+    def __init__(self, behind: Optimizer, front: Optimizer, instead: str) -> None:
+        self._front, self._instead = front, instead
+        self._allowed = False
+        self._handle = hookable(behind).register_step_pre_hook(self._refuse)
+
+    @contextmanager
+    def allowed(self) -> Iterator[None]:
+        """Allow steps of the wrapped optimizer inside the context."""
+        before, self._allowed = self._allowed, True
+        try:
+            yield
+        finally:
+            self._allowed = before
+
+    def remove(self) -> None:
+        """Allow direct steps of the wrapped optimizer again."""
+        self._handle.remove()
+
+    def _refuse(self, *_: Any) -> None:
+        if not self._allowed:
+            raise IncompatibleError(self._instead)

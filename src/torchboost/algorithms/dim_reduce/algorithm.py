@@ -28,8 +28,7 @@ from torchboost.core.closure import ClosureOptimizer
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.distributed.agreement import Agreement
 from torchboost.errors import IncompatibleError, RankDisagreementError
-from torchboost.optim.direct_steps import DirectSteps
-from torchboost.optim.wrapping_optimizer import WrappingOptimizer
+from torchboost.optim.wrapping_optimizer import DirectSteps, WrappingOptimizer
 
 __all__ = ["DimReduceRun", "DimReduction", "Phase"]
 

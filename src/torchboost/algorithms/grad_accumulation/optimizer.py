@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 
 from torchboost.algorithms.grad_accumulation.algorithm import Accumulator, Window, checked_steps
 from torchboost.core.arguments import check_optimizer
-from torchboost.optim.direct_steps import DirectSteps
-from torchboost.optim.wrapping_optimizer import WrappingOptimizer
+from torchboost.optim.wrapping_optimizer import DirectSteps, WrappingOptimizer
 
 __all__ = ["AccumulatingOptimizer", "GradientWindow"]
 

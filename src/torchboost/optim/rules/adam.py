@@ -11,7 +11,7 @@ from torch.optim.adam import adam as torch_adam
 
 from torchboost.core.torch_private import foreach
 from torchboost.core.torch_versions import foreach_lerp
-from torchboost.optim.pipeline import GradientTransform
+from torchboost.optim.pipeline import GradientTransform, check_transforms
 from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
 from torchboost.optim.rules.masters import (
     IN_CACHE,
@@ -23,7 +23,7 @@ from torchboost.optim.rules.masters import (
     pieces,
 )
 from torchboost.optim.rules.options import SHARED, arguments, check_capturable, check_fused
-from torchboost.optim.updates import Updates, UpdateTransform, check_update_transforms
+from torchboost.optim.transforms import Updates, UpdateTransform
 
 __all__ = ["Adam", "AdamW", "AdamWeightDecay", "adam_directions", "as_real", "rooted_directions"]
 
@@ -108,7 +108,7 @@ class Adam(UpdateRule):
         nonfinite: Nonfinite = "ignore",
     ) -> None:
         options = arguments(locals(), *SHARED, "update_transforms")
-        check_update_transforms(update_transforms)
+        check_transforms(update_transforms, Updates)
         self.update_transforms = tuple(update_transforms)
         super().__init__(params, options, transforms=transforms, nonfinite=nonfinite)
 

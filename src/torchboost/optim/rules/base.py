@@ -41,7 +41,7 @@ from torchboost.optim.rules.masters import (
     with_full_moments,
 )
 from torchboost.optim.rules.options import Schedule, check_group_names, check_names, check_options, take_schedules
-from torchboost.optim.shares import Share, all_finite, share_of, stand_in
+from torchboost.optim.tensors import Share, all_finite, share_of, stand_in
 from torchboost.optim.transforms import with_centralization
 
 __all__ = ["Batch", "Nonfinite", "UpdateRule", "has_master"]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchboost.optim.memory_layout import aligned
+from torchboost.optim.tensors import aligned
 
 __all__ = ["Batch", "Checked", "strides"]
 

@@ -11,7 +11,7 @@ from torchboost.optim.rules.adam import adam_directions, as_real, rooted_directi
 from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
 from torchboost.optim.rules.masters import MasterWeights
 from torchboost.optim.rules.options import SHARED, arguments
-from torchboost.optim.updates import AddDecay, ScaleByTrustRatio, Updates
+from torchboost.optim.transforms import AddDecay, ScaleByTrustRatio, Updates
 
 __all__ = ["Lamb"]
 

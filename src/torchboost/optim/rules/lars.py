@@ -18,7 +18,7 @@ from torchboost.optim.rules.base import Batch, Nonfinite
 from torchboost.optim.rules.masters import MasterWeights
 from torchboost.optim.rules.options import arguments
 from torchboost.optim.rules.sgd import SGD
-from torchboost.optim.updates import together
+from torchboost.optim.transforms import together
 
 __all__ = ["LARS", "TrustRatio"]
 

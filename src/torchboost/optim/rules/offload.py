@@ -14,12 +14,12 @@ from torch import Tensor
 from torchboost.core.arguments import check_number
 from torchboost.core.torch_private import foreach
 from torchboost.errors import IncompatibleError
-from torchboost.optim.memory_layout import is_dense, same_layout
 from torchboost.optim.pipeline import GradientTransform
 from torchboost.optim.rules.adam import Adam, as_real
 from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
 from torchboost.optim.rules.masters import has_master, pieces
 from torchboost.optim.rules.options import arguments
+from torchboost.optim.tensors import is_dense, same_layout
 
 __all__ = ["AdamOffload", "OffloadPlan"]
 

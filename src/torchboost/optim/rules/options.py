@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from torchboost.core.arguments import check_number
 from torchboost.core.torch_private import capturable_devices, fused_devices
 from torchboost.errors import IncompatibleError
-from torchboost.optim.memory_layout import is_dense
 from torchboost.optim.schedules import resolve_lr, whole
+from torchboost.optim.tensors import is_dense
 
 __all__ = [
     "HERE",

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.optim.sgd import sgd as torch_sgd
 
-from torchboost.optim.memory_layout import writable
 from torchboost.optim.pipeline import GradientTransform
 from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
 from torchboost.optim.rules.masters import MasterWeights
 from torchboost.optim.rules.options import SHARED, arguments, check_fused
+from torchboost.optim.tensors import writable
 
 __all__ = ["SGD", "Momentum"]
 

@@ -1,4 +1,4 @@
-"""Figures of all ranks' gradients, for an optimizer that holds only one rank's share of the parameters."""
+"""Tensors of a step: their memory layouts, sparse values, and figures over ranks that share the parameters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,19 @@ from torchboost.core.living import living
 from torchboost.core.torch_private import foreach, sparse_values
 from torchboost.errors import RankDisagreementError
 
-__all__ = ["Share", "all_finite", "joint_norm", "merge_sparse", "share_of", "stand_in", "total_norm", "values_of"]
+__all__ = [
+    "Share",
+    "aligned",
+    "all_finite",
+    "is_dense",
+    "merge_sparse",
+    "same_layout",
+    "share_of",
+    "stand_in",
+    "total_norm",
+    "values_of",
+    "writable",
+]
 
 
 _REFUSED = -1.0
@@ -84,15 +96,9 @@ def share_of(optimizer: Optimizer) -> Share | None:
     kind: Any = getattr(sys.modules.get("torch.distributed.optim"), "ZeroRedundancyOptimizer", None)
     if kind is None:
         return None
-    search: Any = torch.compiler.disable(_search)
-    return search(optimizer, kind)
-
-
-def _search(optimizer: Optimizer, kind: Any) -> Share | None:
-    for outer in living(kind):
-        if getattr(outer, "optim", None) is optimizer:
-            return Share(outer.process_group, outer.param_groups[0]["params"][0].device)
-    return None
+    outers: Any = torch.compiler.disable(living)(kind)
+    outer = next((outer for outer in outers if getattr(outer, "optim", None) is optimizer), None)
+    return None if outer is None else Share(outer.process_group, outer.param_groups[0]["params"][0].device)
 
 
 def total_norm(grads: Sequence[Tensor], order: float, share: Share | None) -> Tensor | None:
@@ -110,12 +116,7 @@ def total_norm(grads: Sequence[Tensor], order: float, share: Share | None) -> Te
     norm = get_total_norm(filled, order) if filled else None
     if share is None:
         return norm
-    return joint_norm(torch.zeros((), device="cpu") if norm is None else norm, order, share)
-
-
-def joint_norm(norm: Tensor, order: float, share: Share) -> Tensor:
-    """Return the norm over all ranks of a share; each rank passes the norm of its own gradients."""
-    return torch.linalg.vector_norm(share.exchange(norm), order)
+    return torch.linalg.vector_norm(share.exchange(torch.zeros((), device="cpu") if norm is None else norm), order)
 
 
 def all_finite(grads: Sequence[Tensor], share: Share | None) -> bool:
@@ -148,3 +149,45 @@ def merge_sparse(grads: list[Tensor]) -> None:
 def stand_in(like: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a dense tensor with the shape of ``like``, for checks; it holds one undefined number in memory."""
     return torch.empty((), dtype=dtype, device=like.device).expand(like.shape)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor fills its memory without gaps, in any order of the axes."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted((t, s) for t, s in zip(tensor.stride(), tensor.shape, strict=True) if s > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def same_layout(value: Tensor, model: Tensor) -> bool:
+    """Whether two tensors of equal shape have equal strides, axes of length one aside."""
+    if value.stride() == model.stride():
+        return True
+    axes = zip(model.shape, value.stride(), model.stride(), strict=True)
+    return all(stride == expected for size, stride, expected in axes if size > 1)
+
+
+def aligned(value: Tensor, model: Tensor) -> Tensor:
+    """Return ``value``, or a copy of it, in the memory layout of ``model``, which has the same shape.
+
+    Kernels that take lists of tensors read all of them in the memory order of the first. A gradient in another layout
+    would be read at the wrong places.
+    """
+    if same_layout(value, model):
+        return value
+    return torch.empty_like(model, dtype=value.dtype, memory_format=torch.preserve_format).copy_(value)
+
+
+def writable(tensor: Tensor) -> Tensor:
+    """Return ``tensor``, or a copy if its entries share memory, as in gradients that ``autograd.grad`` expands.
+
+    torch refuses to change such a tensor in place. Sparse tensors are returned as they are.
+    """
+    if tensor.is_contiguous() or tensor.layout is not torch.strided:
+        return tensor
+    shared = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return tensor.contiguous() if shared else tensor
