@@ -13,7 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from tests.support.models import mlp
 from tests.support.ranks import run_ranks
-from torchboost.core.averaging import check_mesh, check_ranks, data_parallel, sharded_units
+from torchboost.core.wrapping import check_mesh, check_ranks, data_parallel, unhooked_units
 from torchboost.distributed.topology import NodeGroups, Topology
 from torchboost.errors import IncompatibleError
 
@@ -21,7 +21,7 @@ from torchboost.errors import IncompatibleError
 def test_a_bare_model_averages_over_nothing():
     assert data_parallel(mlp()) is None
     assert check_mesh(mlp(), Topology()) is False
-    assert sharded_units(mlp()) == {}
+    assert unhooked_units(mlp()) == {}
 
 
 def test_data_parallel_of_one_process_is_refused():
@@ -50,7 +50,7 @@ def look() -> tuple[bool, list[str], list[str]]:
         check_mesh(model, Topology.current(1))
     except IncompatibleError as error:
         said.append(str(error))
-    return found, said, list(sharded_units(model))
+    return found, said, list(unhooked_units(model))
 
 
 @pytest.mark.dist

@@ -6,8 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from torchboost.core.algorithm import Target
-from torchboost.core.closure import ClosureOptimizer, Replay, after_closure
-from torchboost.core.step import TrainStep
+from torchboost.core.step import ClosureOptimizer, Replay, TrainStep, after_closure
 
 CPU = torch.device("cpu")
 

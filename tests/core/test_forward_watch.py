@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchboost.core.forward_watch import ForwardWatch
+from torchboost.core.covering import ForwardWatch
 from torchboost.errors import NoEffectWarning
 
 

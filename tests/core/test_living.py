@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchboost.core.living import living
+from torchboost.core.wrapping import living
 
 
 class Base:

@@ -243,9 +243,9 @@ def test_transforms_of_functions_and_tensors_under_vmap_are_told():
     torch.func.grad(lambda x: (seen.append(private.inside_function_transform()), x.sum())[1])(torch.ones(2))
     assert seen.pop()
     assert not private.inside_function_transform()
-    torch.func.vmap(lambda x: seen.append(private.is_functorch_wrapped_tensor(x)) or x)(torch.ones(2))
+    torch.func.vmap(lambda x: seen.append(private.is_functorch_wrapped(x)) or x)(torch.ones(2))
     assert seen == [True]
-    assert not private.is_functorch_wrapped_tensor(torch.ones(2))
+    assert not private.is_functorch_wrapped(torch.ones(2))
 
 
 def test_a_tree_comes_apart_and_together():

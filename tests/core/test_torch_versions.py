@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.support.versions import flags_are_followed
-from torchboost.core import torch_versions as versions
+from torchboost.core import torch_private as versions
 from torchboost.core.torch_private import guards_of_every_flag
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from torchboost.core.files import Record, load_record, record_folder, store_record
-from torchboost.core.torch_versions import cpu_capabilities
+from torchboost.core.torch_private import cpu_capabilities
 from torchboost.measure.machine import PAYS, STAYS, Kind, Products, half_speed
 from torchboost.measure.stopwatch import device_name, processor_name
 

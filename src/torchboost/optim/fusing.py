@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from torchboost.core.algorithm import Attachment
-from torchboost.core.closure import after_closure
-from torchboost.core.torch_private import forget_fused_mark, has_fused_mark, step_pre_hooks
-from torchboost.core.torch_versions import UNSUPPORTED_SHARDS
+from torchboost.core.step import after_closure
+from torchboost.core.torch_private import UNSUPPORTED_SHARDS, forget_fused_mark, has_fused_mark, step_pre_hooks
 from torchboost.core.wrapping import hookable
 from torchboost.errors import NoEffectWarning
 from torchboost.optim.memory_layout import aligned, is_dense, writable

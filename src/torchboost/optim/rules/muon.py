@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchboost.core.hardware import half_precision_is_fast
-from torchboost.core.torch_private import foreach
-from torchboost.core.torch_versions import foreach_lerp
+from torchboost.core.torch_private import foreach, foreach_lerp
 from torchboost.errors import IncompatibleError
 from torchboost.optim.pipeline import GradientTransform
 from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
