@@ -541,13 +541,6 @@ def guards_of_every_flag() -> AbstractContextManager[Any]:
     return patch(skip_tensor_guards_with_matching_dict_tags=False)
 
 
-def guards_every_flag() -> bool:
-    """Whether :func:`guards_of_every_flag` holds for the whole program."""
-    from torch._dynamo import config
-
-    return not config.skip_tensor_guards_with_matching_dict_tags
-
-
 def recompile_limit() -> int:
     """Return how many graphs of one code torch compiles before it falls back to eager: ``torch._dynamo.config``."""
     from torch._dynamo import config
@@ -583,7 +576,11 @@ def compiler_follows_flags() -> bool:
 
     Otherwise a graph that was made while a layer is frozen never trains it again (pytorch#139476).
     """
-    return not _BEFORE_2_12 or guards_every_flag()
+    if not _BEFORE_2_12:
+        return True
+    from torch._dynamo import config
+
+    return not config.skip_tensor_guards_with_matching_dict_tags
 
 
 # Processors
