@@ -307,7 +307,7 @@ def test_hooks_before_a_step_are_listed_in_order():
     seen = []
     first = optimizer.register_step_pre_hook(lambda *_: seen.append("first"))
     optimizer.register_step_pre_hook(lambda *_: seen.append("second"))
-    for hook in private.step_pre_hooks(optimizer):
+    for hook in private.step_pre_hooks(optimizer).values():
         hook(optimizer, (), {})
     assert seen == ["first", "second"]
     first.remove()

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -39,6 +39,7 @@ from typing_extensions import Self
 
 _torch: Any = torch
 """Type checkers count some names of torch as not exported."""
+_aten: Any = torch.ops.aten
 _BEFORE_2_11, _BEFORE_2_12, _BEFORE_2_13 = ((2, minor) > _torch.__version__ for minor in (11, 12, 13))
 
 # Modules
@@ -53,20 +54,27 @@ PADDING = (padding._ConstantPadNd, padding._ReflectionPadNd, padding._Replicatio
 MAKES_REPLICAS = "_replicate_for_data_parallel"
 """The method of a module that ``DataParallel`` calls for a replica."""
 
+parameter_slots: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
+buffer_slots: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
+child_slots: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
+"""Return the parameters, buffers or children of a module by name, None for absent ones, to read and to write."""
 
-def parameter_slots(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the parameters of a module by name, None for absent ones, to read and to write: ``Module._parameters``."""
-    return module._parameters
+module_hooks: Callable[[nn.Module], tuple[dict[int, Any], ...]] = attrgetter(
+    "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+)
+"""Returns the hooks of a module: before and after forward, before and after backward, to read and to write."""
 
+state_dict_hooks: Callable[[nn.Module], tuple[dict[int, Any], dict[int, Any]]] = attrgetter(
+    "_state_dict_hooks", "_load_state_dict_pre_hooks"
+)
+"""Returns the hooks that change the state dicts of a module, to read and to write.
 
-def buffer_slots(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the buffers of a module by name, None for absent ones, to read and to write: ``Module._buffers``."""
-    return module._buffers
+They run after a state dict is made, and before it is loaded. One of the second kind is inside an object that holds it
+as ``hook``.
+"""
 
-
-def child_slots(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return the children of a module by name, None for absent ones, to read and to write: ``Module._modules``."""
-    return module._modules
+conv_padding: Callable[[nn.Module], Sequence[int]] = attrgetter("_reversed_padding_repeated_twice")
+"""Returns how far a convolution pads each side, also for "same"."""
 
 
 def share_attributes(
@@ -74,23 +82,6 @@ def share_attributes(
 ) -> None:
     """Give a module made by ``__new__`` all attributes of ``source``, with other ``_buffers`` and ``_modules``."""
     vars(module).update(vars(source) | {"_buffers": buffers, "_modules": children})
-
-
-def module_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any], dict[int, Any], dict[int, Any]]:
-    """Return the hooks of a module: before and after forward, before and after backward, to read and to write.
-
-    Reads ``Module._forward_pre_hooks``, ``_forward_hooks``, ``_backward_pre_hooks`` and ``_backward_hooks``.
-    """
-    return module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
-
-
-def state_dict_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Return the hooks that change the state dicts of a module, those after it is made and those before it is loaded.
-
-    Reads ``Module._state_dict_hooks`` and ``_load_state_dict_pre_hooks``, to read and to write. A hook of the second
-    kind is inside an object that holds it as ``hook``.
-    """
-    return module._state_dict_hooks, module._load_state_dict_pre_hooks
 
 
 def state_without_hooks(module: nn.Module, is_ours: Callable[[Any], bool]) -> Any:
@@ -125,11 +116,6 @@ def conv_forward(layer: nn.Module | type[nn.Module]) -> Any:
     return getattr(found, "__func__", found)
 
 
-def conv_padding(layer: AnyConv) -> Sequence[int]:
-    """Return how far a convolution pads each side, also for "same": ``_ConvNd._reversed_padding_repeated_twice``."""
-    return layer._reversed_padding_repeated_twice
-
-
 def make_replica(module: nn.Module) -> nn.Module:
     """Return what ``DataParallel`` computes with on a device, by the class: ``Module._replicate_for_data_parallel``."""
     replica: nn.Module = type(module)._replicate_for_data_parallel(module)
@@ -154,24 +140,44 @@ tensors one by one before they give up, which took 6 to 80 times as long as the 
 """
 UNSUPPORTED_SHARDS = (RuntimeError, AssertionError)
 """What an operator raises that cannot compute with a DTensor: in 2.9 not always a ``RuntimeError``."""
+
+version: Callable[[Tensor], int] = attrgetter("_version")
+"""Returns how often a tensor was written to in place."""
+
+is_view: Callable[[Tensor], bool] = methodcaller("_is_view")
+"""Returns whether a tensor was made as a view of another one."""
+
+sparse_values: Callable[[Tensor], Tensor] = methodcaller("_values")
+"""Returns the numbers of a sparse COO tensor, coalesced or not."""
+
+local_shard: Callable[[Any], Tensor] = attrgetter("_local_tensor")
+"""Returns the memory of this rank's part of a DTensor, the same object each time."""
+
+check_and_unscale_: Callable[[list[Tensor], Tensor, Tensor], None] = _aten._amp_foreach_non_finite_check_and_unscale_
+"""Multiplies gradients in place and sets the second tensor to 1 if one is not finite, as ``GradScaler`` does.
+
+One read and one write of each gradient, without waiting for the device. The gradients are of one device and one
+precision, the second tensor of shape ``(1,)`` and the factor of shape ``()``, both float32.
+"""
+
+sequence_number: Callable[[], int] = _torch._C._autograd._get_sequence_nr
+"""Returns the number that the next node of the autograd graph gets."""
+
+node_number: Callable[[Any], int] = methodcaller("_sequence_nr")
+"""Returns the place of a node of the autograd graph in the order in which its thread recorded nodes."""
+
+is_tracing: Callable[[], bool] = torch._C._is_tracing
+"""Returns whether ``torch.jit.trace`` runs."""
+
 TreeSpec = _pytree.TreeSpec
 tree_flatten = _pytree.tree_flatten
 tree_unflatten = _pytree.tree_unflatten
 is_functorch_wrapped = is_functorch_wrapped_tensor
 
 
-version: Callable[[Tensor], int] = attrgetter("_version")
-"""Returns how often a tensor was written to in place: ``Tensor._version``."""
-
-
 def versions(tensors: Iterable[Tensor]) -> list[int]:
     """Return the :data:`version` of each tensor."""
     return list(map(version, tensors))
-
-
-def is_view(tensor: Tensor) -> bool:
-    """Whether a tensor was made as a view of another one. Reads ``Tensor._is_view``."""
-    return tensor._is_view()
 
 
 def memory_stamp(tensor: Tensor) -> tuple[int, int]:
@@ -180,11 +186,6 @@ def memory_stamp(tensor: Tensor) -> tuple[int, int]:
     Reads ``Tensor._version`` and ``DTensor._local_tensor``, without the autograd of ``to_local()``.
     """
     return tensor._version, getattr(tensor, "_local_tensor", tensor).data_ptr()
-
-
-def sparse_values(tensor: Tensor) -> Tensor:
-    """Return the numbers of a sparse COO tensor, coalesced or not: ``Tensor._values``."""
-    return tensor._values()
 
 
 def sparse_rows(tensor: Tensor) -> Tensor:
@@ -215,39 +216,10 @@ def gradient_hooks(tensor: Tensor) -> list[dict[int, Any]]:
     return [hooks for hooks in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks) if hooks]
 
 
-def local_shard(tensor: Any) -> Tensor:
-    """Return the memory of this rank's part of a DTensor: ``DTensor._local_tensor``, the same object each time."""
-    return tensor._local_tensor
-
-
 def overrides_dispatch(tensor: Tensor) -> bool:
     """Whether a tensor is of a class with a ``__torch_dispatch__``, such as DTensor, and has no memory of its own."""
     kinds: Any = type(tensor), Tensor
     return kinds[0].__torch_dispatch__ != kinds[1].__torch_dispatch__
-
-
-def check_and_unscale_(grads: list[Tensor], found: Tensor, inverse: Tensor) -> None:
-    """Multiply gradients in place and set ``found`` to 1 if one is not finite: what ``GradScaler`` calls.
-
-    One read and one write of each gradient, without waiting for the device:
-    ``aten._amp_foreach_non_finite_check_and_unscale_``.
-
-    Args:
-        grads: Of one device and one precision.
-        found: Shape ``(1,)``, float32.
-        inverse: Shape ``()``, float32.
-    """
-    torch.ops.aten._amp_foreach_non_finite_check_and_unscale_(grads, found, inverse)
-
-
-def sequence_number() -> int:
-    """Return the number that the next node of the autograd graph gets: ``torch._C._autograd._get_sequence_nr``."""
-    return _torch._C._autograd._get_sequence_nr()
-
-
-def node_number(node: Any) -> int:
-    """Return the place of a node in the order in which its thread recorded nodes: ``Node._sequence_nr``."""
-    return node._sequence_nr()
 
 
 def is_reentrant_checkpoint(node: Any) -> bool:
@@ -317,15 +289,9 @@ capturable_devices = _get_capturable_supported_devices
 global_step_pre_hooks = _global_optimizer_pre_hooks
 global_step_post_hooks = _global_optimizer_post_hooks
 
-
-def step_pre_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
-    """Return the hooks that run before each step of an optimizer, in order: ``Optimizer._optimizer_step_pre_hooks``."""
-    return list(optimizer._optimizer_step_pre_hooks.values())
-
-
-def step_post_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
-    """Return the hooks that run after each step of an optimizer: ``Optimizer._optimizer_step_post_hooks``."""
-    return list(optimizer._optimizer_step_post_hooks.values())
+step_pre_hooks: Callable[[Optimizer], dict[int, Any]] = attrgetter("_optimizer_step_pre_hooks")
+step_post_hooks: Callable[[Optimizer], dict[int, Any]] = attrgetter("_optimizer_step_post_hooks")
+"""Return the hooks that run before and after each step of an optimizer, in order."""
 
 
 def calls_hooks(optimizer: Optimizer) -> bool:
@@ -479,11 +445,6 @@ def call_uncompiled(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)
 
 
-def is_tracing() -> bool:
-    """Whether ``torch.jit.trace`` runs: ``torch._C._is_tracing``."""
-    return bool(torch._C._is_tracing())
-
-
 def inside_compiled(module: nn.Module) -> nn.Module | None:
     """Return the module that ``torch.compile(module)`` wraps, or None: ``torch._dynamo.OptimizedModule._orig_mod``.
 
@@ -595,10 +556,11 @@ def cpu_capabilities() -> dict[str, Any]:
 
 # Several ranks
 
+comm_hooks: Callable[[DistributedDataParallel], list[tuple[Callable[..., Any], Any]]] = attrgetter("_comm_hooks")
+"""Returns the communication hooks of DDP and their states, to read and to write."""
 
-def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], Any]]:
-    """Return the communication hooks of DDP and their states, to read and to write: ``DDP._comm_hooks``."""
-    return ddp._comm_hooks
+active_ddp: Callable[[], DistributedDataParallel | None] = DistributedDataParallel._get_active_ddp_module
+"""Returns the DDP in whose forward this is. It is there for the compiler."""
 
 
 def built_in_comm_hook(ddp: DistributedDataParallel) -> str | None:
@@ -636,11 +598,6 @@ def build_again(ddp: DistributedDataParallel) -> None:
     leaves out, and no ``_comm_hooks``.
     """
     ddp.__setstate__(vars(ddp) | {"_comm_hooks": []})
-
-
-def active_ddp() -> DistributedDataParallel | None:
-    """Return the DDP in whose forward this is: ``DDP._get_active_ddp_module``, which is there for the compiler."""
-    return DistributedDataParallel._get_active_ddp_module()
 
 
 def exchange_of_a_pass(ddp: DistributedDataParallel) -> None:

@@ -42,7 +42,7 @@ def care_for_fused(optimizer: Optimizer) -> Attachment:
     """
     optimizer = hookable(optimizer)
     fused = [bool(group.get("fused")) for group in optimizer.param_groups]
-    cared = any(isinstance(getattr(hook, "__self__", None), Fusion) for hook in step_pre_hooks(optimizer))
+    cared = any(isinstance(getattr(hook, "__self__", None), Fusion) for hook in step_pre_hooks(optimizer).values())
     return Fusion(optimizer, fused) if any(fused) and not cared else Attachment()
 
 
