@@ -22,8 +22,7 @@ from options import Options, parser, run
 from torch import Tensor
 
 from torchboost.algorithms.adaptive_sum.rule import adasum_, hierarchical_adasum_
-from torchboost.distributed.teardown import shutdown
-from torchboost.distributed.topology import NodeGroups, Topology
+from torchboost.distributed.topology import NodeGroups, Topology, shutdown
 from torchboost.measure.evidence import BenchReport, Contestant
 from torchboost.measure.statistics import paired_ratio
 from torchboost.measure.stopwatch import Comparison, Warmup, compare, environment

@@ -24,7 +24,7 @@ from options import Options, parser, run
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
-from torchboost.distributed.teardown import shutdown
+from torchboost.distributed.topology import shutdown
 from torchboost.measure.evidence import BenchReport, Contestant
 from torchboost.measure.statistics import paired_ratio
 from torchboost.measure.stopwatch import Comparison, Warmup, compare, environment

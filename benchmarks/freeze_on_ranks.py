@@ -33,7 +33,7 @@ from torch.profiler import ProfilerActivity, profile
 from torchboost.algorithms.grad_freeze.algorithm import GradFreeze, freeze_blocks
 from torchboost.algorithms.grad_freeze.replicas import rebuild_reducer
 from torchboost.distributed.agreement import Agreement
-from torchboost.distributed.teardown import shutdown
+from torchboost.distributed.topology import shutdown
 from torchboost.graph.blocks import blocks_of
 from torchboost.measure.evidence import AlgorithmRow, BenchReport, Contestant
 from torchboost.measure.stopwatch import Comparison, Warmup, compare, environment

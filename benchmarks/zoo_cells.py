@@ -27,7 +27,7 @@ from zoo_verdict import AGAIN, LEVELS, STOCK
 from torchboost import boost
 from torchboost.bench.bench import ENOUGH_ROUNDS, FEW_ROUNDS
 from torchboost.core.algorithm import Target
-from torchboost.core.hardware import half_precision_is_fast
+from torchboost.core.hardware import half_precision
 from torchboost.core.torch_private import compiled_graphs
 from torchboost.errors import IncompatibleError
 from torchboost.front import Boosted
@@ -107,7 +107,7 @@ def cells(*, images: bool, grid: Grid) -> list[Cell]:
 
 def usual_cell(*, images: bool) -> Cell:
     """Return what a loop by hand usually has on this machine, without compilation."""
-    half = half_precision_is_fast("cpu")
+    half = half_precision("cpu").fast
     return tuple(
         lever for lever, wanted in (("channels_last", images), ("autocast", half), ("fused_optimizer", True)) if wanted
     )

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import torchboost
-from torchboost.distributed.teardown import shutdown
+from torchboost.distributed.topology import shutdown
 from torchboost.workloads.data import digits
 from torchboost.workloads.models import Bottleneck, ResNet
 

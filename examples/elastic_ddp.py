@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import torchboost
 from torchboost.distributed import checkpoint
-from torchboost.distributed.teardown import shutdown
+from torchboost.distributed.topology import shutdown
 from torchboost.workloads.data import digits
 from torchboost.workloads.models import Bottleneck, ResNet
 

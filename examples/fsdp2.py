@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import torchboost
 from torchboost.distributed import checkpoint
-from torchboost.distributed.teardown import shutdown
+from torchboost.distributed.topology import shutdown
 from torchboost.workloads.data import digits
 from torchboost.workloads.models import Bottleneck, ResNet
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from torchboost.core import hardware
 from torchboost.core.hardware import matmul_backends
-from torchboost.distributed.teardown import shutdown
+from torchboost.distributed.topology import shutdown
 from torchboost.measure.machine import Products
 
 ROOT = Path(__file__).parents[1]

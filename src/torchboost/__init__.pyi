@@ -34,9 +34,9 @@ from .core.algorithm import Target as Target
 from .core.step import StepOutput as StepOutput
 from .core.step import TrainStep as TrainStep
 from .distributed import checkpoint as checkpoint
-from .distributed.teardown import shutdown as shutdown
 from .distributed.topology import NodeGroups as NodeGroups
 from .distributed.topology import Topology as Topology
+from .distributed.topology import shutdown as shutdown
 from .errors import CacheSpaceWarning as CacheSpaceWarning
 from .errors import ConfigError as ConfigError
 from .errors import IncompatibleError as IncompatibleError

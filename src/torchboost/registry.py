@@ -24,8 +24,7 @@ from torchboost.algorithms.matmul_precision import MatmulPrecision
 from torchboost.core.algorithm import Algorithm
 from torchboost.core.arguments import check_count, check_module
 from torchboost.core.hardware import half_precision
-from torchboost.core.torch_private import AnyBatchNorm, AnyConv
-from torchboost.core.torch_versions import default_device
+from torchboost.core.torch_private import AnyBatchNorm, AnyConv, default_device
 from torchboost.distributed.topology import Topology
 from torchboost.errors import nearest
 from torchboost.graph.norms import was_trained

@@ -12,7 +12,7 @@ from torch import nn
 import torchboost
 from torchboost.algorithms import MatmulPrecision, lower_matmul_precision
 from torchboost.core.hardware import matmul_backends
-from torchboost.core.torch_versions import cpu_capabilities
+from torchboost.core.torch_private import cpu_capabilities
 from torchboost.errors import NoEffectWarning
 
 AMX = cpu_capabilities().get("amx_bf16", False)

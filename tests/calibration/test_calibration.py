@@ -20,8 +20,8 @@ from torchboost.calibration.calibration import check_calibrate, resolved
 from torchboost.calibration.choice import Choice, Verdict
 from torchboost.calibration.search import Found
 from torchboost.calibration.trial import Trial
-from torchboost.core.living import living
 from torchboost.core.torch_private import compiled_call, interceptor_of
+from torchboost.core.wrapping import living
 from torchboost.measure.evidence import Interval
 
 

@@ -21,7 +21,7 @@ import torchboost
 from tests.support.ranks import run_ranks
 from torchboost import REGISTRY, Target, TrainStep
 from torchboost.core import Algorithm, AttachedAlgorithms, attach_all
-from torchboost.core.closure import ClosureOptimizer, Replay
+from torchboost.core.step import ClosureOptimizer, Replay
 
 # Dynamo itself looks at .grad of intermediate tensors and makes instances of torch.autograd.Function.
 pytestmark = [

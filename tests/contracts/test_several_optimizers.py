@@ -401,7 +401,7 @@ def test_the_step_of_boost_updates_with_both():
 
 
 def test_the_step_of_boost_refuses_a_line_search_beside_another_optimizer():
-    from torchboost.core.closure import ClosureOptimizer
+    from torchboost.core.step import ClosureOptimizer
 
     class Search(ClosureOptimizer, SGD):
         pass

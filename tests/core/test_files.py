@@ -57,33 +57,32 @@ def test_a_file_is_written_and_replaced_with_the_mode_less_the_umask(tmp_path):
         write_whole(tmp_path / "absent" / "a", b"")
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
-@pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_a_failure_leaves_what_was_there(tmp_path, monkeypatch, error, call):
-    file = tmp_path / "a"
-    write_whole(file, b"old")
-
+def failing(error: BaseException) -> Any:
     def fail(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(files.os, call, fail)
-    with pytest.raises(type(error)):
-        write_whole(file, b"new")
-    monkeypatch.undo()
-    assert file.read_bytes() == b"old"
-    assert list(tmp_path.iterdir()) == [file]
+    return fail
 
 
-def test_a_process_that_is_killed_while_it_writes_leaves_the_old_file(tmp_path):
-    write_whole(tmp_path / "a", b"old")
+def test_a_failure_or_a_kill_leaves_what_was_there(tmp_path, monkeypatch):
+    file = tmp_path / "a"
+    write_whole(file, b"old")
+    for error in (OSError(28, "No space left on device"), KeyboardInterrupt()):
+        for call in ("fsync", "replace"):
+            with monkeypatch.context() as patch:
+                patch.setattr(files.os, call, failing(error))
+                with pytest.raises(type(error)):
+                    write_whole(file, b"new")
+            assert file.read_bytes() == b"old"
+            assert list(tmp_path.iterdir()) == [file]
     code = (
         "import os, signal; from pathlib import Path; from torchboost.core import files; "
         "files.os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL); "
-        f"files.write_whole(Path({str(tmp_path / 'a')!r}), b'new')"
+        f"files.write_whole(Path({str(file)!r}), b'new')"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
-    assert (tmp_path / "a").read_bytes() == b"old"
-    (left,) = set(tmp_path.iterdir()) - {tmp_path / "a"}
+    assert file.read_bytes() == b"old"
+    (left,) = set(tmp_path.iterdir()) - {file}
     assert left.name.startswith(PARTIAL)
 
 
@@ -91,10 +90,9 @@ def test_only_mine(tmp_path, monkeypatch):
     file: Path = tmp_path / "a"
     write_whole(file, b"", mode=0o600)
     assert only_mine(file.stat())
-    for mode, mine in ((0o644, True), (0o664, False), (0o602, False)):
+    for mode, mine in ((0o644, True), (0o664, False), (0o602, False), (0o600, True)):
         file.chmod(mode)
         assert only_mine(file.stat()) is mine
-    file.chmod(0o600)
     user = os.geteuid()
     monkeypatch.setattr(files.os, "geteuid", lambda: user + 1)
     assert not only_mine(file.stat())
@@ -134,23 +132,17 @@ def test_a_damaged_or_foreign_record_counts_as_absent_and_is_replaced(folder):
 
 def test_links_pipes_folders_and_files_that_others_may_write_are_not_read(folder, tmp_path, monkeypatch):
     file = folder / f"{KEY}.json"
-
-    def refused() -> None:
+    store_record(folder, SECOND)
+    file.rename(tmp_path / "elsewhere.json")
+    for spoil in (lambda: file.symlink_to(tmp_path / "elsewhere.json"), lambda: os.mkfifo(file)):
+        spoil()
         assert load(folder) is None
         store_record(folder, FIRST)
         assert not file.is_symlink()
         assert load(folder) == FIRST
-
-    store_record(folder, SECOND)
-    file.rename(tmp_path / "elsewhere.json")
-    file.symlink_to(tmp_path / "elsewhere.json")
-    refused()
-    file.chmod(0o666)
-    refused()
-    file.unlink()
-    os.mkfifo(file)
-    refused()
-    file.unlink()
+        file.chmod(0o666)
+        assert load(folder) is None
+        file.unlink()
     file.mkdir()
     count = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").is_dir() else 0
     assert load(folder) is None
@@ -182,54 +174,43 @@ def test_a_folder_that_cannot_be_written_is_no_obstacle(tmp_path, monkeypatch, c
     shared.chmod(0o777)
     assert "other users may write to it" in quiet(shared, caplog)
     assert list(shared.iterdir()) == []
-    store_record(tmp_path / "full", SECOND)
-
-    def fail(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(files.os, "fsync", fail)
+    full = tmp_path / "full"
+    store_record(full, SECOND)
+    monkeypatch.setattr(files.os, "fsync", failing(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     with caplog.at_level(logging.DEBUG):
-        store_record(tmp_path / "full", FIRST)
+        store_record(full, FIRST)
     assert os.strerror(errno.ENOSPC) in caplog.text
-    assert load(tmp_path / "full") == SECOND
-    assert len(list((tmp_path / "full").iterdir())) == 1
+    assert load(full) == SECOND
+    assert len(list(full.iterdir())) == 1
 
 
 def test_the_folder_is_the_one_that_the_environment_names(tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    monkeypatch.setenv("TORCHBOOST_CACHE", "own")
-    assert files.record_folder("notes") == tmp_path / "own" / "notes"
-    for off in ("", "off"):
-        monkeypatch.setenv("TORCHBOOST_CACHE", off)
-        assert files.record_folder("notes") is None
-        quiet(files.record_folder("notes"), caplog)
+    for setting, expected in (("own", tmp_path / "own" / "notes"), ("", None), ("off", None)):
+        monkeypatch.setenv("TORCHBOOST_CACHE", setting)
+        assert files.record_folder("notes") == expected
+    quiet(None, caplog)
     monkeypatch.delenv("TORCHBOOST_CACHE")
     assert files.record_folder("notes") == tmp_path / "xdg" / "torchboost" / "notes"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert files.record_folder("notes") == tmp_path / "home" / ".cache" / "torchboost" / "notes"
     assert list(tmp_path.iterdir()) == []
-
-    def homeless() -> None:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(Path, "home", homeless)
+    monkeypatch.setattr(Path, "home", failing(RuntimeError("Could not determine home directory.")))
     assert files.record_folder("notes") is None
 
 
-def test_the_newest_records_are_kept_and_what_killed_processes_left_is_removed_after_an_hour(folder, monkeypatch):
-    monkeypatch.setattr(files, "_MOST_RECORDS", 3)
+def test_the_newest_files_are_kept_and_others_left_alone(folder, monkeypatch):
+    monkeypatch.setattr(files, "_MOST_FILES", 3)
     store_record(folder, FIRST)
     now = time.time()
-    others = [folder / f"{number:064x}.json" for number in range(4)]
-    left = [folder / f"{PARTIAL}{name}" for name in ("old", "new")]
-    ages = [10, 20, 30, -9999, 3700, 3500]
-    for file, age in [*zip([*others, *left], ages, strict=True), (folder / "notes.json", now)]:
-        file.write_bytes(b"{}")
-        os.utime(file, (now - age, now - age))
+    ages = {f"{1:064x}.json": 20, f"{2:064x}.json": -9999, f"{PARTIAL}old": 3700, "notes.json": 9999}
+    for name, age in ages.items():
+        (folder / name).write_bytes(b"{}")
+        os.utime(folder / name, (now - age, now - age))
     store_record(folder, Note(key=OTHER, text="other"))
-    kept = {f"{OTHER}.json", f"{KEY}.json", others[3].name, left[1].name, "notes.json"}
+    kept = {f"{OTHER}.json", f"{KEY}.json", f"{2:064x}.json", "notes.json"}
     assert {path.name for path in folder.iterdir()} == kept
 
 
@@ -250,35 +231,27 @@ def test_the_folder_may_be_deleted_at_any_time(folder, monkeypatch):
 HAMMER = """
 import sys
 from pathlib import Path
-from tests.core.test_files import KEY, Note, load, store_record
+from tests.core.test_files import Note, load, store_record
 
 me, folder = sys.argv[1], Path(sys.argv[2])
 print("ready", flush=True)
-for line in sys.stdin:
-    for count in range(15):
-        store_record(folder, Note(text=me * 4000))
-        found = load(folder)
-        assert found is not None, "absent"
-        assert found.text in ("a" * 4000, "b" * 4000), "mixed"
-    print("done", flush=True)
+sys.stdin.readline()
+for count in range(60):
+    store_record(folder, Note(text=me * 4000))
+    found = load(folder)
+    assert found is not None, "absent"
+    assert found.text in ("a" * 4000, "b" * 4000), "mixed"
 """
 
 
 def test_two_processes_that_hammer_one_key_always_find_a_whole_record(folder):
-    def process(name: str) -> subprocess.Popen[str]:
-        pipe = subprocess.PIPE
-        command = [sys.executable, "-c", HAMMER, name, str(folder)]
-        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-
-    processes = [process(name) for name in ("a", "b")]
-    try:
-        assert [process.stdout.readline() for process in processes] == ["ready\n", "ready\n"]
-        for _ in range(4):
-            for each in processes:
-                each.stdin.write("go\n")
-                each.stdin.flush()
-            assert [each.stdout.readline() for each in processes] == ["done\n", "done\n"]
-    finally:
-        ends = [process.communicate(timeout=60) for process in processes]
+    pipe = subprocess.PIPE
+    commands = [[sys.executable, "-c", HAMMER, name, str(folder)] for name in ("a", "b")]
+    processes = [subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) for command in commands]
+    assert [process.stdout.readline() for process in processes] == ["ready\n", "ready\n"]
+    for process in processes:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    ends = [process.communicate(timeout=60) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], ends
     assert [path.name for path in folder.iterdir()] == [f"{KEY}.json"]

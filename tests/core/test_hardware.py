@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from torchboost.core import hardware
-from torchboost.core.hardware import device_fault, half_precision, half_precision_is_fast, kernel_switches
+from torchboost.core.hardware import device_fault, half_precision, kernel_switches
 from torchboost.measure.machine import Products
 
 
 def test_what_was_measured_decides(bfloat16: Callable[..., None]) -> None:
     for products, convolutions, count, fast, said in (
         (1.5, 0.5, 0, True, "a bfloat16 matrix product takes 0.67 times the time of a float32 one here"),
-        (0.5, 2.0, 0, False, "matrix product takes 2.0 times the time"),
         (0.5, 2.0, 53, False, "matrix product takes 2.0 times the time"),
         (2.0, 0.5, 53, False, "convolution takes 2.0 times the time"),
         (2.0, 0.5, None, False, "convolution takes 2.0 times the time"),
@@ -30,55 +29,26 @@ def test_what_was_measured_decides(bfloat16: Callable[..., None]) -> None:
         found = half_precision("cpu", count)
         assert found.fast is fast
         assert said in found.reason
-        assert half_precision_is_fast("cpu", count) is fast
 
 
-def test_only_what_the_network_needs_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-
-    def noted(kind: str, device: torch.device) -> object:
-        seen.append(kind)
-        return Products(kind="matrix product", ratio=2.0, pairs=9)
-
-    monkeypatch.setattr("torchboost.core.hardware.half_speed", noted)
-    half_precision("cpu", 0)
-    assert seen == ["matrix product"]
-
-
-def planted_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(hardware, "device_name", lambda device: "a GPU")
-
-
-def test_a_gpu_that_cannot_be_timed_needs_compute_capability_8(
+def test_a_gpu_is_judged_by_its_times_and_without_them_by_its_compute_capability(
     bfloat16: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    planted_gpu(monkeypatch)
-    for capability, fast in (((7, 5), False), ((8, 0), True), ((9, 0), True)):
-        bfloat16(None, None, fault="out of memory")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(hardware, "device_name", lambda device: "a GPU")
+    for capability, ratio, fast in (((7, 5), None, False), ((8, 0), None, True), ((9, 0), 1.0, False)):
+        bfloat16(ratio, ratio, fault="out of memory")
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         found = half_precision(torch.device("cuda", 1), 0)
         assert found.fast is fast
-        assert f"compute capability {capability[0]}.{capability[1]}" in found.reason
+        assert (f"compute capability {capability[0]}.{capability[1]}" in found.reason) is (ratio is None)
 
 
-def test_a_gpu_that_was_timed_is_judged_by_its_times(
-    bfloat16: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bfloat16(1.0, 1.0)
-    planted_gpu(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert half_precision_is_fast("cuda:0") is False
-
-
-def test_a_device_that_is_not_measured_or_not_here_counts_as_slow() -> None:
+def test_a_device_that_is_not_measured_or_not_here_counts_as_slow_and_says_why() -> None:
     for device in ("mps", "xpu", "meta"):
         assert half_precision(device).fast is False
         assert half_precision(device).reason == f"the speed of bfloat16 is not measured on {device}"
     assert torch.cuda.is_available() or half_precision("cuda").fast is False
-
-
-def test_a_device_that_is_not_here_says_why() -> None:
     assert device_fault("cpu") is None
     for missing in ("cuda:99", "xpu:99"):
         fault = device_fault(missing)
@@ -91,7 +61,7 @@ class Measured:
 
     def __init__(self) -> None:
         self.count = 0
-        self.next = Products(kind="matrix product", ratio=2.0, pairs=9)
+        self.plant(2.0)
 
     def __call__(self, kind: str, device: torch.device) -> Products:
         self.count += 1
@@ -111,7 +81,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Measured:
     return planted
 
 
-def test_a_machine_is_measured_once(measured: Measured) -> None:
+def test_a_machine_is_measured_once_for_each_product(measured: Measured, tmp_path: Path) -> None:
     first = half_precision("cpu", 0)
     assert first.reason == "a bfloat16 matrix product takes 0.50 times the time of a float32 one here"
     assert half_precision("cpu", 0) == first
@@ -120,23 +90,27 @@ def test_a_machine_is_measured_once(measured: Measured) -> None:
     assert again.fast
     assert again.reason == f"{first.reason}, as measured earlier on this machine"
     assert measured.count == 1
+    measured.plant(2.0)
+    assert all(half_precision("cpu", count).fast for count in (3, 0, None))
+    assert measured.count == 2
+    assert len(list((tmp_path / "bfloat16").iterdir())) == 2
 
 
 def test_other_kernels_and_threads_are_measured_on_their_own(
     measured: Measured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert half_precision_is_fast("cpu", 0)
+    assert half_precision("cpu", 0).fast
     for variable in ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "OMP_NUM_THREADS"):
         with monkeypatch.context() as patch:
             patch.setenv(variable, "7")
             measured.plant(0.5)
-            assert not half_precision_is_fast("cpu", 0)
+            assert not half_precision("cpu", 0).fast
     torch.set_num_threads(2)
     measured.plant(0.5)
-    assert not half_precision_is_fast("cpu", 0)
+    assert not half_precision("cpu", 0).fast
 
 
-def test_what_changes_kernels_is_described_in_plain_values(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_switches_of_kernels_are_plain_values(monkeypatch: pytest.MonkeyPatch) -> None:
     before = kernel_switches()
     assert json.loads(json.dumps(before)) == before == kernel_switches()
     monkeypatch.setenv("MKL_ENABLE_INSTRUCTIONS", "SSE4_2")
@@ -149,60 +123,22 @@ def test_what_changes_kernels_is_described_in_plain_values(monkeypatch: pytest.M
     assert len({json.dumps(each) for each in (before, other, kernel_switches())}) == 3
 
 
-def test_a_measurement_on_a_busy_machine_counts_until_there_is_a_better_one(measured: Measured) -> None:
-    measured.plant(2.0, in_time=False)
-    assert half_precision_is_fast("cpu", 0)
-    measured.plant(0.5, in_time=False)
-    assert half_precision_is_fast("cpu", 0)  # no better than the first
-    measured.plant(None)
-    assert half_precision_is_fast("cpu", 0)
-    measured.plant(0.5)
-    assert not half_precision_is_fast("cpu", 0)
-    measured.plant(2.0)
-    assert not half_precision_is_fast("cpu", 0)
-    assert measured.count == 4
-
-
-@pytest.mark.parametrize(("before", "fast"), [(2.0, True), (0.5, False)])
-def test_near_the_threshold_the_earlier_decision_stays(before: float, fast: bool, measured: Measured) -> None:
-    measured.plant(before, in_time=False)
-    half_precision("cpu", 0)
-    measured.plant(1.15)
-    found = half_precision("cpu", 0)
-    assert found.fast is fast
-    assert "0.87 times" in found.reason
-
-
-def test_near_the_threshold_it_is_off_without_a_cache(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHBOOST_CACHE", "off")
-    for ratio in (1.05, 1.1, 1.15, 1.2):
-        measured.plant(ratio)
-        assert not half_precision_is_fast("cpu", 0)
-    assert measured.count == 4
-
-
-def test_what_could_not_be_measured_is_not_kept(measured: Measured, tmp_path: Path) -> None:
-    for ratio, pairs in ((None, 0), (2.0, 1)):
-        measured.plant(ratio, pairs=pairs)
-        assert not half_precision_is_fast("cpu", 0)
+def test_only_an_undisturbed_measurement_is_kept_and_only_a_good_record_counts(
+    measured: Measured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for ratio, pairs, in_time, fast in ((None, 0, True, False), (2.0, 1, True, False), (2.0, 9, False, True)):
+        measured.plant(ratio, pairs=pairs, in_time=in_time)
+        assert half_precision("cpu", 0).fast is fast
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_record_of_too_few_pairs_or_none_is_replaced(measured: Measured, tmp_path: Path) -> None:
+    measured.plant(2.0)
     half_precision("cpu", 0)
     (file,) = (tmp_path / "bfloat16").iterdir()
     whole = json.loads(file.read_bytes())
-    changes: list[dict[str, object]] = [{"found": {**whole["found"], "pairs": 1}}, {"fast": "perhaps"}]
-    for change in changes:
+    for change in ({"products": {**whole["products"], "pairs": 1}}, {"products": "perhaps"}):
         file.write_text(json.dumps(whole | change))
         measured.plant(0.5)
-        assert not half_precision_is_fast("cpu", 0)
-    assert json.loads(file.read_bytes())["fast"] is False
-
-
-def test_both_products_are_kept(measured: Measured, tmp_path: Path) -> None:
-    half_precision("cpu", 3)
-    half_precision("cpu", 0)
-    half_precision("cpu")
-    assert measured.count == 2
-    assert len(list((tmp_path / "bfloat16").iterdir())) == 2
+        assert not half_precision("cpu", 0).fast
+    assert json.loads(file.read_bytes())["products"]["ratio"] == 0.5
+    monkeypatch.setenv("TORCHBOOST_CACHE", "off")
+    measured.plant(2.0)
+    assert half_precision("cpu", 0).fast

@@ -1,6 +1,7 @@
 """The private names of torch are still there, and mean what they meant in torch 2.9.1 to 2.14.1.
 
 A failure of one of these tests after an update of torch names what has moved, and so what else of the package fails.
+Functions that exist because versions of torch differ do the same in each.
 """
 
 from __future__ import annotations
@@ -10,17 +11,23 @@ import subprocess
 import sys
 import types
 import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.support.versions import flags_are_followed
 from torchboost.core import torch_private as private
 
 
@@ -51,38 +58,36 @@ def test_base_classes_cover_their_layers():
 
 def test_slots_name_what_a_module_holds_and_what_is_absent():
     model = nn.Sequential(nn.Conv2d(2, 3, 1, bias=False), nn.BatchNorm2d(3))
-    assert list(private.parameter_slots(model[0])) == ["weight", "bias"]
-    assert private.parameter_slots(model[0])["bias"] is None
+    assert private.parameter_slots(model[0]) == {"weight": model[0].weight, "bias": None}
     assert set(private.buffer_slots(model[1])) == {"running_mean", "running_var", "num_batches_tracked"}
     assert list(private.child_slots(model)) == ["0", "1"]
     private.child_slots(model)["1"] = replaced = nn.Identity()
     assert model[1] is replaced
     private.parameter_slots(model[0])["bias"] = nn.Parameter(torch.ones(3))
     assert len(list(model.parameters())) == 2
-
-
-def test_a_module_shares_the_attributes_of_another():
     norm = nn.BatchNorm2d(3, eps=0.5)
     other = nn.BatchNorm2d.__new__(nn.BatchNorm2d)
     private.share_attributes(other, norm, buffers={"running_mean": torch.ones(3)}, children={"act": nn.ReLU()})
-    assert other.weight is norm.weight
-    assert other.eps == 0.5
+    assert (other.weight, other.eps) == (norm.weight, 0.5)
     assert [name for name, _ in other.named_buffers()] == ["running_mean"]
     assert [name for name, _ in other.named_children()] == ["act"]
     assert norm.running_mean is not None
     assert not norm.running_mean.any()
 
 
-def test_hooks_of_a_module_stand_in_four_registries():
-    module = nn.Linear(1, 1)
+def test_hooks_of_a_module_and_of_its_state_dict_are_read_and_written():
+    module, hook = nn.Linear(1, 1), lambda *_: None
     assert not any(private.module_hooks(module))
-    module.register_forward_pre_hook(lambda *_: None)
-    module.register_forward_hook(lambda *_: None)
-    module.register_full_backward_pre_hook(lambda *_: None)
-    module.register_full_backward_hook(lambda *_: None)
+    for register in ("forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook"):
+        getattr(module, f"register_{register}")(hook)
     assert [len(hooks) for hooks in private.module_hooks(module)] == [1, 1, 1, 1]
     private.module_hooks(module)[1].clear()
     assert [len(hooks) for hooks in private.module_hooks(module)] == [1, 0, 1, 1]
+    module.register_state_dict_post_hook(hook)
+    module.register_load_state_dict_pre_hook(hook)
+    written, read = private.state_dict_hooks(module)
+    assert list(written.values()) == [hook]
+    assert [one.hook for one in read.values()] == [hook]
 
 
 def test_a_convolution_computes_in_an_inner_forward():
@@ -97,9 +102,6 @@ def test_a_convolution_computes_in_an_inner_forward():
     plain._conv_forward = lambda *_: torch.zeros(1)
     assert private.conv_forward(plain) is not private.conv_forward(nn.Conv2d)
     assert private.conv_forward(nn.Linear(1, 1)) is None
-
-
-def test_padding_of_a_convolution_is_a_number_per_side():
     assert list(private.conv_padding(nn.Conv2d(1, 1, 3, padding=(1, 2)))) == [2, 2, 1, 1]
     assert list(private.conv_padding(nn.Conv2d(1, 1, 3, padding="same"))) == [1, 1, 1, 1]
 
@@ -123,40 +125,24 @@ def test_data_parallel_asks_a_module_for_replicas():
 # Tensors
 
 
-def test_versions_count_what_was_written_in_place():
+@pytest.mark.usefixtures("one_rank")
+def test_writes_moves_and_views_of_tensors_are_told():
     tensor = torch.ones(2)
-    before = private.version(tensor)
+    before, first = private.version(tensor), private.memory_stamp(tensor)
     tensor.add_(1)
-    assert private.version(tensor) == before + 1
     assert private.versions([tensor, torch.ones(1)]) == [before + 1, 0]
-
-
-def test_a_view_is_told_from_a_gradient_that_autograd_made():
+    second = private.memory_stamp(tensor)
+    tensor.data = torch.ones(2)
+    assert first[1] == second[1] != private.memory_stamp(tensor)[1]
+    assert first[0] != second[0]
+    sharded = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)))
+    assert private.memory_stamp(sharded)[1] == sharded.to_local().data_ptr()
     layer = nn.Conv2d(3, 4, 3)
     layer(torch.randn(1, 3, 5, 5)).sum().backward()
     flat = torch.zeros(4)
     with torch.no_grad():
         assert private.is_view(flat.view(2, 2))
-    assert not private.is_view(flat)
-    assert not any(private.is_view(p.grad) for p in layer.parameters())
-
-
-def test_a_stamp_tells_writes_and_moves():
-    tensor = torch.ones(2)
-    first = private.memory_stamp(tensor)
-    tensor.mul_(2)
-    second = private.memory_stamp(tensor)
-    tensor.data = torch.ones(2)
-    assert first[1] == second[1] != private.memory_stamp(tensor)[1]
-    assert first[0] != second[0]
-
-
-def test_a_stamp_of_a_sharded_tensor_is_that_of_its_shard(one_rank):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import distribute_tensor
-
-    sharded = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)))
-    assert private.memory_stamp(sharded)[1] == sharded.to_local().data_ptr()
+    assert not any(private.is_view(each) for each in (flat, *(p.grad for p in layer.parameters())))
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
@@ -243,9 +229,14 @@ def test_transforms_of_functions_and_tensors_under_vmap_are_told():
     torch.func.grad(lambda x: (seen.append(private.inside_function_transform()), x.sum())[1])(torch.ones(2))
     assert seen.pop()
     assert not private.inside_function_transform()
-    torch.func.vmap(lambda x: seen.append(private.is_functorch_wrapped_tensor(x)) or x)(torch.ones(2))
+    torch.func.vmap(lambda x: seen.append(private.is_functorch_wrapped(x)) or x)(torch.ones(2))
     assert seen == [True]
-    assert not private.is_functorch_wrapped_tensor(torch.ones(2))
+    assert not private.is_functorch_wrapped(torch.ones(2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch deprecates it
+        torch.jit.trace(lambda x: seen.append(private.is_tracing()) or x + 1, torch.ones(1), check_trace=False)
+    assert seen == [True, True]
+    assert not private.is_tracing()
 
 
 def test_a_tree_comes_apart_and_together():
@@ -255,19 +246,6 @@ def test_a_tree_comes_apart_and_together():
     assert leaves == [1, 2, 3]
     assert private.tree_unflatten(leaves, spec) == tree
     assert spec == private.tree_flatten(tree)[1]
-
-
-def test_a_dispatch_mode_sees_every_operation():
-    class Counts(private.DispatchMode):
-        seen = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            Counts.seen += 1
-            return func(*args, **(kwargs or {}))
-
-    with Counts():
-        torch.ones(1).add(1)
-    assert Counts.seen == 2
 
 
 def test_an_operation_on_lists_does_what_the_one_on_tensors_does():
@@ -287,6 +265,40 @@ def test_an_operation_on_lists_does_what_the_one_on_tensors_does():
             assert torch.equal(value, expected)
 
 
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("sharded", [False, True])
+def test_lists_are_interpolated_also_if_they_are_sharded(sharded):
+    starts, ends = [torch.randn(4, 2), torch.randn(3)], [torch.randn(4, 2), torch.randn(3)]
+    expected = [torch.lerp(start, end, 0.3) for start, end in zip(starts, ends, strict=True)]
+    if sharded:
+        mesh = init_device_mesh("cpu", (1,))
+        starts, ends = ([distribute_tensor(one, mesh, [Shard(0)]) for one in part] for part in (starts, ends))
+    found = private.foreach_lerp(starts, ends, 0.3)
+    whole = [one.full_tensor() if isinstance(one, DTensor) else one for one in found]
+    assert all(torch.equal(a, b) for a, b in zip(whole, expected, strict=True))
+    assert all(isinstance(one, DTensor) is sharded for one in found)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_an_operator_raises_that_cannot_compute_with_shards_is_known():
+    shard = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)])
+    with pytest.raises(private.UNSUPPORTED_SHARDS, match="_foreach_copy_"):
+        torch._foreach_copy_([shard], [shard])
+
+
+def test_the_default_device_is_known_also_after_it_was_taken_back():
+    def seen() -> list[str]:
+        places = []
+        for device in ("meta", None):
+            torch.set_default_device(device)
+            places.append(private.default_device().type)
+        with torch.device("meta"):
+            return [*places, private.default_device().type]
+
+    with ThreadPoolExecutor(1) as thread:  # in 2.9 the rest of a thread that did so cannot compile
+        assert thread.submit(seen).result() == ["meta", "cpu", "meta"]
+
+
 # Optimizers
 
 
@@ -295,7 +307,7 @@ def test_hooks_before_a_step_are_listed_in_order():
     seen = []
     first = optimizer.register_step_pre_hook(lambda *_: seen.append("first"))
     optimizer.register_step_pre_hook(lambda *_: seen.append("second"))
-    for hook in private.step_pre_hooks(optimizer):
+    for hook in private.step_pre_hooks(optimizer).values():
         hook(optimizer, (), {})
     assert seen == ["first", "second"]
     first.remove()
@@ -304,10 +316,7 @@ def test_hooks_before_a_step_are_listed_in_order():
     around.inner = optimizer
     assert private.calls_hooks(optimizer)
     assert not private.calls_hooks(around)
-
-
-def test_hooks_are_all_that_is_left_out_of_the_attributes():
-    attributes = vars(adam())
+    attributes = vars(optimizer)
     left = private.without_hooks(attributes)
     assert {"state", "param_groups", "defaults"} <= set(left)
     assert all("hooks" in name for name in set(attributes) - set(left))
@@ -324,9 +333,6 @@ def test_a_fused_step_remembers_that_it_has_checked():
     assert not private.has_fused_mark(optimizer)
     optimizer.step()  # it looks once more
     assert private.has_fused_mark(optimizer)
-
-
-def test_devices_of_fused_and_capturable_steps_are_named():
     assert {"cpu", "cuda"} <= set(private.fused_devices())
     assert "cuda" in private.capturable_devices()
 
@@ -396,6 +402,90 @@ def test_a_mode_inside_a_compiled_function_is_entered_all_the_same():
     assert seen == [1]
 
 
+class Counts(private.Interceptor):
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.calls = module, 0
+
+    def __call__(self, *args: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return private.call_uncompiled(self.module, *args)
+
+
+def test_an_interceptor_answers_calls_and_does_not_count_as_compiled():
+    module, x = nn.Linear(2, 2), torch.ones(1, 2)
+    expected = module(x)
+    counts = Counts(module)
+    private.set_compiled_call(module, counts)
+    assert private.interceptor_of(module) is counts
+    assert private.compiled_call(module) is None
+    assert torch.equal(module(x), expected)
+    assert counts.calls == 1
+    assert private.interceptor_of(copy.deepcopy(module)) is None
+    private.set_compiled_call(module, None)
+    module(x)
+    assert counts.calls == 1
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.layer(x).sin()
+
+
+def trained(model: nn.Module, call: Callable[..., torch.Tensor], flag: bool) -> bool:
+    """Whether a backward pass reaches the weights if their flag is ``flag``."""
+    model.requires_grad_(flag)
+    model.zero_grad()
+    call(torch.ones(2, 3, requires_grad=True)).sum().backward()
+    return all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("way", ["as it is", "as documented", "by us"])
+def test_compiled_code_follows_the_flags(way):
+    torch.compiler.reset()
+    model = Net()
+    call = torch.compile(model, backend="aot_eager")
+    if way == "as documented":
+        with flags_are_followed():
+            assert private.compiler_follows_flags()
+            assert [trained(model, call, flag) for flag in (False, True, False)] == [False, True, False]
+    else:
+        known = way == "by us" or private.compiler_follows_flags()
+        call = private.following_flags(call) if way == "by us" else call
+        assert [trained(model, call, flag) for flag in (False, True, False)] == [False, known, False]
+
+
+def test_a_function_says_that_it_follows_the_flags():
+    class Owner:
+        follows_flags = True
+
+        @private.marked_as_following
+        def call(self) -> int:
+            return 3
+
+    assert Owner().call() == 3
+    assert private.follows_flags(Owner().call)
+    assert not private.follows_flags(Net().forward)
+    assert not private.follows_flags(Owner())  # a module may have an attribute of this name
+
+
+def test_the_setting_of_the_compiler_ends_with_the_call(monkeypatch):
+    from torch._dynamo import config
+
+    seen = []
+    monkeypatch.setattr(private, "_BEFORE_2_12", True)
+    before = config.skip_tensor_guards_with_matching_dict_tags
+    private.following_flags(lambda: seen.append(config.skip_tensor_guards_with_matching_dict_tags))()
+    assert seen == [False]
+    assert config.skip_tensor_guards_with_matching_dict_tags is before
+    assert not private.compiler_follows_flags()
+    with private.guards_of_every_flag():
+        assert private.compiler_follows_flags()
+
+
 def test_it_imports_neither_the_compiler_nor_the_package():
     code = "import sys, torch; before = set(sys.modules); import torchboost.core.torch_private; "
     code += "print(*sorted(set(sys.modules) - before))"
@@ -403,6 +493,12 @@ def test_it_imports_neither_the_compiler_nor_the_package():
     assert [name for name in loaded if name.startswith("torch.")] == []
     ours = [name for name in loaded if name.startswith("torchboost.")]
     assert ours == ["torchboost.core", "torchboost.core.torch_private"]
+
+
+def test_the_processor_is_described_as_torch_computes():
+    capabilities = private.cpu_capabilities()
+    assert {"avx512_bf16", "amx_bf16"} <= set(capabilities)
+    assert capabilities["avx512_bf16"] is torch.cpu._is_avx512_bf16_supported()
 
 
 # Several ranks
@@ -450,19 +546,14 @@ def test_ddp_says_that_its_forward_runs(one_rank):
     ddp(torch.ones(1, 1))
     assert seen == [ddp]
     assert private.active_ddp() is None
-
-
-def test_the_exchange_of_a_pass_runs_without_the_model(one_rank):
-    module = nn.BatchNorm1d(1)
-    ddp = DistributedDataParallel(module)
+    norm = nn.BatchNorm1d(1)
+    ddp = DistributedDataParallel(norm)
     with torch.enable_grad(), ddp.no_sync():
-        private.exchange_of_a_pass(ddp)
-    assert module.num_batches_tracked == 0
+        private.exchange_of_a_pass(ddp)  # without the model
+    assert norm.num_batches_tracked == 0
 
 
 def test_all_reduce_hooks_of_a_sharded_module_are_listed(one_rank):
-    from torch.distributed.fsdp import fully_shard
-
     unit = fully_shard(nn.Linear(2, 2))
     assert private.all_reduce_hooks(unit) == [None]
     hook = print
@@ -473,8 +564,6 @@ def test_all_reduce_hooks_of_a_sharded_module_are_listed(one_rank):
 
 
 def test_fsdp2_ends_a_pass_that_raised_in_the_middle(one_rank):
-    from torch.distributed.fsdp import fully_shard
-
     model = fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1), nn.Identity()))
     private.end_pass(model)  # before the first pass
     with pytest.raises(RuntimeError, match="shapes"):
@@ -487,8 +576,6 @@ def test_fsdp2_ends_a_pass_that_raised_in_the_middle(one_rank):
 
 
 def test_gradients_that_fsdp2_holds_back_are_seen(one_rank):
-    from torch.distributed.fsdp import fully_shard
-
     unit = fully_shard(nn.Linear(2, 2))
     assert not private.holds_back_gradients(unit)
     unit.set_requires_gradient_sync(False)
@@ -503,52 +590,22 @@ def test_gradients_that_fsdp2_holds_back_are_seen(one_rank):
     assert type(shard) is torch.Tensor
 
 
-# Calls of a module
+class Hook:
+    """A hook before the forward that is an object, with another one after it."""
+
+    def __call__(self, module: nn.Module, args: object) -> None:
+        pass
+
+    def leave(self, module: nn.Module, args: object, outputs: object) -> None:
+        pass
 
 
-class Counts(private.Interceptor):
-    def __init__(self, module: nn.Module) -> None:
-        self.module, self.calls = module, 0
-
-    def __call__(self, *args: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return private.call_uncompiled(self.module, *args)
-
-
-def test_an_interceptor_answers_calls_and_does_not_count_as_compiled():
-    module, x = nn.Linear(2, 2), torch.ones(1, 2)
-    expected = module(x)
-    counts = Counts(module)
-    private.set_compiled_call(module, counts)
-    assert private.interceptor_of(module) is counts
-    assert private.compiled_call(module) is None
-    assert torch.equal(module(x), expected)
-    assert counts.calls == 1
-    assert private.interceptor_of(copy.deepcopy(module)) is None
-    private.set_compiled_call(module, None)
-    module(x)
-    assert counts.calls == 1
-
-
-def test_jit_tracing_is_seen():
-    seen = []
-
-    class Looks(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen.append(private.is_tracing())
-            return x + 1
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch deprecates it
-        torch.jit.trace(Looks(), torch.ones(1), check_trace=False)
-    assert seen == [True]
-    assert not private.is_tracing()
-
-
-def test_hooks_of_state_dicts_are_read_and_written():
-    layer, hook = nn.Linear(1, 1), lambda *_: None
-    layer.register_state_dict_post_hook(hook)
-    layer.register_load_state_dict_pre_hook(hook)
-    written, read = private.state_dict_hooks(layer)
-    assert list(written.values()) == [hook]
-    assert [one.hook for one in read.values()] == [hook]
+def test_a_module_with_hooks_in_another_order_than_theirs_compiles():
+    layer, hooks = nn.Linear(2, 2), [Hook(), Hook()]
+    for place, hook in enumerate(hooks):
+        layer.register_forward_pre_hook(hook)
+        layer.register_forward_hook(hook.leave, prepend=bool(place))
+    private.store_in_order(layer)
+    assert [hook.__self__ for hook in dict.values(layer._forward_hooks)] == hooks[::-1]
+    x = torch.ones(1, 2)
+    assert torch.equal(torch.compile(layer, backend="eager")(x), layer(x))

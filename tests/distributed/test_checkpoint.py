@@ -18,7 +18,7 @@ from torchboost.algorithms.fused_optimizer import FusedOptimizer
 from torchboost.algorithms.loss_scale_group.scalers import DynamicLossScale
 from torchboost.core.algorithm import Target, attach_all
 from torchboost.core.step import TrainStep
-from torchboost.distributed import checkpoint, folders
+from torchboost.distributed import checkpoint
 from torchboost.optim.rules.adam import Adam
 
 
@@ -246,49 +246,41 @@ def test_the_saved_optimizer_is_that_of_a_plain_run(tmp_path):
     attached.remove()
 
 
-def written(folder: Path, number: int, keep: int) -> Path:
-    path, unfinished = folders.places(folder, number)
-    folders.clear(folder)
-    unfinished.mkdir()
-    (unfinished / "content").write_text(str(number))
-    (unfinished / folders.METADATA).touch()
-    assert path not in folders.complete(folder)
-    folders.finish(unfinished, path, keep)
-    return path
+def written(folder: Path, number: int, **options: int) -> Path:
+    return Run().save(folder, number, **options)
 
 
 def test_what_an_interrupted_job_left_is_cleared_and_never_counts(tmp_path):
     path = written(tmp_path, 1, keep=1)
-    _, unfinished = folders.places(tmp_path, 2)
-    unfinished.mkdir()
+    (tmp_path / ".unfinished-00000002").mkdir()
     (tmp_path / "notes.txt").write_text("mine")
-    assert folders.complete(tmp_path) == [path]
-    folders.clear(tmp_path)
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["00000001", "notes.txt"]
+    assert checkpoint.latest(tmp_path) == path
+    written(tmp_path, 3)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["00000001", "00000003", "notes.txt"]
 
 
 def test_what_is_no_checkpoint_of_ours_neither_counts_nor_goes(tmp_path):
     (tmp_path / "2024").write_text("notes")
-    (tmp_path / "00002024").write_text("notes")
     foreign = [tmp_path / name for name in ("7", "00000008", "\N{ARABIC-INDIC DIGIT THREE}" * 8)]
     for folder in foreign:
         folder.mkdir()
+    assert checkpoint.latest(tmp_path) is None
     path = written(tmp_path, 9, keep=1)
-    assert folders.complete(tmp_path) == [path]
+    assert checkpoint.latest(tmp_path) == path
     assert all(folder.is_dir() for folder in foreign)
 
 
 def test_a_link_to_a_checkpoint_counts_and_is_never_removed(tmp_path):
-    moved = written(tmp_path / "a", 1, keep=1)
+    moved = written(tmp_path / "a", 1)
     run = tmp_path / "run"
     run.mkdir()
     link = run / "00000001"
     link.symlink_to(moved)
-    assert folders.complete(run) == [link]
-    path = written(run, 2, keep=1)
+    assert checkpoint.latest(run) == link
+    written(run, 2, keep=1)
     path = written(run, 3, keep=1)
-    assert folders.complete(run) == [link, path]
-    assert (moved / "content").read_text() == "1"
+    assert sorted(run.iterdir()) == [link, path]
+    Run().load(moved)
 
 
 def test_links_and_files_that_lie_in_the_way_are_removed_and_not_followed(tmp_path):
@@ -298,6 +290,6 @@ def test_links_and_files_that_lie_in_the_way_are_removed_and_not_followed(tmp_pa
     run.mkdir()
     (run / ".unfinished-00000009").symlink_to(outside)
     (run / ".unfinished-00000010").touch()
-    folders.clear(run)
-    assert list(run.iterdir()) == []
+    path = written(run, 1)
+    assert list(run.iterdir()) == [path]
     assert (outside / "precious").exists()

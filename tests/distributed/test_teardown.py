@@ -10,7 +10,7 @@ from tests.conftest import ROOT
 from tests.support.ranks import run_ranks
 from tests.support.torchrun import torchrun
 from torchboost.distributed.agreement import own_store
-from torchboost.distributed.teardown import part, shutdown
+from torchboost.distributed.topology import part, shutdown
 
 
 @pytest.mark.dist

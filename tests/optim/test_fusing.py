@@ -127,7 +127,7 @@ def test_it_is_taken_once_and_only_for_fused_groups() -> None:
         attached = attach_all(
             Target(model, optimizer), [FusedOptimizer(), GradFreeze(groups=3, total_steps=100, full_share=0.5)]
         )
-        caring = [h for h in step_pre_hooks(optimizer) if isinstance(getattr(h, "__self__", None), Fusion)]
+        caring = [h for h in step_pre_hooks(optimizer).values() if isinstance(getattr(h, "__self__", None), Fusion)]
         assert len(caring) == 1
         attached.remove()
         effect = care_for_fused(optimizer)

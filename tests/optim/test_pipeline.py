@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from tests.support.models import batch_for, mlp
 from tests.support.trajectories import snapshot
-from torchboost.core.closure import ClosureOptimizer, Replay
+from torchboost.core.step import ClosureOptimizer, Replay
 from torchboost.errors import IncompatibleError
 from torchboost.optim import (
     SGD,

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from torchboost.distributed.agreement import Agreement
-from torchboost.distributed.teardown import shutdown
+from torchboost.distributed.topology import shutdown
 
 if __name__ == "__main__":
     folder, way = Path(sys.argv[1]), sys.argv[2]

@@ -13,8 +13,7 @@ from tests.support.models import mlp
 from tests.support.wrapped import Kind, all_weights, train_share, wrap
 from torchboost.algorithms.gradient_centralization import GradientCentralization
 from torchboost.core.algorithm import Target, attach_all
-from torchboost.distributed.teardown import shutdown
-from torchboost.distributed.topology import Topology
+from torchboost.distributed.topology import Topology, shutdown
 
 __all__ = ["trained"]
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchboost.core.torch_private import guards_of_every_flag
-from torchboost.core.torch_versions import compiler_follows_flags
+from torchboost.core.torch_private import compiler_follows_flags, guards_of_every_flag
 
 __all__ = [
     "COPIES_LAST_RATES",

@@ -17,15 +17,14 @@ from typing_extensions import Self
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import check_module
 from torchboost.core.containers import tensors_in, with_tensors
-from torchboost.core.covering import cover_forward, is_cover
-from torchboost.core.forward_watch import ForwardWatch
+from torchboost.core.covering import ForwardWatch, cover_forward, is_cover
 from torchboost.core.torch_private import (
+    default_device,
     has_saved_tensor_hooks,
     inside_function_transform,
     is_tracing,
     precision_of_unit,
 )
-from torchboost.core.torch_versions import default_device
 from torchboost.core.wrapping import sharded_units, unwrap
 from torchboost.errors import IncompatibleError, NoEffectWarning, nearest
 from torchboost.graph.heads import Heads, HeadSearch, find_heads, guessed_heads

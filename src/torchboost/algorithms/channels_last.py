@@ -18,17 +18,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 import torchboost.optim
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits, attach_each
 from torchboost.core.arguments import check_module
-from torchboost.core.covering import plain_hook
-from torchboost.core.forward_watch import ForwardWatch
+from torchboost.core.covering import ForwardWatch, plain_hook
 from torchboost.core.torch_private import (
     AnyConv,
     calls_hooks,
-    is_functorch_wrapped_tensor,
+    is_functorch_wrapped,
     is_view,
     parameter_slots,
+    store_in_order,
     version,
 )
-from torchboost.core.torch_versions import store_in_order
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.graph.unsafe_convolutions import unsafe_channels_last
@@ -245,7 +244,7 @@ class _ConvertInputs:
             return value
         if not value.is_floating_point() or value.layout is not torch.strided:
             return value
-        if not torch.compiler.is_compiling() and is_functorch_wrapped_tensor(value):
+        if not torch.compiler.is_compiling() and is_functorch_wrapped(value):
             return value  # torch.func.vmap cannot change the layout of what it maps over; the results are the same
         layout = _FORMATS[value.ndim]
         stays = value.is_contiguous(memory_format=layout)

@@ -20,15 +20,16 @@ from torchboost.core.torch_private import (
     call_uncompiled,
     compiled_call,
     compiled_graphs,
+    following_flags,
     forget_compiled,
     inside_compiled,
     interceptor_of,
     is_view,
     load_compiler,
+    marked_as_following,
     mode_options,
     set_compiled_call,
 )
-from torchboost.core.torch_versions import following_flags, marked_as_following
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.graph.unsafe_convolutions import unsafe_channels_last

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from torchboost.bench.factory import Factory, Parts, loss_of, scheduled, with_flags
 from torchboost.core.algorithm import Target
-from torchboost.core.hardware import half_precision_is_fast
+from torchboost.core.hardware import half_precision
 from torchboost.core.torch_private import AnyConv
 from torchboost.errors import nearest
 from torchboost.measure.evidence import AlgorithmRow, DroppedRow
@@ -158,7 +158,8 @@ def build_loop(
         plan = planner(level, recipe.planned, model, parts.optimizer, total_steps or steps)
         plan.transform(model, parts.optimizer)
     channels_last = by_hand and any(isinstance(module, nn.Conv2d) for module in model.modules())
-    half = by_hand and half_precision_is_fast(device, sum(isinstance(module, AnyConv) for module in model.modules()))
+    convolutions = sum(isinstance(module, AnyConv) for module in model.modules())
+    half = by_hand and half_precision(device, convolutions).fast
     if channels_last:
         model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     if recipe.compiled_by_hand:

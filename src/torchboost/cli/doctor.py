@@ -23,7 +23,7 @@ from torchboost.bench.factory import Parts, function_at, made_by
 from torchboost.cli.inputs import usable_device
 from torchboost.cli.output import EXTRAS, display, fail, print_json, print_table, user_errors
 from torchboost.core.hardware import half_precision
-from torchboost.core.torch_versions import compiler_follows_flags
+from torchboost.core.torch_private import compiler_follows_flags
 from torchboost.measure.machine import LOADING, Kind, StepParts, copy_bandwidth, products, time_step_parts
 from torchboost.measure.stopwatch import Clock, Progress
 

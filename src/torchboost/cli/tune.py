@@ -15,7 +15,7 @@ from torchboost.cli.inputs import chosen, loaded, usable_device
 from torchboost.cli.output import display, input_errors, json_only, print_json, print_tuning, summary_of, user_errors
 from torchboost.core.arguments import seconds_of
 from torchboost.distributed.agreement import is_first_rank
-from torchboost.distributed.teardown import shutdown
+from torchboost.distributed.topology import shutdown
 from torchboost.tuning.report import TuneReport, tune_page
 from torchboost.tuning.tune import report_path
 from torchboost.tuning.tune import tune as run_tune

@@ -16,8 +16,7 @@ from torchboost.algorithms.grad_accumulation.optimizer import AccumulatingOptimi
 from torchboost.compat.wrappers import GradientAccumulation
 from torchboost.core.algorithm import Scaler, Target
 from torchboost.core.arguments import check_loss_fn, check_module, check_pair, check_sens
-from torchboost.core.closure import ClosureOptimizer
-from torchboost.core.step import StepOutput, TrainStep
+from torchboost.core.step import ClosureOptimizer, StepOutput, TrainStep
 from torchboost.core.wrapping import unwrap
 from torchboost.errors import IncompatibleError
 from torchboost.front import boosted_of

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torchboost.algorithms.dim_reduce.basis import DimReduceBasis
 from torchboost.algorithms.dim_reduce.optimizer import DimReduceOptimizer
 from torchboost.core.arguments import check_optimizer
-from torchboost.core.closure import Replay
+from torchboost.core.step import Replay
 from torchboost.errors import IncompatibleError
 
 __all__ = ["DimReduce"]

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -64,7 +63,19 @@ class Traits:
     withdrawn: int = 0
 
 
-class Scaler(Protocol):
+class Stateful(Protocol):
+    """A part of a training that a checkpoint holds."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a checkpoint."""
+        ...
+
+
+class Scaler(Stateful, Protocol):
     """The part of ``torch.amp.GradScaler`` that a training step uses.
 
     If the scale does not fall at each overflow, an attribute ``overflowed`` must say whether the last :meth:`update`
@@ -91,16 +102,8 @@ class Scaler(Protocol):
         """Return the scale."""
         ...
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs."""
-        ...
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a checkpoint."""
-        ...
-
-
-class MicroSteps(Protocol):
+class MicroSteps(Stateful, Protocol):
     """Several backward passes per update. ``ready`` says whether the window is complete."""
 
     ready: bool
@@ -115,14 +118,6 @@ class MicroSteps(Protocol):
 
     def flush(self) -> bool:
         """Complete a partial window. Return whether it holds any gradients."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a checkpoint."""
         ...
 
 
@@ -222,16 +217,16 @@ class Attachment:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
 
 def attach_each(optimizers: Iterable[Optimizer], attach: Callable[[Optimizer], Attachment]) -> Attachment:
     """Attach to every optimizer, or to none if one of them raises. The attachment of a single one is returned as is."""
     with ExitStack() as undo:
-        made = [undo.enter_context(attach(optimizer)) for optimizer in optimizers]
+        attachments = [undo.enter_context(attach(optimizer)) for optimizer in optimizers]
         undo.pop_all()
-    return made[0] if len(made) == 1 else Attachment(*made)
+    return attachments[0] if len(attachments) == 1 else Attachment(*attachments)
 
 
 class Form(NamedTuple):
@@ -355,11 +350,9 @@ class AttachedAlgorithms:
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Return the state of every attachment under its algorithm's name, and which levers were chosen, if any."""
-        chosen = dict(self._levers[0]()) if self._levers is not None else {}
-        return self._states() | ({LEVERS: chosen} if chosen else {})
-
-    def _states(self) -> dict[str, dict[str, Any]]:
-        return {name: live.state_dict() for name, (_, live) in self._entries.items()}
+        states = {name: live.state_dict() for name, (_, live) in self._entries.items()}
+        levers = dict(self._levers[0]()) if self._levers is not None else {}
+        return states | ({LEVERS: levers} if levers else {})
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Load what :meth:`state_dict` returned.
@@ -373,26 +366,25 @@ class AttachedAlgorithms:
         """
         if not isinstance(state, Mapping):
             raise ValueError(f"the state of the algorithms is {state!r:.60}, not a dictionary; load another one.")
-        own = self._states()
-        chosen, state = state.get(LEVERS), {name: value for name, value in state.items() if name != LEVERS}
-        extra = sorted(name for name in state if state[name] and name not in own)
-        missing = sorted(name for name in own if own[name] and name not in state)
-        if extra or missing:
-            found = f"the state of {', '.join(extra)}, not attached here" if extra else ""
-            found += " and " if extra and missing else ""
-            found += f"no state of {', '.join(missing)}, attached here" if missing else ""
+        before, levers = self.state_dict(), state.get(LEVERS)
+        unknown = sorted(name for name in state if state[name] and name not in (*self, LEVERS))
+        missing = sorted(name for name in self if before[name] and name not in state)
+        if unknown or missing:
+            faults = [f"the state of {', '.join(unknown)}, not attached here"] if unknown else []
+            faults += [f"no state of {', '.join(missing)}, attached here"] if missing else []
+            found = " and ".join(faults)
             raise ValueError(f"the checkpoint holds {found}; attach the algorithms it was written with before loading.")
         loaded: list[str] = []
         try:
-            for name in self._entries:
+            for name in self:
                 if name in state:
                     loaded.append(name)
                     _load(name, self[name], state[name])
-            if self._levers is not None and chosen is not None:
-                self._levers[1](chosen)
+            if self._levers is not None and levers is not None:
+                self._levers[1](levers)
         except BaseException:
             for name in loaded:
-                self[name].load_state_dict(own[name])
+                self[name].load_state_dict(before[name])
             raise
 
     def with_undo(self, undo: Callable[[], None]) -> Self:
@@ -433,7 +425,7 @@ class AttachedAlgorithms:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
 
@@ -468,72 +460,56 @@ def attach_all(target: Target, algorithms: Iterable[Algorithm]) -> AttachedAlgor
             f"target must be a torchboost.Target, found {type(target).__name__}; attach to Target(model, optimizer)."
         )
     chosen = sorted(algorithms, key=lambda algorithm: algorithm.traits.order)
-    _check_conflicts(chosen)
-    _check_wrapping(target.model, chosen)
-    _check_several(target, chosen)
+    outer, inner = target.optimizer, hookable(target.optimizer)
+    _check_together(chosen)
+    for algorithm in chosen:
+        _check_place(algorithm, target, inner)
     target.scaler_follows = any(algorithm.traits.brings_scaler for algorithm in chosen)
-    given, inner = target.optimizer, hookable(target.optimizer)
-    _check_replacing(given, inner, chosen)
     target.optimizer = inner
     try:
         for algorithm in chosen:
             algorithm.check(target)
         with ExitStack() as undo:
-            changes: dict[str, Attachment] = {}
+            transforms: list[Attachment] = []
             for algorithm in chosen:
-                change = None
-                if algorithm.needs_transform(target.model):
-                    change = algorithm.transform(target.model, *target.optimizers)
-                changes[algorithm.name] = undo.enter_context(change or Attachment())
+                needed = algorithm.needs_transform(target.model)
+                transform = algorithm.transform(target.model, *target.optimizers) if needed else None
+                transforms.append(undo.enter_context(transform or Attachment()))
             live = [undo.enter_context(algorithm.attach(target)) for algorithm in chosen]
-            for algorithm, attachment in zip(chosen, live, strict=True):
-                attachment.with_undo(changes[algorithm.name].remove)
+            for attachment, transform in zip(live, transforms, strict=True):
+                attachment.with_undo(transform.remove)
             undo.pop_all()
     finally:
         if target.optimizer is inner:
-            target.optimizer = given
+            target.optimizer = outer
     return AttachedAlgorithms(chosen, live)
 
 
-def _check_several(target: Target, chosen: list[Algorithm]) -> None:
-    single = [algorithm.name for algorithm in chosen if not algorithm.traits.each_optimizer]
-    if target.others and single:
-        raise IncompatibleError(
-            f"{', '.join(map(repr, single))} works with one optimizer, but the target has {len(target.optimizers)}; "
-            "leave it out, or train all parameters with one optimizer."
-        )
-
-
-def _check_replacing(given: Optimizer, inner: Optimizer, chosen: list[Algorithm]) -> None:
-    replacing = [algorithm.name for algorithm in chosen if algorithm.traits.replaces_optimizer]
-    if replacing and inner is not given:
-        raise IncompatibleError(
-            f"'{replacing[0]}' replaces the optimizer, but the optimizer is a {type(given).__name__} "
-            f"around a {type(inner).__name__}. Attach to the inner one, then wrap target.optimizer."
-        )
-
-
-def _check_conflicts(chosen: list[Algorithm]) -> None:
+def _check_together(chosen: list[Algorithm]) -> None:
     names = [algorithm.name for algorithm in chosen]
     for algorithm in chosen:
         if names.count(algorithm.name) > 1:
             raise IncompatibleError(f"'{algorithm.name}' was given {names.count(algorithm.name)} times; give it once.")
-        others = set(names) - {algorithm.name}
-        clash = sorted(others) if algorithm.traits.alone else []
-        if clash:
-            raise IncompatibleError(
-                f"'{algorithm.name}' cannot work together with {', '.join(clash)}; leave one of them out."
-            )
+        if algorithm.traits.alone and len(names) > 1:
+            others = ", ".join(sorted(set(names) - {algorithm.name}))
+            raise IncompatibleError(f"'{algorithm.name}' cannot work together with {others}; leave one of them out.")
 
 
-def _check_wrapping(model: nn.Module, chosen: list[Algorithm]) -> None:
-    wrapper = wrapper_of(model)
-    if wrapper is None:
-        return
-    for algorithm in chosen:
-        if algorithm.needs_transform(model):
-            raise IncompatibleError(
-                f"'{algorithm.name}' changes the modules of the model, but the model is already wrapped by {wrapper}. "
-                "Call boost on the bare model, then wrap or compile it; with a plan, call plan.transform(model) on "
-                "the bare model, then wrap it, then attach."
-            )
+def _check_place(algorithm: Algorithm, target: Target, inner: Optimizer) -> None:
+    wrapper = wrapper_of(target.model)
+    if wrapper is not None and algorithm.needs_transform(target.model):
+        raise IncompatibleError(
+            f"'{algorithm.name}' changes the modules of the model, but the model is already wrapped by {wrapper}. "
+            "Call boost on the bare model, then wrap or compile it; with a plan, call plan.transform(model) on "
+            "the bare model, then wrap it, then attach."
+        )
+    if target.others and not algorithm.traits.each_optimizer:
+        raise IncompatibleError(
+            f"'{algorithm.name}' works with one optimizer, but the target has {len(target.optimizers)}; "
+            "leave it out, or train all parameters with one optimizer."
+        )
+    if algorithm.traits.replaces_optimizer and inner is not target.optimizer:
+        raise IncompatibleError(
+            f"'{algorithm.name}' replaces the optimizer, but the optimizer is a {type(target.optimizer).__name__} "
+            f"around a {type(inner).__name__}. Attach to the inner one, then wrap target.optimizer."
+        )

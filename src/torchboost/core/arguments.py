@@ -90,11 +90,10 @@ def check_apart(optimizers: Sequence[Optimizer]) -> None:
 
 def in_words(optimizers: Sequence[Optimizer]) -> list[str]:
     """Return the class of each optimizer, and its place if there are several, as in ``"AdamW (second)"``."""
-    names = [type(optimizer).__name__ for optimizer in optimizers]
-    if len(names) == 1:
-        return names
-    places = ["first", "second", "third", *(f"number {number}" for number in range(4, len(names) + 1))]
-    return [f"{name} ({place})" for name, place in zip(names, places, strict=False)]
+    if len(optimizers) == 1:
+        return [type(optimizers[0]).__name__]
+    places = ["first", "second", "third", *(f"number {number}" for number in range(4, len(optimizers) + 1))]
+    return [f"{type(one).__name__} ({place})" for one, place in zip(optimizers, places, strict=False)]
 
 
 def check_shapes(model: nn.Module) -> None:
@@ -118,10 +117,9 @@ def check_scaler(value: Any) -> None:
 
 def check_loss_fn(value: Any) -> None:
     """Raise ``TypeError`` unless ``value`` can be called and is not a class of losses."""
-    if not callable(value):
-        raise TypeError(f"loss_fn must be a function of outputs and targets, found {_found(value)}.")
-    if isinstance(value, type):
-        raise TypeError(f"loss_fn must be a function of outputs and targets, found the class; give {value.__name__}().")
+    if not callable(value) or isinstance(value, type):
+        remedy = f"; give {value.__name__}()" if callable(value) else ""
+        raise TypeError(f"loss_fn must be a function of outputs and targets, found {_found(value)}{remedy}.")
 
 
 def is_integer(value: Any) -> bool:
@@ -136,11 +134,9 @@ def is_number(value: Any) -> bool:
 
 def check_count(name: str, value: Any, *, of: str) -> None:
     """Raise ``TypeError`` unless ``value`` is an integer, and ``ValueError`` unless it is at least 1."""
-    allowed = f"give an integer, 1 or more: the number of {of}"
-    if not is_integer(value):
-        raise TypeError(f"{name}: found {value!r}; {allowed}.")
-    if value < 1:
-        raise ValueError(f"{name}: found {value!r}; {allowed}.")
+    if not is_integer(value) or value < 1:
+        kind = ValueError if is_integer(value) else TypeError
+        raise kind(f"{name}: found {value!r}; give an integer, 1 or more: the number of {of}.")
 
 
 def check_number(name: str, value: Any, *, above: bool = False) -> None:

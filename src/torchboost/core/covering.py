@@ -1,48 +1,66 @@
-"""Wrap the ``forward`` of one module instance, and unwrap it again. Copies and pickles of the module are plain.
+"""Act on the ``forward`` of one module instance: cover it, uncover it, and warn if the loop does not call it.
 
-A file written by ``torch.save(model)`` then loads without this package, also with ``weights_only=True``, which allows
-no class that it does not know.
+Copies and pickles of the module are plain. A file written by ``torch.save(model)`` then loads without this package,
+also with ``weights_only=True``, which allows no class that it does not know.
 """
 
 from __future__ import annotations
 
 import functools
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Attachment, Removable
 from torchboost.core.torch_private import MAKES_REPLICAS, make_replica, module_hooks, state_without_hooks
+from torchboost.core.wrapping import unwrap
+from torchboost.errors import NoEffectWarning
 
-__all__ = ["Around", "cover_forward", "is_cover", "is_our_hook", "own_forward", "plain_hook", "uncovered"]
+__all__ = ["ForwardWatch", "cover_forward", "is_cover", "is_our_hook", "own_forward", "plain_hook", "uncovered"]
 
 Forward = Callable[..., Any]
 """Takes the module as its first argument, like a function in a class."""
 Around = Callable[[Forward, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 """``around(forward, module, args, kwargs)`` calls ``forward(module, *args, **kwargs)``, or something else instead."""
 _COVER = "torchboost_cover"
-"""Entry of a covering function's ``__dict__`` that holds its :class:`_Cover`."""
+"""Entry of a covering function's ``__dict__`` that holds its :class:`_Covers`."""
 _STATE = "__getstate__"
 """Attribute of a module that is covered or hooked. ``copy`` and ``pickle`` ask the instance before its class."""
 
 
 @dataclass(slots=True, eq=False)
-class _Cover:
-    """The neighbours of a covering function.
+class _Covers:
+    """The covers of one module.
 
     Args:
-        under: One entry, the function that it calls. A list, because closures share it and compiled graphs guard on it.
-        beneath: The covering function under it, or None.
-        own: The user's ``forward`` of the instance, under the lowest cover; None if the class's ``forward`` is there.
+        own: The ``forward`` that the user set on the instance; None if that of its class is covered.
+        bare: The same as a function of the module.
+        layers: The innermost one first.
+        outermost: One entry, the function that runs all layers. A list, because compiled graphs guard on it.
     """
 
-    under: list[Forward]
-    beneath: Any
     own: Any
+    bare: Forward
+    layers: list[Around] = field(default_factory=list)
+    outermost: list[Forward] = field(default_factory=list)
+
+    def put_together(self) -> None:
+        """Call after a change of ``layers``."""
+        self.outermost[:] = [functools.reduce(self._link, self.layers, self.bare)]
+
+    def _link(self, under: Forward, around: Around) -> Forward:
+        def forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            return around(under, module, args, kwargs)
+
+        vars(forward)[_COVER] = self
+        return forward
 
 
 def cover_forward(model: nn.Module, around: Around, *, innermost: bool = False) -> Attachment:
@@ -58,41 +76,100 @@ def cover_forward(model: nn.Module, around: Around, *, innermost: bool = False) 
 
     Returns:
         An attachment whose ``remove()`` restores ``forward``, even if the model was covered again in the meantime.
-        Afterwards the removed cover only calls what is under it.
+        Code that wrapped the covered ``forward`` and still calls it then calls what was under the cover.
     """
-    # Code that wrapped this forward still calls it after remove(). Then it only calls what is under it.
-    live = [True]
-    under: list[Forward] = []
-
-    def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        if not live:
-            return under[0](self, *args, **kwargs)
-        return around(under[0], self, args, kwargs)
-
-    # Tools read the signature of forward, for example to choose the columns of a data set.
-    covering: Any = functools.update_wrapper(forward, type(model).forward)
-    top = _top(model)
-    if innermost and top is not None:
-        above = _lowest(top)
-        under.append(above.under[0])
-        vars(covering)[_COVER] = _Cover(under, None, above.own)
-        above.under[0], above.beneath, above.own = covering, covering, None
-    else:
-        own = vars(model).get("forward") if top is None else None
-        under.append(top or _unbound(model, own))
-        vars(covering)[_COVER] = _Cover(under, top, own)
-        model.forward = types.MethodType(covering, model)
-        setattr(model, MAKES_REPLICAS, types.MethodType(_replicate_for_data_parallel, model))
-        _mark(model)
+    covers = _covers(model)
+    if covers is None:
+        covers = _cover_first(model)
+    layers = covers.layers
+    layers.insert(0 if innermost else len(layers), around)
+    covers.put_together()
 
     def uncover() -> None:
-        live.clear()
-        _take_out(model, covering)
-        if _top(model) is None:
+        del layers[next(place for place, layer in enumerate(layers) if layer is around)]
+        covers.put_together()
+        if not layers and _covers(model) is covers:
+            _set_forward(model, covers.own)
+        if _covers(model) is None:
             vars(model).pop(MAKES_REPLICAS, None)
         _unmark(model)
 
     return Attachment(undo=uncover)
+
+
+def _cover_first(model: nn.Module) -> _Covers:
+    own = vars(model).get("forward")
+    if own is None:
+        bare = type(model).forward
+    elif getattr(own, "__self__", None) is model:  # a replica computes with its own weights
+        bare = own.__func__
+    else:
+        bare = functools.partial(_call_own, own)
+    covers = _Covers(own, bare)
+    outermost = covers.outermost
+
+    def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        return outermost[0](self, *args, **kwargs)
+
+    # Tools read the signature of forward, for example to choose the columns of a data set.
+    covering = functools.update_wrapper(forward, type(model).forward)
+    vars(covering)[_COVER] = covers
+    model.forward = types.MethodType(covering, model)
+    setattr(model, MAKES_REPLICAS, types.MethodType(_replicate_for_data_parallel, model))
+    _mark(model)
+    return covers
+
+
+def _call_own(own: Any, model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    return own(*args, **kwargs)
+
+
+def _replicate_for_data_parallel(model: nn.Module) -> nn.Module:
+    """Make a replica for ``DataParallel`` whose forward is bound to the replica, not to the model."""
+    replica = make_replica(model)
+    if _covers(model) is not None:
+        replica.forward = types.MethodType(vars(model)["forward"].__func__, replica)
+    return replica
+
+
+def _set_forward(model: nn.Module, own: Any) -> None:
+    """Let the user's ``forward`` of the instance count, or that of its class."""
+    vars(model).pop("forward", None)
+    if own is not None:
+        model.forward = own
+
+
+def is_cover(function: Any) -> bool:
+    """Whether the function under a cover is another cover."""
+    return isinstance(function, types.FunctionType) and _COVER in vars(function)
+
+
+def _covers(model: nn.Module) -> _Covers | None:
+    return _covers_of(vars(model).get("forward"))
+
+
+def _covers_of(method: Any) -> _Covers | None:
+    function = getattr(method, "__func__", None)
+    return vars(function)[_COVER] if is_cover(function) else None
+
+
+def own_forward(model: nn.Module) -> Any:
+    """Return the ``forward`` that the user set on this instance, under all covers; None without one."""
+    covers = _covers(model)
+    return vars(model).get("forward") if covers is None else covers.own
+
+
+@contextmanager
+def uncovered(model: nn.Module) -> Iterator[None]:
+    """Run the block with every module of a model uncovered. Covers that the block adds must be gone at its end."""
+    covered = [(module, vars(module)["forward"]) for module in model.modules() if _covers(module) is not None]
+    try:
+        for module, _ in covered:
+            _set_forward(module, own_forward(module))
+        yield
+    finally:
+        for module, forward in covered:
+            module.forward = forward
 
 
 def plain_hook(module: nn.Module, handle: Removable) -> Attachment:
@@ -115,24 +192,13 @@ def is_our_hook(hook: Any) -> bool:
     return home.split(".")[0] == __name__.split(".")[0]
 
 
-def is_cover(function: Any) -> bool:
-    """Whether what :func:`cover_forward` found under a cover is another cover."""
-    return isinstance(function, types.FunctionType) and _COVER in vars(function)
-
-
-def own_forward(model: nn.Module) -> Any:
-    """Return the ``forward`` that the user set on this instance, under all covers; None without one."""
-    function = _top(model)
-    return vars(model).get("forward") if function is None else _lowest(function).own
-
-
 def _mark(model: nn.Module) -> None:
     vars(model).setdefault(_STATE, functools.partial(_state, model))
 
 
 def _unmark(model: nn.Module) -> None:
     hooked = any(is_our_hook(hook) for hooks in module_hooks(model) for hook in hooks.values())
-    if not hooked and _top(model) is None and getattr(vars(model).get(_STATE), "func", None) is _state:
+    if not hooked and _covers(model) is None and getattr(vars(model).get(_STATE), "func", None) is _state:
         del vars(model)[_STATE]
 
 
@@ -144,97 +210,51 @@ def _state(model: nn.Module) -> Any:
     for name in (_STATE, MAKES_REPLICAS):
         state.pop(name, None)
     for name, value in list(state.items()):  # Accelerate keeps a covered forward under another name
-        function = _covering(value)
-        if function is None:
+        covers = _covers_of(value)
+        if covers is None:
             continue
-        own = _lowest(function).own
-        if own is not None:
-            state[name] = own
-        elif name == "forward":
+        if covers.own is None and name == "forward":
             del state[name]
         else:
-            state[name] = types.MethodType(type(model).forward, model)
+            state[name] = types.MethodType(type(model).forward, model) if covers.own is None else covers.own
     return state
 
 
-@contextmanager
-def uncovered(model: nn.Module) -> Iterator[None]:
-    """Run the block with every module of a model uncovered. Covers that the block adds must be gone at its end."""
-    covered = [(module, vars(module)["forward"], _top(module)) for module in model.modules() if _top(module)]
-    try:
-        for module, _, top in covered:
-            own = _lowest(top).own
-            if own is None:
-                del module.forward
-            else:
-                module.forward = own
-        yield
-    finally:
-        for module, forward, _ in covered:
-            module.forward = forward
+class ForwardWatch(Attachment):
+    """Warns after the first update if the model's forward was not called before it.
 
+    A loop may call a part of the model instead, such as a ``training_step`` that calls ``self.net(x)``. An algorithm
+    that acts in the model's own forward then has no effect.
 
-def _replicate_for_data_parallel(model: nn.Module) -> nn.Module:
-    """Make a replica for ``DataParallel`` whose forward is bound to the replica, not to the model."""
-    replica = make_replica(model)
-    function = _top(model)
-    if function is not None:
-        replica.forward = types.MethodType(function, replica)
-    return replica
+    Args:
+        name: Name of the algorithm.
+        model: The model that the algorithm acts on.
+        optimizer: The optimizer of the model. Its first update with nonzero gradients counts.
 
+    Attributes:
+        called: Whether the forward was called. Set by the function that covers it.
+    """
 
-def _cover(function: Any) -> _Cover:
-    return vars(function)[_COVER]
+    def __init__(self, name: str, model: nn.Module, optimizer: Optimizer) -> None:
+        self.called = False
+        bare = unwrap(model)
+        kind, parts = type(bare).__name__, [part for part, _ in bare.named_children()]
+        example = f" (here one of {', '.join(parts[:4])})" if parts else ""
+        self._warning: str | None = (
+            f"{name} had no effect: there was an update, but {kind} itself was not called before it. Pass "
+            f"the module that the training step calls{example}, or call the {kind}."
+        )
+        super().__init__(optimizer.register_step_pre_hook(self._judge))
 
-
-def _top(model: nn.Module) -> Any:
-    """Return the outermost covering function of the model; None without one."""
-    return _covering(vars(model).get("forward"))
-
-
-def _covering(method: Any) -> Any:
-    function = getattr(method, "__func__", None)
-    return function if isinstance(function, types.FunctionType) and _COVER in vars(function) else None
-
-
-def _lowest(function: Any) -> _Cover:
-    while (beneath := _cover(function).beneath) is not None:
-        function = beneath
-    return _cover(function)
-
-
-def _unbound(model: nn.Module, own: Any) -> Forward:
-    """Return the class's ``forward``, or the instance's own one, as a function of the module."""
-    if own is None:
-        return type(model).forward
-    if getattr(own, "__self__", None) is model:  # a replica computes with its own weights
-        return own.__func__
-    return functools.partial(_call_own, own)
-
-
-def _call_own(own: Any, model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    return own(*args, **kwargs)
-
-
-def _put_back(model: nn.Module, own: Any) -> None:
-    """Replace the covers by the instance's own ``forward``, or by that of its class."""
-    del model.forward
-    if own is not None:
-        model.forward = own
-
-
-def _take_out(model: nn.Module, covering: Any) -> None:
-    gone = _cover(covering)
-    top = _top(model)
-    if top is covering:
-        if gone.beneath is not None:
-            model.forward = types.MethodType(gone.beneath, model)
-        else:
-            _put_back(model, gone.own)
-        return
-    while top is not None:
-        above = _cover(top)
-        if above.beneath is covering:
-            above.under[0], above.beneath, above.own = gone.under[0], gone.beneath, gone.own
+    def _judge(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._warning is None or torch.compiler.is_compiling() or not (self.called or _moves(optimizer)):
             return
-        top = above.beneath
+        warning, self._warning = self._warning, None
+        if not self.called:
+            warnings.warn(warning, NoEffectWarning, stacklevel=2)
+
+
+def _moves(optimizer: Optimizer) -> bool:
+    """Whether a gradient is nonzero. torch's checkpoint functions step with zeros to create the optimizer's state."""
+    grads = (param.grad for group in optimizer.param_groups for param in group["params"])
+    return any(bool((grad.coalesce().values() if grad.is_sparse else grad).any()) for grad in grads if grad is not None)

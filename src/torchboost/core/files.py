@@ -8,7 +8,6 @@ import os
 import re
 import secrets
 import stat
-import time
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -27,13 +26,10 @@ __all__ = [
 _LOG = logging.getLogger("torchboost")
 PARTIAL = ".torchboost-partial-"
 """How the names of unfinished files begin. One is left if the process is killed while it writes."""
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-_RECORD = re.compile(r"[0-9a-f]{64}\.json")
-_MOST_RECORDS = 256
-_LONGEST = 1 << 20
-"""Largest size of a record in bytes. A choice has about a thousand."""
-_ABANDONED = 3600.0
-"""Age in seconds after which an unfinished file belongs to a process that was killed."""
+_OURS = re.compile(r"[0-9a-f]{64}\.json|\.torchboost-partial-.*")
+_MOST_FILES = 256
+_LARGEST = 1 << 20
+"""Bytes of a record. A choice has about a thousand."""
 
 
 def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
@@ -60,7 +56,8 @@ def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
             os.fsync(descriptor)
         os.replace(partial, path)
     except BaseException:
-        _remove(partial)
+        with contextlib.suppress(OSError):
+            partial.unlink()
         raise
 
 
@@ -71,7 +68,7 @@ def only_mine(status: os.stat_result) -> bool:
         status: What ``os.stat``, ``os.lstat`` or ``os.fstat`` returned.
     """
     owner = getattr(os, "geteuid", None)
-    return owner is None or (status.st_uid == owner() and not status.st_mode & _OTHERS_WRITE)
+    return owner is None or (status.st_uid == owner() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 
 
 def record_folder(kind: str) -> Path | None:
@@ -154,7 +151,7 @@ def store_record(folder: Path | None, record: Record) -> None:
         if not only_mine(folder.stat()):
             raise PermissionError(f"{folder} belongs to another user, or other users may write to it")
         write_whole(file, record.model_dump_json().encode() + b"\n", mode=0o600)
-        _trim(file)
+        _trim(folder)
     except OSError as error:
         _LOG.debug("The record is not kept in %s: %s", file, error)
 
@@ -166,28 +163,21 @@ def _read(file: Path) -> bytes:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or not only_mine(status):
             raise PermissionError("it is not a regular file of this user that others cannot write")
-        if status.st_size > _LONGEST:
+        if status.st_size > _LARGEST:
             raise ValueError(f"it has {status.st_size} bytes")
         with open(descriptor, "rb", closefd=False) as opened:
-            return opened.read(_LONGEST)
+            return opened.read(_LARGEST)
     finally:
         os.close(descriptor)
 
 
-def _trim(newest: Path) -> None:
-    """Remove the oldest records above the limit, never the newest, and what killed processes left."""
-    records, now = [], time.time()
-    for file in newest.parent.iterdir():
-        with contextlib.suppress(FileNotFoundError):  # another process has removed it
-            changed = file.lstat().st_mtime
-            if file.name.startswith(PARTIAL) and changed < now - _ABANDONED:
-                _remove(file)
-            elif _RECORD.fullmatch(file.name) and file.name != newest.name:
-                records.append((changed, file))
-    for _, file in sorted(records, reverse=True)[_MOST_RECORDS - 1 :]:
-        _remove(file)
-
-
-def _remove(file: Path) -> None:
-    with contextlib.suppress(OSError):
-        file.unlink()
+def _trim(folder: Path) -> None:
+    """Keep the newest files: records, and those that killed processes left. Other processes may remove some first."""
+    ages = []
+    for file in folder.iterdir():
+        with contextlib.suppress(OSError):
+            if _OURS.fullmatch(file.name):
+                ages.append((file.lstat().st_mtime_ns, file))
+    for _, file in sorted(ages, reverse=True)[_MOST_FILES:]:
+        with contextlib.suppress(OSError):
+            file.unlink()

@@ -1,4 +1,4 @@
-"""Properties of the machine that algorithms depend on: the speed of bfloat16, and what decides which kernels run."""
+"""Properties of the machine that algorithms depend on: the speed of bfloat16, and the switches of kernels."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from typing import Any
 import torch
 
 from torchboost.core.files import Record, load_record, record_folder, store_record
-from torchboost.core.torch_versions import cpu_capabilities
-from torchboost.measure.machine import PAYS, STAYS, Kind, Products, half_speed
+from torchboost.core.torch_private import cpu_capabilities
+from torchboost.measure.machine import PAYS, Kind, Products, half_speed
 from torchboost.measure.stopwatch import device_name, processor_name
 
 __all__ = [
     "HalfPrecision",
     "device_fault",
     "half_precision",
-    "half_precision_is_fast",
     "kernel_switches",
     "matmul_backends",
 ]
@@ -66,10 +65,8 @@ def half_precision(device: torch.device | str, convolutions: int | None = None) 
 
     The decision is made once per machine: it is kept in the folder ``bfloat16`` of
     :func:`~torchboost.core.files.record_folder`, for the processor, the number of threads, the device, torch's version
-    and what else changes kernels (:func:`kernel_switches`). If other programs used the machine
-    meanwhile, so that the measurement exceeded its time limit, later processes measure again, until one has finished
-    in time. Its result then replaces the earlier one; what counted as fast stays so from 1.1 times on. To measure
-    again, delete the folder.
+    and the switches of kernels (:func:`kernel_switches`). If other programs used the machine meanwhile, so that the
+    measurement exceeded its time limit, it counts for this process only. To measure again, delete the folder.
 
     Args:
         device: A device or its name. ``"cuda"`` means the current CUDA device.
@@ -102,11 +99,6 @@ def half_precision(device: torch.device | str, convolutions: int | None = None) 
     return HalfPrecision(True, ", and ".join(reasons))
 
 
-def half_precision_is_fast(device: torch.device | str, convolutions: int | None = None) -> bool:
-    """Return the decision of :func:`half_precision` without its reason."""
-    return half_precision(device, convolutions).fast
-
-
 def _by_capability(device: torch.device) -> HalfPrecision:
     major, minor = torch.cuda.get_device_capability(device)
     return HalfPrecision(
@@ -115,34 +107,27 @@ def _by_capability(device: torch.device) -> HalfPrecision:
     )
 
 
-class _Decision(Record):
-    """What is kept on disk of a measurement."""
+class _Measured(Record):
+    """A measurement that is kept on disk."""
 
-    fast: bool
-    found: Products
-
-    def in_words(self, *, earlier: bool = False) -> HalfPrecision:
-        when = ", as measured earlier on this machine" if earlier else ""
-        limit = "" if self.fast else f" (autocast pays from {1 / PAYS:.2f} times on down)"
-        return HalfPrecision(self.fast, f"{self.found}{when}{limit}")
+    products: Products
 
 
 @functools.cache
 def _decision(kind: Kind, device: torch.device, key: str, folder: Path | None) -> HalfPrecision | None:
     """Decide about one kind of product, as before on this machine; None if a GPU could not be measured."""
-    before = load_record(folder, key, _Decision)
-    before = before if before is not None and before.found.is_judged else None
-    if before is not None and before.found.in_time:
-        return before.in_words(earlier=True)
-    products = half_speed(kind, device)
-    if before is not None and not (products.is_judged and products.in_time):
-        return before.in_words(earlier=True)
-    if not products.is_judged:
-        return None if products.ratio is None and device.type == "cuda" else HalfPrecision(False, str(products))
-    stays = before is not None and before.fast and products.ratio is not None and products.ratio >= STAYS
-    decision = _Decision(key=key, fast=products.half_pays or stays, found=products)
-    store_record(folder, decision)
-    return decision.in_words()
+    record = load_record(folder, key, _Measured)
+    if record is not None and record.products.is_judged and record.products.in_time:
+        products, origin = record.products, ", as measured earlier on this machine"
+    else:
+        products, origin = half_speed(kind, device), ""
+        if products.ratio is None and device.type == "cuda":
+            return None
+        if products.is_judged and products.in_time:
+            store_record(folder, _Measured(key=key, products=products))
+    slow = products.is_judged and not products.half_pays
+    limit = f" (autocast pays from {1 / PAYS:.2f} times on down)" if slow else ""
+    return HalfPrecision(products.half_pays, f"{products}{origin}{limit}")
 
 
 def _key(kind: Kind, device: torch.device) -> str:

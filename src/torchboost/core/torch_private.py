@@ -1,185 +1,80 @@
-"""Every private name of torch that this package reads, each under a public name.
+"""Every private name of torch that this package reads, each under a public name, and what differs between versions.
 
-No other module of the package reads a private name of torch; ``tests/contracts/test_private_names.py`` scans for them.
-If an update of torch moves or changes a name, it is mended here, and ``tests/core/test_torch_private.py`` says which
-one it was. All names were last seen in torch 2.9.1 to 2.14.1; one is read in two ways (:func:`all_reduce_hooks`). The
-module imports nothing of this package, and nothing of torch that ``import torch`` does not import.
+No other module of the package reads a private name of torch or asks which version runs, from 2.9 on.
+``tests/contracts/test_private_names.py`` scans for them. If an update of torch moves or changes a name, it is mended
+here, and ``tests/core/test_torch_private.py`` says which one it was. The module imports nothing of this package, and
+nothing of torch that ``import torch`` does not import.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._C._autograd import _top_saved_tensors_default_hooks as top_saved_tensor_hooks
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
-from torch.nn.modules import padding, pooling
-from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
-from torch.nn.modules.batchnorm import _NormBase as AnyNorm
-from torch.nn.modules.conv import _ConvNd as AnyConv
-from torch.nn.modules.conv import _ConvTransposeNd as AnyTransposedConv
-from torch.nn.modules.dropout import _DropoutNd as AnyDropout
+from torch.nn.modules import batchnorm, conv, dropout, padding, pooling
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.optimizer import _get_capturable_supported_devices as capturable_devices
-from torch.optim.optimizer import _global_optimizer_post_hooks as global_step_post_hooks
-from torch.optim.optimizer import _global_optimizer_pre_hooks as global_step_pre_hooks
-from torch.overrides import _get_current_function_mode_stack as function_modes
-from torch.utils._foreach_utils import _get_fused_kernels_supported_devices as fused_devices
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode as dispatch_mode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.optim.optimizer import (
+    _get_capturable_supported_devices,
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+)
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils import _foreach_utils, _pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.checkpoint import CheckpointFunction
 from typing_extensions import Self
 
-__all__ = [
-    "MAKES_REPLICAS",
-    "PADDING",
-    "POOLING",
-    "AnyBatchNorm",
-    "AnyConv",
-    "AnyDropout",
-    "AnyNorm",
-    "AnyTransposedConv",
-    "DispatchMode",
-    "Interceptor",
-    "TreeSpec",
-    "active_ddp",
-    "all_reduce_hooks",
-    "beneath_compiled",
-    "buffer_slots",
-    "build_again",
-    "built_in_comm_hook",
-    "call_uncompiled",
-    "calls_hooks",
-    "capturable_devices",
-    "check_and_unscale_",
-    "child_slots",
-    "comm_hooks",
-    "compiled_call",
-    "compiled_graphs",
-    "conv_forward",
-    "conv_padding",
-    "end_pass",
-    "exchange_of_a_pass",
-    "foreach",
-    "forget_fused_mark",
-    "fused_devices",
-    "global_step_post_hooks",
-    "global_step_pre_hooks",
-    "gradient_hooks",
-    "guards_every_flag",
-    "guards_of_every_flag",
-    "has_fused_mark",
-    "has_gradient_hooks",
-    "has_saved_tensor_hooks",
-    "holds_back_gradients",
-    "hooks_of_optimizer",
-    "in_forward_of_fsdp2",
-    "inside_compiled",
-    "inside_function_transform",
-    "inside_mode",
-    "interceptor_of",
-    "is_functorch_wrapped_tensor",
-    "is_of_interceptor",
-    "is_reentrant_checkpoint",
-    "is_traced_constant",
-    "is_tracing",
-    "is_view",
-    "lazy_gloo",
-    "local_shard",
-    "make_replica",
-    "memory_stamp",
-    "module_hooks",
-    "node_number",
-    "older_cpu_flags",
-    "overrides_dispatch",
-    "parameter_slots",
-    "place_of_optimizer",
-    "precision_of_unit",
-    "recompile_limit",
-    "sequence_number",
-    "set_compiled_call",
-    "share_attributes",
-    "sparse_rows",
-    "sparse_values",
-    "state_dict_hooks",
-    "state_without_hooks",
-    "step_post_hooks",
-    "step_pre_hooks",
-    "tree_flatten",
-    "tree_unflatten",
-    "version",
-    "versions",
-    "without_hooks",
-    "writes_to",
-]
-
-POOLING = (pooling._MaxPoolNd, pooling._AvgPoolNd, pooling._AdaptiveAvgPoolNd, pooling._AdaptiveMaxPoolNd)
-"""The base classes of the pooling layers."""
-
-PADDING = (padding._ConstantPadNd, padding._ReflectionPadNd, padding._ReplicationPadNd)
-"""The base classes of the padding layers."""
-
-MAKES_REPLICAS = "_replicate_for_data_parallel"
-"""The method of a module that ``DataParallel`` calls for a replica."""
-
-_torch: Any = torch  # type checkers count the names below as not exported
-foreach: Any = SimpleNamespace(
-    add=_torch._foreach_add,
-    add_=_torch._foreach_add_,
-    addcdiv_=_torch._foreach_addcdiv_,
-    addcmul=_torch._foreach_addcmul,
-    addcmul_=_torch._foreach_addcmul_,
-    clamp_max_=_torch._foreach_clamp_max_,
-    clamp_min_=_torch._foreach_clamp_min_,
-    copy_=_torch._foreach_copy_,
-    div=_torch._foreach_div,
-    div_=_torch._foreach_div_,
-    lerp=_torch._foreach_lerp,
-    lerp_=_torch._foreach_lerp_,
-    maximum_=_torch._foreach_maximum_,
-    mul_=_torch._foreach_mul_,
-    neg=_torch._foreach_neg,
-    neg_=_torch._foreach_neg_,
-    norm=_torch._foreach_norm,
-    pow=_torch._foreach_pow,
-    sqrt=_torch._foreach_sqrt,
-    sqrt_=_torch._foreach_sqrt_,
-    sub_=_torch._foreach_sub_,
-)
-"""Operations on lists of tensors: ``foreach.add_(params, updates)`` is ``torch._foreach_add_``.
-
-Not those of ``torch.ops.aten``. For a list of tensors, these try the overload for a list of numbers first and read the
-tensors one by one before they give up, which took 6 to 80 times as long as the operation itself. The bits are the same.
-"""
-
+_torch: Any = torch
+"""Type checkers count some names of torch as not exported."""
+_aten: Any = torch.ops.aten
+_BEFORE_2_11, _BEFORE_2_12, _BEFORE_2_13 = ((2, minor) > _torch.__version__ for minor in (11, 12, 13))
 
 # Modules
 
+AnyBatchNorm = batchnorm._BatchNorm
+AnyNorm = batchnorm._NormBase
+AnyConv = conv._ConvNd
+AnyTransposedConv = conv._ConvTransposeNd
+AnyDropout = dropout._DropoutNd
+POOLING = (pooling._MaxPoolNd, pooling._AvgPoolNd, pooling._AdaptiveAvgPoolNd, pooling._AdaptiveMaxPoolNd)
+PADDING = (padding._ConstantPadNd, padding._ReflectionPadNd, padding._ReplicationPadNd)
+MAKES_REPLICAS = "_replicate_for_data_parallel"
+"""The method of a module that ``DataParallel`` calls for a replica."""
 
-def parameter_slots(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the parameters of a module by name, None for absent ones, to read and to write: ``Module._parameters``."""
-    return module._parameters
+parameter_slots: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
+buffer_slots: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
+child_slots: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
+"""Return the parameters, buffers or children of a module by name, None for absent ones, to read and to write."""
 
+module_hooks: Callable[[nn.Module], tuple[dict[int, Any], ...]] = attrgetter(
+    "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+)
+"""Returns the hooks of a module: before and after forward, before and after backward, to read and to write."""
 
-def buffer_slots(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the buffers of a module by name, None for absent ones, to read and to write: ``Module._buffers``."""
-    return module._buffers
+state_dict_hooks: Callable[[nn.Module], tuple[dict[int, Any], dict[int, Any]]] = attrgetter(
+    "_state_dict_hooks", "_load_state_dict_pre_hooks"
+)
+"""Returns the hooks that change the state dicts of a module, to read and to write.
 
+They run after a state dict is made, and before it is loaded. One of the second kind is inside an object that holds it
+as ``hook``.
+"""
 
-def child_slots(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return the children of a module by name, None for absent ones, to read and to write: ``Module._modules``."""
-    return module._modules
+conv_padding: Callable[[nn.Module], Sequence[int]] = attrgetter("_reversed_padding_repeated_twice")
+"""Returns how far a convolution pads each side, also for "same"."""
 
 
 def share_attributes(
@@ -187,23 +82,6 @@ def share_attributes(
 ) -> None:
     """Give a module made by ``__new__`` all attributes of ``source``, with other ``_buffers`` and ``_modules``."""
     vars(module).update(vars(source) | {"_buffers": buffers, "_modules": children})
-
-
-def module_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any], dict[int, Any], dict[int, Any]]:
-    """Return the hooks of a module: before and after forward, before and after backward, to read and to write.
-
-    Reads ``Module._forward_pre_hooks``, ``_forward_hooks``, ``_backward_pre_hooks`` and ``_backward_hooks``.
-    """
-    return module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
-
-
-def state_dict_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Return the hooks that change the state dicts of a module, those after it is made and those before it is loaded.
-
-    Reads ``Module._state_dict_hooks`` and ``_load_state_dict_pre_hooks``, to read and to write. A hook of the second
-    kind is inside an object that holds it as ``hook``.
-    """
-    return module._state_dict_hooks, module._load_state_dict_pre_hooks
 
 
 def state_without_hooks(module: nn.Module, is_ours: Callable[[Any], bool]) -> Any:
@@ -238,11 +116,6 @@ def conv_forward(layer: nn.Module | type[nn.Module]) -> Any:
     return getattr(found, "__func__", found)
 
 
-def conv_padding(layer: AnyConv) -> Sequence[int]:
-    """Return how far a convolution pads each side, also for "same": ``_ConvNd._reversed_padding_repeated_twice``."""
-    return layer._reversed_padding_repeated_twice
-
-
 def make_replica(module: nn.Module) -> nn.Module:
     """Return what ``DataParallel`` computes with on a device, by the class: ``Module._replicate_for_data_parallel``."""
     replica: nn.Module = type(module)._replicate_for_data_parallel(module)
@@ -251,19 +124,60 @@ def make_replica(module: nn.Module) -> nn.Module:
 
 # Tensors
 
+foreach: Any = SimpleNamespace(
+    **{
+        name: getattr(torch, f"_foreach_{name}")
+        for name in (
+            *("add", "add_", "addcdiv_", "addcmul", "addcmul_", "clamp_max_", "clamp_min_", "copy_", "div", "div_"),
+            *("lerp", "lerp_", "maximum_", "mul_", "neg", "neg_", "norm", "pow", "sqrt", "sqrt_", "sub_"),
+        )
+    }
+)
+"""Operations on lists of tensors: ``foreach.add_(params, updates)`` is ``torch._foreach_add_``.
+
+Not those of ``torch.ops.aten``. For a list of tensors, these try the overload for a list of numbers first and read the
+tensors one by one before they give up, which took 6 to 80 times as long as the operation itself. The bits are the same.
+"""
+UNSUPPORTED_SHARDS = (RuntimeError, AssertionError)
+"""What an operator raises that cannot compute with a DTensor: in 2.9 not always a ``RuntimeError``."""
 
 version: Callable[[Tensor], int] = attrgetter("_version")
-"""Returns how often a tensor was written to in place: ``Tensor._version``."""
+"""Returns how often a tensor was written to in place."""
+
+is_view: Callable[[Tensor], bool] = methodcaller("_is_view")
+"""Returns whether a tensor was made as a view of another one."""
+
+sparse_values: Callable[[Tensor], Tensor] = methodcaller("_values")
+"""Returns the numbers of a sparse COO tensor, coalesced or not."""
+
+local_shard: Callable[[Any], Tensor] = attrgetter("_local_tensor")
+"""Returns the memory of this rank's part of a DTensor, the same object each time."""
+
+check_and_unscale_: Callable[[list[Tensor], Tensor, Tensor], None] = _aten._amp_foreach_non_finite_check_and_unscale_
+"""Multiplies gradients in place and sets the second tensor to 1 if one is not finite, as ``GradScaler`` does.
+
+One read and one write of each gradient, without waiting for the device. The gradients are of one device and one
+precision, the second tensor of shape ``(1,)`` and the factor of shape ``()``, both float32.
+"""
+
+sequence_number: Callable[[], int] = _torch._C._autograd._get_sequence_nr
+"""Returns the number that the next node of the autograd graph gets."""
+
+node_number: Callable[[Any], int] = methodcaller("_sequence_nr")
+"""Returns the place of a node of the autograd graph in the order in which its thread recorded nodes."""
+
+is_tracing: Callable[[], bool] = torch._C._is_tracing
+"""Returns whether ``torch.jit.trace`` runs."""
+
+TreeSpec = _pytree.TreeSpec
+tree_flatten = _pytree.tree_flatten
+tree_unflatten = _pytree.tree_unflatten
+is_functorch_wrapped = is_functorch_wrapped_tensor
 
 
 def versions(tensors: Iterable[Tensor]) -> list[int]:
     """Return the :data:`version` of each tensor."""
     return list(map(version, tensors))
-
-
-def is_view(tensor: Tensor) -> bool:
-    """Whether a tensor was made as a view of another one. Reads ``Tensor._is_view``."""
-    return tensor._is_view()
 
 
 def memory_stamp(tensor: Tensor) -> tuple[int, int]:
@@ -272,11 +186,6 @@ def memory_stamp(tensor: Tensor) -> tuple[int, int]:
     Reads ``Tensor._version`` and ``DTensor._local_tensor``, without the autograd of ``to_local()``.
     """
     return tensor._version, getattr(tensor, "_local_tensor", tensor).data_ptr()
-
-
-def sparse_values(tensor: Tensor) -> Tensor:
-    """Return the numbers of a sparse COO tensor, coalesced or not: ``Tensor._values``."""
-    return tensor._values()
 
 
 def sparse_rows(tensor: Tensor) -> Tensor:
@@ -307,39 +216,10 @@ def gradient_hooks(tensor: Tensor) -> list[dict[int, Any]]:
     return [hooks for hooks in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks) if hooks]
 
 
-def local_shard(tensor: Any) -> Tensor:
-    """Return the memory of this rank's part of a DTensor: ``DTensor._local_tensor``, the same object each time."""
-    return tensor._local_tensor
-
-
 def overrides_dispatch(tensor: Tensor) -> bool:
     """Whether a tensor is of a class with a ``__torch_dispatch__``, such as DTensor, and has no memory of its own."""
     kinds: Any = type(tensor), Tensor
     return kinds[0].__torch_dispatch__ != kinds[1].__torch_dispatch__
-
-
-def check_and_unscale_(grads: list[Tensor], found: Tensor, inverse: Tensor) -> None:
-    """Multiply gradients in place and set ``found`` to 1 if one is not finite: what ``GradScaler`` calls.
-
-    One read and one write of each gradient, without waiting for the device:
-    ``aten._amp_foreach_non_finite_check_and_unscale_``.
-
-    Args:
-        grads: Of one device and one precision.
-        found: Shape ``(1,)``, float32.
-        inverse: Shape ``()``, float32.
-    """
-    torch.ops.aten._amp_foreach_non_finite_check_and_unscale_(grads, found, inverse)
-
-
-def sequence_number() -> int:
-    """Return the number that the next node of the autograd graph gets: ``torch._C._autograd._get_sequence_nr``."""
-    return _torch._C._autograd._get_sequence_nr()
-
-
-def node_number(node: Any) -> int:
-    """Return the place of a node in the order in which its thread recorded nodes: ``Node._sequence_nr``."""
-    return node._sequence_nr()
 
 
 def is_reentrant_checkpoint(node: Any) -> bool:
@@ -352,11 +232,11 @@ def has_saved_tensor_hooks() -> bool:
 
     This is so inside ``torch.utils.checkpoint`` with ``use_reentrant=False``, and inside ``save_on_cpu``.
     """
-    return top_saved_tensor_hooks(True) is not None
+    return _top_saved_tensors_default_hooks(True) is not None
 
 
 def inside_function_transform() -> bool:
-    """Whether ``torch.func.grad``, ``vmap`` or another one runs: ``torch._C._functorch.peek_interpreter_stack``."""
+    """Whether ``torch.func.grad``, ``vmap`` or another one runs: ``torch._C.peek_interpreter_stack``."""
     return peek_interpreter_stack() is not None
 
 
@@ -367,8 +247,8 @@ def inside_mode() -> bool:
     ``torch.utils._python_dispatch._get_current_dispatch_mode``.
     """
     device: Any = getattr(sys.modules.get("torch.utils._device"), "DeviceContext", ())
-    functions = [mode for mode in function_modes() if not isinstance(mode, device)]
-    return bool(functions) or dispatch_mode() is not None
+    functions = [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, device)]
+    return bool(functions) or _get_current_dispatch_mode() is not None
 
 
 def is_traced_constant(name: str) -> bool:
@@ -376,17 +256,42 @@ def is_traced_constant(name: str) -> bool:
     return name.startswith("_tensor_constant")
 
 
+def default_device() -> torch.device:
+    """Return where tensors are made. In 2.9 ``get_default_device`` raises after ``torch.set_default_device(None)``."""
+    return torch.empty(0).device
+
+
+def foreach_lerp(starts: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> list[Tensor]:
+    """Return ``start + weight * (end - start)`` of each pair, which before 2.13 works one by one for a DTensor only."""
+    if _BEFORE_2_13 and any(map(overrides_dispatch, starts)):
+        return [torch.lerp(start, end, weight) for start, end in zip(starts, ends, strict=True)]
+    return list(foreach.lerp(starts, ends, weight))
+
+
+def foreach_norm(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the norm of each tensor. Before 2.11 a sum of norms of shards is wrong if they are not reduced first."""
+    norms: Sequence[Tensor] = foreach.norm(tensors)
+    return list(map(_reduced, norms)) if _BEFORE_2_11 else norms
+
+
+def _reduced(norm: Tensor) -> Tensor:
+    if not overrides_dispatch(norm):
+        return norm
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return norm.redistribute(placements=[Replicate()] * norm.device_mesh.ndim) if isinstance(norm, DTensor) else norm
+
+
 # Optimizers
 
+fused_devices = _foreach_utils._get_fused_kernels_supported_devices
+capturable_devices = _get_capturable_supported_devices
+global_step_pre_hooks = _global_optimizer_pre_hooks
+global_step_post_hooks = _global_optimizer_post_hooks
 
-def step_pre_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
-    """Return the hooks that run before each step of an optimizer, in order: ``Optimizer._optimizer_step_pre_hooks``."""
-    return list(optimizer._optimizer_step_pre_hooks.values())
-
-
-def step_post_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
-    """Return the hooks that run after each step of an optimizer: ``Optimizer._optimizer_step_post_hooks``."""
-    return list(optimizer._optimizer_step_post_hooks.values())
+step_pre_hooks: Callable[[Optimizer], dict[int, Any]] = attrgetter("_optimizer_step_pre_hooks")
+step_post_hooks: Callable[[Optimizer], dict[int, Any]] = attrgetter("_optimizer_step_post_hooks")
+"""Return the hooks that run before and after each step of an optimizer, in order."""
 
 
 def calls_hooks(optimizer: Optimizer) -> bool:
@@ -425,6 +330,8 @@ def forget_fused_mark(optimizer: Optimizer) -> None:
 
 
 # torch.compile
+
+_Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
 class _Eager:
@@ -538,11 +445,6 @@ def call_uncompiled(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)
 
 
-def is_tracing() -> bool:
-    """Whether ``torch.jit.trace`` runs: ``torch._C._is_tracing``."""
-    return bool(torch._C._is_tracing())
-
-
 def inside_compiled(module: nn.Module) -> nn.Module | None:
     """Return the module that ``torch.compile(module)`` wraps, or None: ``torch._dynamo.OptimizedModule._orig_mod``.
 
@@ -600,13 +502,6 @@ def guards_of_every_flag() -> AbstractContextManager[Any]:
     return patch(skip_tensor_guards_with_matching_dict_tags=False)
 
 
-def guards_every_flag() -> bool:
-    """Whether :func:`guards_of_every_flag` holds for the whole program."""
-    from torch._dynamo import config
-
-    return not config.skip_tensor_guards_with_matching_dict_tags
-
-
 def recompile_limit() -> int:
     """Return how many graphs of one code torch compiles before it falls back to eager: ``torch._dynamo.config``."""
     from torch._dynamo import config
@@ -614,20 +509,71 @@ def recompile_limit() -> int:
     return config.recompile_limit
 
 
+def following_flags(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a compiled function whose graphs check ``requires_grad`` of every parameter, as all do from 2.12 on."""
+    if not _BEFORE_2_12:
+        return compiled
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with guards_of_every_flag():
+            return compiled(*args, **kwargs)
+
+    return call
+
+
+def marked_as_following(call: _Call) -> _Call:
+    """Mark a function of this package that calls compiled code only through :func:`following_flags`; return it."""
+    vars(call)["follows_flags"] = True
+    return call
+
+
+def follows_flags(call: Any) -> bool:
+    """Whether what a module calls was marked by :func:`marked_as_following`."""
+    return inspect.isroutine(call) and getattr(call, "follows_flags", False)
+
+
+def compiler_follows_flags() -> bool:
+    """Whether graphs of other functions than :func:`following_flags` do so; before 2.12 if a setting of torch is off.
+
+    Otherwise a graph that was made while a layer is frozen never trains it again (pytorch#139476).
+    """
+    if not _BEFORE_2_12:
+        return True
+    from torch._dynamo import config
+
+    return not config.skip_tensor_guards_with_matching_dict_tags
+
+
+def store_in_order(module: nn.Module) -> None:
+    """Store the hooks of a module in the order in which they are called. Call it after ``prepend=True``.
+
+    That moves an entry of an ``OrderedDict``. The compiler of torch 2.9 to 2.11 goes by the order of insertion, and
+    fails with "Guard check failed" if the two differ.
+    """
+    for hooks in module_hooks(module):
+        if list(hooks) != list(dict.keys(hooks)):
+            entries = list(hooks.items())
+            hooks.clear()
+            hooks.update(entries)
+
+
 # Processors
 
 
-def older_cpu_flags() -> dict[str, Any]:
-    """Return whether the processor computes in bfloat16: ``torch.cpu._is_avx512_bf16_supported`` and its like."""
+def cpu_capabilities() -> dict[str, Any]:
+    """Return what the processor can do: ``torch.cpu.get_capabilities``, before 2.11 what bfloat16 needs only."""
+    if hasattr(torch.cpu, "get_capabilities"):
+        return _torch.cpu.get_capabilities()
     return {"avx512_bf16": _torch.cpu._is_avx512_bf16_supported(), "amx_bf16": _torch.cpu._is_amx_tile_supported()}
 
 
 # Several ranks
 
+comm_hooks: Callable[[DistributedDataParallel], list[tuple[Callable[..., Any], Any]]] = attrgetter("_comm_hooks")
+"""Returns the communication hooks of DDP and their states, to read and to write."""
 
-def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], Any]]:
-    """Return the communication hooks of DDP and their states, to read and to write: ``DDP._comm_hooks``."""
-    return ddp._comm_hooks
+active_ddp: Callable[[], DistributedDataParallel | None] = DistributedDataParallel._get_active_ddp_module
+"""Returns the DDP in whose forward this is. It is there for the compiler."""
 
 
 def built_in_comm_hook(ddp: DistributedDataParallel) -> str | None:
@@ -665,11 +611,6 @@ def build_again(ddp: DistributedDataParallel) -> None:
     leaves out, and no ``_comm_hooks``.
     """
     ddp.__setstate__(vars(ddp) | {"_comm_hooks": []})
-
-
-def active_ddp() -> DistributedDataParallel | None:
-    """Return the DDP in whose forward this is: ``DDP._get_active_ddp_module``, which is there for the compiler."""
-    return DistributedDataParallel._get_active_ddp_module()
 
 
 def exchange_of_a_pass(ddp: DistributedDataParallel) -> None:

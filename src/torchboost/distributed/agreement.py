@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchboost.core.torch_private import lazy_gloo
-from torchboost.distributed.teardown import part
+from torchboost.distributed.topology import part
 from torchboost.errors import RankDisagreementError
 
 __all__ = [

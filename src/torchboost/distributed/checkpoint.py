@@ -10,11 +10,12 @@ from __future__ import annotations
 import copy
 import operator
 import os
+import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,14 +30,14 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_model_state_dict,
 )
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from torchboost.distributed import folders
 from torchboost.distributed.agreement import first_holder, ranks_of_shards
 
-__all__ = ["Part", "latest", "load", "save"]
+__all__ = ["latest", "load", "save"]
 
 OPTIMIZER = "torchboost.optimizer"
 """Part with the entries that hooks added to the optimizer's state dict."""
@@ -52,21 +53,21 @@ GENERATORS = "torchboost.generators"
 
 OURS = {OPTIMIZER, COPY, BUFFERS, GENERATORS}
 
+METADATA = ".metadata"
+"""The file that DCP writes last."""
 
-class Part(Protocol):
-    """An object with a state besides model and optimizer: a ``TrainStep``, a scaler, attached algorithms."""
-
-    def state_dict(self) -> Any:
-        """Return the state for a checkpoint."""
-        ...
-
-    def load_state_dict(self, state_dict: Any) -> Any:
-        """Restore the state from a checkpoint."""
-        ...
+UNFINISHED = ".unfinished-"
+"""How the temporary names of checkpoints begin."""
 
 
 def save(
-    folder: str | os.PathLike[str], number: int, model: nn.Module, optimizer: Optimizer, *, keep: int = 2, **parts: Part
+    folder: str | os.PathLike[str],
+    number: int,
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    keep: int = 2,
+    **parts: Stateful,
 ) -> Path:
     """Write the checkpoint ``folder/number``; all ranks must call this, with a folder that all of them can access.
 
@@ -83,7 +84,8 @@ def save(
         model: As the loop calls it: bare, in DDP, or sharded by FSDP2.
         optimizer: The optimizer that is stepped (``target.optimizer`` if a plan may have replaced it).
         keep: How many of the newest checkpoints to keep; 1 or more.
-        **parts: Other objects with a state, by a name of your choice; each rank's state is saved.
+        **parts: Other objects with ``state_dict`` and ``load_state_dict`` by a name of your choice: a ``TrainStep``, a
+            scaler, attached algorithms. The state of each rank is saved.
 
     Returns:
         The path of the checkpoint.
@@ -100,8 +102,9 @@ def save(
     if taken := OURS & set(parts):
         raise ValueError(f"the part name {sorted(taken)[0]!r} is reserved; give another name.")
     folder = Path(folder)
-    path, unfinished = folders.places(folder, number)
-    _by_first(lambda: _check_place(folder, path))
+    path = folder / f"{number:08d}"
+    unfinished = _temporary(path)
+    _by_first(lambda: _check_place(path))
     names = _names(model, _params(optimizer))
     state = dict(optimizer.state_dict())
     states = {names[position]: entry for position, entry in state.pop("state").items()}
@@ -120,7 +123,7 @@ def save(
     }
     if source:
         content[_key("buffers", source)] = buffers
-    _by_first(lambda: folders.clear(folder))
+    _by_first(lambda: _clear(folder))
     # By default DCP spreads copies over the ranks, and the BatchNorm statistics of a replica are its own.
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     with _quiet():
@@ -128,11 +131,11 @@ def save(
             state_dict_saver.save(content, checkpoint_id=unfinished, planner=planner)
         except CheckpointException as error:  # not an Exception
             raise RuntimeError(f"{path} was not written: {_in_short(error)}.") from error
-    _by_first(lambda: folders.finish(unfinished, path, keep))
+    _by_first(lambda: _finish(unfinished, path, keep))
     return path
 
 
-def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, **parts: Part) -> None:
+def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, **parts: Stateful) -> None:
     """Resume from a checkpoint, on the same or another number of ranks; all ranks must call this.
 
     Parts are loaded first, so a part that refuses the checkpoint does so before weights are changed. On the same number
@@ -168,14 +171,11 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, *
         raise ValueError(
             f"the checkpoint holds the parts {sorted(present)}, but load got {sorted(parts)}; give the same parts."
         )
-    state = {
-        **saved_parts[OPTIMIZER],
-        **_optimizer_state(path, metadata, _key("optimizer", saved_parts[COPY]), names, optimizer),
-    }
+    state = _optimizer_state(path, metadata, _key("optimizer", saved_parts[COPY]), names, optimizer)
     for name, part in parts.items():
         part.load_state_dict(saved_parts[name])
     # Not set_optimizer_state_dict: it steps an optimizer without state, hooks and all, and drops frozen moments.
-    optimizer.load_state_dict(state)
+    optimizer.load_state_dict(saved_parts[OPTIMIZER] | state)
     content = {"model": weights}
     key = _key("buffers", saved_parts[BUFFERS])
     if saved_parts[BUFFERS]:
@@ -210,7 +210,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
 
     All ranks must call this; all get what rank 0 found.
     """
-    return _by_first(lambda: next(reversed(folders.complete(Path(folder))), None))
+    return _by_first(lambda: next(reversed(_complete(Path(folder))), None))
 
 
 def _integer(name: str, value: Any, least: int) -> int:
@@ -242,20 +242,69 @@ def _in_short(error: CheckpointException) -> str:
     return "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, cause in sorted(causes.items()))
 
 
-def _check_place(folder: Path, path: Path) -> None:
+def _check_place(path: Path) -> None:
     """Refuse a number that is not the largest in the folder, because only the largest are kept."""
-    newest, number = next(reversed(folders.complete(folder)), None), int(path.name)
-    if newest is not None and int(newest.name) == number:
-        raise FileExistsError(f"{newest} already exists; give a larger number, or remove it.")
-    if newest is not None and int(newest.name) > number:
-        raise FileExistsError(
-            f"{newest} already exists, and checkpoint {number} would be older, so it would be removed first; save into "
-            "another folder, or remove the newer checkpoints."
-        )
+    newest, folder = next(reversed(_complete(path.parent)), None), path.parent
+    if newest is not None and int(newest.name) >= int(path.name):
+        older = f", and checkpoint {int(path.name)} would be older, so it would be removed first" * (newest != path)
+        raise FileExistsError(f"{newest} already exists{older}; give a larger number, or save into another folder.")
     if os.path.lexists(path):
         raise FileExistsError(f"{path} already exists and is not a checkpoint; move it, or give another number.")
     if os.path.lexists(folder) and not folder.is_dir():
         raise FileExistsError(f"{folder} is not a folder; give another path.")
+
+
+# The folder: a checkpoint has its name only if it is complete
+
+
+def _complete(folder: Path) -> list[Path]:
+    """Return the complete checkpoints of a folder, ordered by number; the folder need not exist.
+
+    Other files and folders with such a name do not count; a link to a checkpoint does.
+    """
+    names = [path for path in (folder.iterdir() if folder.is_dir() else ()) if path.name.isascii()]
+    numbered = [path for path in names if path.name.isdecimal() and path.name == f"{int(path.name):08d}"]
+    return sorted((path for path in numbered if (path / METADATA).is_file()), key=lambda path: int(path.name))
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(UNFINISHED + path.name)
+
+
+def _clear(folder: Path) -> None:
+    """Create the folder, and remove what an interrupted job left in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob(f"{UNFINISHED}*"):
+        _remove(left)
+
+
+def _finish(unfinished: Path, path: Path, keep: int) -> None:
+    """Rename a complete checkpoint to its final name, then remove all but the ``keep`` largest numbers."""
+    _sync(unfinished)
+    unfinished.rename(path)
+    _sync(path.parent)
+    for old in _complete(path.parent)[:-keep]:
+        if not old.is_symlink():  # its target was not written here
+            _remove(old.rename(_temporary(old)))
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def _sync(folder: Path) -> None:
+    """Sync a folder after a rename; DCP has synced the files."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# What DCP calls the parts of model and optimizer
 
 
 def _params(optimizer: Optimizer) -> list[Tensor]:
@@ -429,14 +478,14 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _metadata(path: Path) -> Metadata:
-    if not (path / folders.METADATA).is_file():
+    if not (path / METADATA).is_file():
         raise FileNotFoundError(f"{path} is not a checkpoint: it has no '.metadata'; latest(folder) finds the newest.")
     try:
         metadata = FileSystemReader(path).read_metadata()
         if not isinstance(metadata, Metadata):
             raise TypeError(f"it holds a {type(metadata).__name__}")
     except Exception as error:  # pickle has no common class for what a damaged file may cause
-        raise ValueError(f"{path / folders.METADATA} is damaged ({error}); load another checkpoint.") from error
+        raise ValueError(f"{path / METADATA} is damaged ({error}); load another checkpoint.") from error
     return metadata
 
 

@@ -15,8 +15,8 @@ from torch.nn.modules import activation
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from torchboost.core.living import living
 from torchboost.core.torch_private import POOLING, AnyBatchNorm, child_slots, parameter_slots, state_dict_hooks
+from torchboost.core.wrapping import living
 from torchboost.graph.flow import Dataflow, Node
 from torchboost.graph.norms import WEIGHTED, is_customised, norm_tail
 
@@ -160,7 +160,7 @@ def _modules_in(value: Any, registered: set[nn.Module], seen: set[int]) -> Itera
 
 
 def optimizers_holding(parameters: Iterable[Parameter]) -> list[Optimizer]:
-    """Find the optimizers that hold one of these parameters (:func:`~torchboost.core.living.living`, with its cost)."""
+    """Find the optimizers that hold one of these parameters, at the cost of :func:`.living`."""
     wanted = {id(parameter) for parameter in parameters}
     return [
         optimizer
@@ -176,7 +176,7 @@ def averages_of(model: nn.Module) -> list[AveragedModel]:
     names and shapes of its parameters are known. Copies of the model outside of an ``AveragedModel`` are not found:
     whether something averages them cannot be known.
 
-    Cost: :func:`~torchboost.core.living.living`, and a comparison of the parameters for each one found.
+    Cost: :func:`~torchboost.core.wrapping.living`, and a comparison of the parameters for each one found.
     """
     own = dict(model.named_parameters())
     shapes = {name: parameter.shape for name, parameter in own.items()}

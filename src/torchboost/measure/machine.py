@@ -23,7 +23,6 @@ from torchboost.measure.stopwatch import Clock, Progress
 __all__ = [
     "LOADING",
     "PAYS",
-    "STAYS",
     "Kind",
     "PeakMemory",
     "Products",
@@ -47,8 +46,6 @@ BUSY = 5.0
 """The pairs of the smallest size may take this multiple of the time limit, since without them nothing is known."""
 PAYS = 1.25
 """Least ratio at which bfloat16 counts as fast. Far enough from 1 that the noise of a measurement does not decide."""
-STAYS = 1.1
-"""Least ratio at which it still does if it counted as fast in an earlier measurement."""
 
 MATRIX_SIZES = {"cpu": (128, 256, 512), "cuda": (512, 2048, 4096)}
 IMAGES = {"cpu": ((2, 32), (8, 32), (8, 64)), "cuda": ((64, 64), (256, 64), (256, 128))}

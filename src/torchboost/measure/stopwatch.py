@@ -23,8 +23,7 @@ from typing import Any, Protocol
 import torch
 from typing_extensions import Self
 
-from torchboost.core.torch_private import compiled_graphs
-from torchboost.core.torch_versions import cpu_capabilities
+from torchboost.core.torch_private import compiled_graphs, cpu_capabilities
 from torchboost.measure.evidence import Environment, Interval, Ratio
 from torchboost.measure.statistics import bootstrap_median, detectable_ratio, paired_ratio
 

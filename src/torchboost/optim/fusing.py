@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from torchboost.core.algorithm import Attachment
-from torchboost.core.closure import after_closure
-from torchboost.core.torch_private import forget_fused_mark, has_fused_mark, step_pre_hooks
-from torchboost.core.torch_versions import UNSUPPORTED_SHARDS
+from torchboost.core.step import after_closure
+from torchboost.core.torch_private import UNSUPPORTED_SHARDS, forget_fused_mark, has_fused_mark, step_pre_hooks
 from torchboost.core.wrapping import hookable
 from torchboost.errors import NoEffectWarning
 from torchboost.optim.rules import adam, sgd
@@ -40,7 +39,7 @@ def care_for_fused(optimizer: Optimizer) -> Attachment:
     """
     optimizer = hookable(optimizer)
     fused = [bool(group.get("fused")) for group in optimizer.param_groups]
-    cared = any(isinstance(getattr(hook, "__self__", None), Fusion) for hook in step_pre_hooks(optimizer))
+    cared = any(isinstance(getattr(hook, "__self__", None), Fusion) for hook in step_pre_hooks(optimizer).values())
     return Fusion(optimizer, fused) if any(fused) and not cared else Attachment()
 
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Attachment
 from torchboost.core.arguments import check_optimizer
-from torchboost.core.closure import ClosureOptimizer, Replay, after_closure
+from torchboost.core.step import ClosureOptimizer, Replay, after_closure
 from torchboost.core.torch_private import foreach, versions
 from torchboost.core.wrapping import hookable
 from torchboost.errors import IncompatibleError

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from torchboost.core.living import living
 from torchboost.core.torch_private import foreach, sparse_values
+from torchboost.core.wrapping import living
 from torchboost.errors import RankDisagreementError
 
 __all__ = [
@@ -87,7 +87,7 @@ def share_of(optimizer: Optimizer) -> Share | None:
     """Return the ranks of the ``ZeroRedundancyOptimizer`` that holds an optimizer; None if there is none.
 
     torch gives the inner optimizer no reference to it. So the objects of this process are searched
-    (:func:`~torchboost.core.living.living`), once per optimizer. Cost: tens of milliseconds, nothing in a run of one
+    (:func:`~torchboost.core.wrapping.living`), once per optimizer. Cost: tens of milliseconds, nothing in a run of one
     process. FSDP2 does not need this, because a DTensor knows its ranks.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):

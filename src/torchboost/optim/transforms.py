@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from torchboost.core.arguments import check_count, check_number
-from torchboost.core.torch_private import foreach, sparse_values
-from torchboost.core.torch_versions import foreach_norm
+from torchboost.core.torch_private import foreach, foreach_norm, sparse_values
 from torchboost.errors import IncompatibleError
 from torchboost.optim.groups import CENTRALIZE
 from torchboost.optim.pipeline import Gradients, GradientTransform, refuse_sparse

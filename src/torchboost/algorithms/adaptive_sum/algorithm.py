@@ -18,9 +18,8 @@ from torch.optim import Optimizer
 from torchboost.algorithms.adaptive_sum.rule import adasum_, hierarchical_adasum_
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import is_integer
-from torchboost.core.averaging import check_mesh, check_ranks, data_parallel, sharded_units
 from torchboost.core.torch_private import comm_hooks
-from torchboost.core.wrapping import unwrap
+from torchboost.core.wrapping import check_mesh, check_ranks, data_parallel, unhooked_units, unwrap
 from torchboost.distributed.agreement import bit_sum
 from torchboost.distributed.topology import NodeGroups, Topology
 from torchboost.errors import IncompatibleError, NoEffectWarning
@@ -392,7 +391,7 @@ _ONE_HOOK = (
 
 def _hook_units(summing: AdaptiveSumming, target: Target) -> AdaptiveSumming:
     """Combine the shards of each FSDP2 unit across nodes; FSDP2 has averaged them over the node."""
-    units = sharded_units(target.model)
+    units = unhooked_units(target.model)
     summing._names = list(units)
 
     def hook_of(place: int) -> Callable[[Tensor], None]:
@@ -442,7 +441,7 @@ def _check_exchange(model: nn.Module, ddp: DistributedDataParallel | None, shard
                 "it without that, or use on='delta'."
             )
     elif sharded:
-        sharded_units(model)
+        unhooked_units(model)
     else:
         raise IncompatibleError(
             "on='gradient' acts on the gradients that ranks exchange, but the model is bare; wrap it in "

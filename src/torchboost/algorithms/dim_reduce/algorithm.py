@@ -23,9 +23,8 @@ from torchboost.algorithms.dim_reduce.optimizer import (
 )
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import check_number, is_integer
-from torchboost.core.averaging import only_ddp
-from torchboost.core.closure import ClosureOptimizer
-from torchboost.core.wrapping import unwrap, wrapper_of
+from torchboost.core.step import ClosureOptimizer
+from torchboost.core.wrapping import only_ddp, unwrap, wrapper_of
 from torchboost.distributed.agreement import Agreement
 from torchboost.errors import IncompatibleError, RankDisagreementError
 from torchboost.optim.wrapping_optimizer import DirectSteps, WrappingOptimizer

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchboost.algorithms.dim_reduce.basis import DimReduceBasis
 from torchboost.core.arguments import check_number
-from torchboost.core.closure import ClosureOptimizer, Replay
+from torchboost.core.step import ClosureOptimizer, Replay
 from torchboost.core.torch_private import foreach
 from torchboost.errors import IncompatibleError
 
@@ -116,7 +116,7 @@ class DimReduceOptimizer(ClosureOptimizer):
 
         Args:
             closure: Returns the loss of the batch and does nothing else. Existing gradients of a loss that a
-                :class:`~torchboost.core.closure.Replay` has seen are used. Otherwise the step runs the backward pass
+                :class:`~torchboost.core.step.Replay` has seen are used. Otherwise the step runs the backward pass
                 itself, and clears the gradients at its end.
 
         Raises:
@@ -256,7 +256,7 @@ class DimReduceOptimizer(ClosureOptimizer):
 def evaluated(closure: Callable[[], Any] | None, parameters: Sequence[Tensor]) -> Iterator[tuple[Replay, Tensor]]:
     """Yield what repeats a closure, and the loss of its first pass; the gradients are computed.
 
-    A closure that is not a :class:`~torchboost.core.closure.Replay` is called here, and its gradients are cleared at
+    A closure that is not a :class:`~torchboost.core.step.Replay` is called here, and its gradients are cleared at
     the end.
 
     Raises:

@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchboost.core.averaging import only_ddp
 from torchboost.core.torch_private import exchange_of_a_pass, inside_compiled
-from torchboost.core.wrapping import wrapper_of
+from torchboost.core.wrapping import only_ddp, wrapper_of
 from torchboost.errors import IncompatibleError
 
 __all__ = ["GradientSync"]

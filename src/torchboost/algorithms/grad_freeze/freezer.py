@@ -19,8 +19,7 @@ from torchboost.algorithms.grad_freeze.reach import GradientChecks, Reach
 from torchboost.algorithms.grad_freeze.replicas import Replicas, check_reducer, several_ranks
 from torchboost.core.algorithm import Attachment, Removable
 from torchboost.core.covering import plain_hook
-from torchboost.core.torch_private import AnyBatchNorm, recompile_limit
-from torchboost.core.torch_versions import compiler_follows_flags, follows_flags
+from torchboost.core.torch_private import AnyBatchNorm, compiler_follows_flags, follows_flags, recompile_limit
 from torchboost.core.wrapping import compiled_parts, is_compiled
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.graph.blocks import Block

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torchboost.core.containers import with_tensors
-from torchboost.core.torch_private import module_hooks
-from torchboost.core.torch_versions import store_in_order
+from torchboost.core.torch_private import module_hooks, store_in_order
 from torchboost.errors import IncompatibleError
 
 __all__ = ["Ratios", "ScaleBorders", "change_scale", "has_borders"]

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 
-from torchboost.core.torch_private import foreach
-from torchboost.core.torch_versions import foreach_lerp
+from torchboost.core.torch_private import foreach, foreach_lerp
 from torchboost.optim.pipeline import GradientTransform, check_transforms
 from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
 from torchboost.optim.rules.masters import (

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from torchboost.core.arguments import check_number
-from torchboost.core.torch_private import foreach
-from torchboost.core.torch_versions import foreach_norm
+from torchboost.core.torch_private import foreach, foreach_norm
 from torchboost.optim.pipeline import Gradients, GradientTransform, refuse_sparse
 from torchboost.optim.rules.base import Batch, Nonfinite
 from torchboost.optim.rules.masters import MasterWeights

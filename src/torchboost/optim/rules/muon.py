@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchboost.core.hardware import half_precision_is_fast
-from torchboost.core.torch_private import foreach
-from torchboost.core.torch_versions import foreach_lerp
+from torchboost.core.hardware import half_precision
+from torchboost.core.torch_private import foreach, foreach_lerp
 from torchboost.errors import IncompatibleError
 from torchboost.optim.pipeline import GradientTransform
 from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
@@ -373,7 +372,7 @@ def faster_dtype(device: torch.device) -> torch.dtype:
     if device.type != "cpu":
         return torch.bfloat16
     alone = not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
-    return torch.bfloat16 if alone and half_precision_is_fast(device, 0) else torch.float32
+    return torch.bfloat16 if alone and half_precision(device, 0).fast else torch.float32
 
 
 def _plainly(x: Tensor, polynomials: Sequence[Polynomial]) -> Tensor:
