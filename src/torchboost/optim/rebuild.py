@@ -80,7 +80,7 @@ def _arguments(kind: type) -> list[str]:
     for base in kind.__mro__:
         if "__init__" not in vars(base):
             continue
-        arguments = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
+        arguments = list(inspect.signature(base).parameters.values())
         keyword = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         named = [a.name for a in arguments if a.kind in keyword]
         if arguments and arguments[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:

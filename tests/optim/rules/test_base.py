@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.optimizers import CASES, frozen, give_grads, parameters, same, shapes_of, train, values
+from tests.support.optimizers import frozen, give_grads, parameters, same, train, values
 from torchboost.errors import IncompatibleError
 from torchboost.optim import (
     LARS,
@@ -24,7 +24,6 @@ from torchboost.optim import (
     Gradients,
 )
 from torchboost.optim.rules.base import Batch, UpdateRule
-from torchboost.optim.rules.checkpoints import RULE_KEYS
 
 
 class Signed(UpdateRule):
@@ -282,20 +281,6 @@ def test_the_memory_of_a_transform_is_its_own():
         assert pipeline.state_dict()["memory"][0]["Keeps#2.count"] == 3
 
 
-def test_the_memory_of_older_checkpoints_lies_under_bare_names():
-    params = parameters()
-    optimizer = SGD(params, lr=0.1, momentum=0.9, transforms=(Remembering(),))
-    train(optimizer, params, range(2))
-    state = optimizer.state_dict()
-    old = copy.deepcopy(state)
-    for entry in old["state"].values():
-        entry["seen"] = entry.pop("Remembering.seen")
-    optimizer.load_state_dict(old)
-    for entry in optimizer.state.values():
-        assert entry.pop("seen").tolist() == [2.0] * 7  # it may be the rule's, so it stays
-    assert repr(optimizer.state_dict()) == repr(state)
-
-
 class Heavy(Signed):
     """A rule whose state has names of its own; one entry is made by the first update."""
 
@@ -323,14 +308,6 @@ def test_the_state_of_a_rule_keeps_its_names_next_to_transforms():
             others[0].copy_(params[0])
         resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         assert same(train(optimizer, params, range(3, 6)), train(resumed, others, range(3, 6)))
-
-
-def test_rules_keep_nothing_that_could_be_taken_for_the_memory_of_a_transform():
-    for name, case in CASES.items():
-        params = parameters(shapes_of(name))
-        optimizer = case(params)
-        train(optimizer, params, [0])
-        assert {key for state in optimizer.state.values() for key in state} <= RULE_KEYS
 
 
 def test_the_order_of_parameters_is_taken_and_checked():

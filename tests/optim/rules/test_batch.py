@@ -11,7 +11,7 @@ from torch import nn
 from tests.support.optimizers import give_grads, parameters, same, train
 from torchboost.errors import IncompatibleError
 from torchboost.optim import SGD, Adam
-from torchboost.optim.rules.batch import Batch, Checked, strides
+from torchboost.optim.rules.batch import Batch
 
 
 class Counting(SGD):
@@ -75,23 +75,13 @@ def test_a_fused_step_follows_a_parameter_whose_layout_changes():
         torch.testing.assert_close(mine, other)
 
 
-def test_other_kinds_of_tensors_and_mixed_precision_are_never_remembered():
+def test_other_kinds_of_tensors_and_mixed_precision_are_looked_at_each_time():
     class Own(nn.Parameter):
         pass
 
-    params = [Own(torch.ones(2)), nn.Parameter(torch.ones(2))]
-    grads = [torch.ones(2), torch.ones(2)]
-    checked = Checked()
-    checked.note(0, {}, params, grads)
-    assert checked.layout(0, {}, params, grads) is None
-    checked.note(0, {}, params[1:], grads[1:])
-    assert checked.layout(0, {}, params[1:], grads[1:]) is not None
-    assert checked.layout(1, {}, params[1:], grads[1:]) is None
-    assert checked.layout(0, {"fused": True}, params[1:], grads[1:]) is None
-    assert checked.layout(0, {}, params[1:], [torch.ones(2).half()]) is None
-    checked.note(0, {}, params[1:] * 2, [torch.ones(2), torch.ones(2).half()])
-    assert checked.layout(0, {}, params[1:], grads[1:]) is None
-    assert strides([torch.ones(2, 3)]) == [(3, 1)]
+    for params in ([Own(torch.ones(2))], [*parameters([(2,)]), *parameters([(2,)], dtype=torch.bfloat16)]):
+        optimizer = Counting(params, lr=0.1)
+        assert [looks(optimizer, params, step) for step in range(2)] == [len(params)] * 2
 
 
 def test_entries_that_lie_differently_are_copied_and_others_are_kept():

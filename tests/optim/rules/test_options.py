@@ -47,7 +47,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"lr": math.nan}, ValueError, "lr: found nan"),
     ({"lr": Fraction(1, 2)}, TypeError, "give a float"),
     ({"lr": 10**400}, ValueError, "lr: found"),
-    ({"lr": 1e31}, ValueError, "at most 1e"),
+    ({"lr": 1e31}, ValueError, "to 1e"),
     ({"lr": 2**63}, ValueError, "give a float"),
     ({"lr": torch.ones(2)}, ValueError, r"shape \(2,\)"),
     ({"lr": torch.ones(0)}, ValueError, r"shape \(0,\)"),
@@ -192,7 +192,7 @@ def test_a_subclass_with_arguments_of_its_own_is_left_alone():
             super().__init__(params, lr=decay, **options)
 
     assert Decayed([torch.zeros(1, requires_grad=True)], decay=0.5).param_groups[0]["lr"] == 0.5
-    with pytest.raises(TypeError, match="unexpected keyword argument 'learning_rate'"):
+    with pytest.raises(TypeError, match="takes no 'learning_rate'"):
         Decayed([torch.zeros(1, requires_grad=True)], decay=0.5, learning_rate=1.0)
 
 

@@ -8,26 +8,32 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.adam import adam as torch_adam
+from typing_extensions import Unpack
 
 from torchboost.core.torch_private import foreach, foreach_lerp
-from torchboost.optim.pipeline import GradientTransform, check_transforms
-from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
-from torchboost.optim.rules.masters import (
-    IN_CACHE,
-    MasterWeights,
-    check_packable,
-    is_packed,
-    packed_state,
-    packs,
-    pieces,
-)
-from torchboost.optim.rules.options import SHARED, arguments, check_capturable, check_fused
+from torchboost.optim.pipeline import check_transforms
+from torchboost.optim.rules.base import Batch, UpdateRule
+from torchboost.optim.rules.masters import IN_CACHE, check_packable, is_packed, packed_state, packs, pieces
+from torchboost.optim.rules.options import Common, check_capturable, check_fused, rule_arguments
 from torchboost.optim.transforms import Updates, UpdateTransform
 
 __all__ = ["Adam", "AdamW", "AdamWeightDecay", "adam_directions", "as_real", "rooted_directions"]
 
 LATE = 1e30
 """Update number at which both bias corrections are exactly 1."""
+
+
+class AdamOptions(Common, total=False):
+    """Keyword arguments that :class:`AdamW` and :class:`AdamWeightDecay` have in common with :class:`Adam`."""
+
+    amsgrad: bool
+    nesterov: bool
+    eps_uncorrected: bool
+    foreach: bool | None
+    fused: bool | None
+    capturable: bool
+    moments_8bit: bool
+    update_transforms: Sequence[UpdateTransform]
 
 
 class Adam(UpdateRule):
@@ -53,23 +59,17 @@ class Adam(UpdateRule):
         decoupled_weight_decay: ``w -= lr * weight_decay * w``, as in AdamW.
         bias_correction: Correct the moments for their start at zero.
         eps_uncorrected: Add ``eps`` to the root of the second moment before it is corrected, as MindSpore does.
-        maximize: Maximize the objective instead of minimizing it.
         foreach: Update lists of tensors; None chooses as torch does.
         fused: Use torch's fused kernel.
         capturable: Safe in a CUDA graph.
-        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and their moments in float32.
-            ``"stochastic"``, for bfloat16: compute in float32 and keep the moments in it, but no copy: the new weights
-            are rounded to one of their two neighbours at random. The noise depends on the count of updates only, so
-            ranks agree and runs resume bit-identically.
         moments_8bit: Keep the moments of tensors with 4,096 entries or more in 8 bits each, in blocks of 256 entries
             with a scale (after T. Dettmers et al., arXiv 2110.02861): 2 bytes per weight in place of 8. The update
             works in float32, so bfloat16 and float16 need ``master_weights``, and float64 is refused. The moments are
-            rounded at random as with ``"stochastic"``. Not with ``capturable``. ``torch.optim`` cannot
+            rounded at random as with ``master_weights="stochastic"``. Not with ``capturable``. ``torch.optim`` cannot
             read such a checkpoint: set ``moments_8bit`` to False in the groups and make a step before it is saved.
         update_transforms: Change the updates between the rule and the weights, in order, such as
             :class:`~torchboost.optim.Cautious`. Not with ``fused`` and ``capturable``.
-        transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
-        nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
+        **common: See :class:`~torchboost.optim.UpdateRule`.
 
     Raises:
         TypeError, ValueError: An option is invalid, or two exclude each other.
@@ -96,20 +96,17 @@ class Adam(UpdateRule):
         decoupled_weight_decay: bool = False,
         bias_correction: bool = True,
         eps_uncorrected: bool = False,
-        maximize: bool = False,
         foreach: bool | None = None,
         fused: bool | None = None,
         capturable: bool = False,
-        master_weights: MasterWeights = False,
         moments_8bit: bool = False,
         update_transforms: Sequence[UpdateTransform] = (),
-        transforms: Sequence[GradientTransform] = (),
-        nonfinite: Nonfinite = "ignore",
+        **common: Unpack[Common],
     ) -> None:
-        options = arguments(locals(), *SHARED, "update_transforms")
-        check_transforms(update_transforms, Updates)
-        self.update_transforms = tuple(update_transforms)
-        super().__init__(params, options, transforms=transforms, nonfinite=nonfinite)
+        arguments = rule_arguments(locals())
+        self.update_transforms = tuple(arguments["defaults"].pop("update_transforms"))
+        check_transforms(self.update_transforms, Updates)
+        super().__init__(**arguments)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "update_transforms": self.update_transforms}
@@ -211,18 +208,7 @@ class AdamW(Adam):
         betas: See :class:`Adam`.
         eps: See :class:`Adam`.
         weight_decay: ``w -= lr * weight_decay * w``; at least 0, also a list or function, as ``lr``.
-        amsgrad: See :class:`Adam`.
-        nesterov: See :class:`Adam`.
-        eps_uncorrected: See :class:`Adam`.
-        maximize: See :class:`Adam`.
-        foreach: See :class:`Adam`.
-        fused: See :class:`Adam`.
-        capturable: See :class:`Adam`.
-        master_weights: See :class:`Adam`.
-        moments_8bit: See :class:`Adam`.
-        update_transforms: See :class:`Adam`.
-        transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
-        nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
+        **options: Those of :class:`Adam`.
 
     Raises:
         TypeError, ValueError: An option is invalid, or two exclude each other.
@@ -239,21 +225,9 @@ class AdamW(Adam):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: Any = 1e-2,
-        *,
-        amsgrad: bool = False,
-        nesterov: bool = False,
-        eps_uncorrected: bool = False,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        fused: bool | None = None,
-        capturable: bool = False,
-        master_weights: MasterWeights = False,
-        moments_8bit: bool = False,
-        update_transforms: Sequence[UpdateTransform] = (),
-        transforms: Sequence[GradientTransform] = (),
-        nonfinite: Nonfinite = "ignore",
+        **options: Unpack[AdamOptions],
     ) -> None:
-        super().__init__(**arguments(locals()), decoupled_weight_decay=True)
+        super().__init__(params, lr, betas, eps, weight_decay, decoupled_weight_decay=True, **options)
 
     def adopted(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return a saved group with decoupled decay, also if it is of Adam, as torch's AdamW does."""
@@ -276,18 +250,7 @@ class AdamWeightDecay(Adam):
         eps: See :class:`Adam`.
         weight_decay: At least 0; also a list or function, as ``lr``.
         bias_correction: See :class:`Adam`.
-        amsgrad: See :class:`Adam`.
-        nesterov: See :class:`Adam`.
-        eps_uncorrected: See :class:`Adam`.
-        maximize: See :class:`Adam`.
-        foreach: See :class:`Adam`.
-        fused: See :class:`Adam`.
-        capturable: See :class:`Adam`.
-        master_weights: See :class:`Adam`.
-        moments_8bit: See :class:`Adam`.
-        update_transforms: See :class:`Adam`.
-        transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
-        nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
+        **options: Those of :class:`Adam`.
 
     Raises:
         TypeError, ValueError: An option is invalid, or two exclude each other.
@@ -302,20 +265,10 @@ class AdamWeightDecay(Adam):
         weight_decay: Any = 0.0,
         *,
         bias_correction: bool = False,
-        amsgrad: bool = False,
-        nesterov: bool = False,
-        eps_uncorrected: bool = False,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        fused: bool | None = None,
-        capturable: bool = False,
-        master_weights: MasterWeights = False,
-        moments_8bit: bool = False,
-        update_transforms: Sequence[UpdateTransform] = (),
-        transforms: Sequence[GradientTransform] = (),
-        nonfinite: Nonfinite = "ignore",
+        **options: Unpack[AdamOptions],
     ) -> None:
-        super().__init__(**arguments(locals()), decoupled_weight_decay=True)
+        kind: dict[str, Any] = {"decoupled_weight_decay": True, "bias_correction": bias_correction}
+        super().__init__(params, lr, betas, eps, weight_decay, **kind, **options)
 
 
 def as_real(batch: Batch, keys: Sequence[str]) -> Batch:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from functools import partial
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from typing_extensions import Self
 
 from torchboost.core.torch_private import foreach
 from torchboost.errors import IncompatibleError
@@ -20,11 +20,10 @@ from torchboost.optim.pipeline import (
     GradientTransform,
     check_gradients,
     check_transforms,
-    namespaces,
     transform_gradients,
 )
 from torchboost.optim.rules.batch import Batch, Checked
-from torchboost.optim.rules.checkpoints import in_order, paired, with_memory_renamed
+from torchboost.optim.rules.checkpoints import Saved, check_shapes, hide, in_order
 from torchboost.optim.rules.masters import (
     IN_CACHE,
     LOW_PRECISION,
@@ -40,13 +39,18 @@ from torchboost.optim.rules.masters import (
     widened,
     with_full_moments,
 )
-from torchboost.optim.rules.options import Schedule, check_group_names, check_names, check_options, take_schedules
+from torchboost.optim.rules.options import (
+    Nonfinite,
+    Schedule,
+    check_group_names,
+    check_options,
+    full_signature,
+    take_schedules,
+)
 from torchboost.optim.tensors import Share, all_finite, share_of, stand_in
 from torchboost.optim.transforms import with_centralization
 
-__all__ = ["Batch", "Nonfinite", "UpdateRule", "has_master"]
-
-Nonfinite = Literal["ignore", "skip", "raise"]
+__all__ = ["Batch", "UpdateRule", "has_master"]
 
 _not_traced: Any = torch.compiler.disable  # its stubs refuse an optional argument
 
@@ -71,7 +75,12 @@ class UpdateRule(Optimizer):
     Args:
         params: Parameters, named parameters or groups.
         defaults: Options that a group does not set. ``"lr"`` and ``"weight_decay"`` may be a float, a list with an
-            element per update, or a function of the update (counted from 0).
+            element per update, or a function of the update (counted from 0). All rules of this package have
+            ``maximize``, to maximize the objective instead of minimizing it, and ``master_weights``: True keeps a
+            float32 copy of bfloat16 and float16 parameters, and their state in float32. ``"stochastic"``, for bfloat16,
+            computes in float32 and keeps the state in it, but no copy: the new weights are rounded to one of their two
+            neighbours at random. The noise depends on the count of updates only, so ranks agree and runs resume
+            bit-identically.
         transforms: Applied to the gradients of all groups together before the update, in order, in place. A group with
             ``"grad_centralization": True`` is centralised even if ``Centralize`` is not among them.
         nonfinite: Handling of inf and nan in the gradients: ``"ignore"`` as torch does, ``"skip"`` the update, or
@@ -96,10 +105,10 @@ class UpdateRule(Optimizer):
     numbers: tuple[str, ...] = ()
     """Entries of the state, other than ``"step"``, that are numbers and keep their precision when they are loaded."""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Refuse MindSpore's argument names with a message that says more than Python's own."""
-        check_names(cls, kwargs)
-        return super().__new__(cls)
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls):
+            cls.__signature__ = full_signature(cls)
 
     def __init__(
         self,
@@ -135,6 +144,10 @@ class UpdateRule(Optimizer):
         zeros = {key: torch.zeros_like(param, memory_format=torch.preserve_format) for key in keys if key != "step"}
         return {"step": step, **zeros} if "step" in keys else zeros
 
+    def state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Name the entries that :meth:`init_state` returns with these options."""
+        raise NotImplementedError
+
     def update(self, group: dict[str, Any], batch: Batch) -> None:
         """Change the parameters and states of a batch in place."""
         raise NotImplementedError
@@ -144,8 +157,8 @@ class UpdateRule(Optimizer):
         return self
 
     def defaults_for(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the options of a param group that does not set them."""
-        return self.defaults
+        """Return the options of a param group that does not set them, those of its rule included."""
+        return {**self.rule_for(group).defaults, **self.defaults}
 
     def adopted(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return a group of a checkpoint as this rule reads it; called by :meth:`load_state_dict`."""
@@ -248,8 +261,10 @@ class UpdateRule(Optimizer):
         schedules = {key: rule for key, rule in self._default_schedules.items() if key not in group}
         schedules |= take_schedules(group)
         self.check_schedules(schedules)
-        if schedules:
-            group.setdefault("updates", self._updates())
+        if schedules and "updates" not in group:
+            steps = [state["step"] for state in self.state.values() if "step" in state]
+            counted = [other["updates"] for other in self.param_groups if "updates" in other]
+            group["updates"] = int(max(counted or steps, default=0))
         complete = {**defaults, **group, "params": [bare(param) for param in group["params"]]}
         self._check_values(complete)
         group |= {SET_BY_SCHEDULE + key: complete[key] for key in schedules}
@@ -270,14 +285,11 @@ class UpdateRule(Optimizer):
             IndexError: A list of learning rates has no entry for this update.
             TypeError, ValueError: An option in a group is invalid or was removed.
         """
-        if torch.compiler.is_compiling() and not self._is_traceable():
-            return _untraced(self, closure)
+        if torch.compiler.is_compiling():
+            wide = any(group.get("master_weights") or group.get("moments_8bit") for group in self.param_groups)
+            if wide or self.chain or self.nonfinite != "ignore":  # traced, it would not do the same
+                return _untraced(self, closure)
         return self._take_step(closure)
-
-    def _is_traceable(self) -> bool:
-        """Whether ``torch.compile`` traces a step into one that does the same; if not, it is run as it is."""
-        wide = any(group.get("master_weights") or group.get("moments_8bit") for group in self.param_groups)
-        return not wide and not self.chain and self.nonfinite == "ignore"
 
     def _take_step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
@@ -318,13 +330,8 @@ class UpdateRule(Optimizer):
         self.state.update(fresh)
         perform()
         for group, batch in zip(self.param_groups, work, strict=True):
-            if not group.get("master_weights"):
-                continue
-            self._write_back(group, batch)
-            for param in group["params"]:
-                if param.grad is not None and has_master(param, group):
-                    self._stamps.note(param)
-        for group in self.param_groups:
+            if group.get("master_weights"):
+                self._write_back(group, batch)
             if "updates" in group or rounds_at_random(group):
                 group["updates"] = group.get("updates", 0) + 1
         return loss
@@ -340,20 +347,33 @@ class UpdateRule(Optimizer):
         for group, schedules in zip(self.param_groups, self._schedules, strict=True):
             for key, value in self.defaults_for(group).items():
                 group.setdefault(key, value)
-            own = {param: self.state[param] for param in group["params"] if param in self.state}
-            # Read at each update: on a device, each of them would be waited for. A kernel reads its steps there itself.
-            near = group.get("fused") or group.get("capturable")
-            numbers = (*(() if near else ("step",)), *self.rule_for(group).numbers)
-            for param, entry in own.items():
-                if "step" in entry and not isinstance(entry["step"], Tensor):  # SparseAdam's, and torch before 1.12
-                    device = param.device if near else "cpu"
-                    entry["step"] = torch.tensor(float(entry["step"]), dtype=torch.float32, device=device)
-                entry.update({key: entry[key].cpu() for key in numbers if key in entry})
+            states = {param: self.state[param] for param in group["params"] if param in self.state}
+            for param, entries in states.items():
+                for key, value in entries.items():
+                    if isinstance(value, Saved):
+                        entries[key] = self._loaded(param, group, key, value.value)
             if schedules or rounds_at_random(group):  # torch's checkpoints do not count updates, except in Adam's state
-                group.setdefault("updates", max((int(entry.get("step", 0)) for entry in own.values()), default=0))
+                counts = [int(entries.get("step", 0)) for entries in states.values()]
+                group.setdefault("updates", max(counts, default=0))
+
+    def _loaded(self, param: Tensor, group: Mapping[str, Any], key: str, value: Any) -> Any:
+        """Return an entry of a checkpoint in the precision and on the device that it has here."""
+        rule = self.rule_for(group)
+        if key == "step":
+            # Read at each update: on a device, it would be waited for. A kernel reads its steps there itself.
+            near = group.get("fused") or group.get("capturable")
+            # SparseAdam's is a number.
+            return torch.as_tensor(value, dtype=torch.float32).to(param.device if near else "cpu", copy=True)
+        if not isinstance(value, Tensor):
+            return deepcopy(value)
+        if key in rule.numbers:
+            return value.to("cpu", copy=True)
+        wide = has_master(param, group) or is_rounded(param, group) or not param.is_floating_point()
+        cast = key in rule.state_keys(group) and value.is_floating_point() and not wide
+        return value.to(param.device, param.dtype if cast else value.dtype, copy=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a checkpoint of this rule, or of torch's if the rule is the same.
+        """Load a checkpoint of this rule, or of torch's if the rule is the same; tensors are copied.
 
         If both sides name their parameters, states are matched by name, otherwise by position as in torch. The state
         of low-precision parameters with masters stays in float32. If this rule keeps its moments in full, those in 8
@@ -364,27 +384,18 @@ class UpdateRule(Optimizer):
             ValueError: The groups differ, or a state does not have the shape of its parameter; nothing was changed.
         """
         state_dict = in_order(state_dict, self.param_groups)
-        both = list(zip(state_dict["param_groups"], self.param_groups, strict=False))
-        groups = [self.rule_for(own).adopted(saved) for saved, own in both]
-        groups += state_dict["param_groups"][len(groups) :]
-        keys = [self.state_keys({**self.defaults_for(own), **saved}) for saved, own in both]
-        state_dict = with_memory_renamed(state_dict, namespaces(self.transforms), keys)
-        packing = [self.rule_for(own).packs_moments for own in self.param_groups]
+        rules = [self.rule_for(group) for group in self.param_groups]
+        groups = [rule.adopted(saved) for rule, saved in zip(rules, state_dict["param_groups"], strict=False)]
+        groups += state_dict["param_groups"][len(rules) :]
+        packing = [rule.packs_moments for rule in rules]
         state_dict = with_full_moments({**state_dict, "param_groups": groups}, packing)
-        pairs = paired(state_dict, self.param_groups, self.defaults, self.state_keys)
-        super().load_state_dict(state_dict)
-        for param, group, saved in pairs:
-            wide = has_master(param, group) or is_rounded(param, group)
-            for key, value in saved.items():
-                own = self.state[param].get(key) if param in self.state else None
-                if not isinstance(own, Tensor) or not isinstance(value, Tensor) or own.dtype == value.dtype:
-                    continue
-                # torch casts all but the step to the precision of the parameter, which is right only without a master.
-                if key == "step":
-                    continue
-                number = key in self.rule_for(group).numbers
-                if number or wide or key not in self.state_keys(group) or not value.is_floating_point():
-                    self.state[param][key] = value.detach().clone().to(own.device)
+        keys = [rule.state_keys({**rule.defaults, **group}) for rule, group in zip(rules, groups, strict=False)]
+        check_shapes(state_dict, self.param_groups, keys)
+        handle = self.register_load_state_dict_pre_hook(hide)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
 
     def _check_options(self, group: Mapping[str, Any]) -> None:
         missing = self.defaults_for(group).keys() - group.keys()
@@ -418,12 +429,6 @@ class UpdateRule(Optimizer):
             due = {key: rule(group["updates"]) for key, rule in schedules.items() if not _by_hand(group, key)}
             values.append(due | {SET_BY_SCHEDULE + key: value for key, value in due.items()})
         return values
-
-    def _updates(self) -> int:
-        """Return the number of updates done, as recorded in groups and states."""
-        steps = [state["step"] for state in self.state.values() if "step" in state]
-        counted = [group["updates"] for group in self.param_groups if "updates" in group]
-        return int(max(counted or steps, default=0))
 
     def _gather(self, group: dict[str, Any], fresh: list[tuple[Tensor, dict[str, Any]]]) -> Batch:
         """Return the batch of a group; states that are new or get new entries are only listed in ``fresh``."""
@@ -463,10 +468,6 @@ class UpdateRule(Optimizer):
             state = {**state, "master": master}
         return state["master"], rows_widened(param.grad), state
 
-    def state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        """Name the entries that :meth:`init_state` returns with these options."""
-        raise NotImplementedError
-
     def prepare(self, work: Sequence[Batch]) -> Callable[[], None] | None:
         """Do everything that can fail and return a function that does the update; None if it must be skipped."""
         chain = self.chain
@@ -481,14 +482,33 @@ class UpdateRule(Optimizer):
             self._check_grads(work, expected)
         if not self._usable(gradients.grads):
             return None
-        kept: list[tuple[str, list[dict[str, Any]]]] = []
-        transform_gradients(chain, gradients, partial(self._recall, kept, work))
-        _give_back(gradients.grads, work)
+        states = [state for batch in work for state in batch.states]
+        memories: dict[str, list[dict[str, Any]]] = {}
+
+        def recall(name: str, _: Sequence[Tensor]) -> list[dict[str, Any]]:
+            prefix = f"{name}."
+            if prefix not in memories:
+                memories[prefix] = [
+                    {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+                    for state in states
+                ]
+            return memories[prefix]
+
+        transform_gradients(chain, gradients, recall)
+        start = 0
+        for batch in work:
+            batch.grads[:] = gradients.grads[start : start + len(batch.grads)]
+            start += len(batch.grads)
         if not foretold:
             self._check_grads(work, gradients.grads)
-        if not self._usable(gradients.grads):
-            return None
-        return partial(self._perform, work, kept)
+
+        def perform() -> None:
+            for prefix, memory in memories.items():
+                for state, kept in zip(states, memory, strict=True):
+                    state.update({prefix + key: value for key, value in kept.items()})
+            self._update_all(work)
+
+        return perform if self._usable(gradients.grads) else None
 
     def collectives(self) -> int:
         """Return the number of collectives of :meth:`prepare` among the ranks of a share."""
@@ -519,7 +539,7 @@ class UpdateRule(Optimizer):
         for number, (group, batch) in enumerate(zip(self.param_groups, work, strict=True)):
             own = grads[start : start + len(batch.params)]
             start += len(own)
-            batch.layout = self._checked.layout(number, group, batch.params, own)
+            batch.layout = self._checked.layout(number, batch.params, own)
             if batch.layout is not None:
                 continue
             rule = self.rule_for(group)
@@ -530,7 +550,7 @@ class UpdateRule(Optimizer):
                 wide = worked is not param or state.get("master") is param
                 narrow = wide and grad.dtype in LOW_PRECISION and not grad.is_sparse
                 rule.check_grad(worked, stand_in(grad, worked.dtype) if narrow else grad, group)
-            self._checked.note(number, group, batch.params, own)
+            self._checked.note(number, batch.params, own)
 
     def _usable(self, grads: Sequence[Tensor]) -> bool:
         """Whether ``nonfinite`` allows an update with these gradients."""
@@ -539,27 +559,6 @@ class UpdateRule(Optimizer):
         if self.nonfinite == "raise":
             raise FloatingPointError("the gradients contain inf or nan; the update was skipped.")
         return False
-
-    def _recall(
-        self,
-        kept: list[tuple[str, list[dict[str, Any]]]],
-        work: Sequence[Batch],
-        name: str,
-        params: Sequence[Tensor],
-    ) -> list[dict[str, Any]]:
-        """Return a transform's memory from the states; ``_perform`` writes it back."""
-        prefix = f"{name}."
-        states = [state for batch in work for state in batch.states]
-        memory = [{k.removeprefix(prefix): v for k, v in s.items() if k.startswith(prefix)} for s in states]
-        kept.append((prefix, memory))
-        return memory
-
-    def _perform(self, work: Sequence[Batch], kept: Sequence[tuple[str, list[dict[str, Any]]]]) -> None:
-        states = [state for batch in work for state in batch.states]
-        for prefix, memory in kept:
-            for state, own in zip(states, memory, strict=True):
-                state.update({prefix + key: value for key, value in own.items()})
-        self._update_all(work)
 
     def _update_all(self, work: Sequence[Batch]) -> None:
         for number, (group, batch) in enumerate(zip(self.param_groups, work, strict=True)):
@@ -572,12 +571,15 @@ class UpdateRule(Optimizer):
                 rule.update(group, part)
 
     def _write_back(self, group: Mapping[str, Any], batch: Batch) -> None:
-        if not group.get("master_weights") or stochastic(group):
-            return
+        """Round the masters of a batch into their parameters, except rows, which the rule writes itself."""
         params = [param for param in group["params"] if param.grad is not None]
-        pairs = [(p, m) for p, m in zip(params, batch.params, strict=True) if m is not p]
+        worked = zip(params, batch.params, batch.grads, strict=True)
+        pairs = [(param, master) for param, master, grad in worked if master is not param and not grad.is_sparse]
         if pairs:
-            foreach.copy_([local(p) for p, _ in pairs], [local(m) for _, m in pairs])
+            foreach.copy_([local(param) for param, _ in pairs], [local(master) for _, master in pairs])
+        for param in params:
+            if has_master(param, group):
+                self._stamps.note(param)
 
 
 @_not_traced
@@ -591,10 +593,3 @@ def _by_hand(group: Mapping[str, Any], key: str) -> bool:
         return False
     value = group[key]
     return isinstance(value, (int, float, Tensor)) and bool(value != group[SET_BY_SCHEDULE + key])
-
-
-def _give_back(grads: Sequence[Tensor], work: Sequence[Batch]) -> None:
-    start = 0
-    for batch in work:
-        batch.grads[:] = grads[start : start + len(batch.grads)]
-        start += len(batch.grads)

@@ -12,16 +12,9 @@ from torch import Tensor
 
 from torchboost.optim.tensors import aligned
 
-__all__ = ["Batch", "Checked", "strides"]
+__all__ = ["Batch", "Checked"]
 
 _DTYPE, _LAYOUT, _DEVICE = attrgetter("dtype"), attrgetter("layout"), attrgetter("device")
-
-_Record = tuple[list[Tensor], list[int], list[tuple[int, ...]], torch.dtype, torch.device, list[Any], list[Any]]
-
-
-def strides(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
-    """Return the strides of all tensors, without a Python loop."""
-    return list(map(Tensor.stride, tensors))
 
 
 @dataclass(slots=True)
@@ -49,13 +42,13 @@ class Batch:
 
         Kernels that read memory in order would read them at the wrong places.
         """
-        wanted = strides(self.params) if self.layout is None else self.layout
-        if strides(self.grads) != wanted:
+        layout = _strides(self.params) if self.layout is None else self.layout
+        if _strides(self.grads) != layout:
             self.grads[:] = [aligned(grad, param) for grad, param in zip(self.grads, self.params, strict=True)]
         for key in keys:
             entries = [state.get(key) for state in self.states]
             present = [entry for entry in entries if entry is not None]
-            if len(present) == len(entries) and strides(present) == wanted:
+            if len(present) == len(entries) and _strides(present) == layout:
                 continue
             for entry, param, state in zip(entries, self.params, self.states, strict=True):
                 if entry is not None:
@@ -63,71 +56,53 @@ class Batch:
 
 
 class Checked:
-    """A record, per group, of the parameters whose dense gradients of one precision passed the checks.
+    """A record, per group, of the options and of the parameters whose dense gradients passed the checks.
 
-    A record is valid until the parameters of the group, their strides or devices, or a flag of the group change. What
-    can differ from step to step is checked in every step: precision and layout of the gradients, and the device. The
-    options of a group count as checked while its entries are the same objects.
+    The options of a group count as checked while its entries are the same objects, its gradients until a flag of the
+    group or what :func:`_facts` returns changes.
     """
 
     def __init__(self) -> None:
-        self._records: dict[int, _Record] = {}
-        self._options: dict[int, list[Any]] = {}
+        self._options: dict[int, tuple[list[Any], list[Any]]] = {}
+        self._gradients: dict[int, tuple[list[Tensor], tuple[Any, ...]]] = {}
 
     def options(self, number: int, group: Mapping[str, Any], check: Callable[[Mapping[str, Any]], None]) -> None:
         """Check the options of a group, unless they are those that were checked last."""
         if torch.compiler.is_compiling():
-            check(group)
-        elif not _same(self._options.get(number, ()), group):
-            self._options.pop(number, None)
-            check(group)
-            self._options[number] = list(group.values())
+            return check(group)
+        values, flags = self._options.get(number, ([], []))
+        if len(values) == len(group) and all(map(is_, values, group.values())):
+            return
+        check(group)
+        # Whether a gradient is usable may depend on whether a number is 0, but not on the number.
+        plain = (bool, int, float, type(None))
+        now = [(k, type(v), bool(v) if isinstance(v, plain) else None) for k, v in group.items() if k != "params"]
+        if now != flags:
+            self._gradients.pop(number, None)
+        self._options[number] = list(group.values()), now
 
-    def layout(
-        self, number: int, group: Mapping[str, Any], params: Sequence[Tensor], grads: Sequence[Tensor]
-    ) -> list[tuple[int, ...]] | None:
+    def layout(self, number: int, params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[tuple[int, ...]] | None:
         """Return the strides of the parameters if the record covers these gradients, else None."""
-        record = None if torch.compiler.is_compiling() else self._records.get(number)
-        if record is None:
+        if torch.compiler.is_compiling() or number not in self._gradients:
             return None
-        _, ids, memory, dtype, device, values, flags = record
-        holds = (
-            ids == list(map(id, params))
-            and _one(_DTYPE, grads) is dtype
-            and _one(_DEVICE, params) == device
-            and _one(_LAYOUT, grads) is torch.strided
-            and memory == strides(params)
-            and (_same(values, group) or flags == _flags(group))
-        )
-        return memory if holds else None
+        _, facts = self._gradients[number]
+        return facts[1] if facts == _facts(params, grads) else None
 
-    def note(self, number: int, group: Mapping[str, Any], params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        """Record that all of these gradients were checked."""
-        self._records.pop(number, None)
+    def note(self, number: int, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """Record that all of these gradients were checked, unless they are of several kinds or sparse."""
+        self._gradients.pop(number, None)
         if torch.compiler.is_compiling() or any(type(param) not in (Tensor, torch.nn.Parameter) for param in params):
             return  # tensor subclasses may change what they hold in other ways
-        dtype, device = _one(_DTYPE, grads), _one(_DEVICE, params)
-        if dtype is not None and device is not None and _one(_LAYOUT, grads) is torch.strided:
-            # The record keeps the parameters alive, so that their ids are not reused.
-            now = list(group.values()), _flags(group)
-            self._records[number] = (list(params), list(map(id, params)), strides(params), dtype, device, *now)
+        facts = _facts(params, grads)
+        if facts[4] == {torch.strided} and len(facts[2]) == len(facts[3]) == 1:
+            self._gradients[number] = list(params), facts  # kept alive, so that their ids are not reused
 
 
-def _same(values: Sequence[Any], group: Mapping[str, Any]) -> bool:
-    """Whether the entries of a group are these objects, in this order."""
-    return len(values) == len(group) and all(map(is_, values, group.values()))
+def _facts(params: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[Any, ...]:
+    """Return what can differ from step to step: parameters, their strides and devices, kinds of gradients."""
+    kinds = set(map(_DEVICE, params)), set(map(_DTYPE, grads)), set(map(_LAYOUT, grads))
+    return list(map(id, params)), _strides(params), *kinds
 
 
-def _one(of: attrgetter[Any], tensors: Sequence[Tensor]) -> Any:
-    """Return the value that all tensors have in common, or None."""
-    found = set(map(of, tensors))
-    return found.pop() if len(found) == 1 else None
-
-
-def _flags(group: Mapping[str, Any]) -> list[Any]:
-    """Return the options that may decide whether a gradient is usable; for numbers, only whether they are 0."""
-    return [
-        (key, type(value), bool(value) if isinstance(value, (bool, int, float, type(None))) else None)
-        for key, value in group.items()
-        if key != "params"
-    ]
+def _strides(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
+    return list(map(Tensor.stride, tensors))

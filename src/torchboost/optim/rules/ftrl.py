@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from torchboost.core.arguments import check_number, is_number
 from torchboost.core.torch_private import foreach
 from torchboost.errors import IncompatibleError
-from torchboost.optim.pipeline import GradientTransform
-from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
-from torchboost.optim.rules.masters import MasterWeights
-from torchboost.optim.rules.options import SHARED, arguments
+from torchboost.optim.rules.base import Batch, UpdateRule
+from torchboost.optim.rules.options import Common, rule_arguments
 
 __all__ = ["FTRL"]
 
@@ -44,11 +43,7 @@ class FTRL(UpdateRule):
         l2: Strength of the L2 term, at least 0.
         weight_decay: Factor of the weights added to the gradient, at least 0; also a list or function, as ``lr``.
         initial_accumulator_value: Initial value of ``n``, above 0.
-        maximize: Maximize the objective instead of minimizing it.
-        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and the state in float32,
-            or round stochastically, see :class:`~torchboost.optim.Adam`.
-        transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
-        nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
+        **common: See :class:`~torchboost.optim.UpdateRule`.
 
     Raises:
         TypeError, ValueError: An option is invalid.
@@ -70,13 +65,9 @@ class FTRL(UpdateRule):
         weight_decay: Any = 0.0,
         *,
         initial_accumulator_value: float = 0.1,
-        maximize: bool = False,
-        master_weights: MasterWeights = False,
-        transforms: Sequence[GradientTransform] = (),
-        nonfinite: Nonfinite = "ignore",
+        **common: Unpack[Common],
     ) -> None:
-        options = arguments(locals(), *SHARED)
-        super().__init__(params, options, transforms=transforms, nonfinite=nonfinite)
+        super().__init__(**rule_arguments(locals()))
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Refuse options out of the range of this rule."""

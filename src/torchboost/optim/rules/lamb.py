@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from typing_extensions import Unpack
+
 from torchboost.core.torch_private import foreach
-from torchboost.optim.pipeline import GradientTransform
 from torchboost.optim.rules.adam import adam_directions, as_real, rooted_directions
-from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
-from torchboost.optim.rules.masters import MasterWeights
-from torchboost.optim.rules.options import SHARED, arguments
+from torchboost.optim.rules.base import Batch, UpdateRule
+from torchboost.optim.rules.options import Common, rule_arguments
 from torchboost.optim.transforms import AddDecay, ScaleByTrustRatio, Updates
 
 __all__ = ["Lamb"]
@@ -33,11 +33,7 @@ class Lamb(UpdateRule):
         weight_decay: At least 0; also a list or function, as ``lr``.
         max_ratio: Largest ratio.
         eps_in_root: Take the norm of ``m^ / sqrt(v^ + eps) + weight_decay * w`` for the ratio, as MindSpore does.
-        maximize: Maximize the objective instead of minimizing it.
-        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and their moments in float32,
-            or round stochastically, see :class:`~torchboost.optim.Adam`.
-        transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
-        nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
+        **common: See :class:`~torchboost.optim.UpdateRule`.
 
     Raises:
         TypeError, ValueError: An option is invalid.
@@ -60,13 +56,9 @@ class Lamb(UpdateRule):
         *,
         max_ratio: float = 10.0,
         eps_in_root: bool = False,
-        maximize: bool = False,
-        master_weights: MasterWeights = False,
-        transforms: Sequence[GradientTransform] = (),
-        nonfinite: Nonfinite = "ignore",
+        **common: Unpack[Common],
     ) -> None:
-        options = arguments(locals(), *SHARED) | {"adapt": True}
-        super().__init__(params, options, transforms=transforms, nonfinite=nonfinite)
+        super().__init__(**rule_arguments(locals(), adapt=True))
 
     def state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Name the entries of the state."""

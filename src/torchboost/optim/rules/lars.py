@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from torchboost.core.arguments import check_number
 from torchboost.core.torch_private import foreach, foreach_norm
-from torchboost.optim.pipeline import Gradients, GradientTransform, refuse_sparse
-from torchboost.optim.rules.base import Batch, Nonfinite
-from torchboost.optim.rules.masters import MasterWeights
-from torchboost.optim.rules.options import arguments
-from torchboost.optim.rules.sgd import SGD
+from torchboost.optim.pipeline import Gradients, refuse_sparse
+from torchboost.optim.rules.base import Batch
+from torchboost.optim.rules.sgd import SGD, Forms
 from torchboost.optim.transforms import together
 
 __all__ = ["LARS", "TrustRatio"]
@@ -106,12 +104,8 @@ class LARS(SGD):
         clip: See :class:`TrustRatio`.
         vectors: See :class:`TrustRatio`.
         nesterov: See :class:`~torchboost.optim.rules.sgd.SGD`.
-        maximize: See :class:`~torchboost.optim.rules.sgd.SGD`.
-        foreach: Update lists of tensors; None does so unless the learning rate is a tensor.
-        fused: See :class:`~torchboost.optim.rules.sgd.SGD`.
-        master_weights: See :class:`~torchboost.optim.rules.sgd.SGD`.
-        transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`; they run before the trust ratio.
-        nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
+        **options: ``fused`` and ``foreach``, which is used if it is None and the learning rate is a number, and those
+            of :class:`~torchboost.optim.UpdateRule`. ``transforms`` run before the trust ratio.
 
     Raises:
         TypeError, ValueError: An option is invalid.
@@ -133,16 +127,11 @@ class LARS(SGD):
         clip: bool = False,
         vectors: bool = False,
         nesterov: bool = False,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        fused: bool | None = None,
-        master_weights: MasterWeights = False,
-        transforms: Sequence[GradientTransform] = (),
-        nonfinite: Nonfinite = "ignore",
+        **options: Unpack[Forms],
     ) -> None:
-        options = arguments(locals(), "transforms", *RATIO)
         ratio = TrustRatio(coefficient=coefficient, weight_decay=None, eps=eps, clip=clip, vectors=vectors)
-        super().__init__(**options, transforms=(*transforms, ratio))
+        options["transforms"] = (*options.get("transforms", ()), ratio)
+        super().__init__(params, lr, momentum, 0.0, weight_decay, nesterov, **options)
 
     def constructor_options(self) -> dict[str, Any]:
         """Return the constructor's arguments that the param groups do not hold, by name."""

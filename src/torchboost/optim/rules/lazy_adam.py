@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from torchboost.core.algorithm import Attachment
-from torchboost.core.torch_private import foreach, sparse_rows, sparse_values
+from torchboost.core.torch_private import sparse_rows, sparse_values
 from torchboost.errors import IncompatibleError
-from torchboost.optim.pipeline import GradientTransform
 from torchboost.optim.rules.adam import Adam
-from torchboost.optim.rules.base import Batch, Nonfinite
+from torchboost.optim.rules.base import Batch, UpdateRule
 from torchboost.optim.rules.masters import LOW_PRECISION
 from torchboost.optim.rules.missed_steps import FORM, form_of, new_past, record, replay
-from torchboost.optim.rules.options import arguments
+from torchboost.optim.rules.options import Common, rule_arguments
 
 __all__ = ["LazyAdam"]
 
@@ -66,13 +66,10 @@ class LazyAdam(Adam):
         decoupled_weight_decay: See :class:`Adam`.
         bias_correction: See :class:`Adam`.
         eps_uncorrected: See :class:`Adam`.
-        maximize: See :class:`Adam`.
         foreach: See :class:`Adam`.
         fused: See :class:`Adam`; ``GradScaler`` still unscales before the step.
         capturable: See :class:`Adam`; sparse gradients are then refused.
-        master_weights: See :class:`Adam`.
-        transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
-        nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
+        **common: See :class:`~torchboost.optim.UpdateRule`.
 
     Raises:
         TypeError, ValueError: An option is invalid, or two exclude each other.
@@ -103,31 +100,17 @@ class LazyAdam(Adam):
         decoupled_weight_decay: bool = False,
         bias_correction: bool = True,
         eps_uncorrected: bool = False,
-        maximize: bool = False,
         foreach: bool | None = None,
         fused: bool | None = None,
         capturable: bool = False,
-        master_weights: bool = False,
-        transforms: Sequence[GradientTransform] = (),
-        nonfinite: Nonfinite = "ignore",
+        **common: Unpack[Common],
     ) -> None:
-        self._exact = exact
-        super().__init__(**arguments(locals(), "exact"))
+        UpdateRule.__init__(self, **rule_arguments(locals(), moments_8bit=False))
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         # If the fused kernel skipped a step because of an overflow, this class would not know.
         return False
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; missing options get the defaults.
-
-        Raises:
-            TypeError, ValueError: An option is invalid; nothing was added.
-        """
-        if "exact" not in self.defaults:
-            self.defaults["exact"] = self._exact
-        super().add_param_group(param_group)
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Refuse what :class:`Adam` refuses, and an ``exact`` that is not a bool or not supported."""
@@ -256,8 +239,11 @@ class LazyAdam(Adam):
                 compact.grads.append(grad)
                 compact.states.append(state)
         super().update(group, compact)
+        owners = _owners(group)
         for i, rows in named:
             batch.params[i].index_copy_(0, rows, compact.params[i])
+            if batch.params[i] is not owners[i]:
+                owners[i].index_copy_(0, rows, compact.params[i].to(owners[i].dtype))
             state = batch.states[i]
             for key, value in compact.states[i].items():
                 if key != "step":
@@ -300,17 +286,6 @@ class LazyAdam(Adam):
         for batch in work:
             batch.grads[:] = [grad.coalesce() if grad.is_sparse else grad for grad in batch.grads]
         return super().prepare(work)
-
-    def _write_back(self, group: Mapping[str, Any], batch: Batch) -> None:
-        pairs: list[tuple[Tensor, Tensor]] = []
-        for param, worked, grad in zip(_owners(group), batch.params, batch.grads, strict=True):
-            if worked is not param and grad.is_sparse:
-                rows = sparse_rows(grad)
-                param.index_copy_(0, rows, worked.index_select(0, rows).to(param.dtype))
-            elif worked is not param:
-                pairs.append((param, worked))
-        if pairs:
-            foreach.copy_([param for param, _ in pairs], [worked for _, worked in pairs])
 
     def _check_own(self, param: Tensor) -> None:
         if not any(param is own for group in self.param_groups for own in group["params"]):

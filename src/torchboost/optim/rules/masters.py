@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ __all__ = [
     "IN_CACHE",
     "LOW_PRECISION",
     "SCALE",
-    "MasterWeights",
     "Stamps",
     "check_narrow",
     "check_packable",
@@ -38,8 +37,6 @@ __all__ = [
 ]
 
 _DTYPE = attrgetter("dtype")
-
-MasterWeights = bool | Literal["stochastic"]
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from typing_extensions import Unpack
+
 from torchboost.errors import nearest
-from torchboost.optim.pipeline import GradientTransform
 from torchboost.optim.rules.adam import Adam, AdamW, AdamWeightDecay
-from torchboost.optim.rules.base import Nonfinite, UpdateRule
+from torchboost.optim.rules.base import UpdateRule
 from torchboost.optim.rules.ftrl import FTRL
 from torchboost.optim.rules.lamb import Lamb
-from torchboost.optim.rules.masters import MasterWeights
 from torchboost.optim.rules.muon import Muon
+from torchboost.optim.rules.options import Common, rule_arguments
 from torchboost.optim.rules.rmsprop import RMSProp, RMSprop
 from torchboost.optim.rules.sgd import SGD, Momentum
 
@@ -48,11 +49,7 @@ class MixedOptimizer(UpdateRule):
         lr: Learning rate of the groups that set none; None takes the default of each rule. A float, a tensor with one
             element, a list with one per update, or a function of the update.
         weight_decay: The same for the weight decay.
-        maximize: Maximize the objective instead of minimizing it.
-        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and their state in float32,
-            or round stochastically, see :class:`~torchboost.optim.Adam`.
-        transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
-        nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
+        **common: See :class:`~torchboost.optim.UpdateRule`.
 
     Raises:
         TypeError, ValueError: A rule does not exist, or an option is invalid.
@@ -73,17 +70,14 @@ class MixedOptimizer(UpdateRule):
         *,
         lr: Any = None,
         weight_decay: Any = None,
-        maximize: bool = False,
-        master_weights: MasterWeights = False,
-        transforms: Sequence[GradientTransform] = (),
-        nonfinite: Nonfinite = "ignore",
+        **common: Unpack[Common],
     ) -> None:
         self._rules: dict[str, UpdateRule] = {}
-        given = {"lr": lr, "weight_decay": weight_decay}
-        both = {"rule": rule, "maximize": maximize, "master_weights": master_weights}
-        defaults = {**both, **{key: value for key, value in given.items() if value is not None}}
         self._named(rule)
-        super().__init__(params, defaults, transforms=transforms, nonfinite=nonfinite)
+        arguments = rule_arguments(locals())
+        options = arguments["defaults"]
+        arguments["defaults"] = {k: v for k, v in options.items() if v is not None or k not in ("lr", "weight_decay")}
+        super().__init__(**arguments)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_rules": {}}
@@ -95,14 +89,6 @@ class MixedOptimizer(UpdateRule):
     def rule_for(self, group: Mapping[str, Any]) -> UpdateRule:
         """Return the rule that a param group names."""
         return self._named(group.get("rule", self.defaults["rule"]))
-
-    def defaults_for(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the options of a param group that does not set them: those of its rule."""
-        return {**self.rule_for(group).defaults, **self.defaults}
-
-    def state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        """Name the entries of the state of a group's rule."""
-        return self.rule_for(group).state_keys({**self.defaults_for(group), **group})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of this class, or of one rule with the same groups.

@@ -10,14 +10,14 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import Unpack
 
 from torchboost.core.hardware import half_precision
 from torchboost.core.torch_private import foreach, foreach_lerp
 from torchboost.errors import IncompatibleError
-from torchboost.optim.pipeline import GradientTransform
-from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
-from torchboost.optim.rules.masters import MasterWeights, local
-from torchboost.optim.rules.options import SHARED, arguments
+from torchboost.optim.rules.base import Batch, UpdateRule
+from torchboost.optim.rules.masters import local
+from torchboost.optim.rules.options import Common, rule_arguments
 
 __all__ = ["QUINTIC", "Muon", "faster_dtype", "orthogonalized"]
 
@@ -76,11 +76,7 @@ class Muon(UpdateRule):
             processes on CPUs take float32.
         stacked: Parameters of three or more axes are stacks of matrices in the last two axes, such as those of
             experts. If False they are filters, whose axes after the first are joined.
-        maximize: Maximize the objective instead of minimizing it.
-        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and the momentum in float32,
-            or round stochastically, see :class:`~torchboost.optim.Adam`.
-        transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
-        nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
+        **common: See :class:`~torchboost.optim.UpdateRule`.
 
     Raises:
         TypeError, ValueError: An option is invalid, or a parameter has fewer than two axes.
@@ -104,13 +100,9 @@ class Muon(UpdateRule):
         *,
         ns_dtype: torch.dtype | None = None,
         stacked: bool = False,
-        maximize: bool = False,
-        master_weights: MasterWeights = False,
-        transforms: Sequence[GradientTransform] = (),
-        nonfinite: Nonfinite = "ignore",
+        **common: Unpack[Common],
     ) -> None:
-        options = arguments(locals(), *SHARED)
-        super().__init__(params, options, transforms=transforms, nonfinite=nonfinite)
+        super().__init__(**rule_arguments(locals()))
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Refuse invalid options, and parameters that are no matrices."""

@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from torchboost.core.arguments import check_number
 from torchboost.core.torch_private import foreach
 from torchboost.errors import IncompatibleError
-from torchboost.optim.pipeline import GradientTransform
 from torchboost.optim.rules.adam import Adam, as_real
-from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
+from torchboost.optim.rules.base import Batch, UpdateRule
 from torchboost.optim.rules.masters import has_master, pieces
-from torchboost.optim.rules.options import arguments
+from torchboost.optim.rules.options import Pipeline, rule_arguments
 from torchboost.optim.tensors import is_dense, same_layout
 
 __all__ = ["AdamOffload", "OffloadPlan"]
@@ -98,8 +98,7 @@ class AdamOffload(Adam):
         chunk_mebibytes: Size of each of the two buffers, in MiB, at least 1/128.
         pin_memory: Also page-lock the state of parameters on an accelerator, so that it is never swapped out. The
             buffers are always page-locked.
-        transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
-        nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
+        **common: ``transforms`` and ``nonfinite``, see :class:`~torchboost.optim.UpdateRule`.
 
     Raises:
         TypeError, ValueError: An option is invalid, or two exclude each other.
@@ -130,8 +129,7 @@ class AdamOffload(Adam):
         master_weights: bool = True,
         chunk_mebibytes: float = 64.0,
         pin_memory: bool = True,
-        transforms: Sequence[GradientTransform] = (),
-        nonfinite: Nonfinite = "ignore",
+        **common: Unpack[Pipeline],
     ) -> None:
         check_number("chunk_mebibytes", chunk_mebibytes, above=True)
         if chunk_mebibytes * MEBIBYTE < SMALLEST_CHUNK:
@@ -141,8 +139,11 @@ class AdamOffload(Adam):
         self.chunk_mebibytes = float(chunk_mebibytes)
         self.pin_memory = pin_memory
         self._lanes: dict[torch.device, _Lane] = {}
-        options = arguments(locals(), "chunk_mebibytes", "pin_memory")
-        super().__init__(**options, fused=None if nesterov or eps_uncorrected else True)
+        fused = None if nesterov or eps_uncorrected else True
+        arguments = rule_arguments(locals(), foreach=None, capturable=False, moments_8bit=False)
+        for name in self._buffer_options():
+            del arguments["defaults"][name]
+        UpdateRule.__init__(self, **arguments)
 
     def constructor_options(self) -> dict[str, Any]:
         """Return the constructor's arguments that the param groups do not hold, by name."""
@@ -205,32 +206,21 @@ class AdamOffload(Adam):
         """Update tensors on the host in place."""
         super().update(group, as_real(batch, ON_HOST))
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a checkpoint of this rule, of :class:`Adam` or of torch's; the tensors are copied to the host.
-
-        Raises:
-            ValueError: The groups differ, or a state does not have the shape of its parameter; nothing was changed.
-        """
-        # torch copies every tensor to its parameter's device, which may lack memory; other objects it does not copy.
-        handle = self.register_load_state_dict_pre_hook(_hide)
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            handle.remove()
-
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **self._buffer_options()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update({key: state[key] for key in ("chunk_mebibytes", "pin_memory") if key in state})
-        for param, entries in state["state"].items():
-            if isinstance(param, Tensor):
-                pinned = self._pins(param.device)
-                entries.update({key: _on_host(entries[key], pinned=pinned) for key in ON_HOST if key in entries})
         super().__setstate__(state)
         self.__dict__.setdefault("_lanes", {})
         for group in self.param_groups:
             group.update(_kernel(group))
+
+    def _loaded(self, param: Tensor, group: Mapping[str, Any], key: str, value: Any) -> Any:
+        if key not in ON_HOST or not isinstance(value, Tensor):
+            return super()._loaded(param, group, key, value)
+        kept = value.to("cpu", copy=True)
+        return kept.pin_memory() if kept.ndim and self._pins(param.device) else kept
 
     def _buffer_options(self) -> dict[str, Any]:
         return {"chunk_mebibytes": self.chunk_mebibytes, "pin_memory": self.pin_memory}
@@ -526,32 +516,6 @@ def _padded(size: int) -> int:
 def _flat(tensor: Tensor) -> Tensor:
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return real.as_strided((real.numel(),), (1,))
-
-
-@dataclass(frozen=True)
-class _Hidden:
-    """A state's entry that ``Optimizer.load_state_dict`` does not copy to its parameter's device."""
-
-    value: Any
-
-
-def _hide(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    known = {index for group in state_dict["param_groups"] for index in group["params"]}
-    states = dict(state_dict["state"])
-    for index in known & states.keys():
-        states[index] = {key: _Hidden(value) if key in ON_HOST else value for key, value in states[index].items()}
-    return {**state_dict, "state": states}
-
-
-def _on_host(value: Any, *, pinned: bool) -> Any:
-    """Return a state's entry on the host, as a copy if it was given for loading."""
-    if isinstance(value, _Hidden):
-        value = value.value
-        value = value.clone() if isinstance(value, Tensor) and value.device.type == "cpu" else value
-    if not isinstance(value, Tensor):
-        return value
-    value = value.cpu()
-    return value.pin_memory() if pinned and value.ndim and not value.is_pinned() else value
 
 
 def _pinnable(device: torch.device) -> bool:

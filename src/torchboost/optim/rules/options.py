@@ -3,69 +3,62 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from types import NoneType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import TypedDict, get_type_hints
 
-from torchboost.core.arguments import check_number
 from torchboost.core.torch_private import capturable_devices, fused_devices
 from torchboost.errors import IncompatibleError
+from torchboost.optim.pipeline import GradientTransform
 from torchboost.optim.schedules import resolve_lr, whole
 from torchboost.optim.tensors import is_dense
 
 __all__ = [
     "HERE",
     "SCHEDULED",
-    "SHARED",
+    "Common",
+    "MasterWeights",
+    "Nonfinite",
+    "Pipeline",
     "Schedule",
-    "arguments",
     "check_capturable",
     "check_fused",
     "check_group_names",
-    "check_names",
     "check_options",
+    "full_signature",
     "miscomputes",
+    "rule_arguments",
     "take_schedules",
 ]
 
 Schedule = Callable[[int], float]
 
+MasterWeights = bool | Literal["stochastic"]
+
+Nonfinite = Literal["ignore", "skip", "raise"]
+
 SCHEDULED = ("lr", "weight_decay")
 """Options that may be a list or a function of the update."""
 
-LARGEST = 1e30
-"""Results of a larger value overflow float32, which torch's kernels refuse."""
-
-LARGEST_WHOLE = 2**62
-"""Larger integers overflow the kernels' arguments."""
+LARGEST = 1e18
+"""Larger numbers overflow the arguments of torch's kernels, or float32 in them."""
 
 ENTRIES = 67
 """Weights on which a fused kernel is tried: several full vectors on every processor, and a remainder."""
 
 NOT_NEGATIVE = ("lr", "weight_decay", "eps", "momentum", "max_ratio", "l1", "l2")
 FLAGS = (
-    "adapt",
-    "amsgrad",
-    "bias_correction",
-    "capturable",
-    "centered",
-    "decoupled_weight_decay",
-    "eps_in_root",
-    "eps_uncorrected",
-    "maximize",
-    "moments_8bit",
-    "nesterov",
-    "stacked",
-    "training",
+    *("adapt", "amsgrad", "bias_correction", "capturable", "centered", "decoupled_weight_decay", "eps_in_root"),
+    *("eps_uncorrected", "maximize", "moments_8bit", "nesterov", "stacked", "training"),
 )
-
 
 HERE = {
     "learning_rate": "lr",
@@ -86,18 +79,61 @@ HERE = {
 """MindSpore's name -> ours. The page ``compat.md`` shows it."""
 
 
-SHARED = ("params", "transforms", "nonfinite")
-"""Arguments of all constructors that are no options of a group."""
+class Pipeline(TypedDict, total=False):
+    """Keyword arguments of every rule. :class:`~torchboost.optim.UpdateRule` describes them."""
+
+    transforms: Sequence[GradientTransform]
+    nonfinite: Nonfinite
 
 
-def arguments(scope: Mapping[str, Any], *others: str) -> dict[str, Any]:
-    """Return the arguments of a constructor from its ``locals()``, taken before it assigns anything.
+class Common(Pipeline, total=False):
+    """Keyword arguments of every rule, with those that are options of its groups."""
+
+    maximize: bool
+    master_weights: MasterWeights
+
+
+COMMON: dict[str, Any] = {"maximize": False, "master_weights": False, "transforms": (), "nonfinite": "ignore"}
+"""Their defaults."""
+
+
+def rule_arguments(scope: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """Return the arguments of ``UpdateRule``'s constructor from the ``locals()`` of a rule's constructor.
 
     Args:
-        scope: The local names.
-        *others: Names of arguments that are not wanted.
+        scope: The local names, before any is assigned. ``common`` holds arguments of :class:`Common`.
+        **more: Further options of the groups.
+
+    Raises:
+        TypeError: An argument is unknown. The message names the one that the class takes instead.
     """
-    return {name: value for name, value in scope.items() if name not in ("self", "__class__", *others)}
+    kind, common = type(scope["self"]), scope.get("common", {})
+    for name in common.keys() - COMMON.keys():
+        raise TypeError(f"{kind.__name__} takes no {name!r}{_hint(name, list(inspect.signature(kind).parameters))}")
+    options = {name: value for name, value in scope.items() if name not in ("self", "__class__", "common")}
+    options = {**COMMON, **options, **common, **more}
+    apart = {name: options.pop(name) for name in ("params", "transforms", "nonfinite")}
+    return {**apart, "defaults": options}
+
+
+def full_signature(kind: type) -> inspect.Signature:
+    """Return the signature of a rule with the keyword arguments written out that its ``**options`` are typed as."""
+    own = inspect.signature(vars(kind)["__init__"])
+    parameters = list(own.parameters.values())[1:]
+    last = parameters[-1]
+    if last.kind is last.VAR_KEYWORD and str(last.annotation).startswith("Unpack["):
+        typed = get_type_hints(vars(kind)["__init__"])[last.name].__args__[0]
+        known = inspect.signature(kind.__mro__[1]).parameters
+        parameters[-1:] = [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=known[name].default if name in known else COMMON[name],
+                annotation=annotation.__forward_arg__,
+            )
+            for name, annotation in typed.__annotations__.items()
+        ]
+    return own.replace(parameters=parameters)
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -109,9 +145,9 @@ def check_options(options: Mapping[str, Any]) -> None:
     """
     for name in NOT_NEGATIVE:
         if name in options:
-            _check_scalar(name, options[name])
+            _check_number(name, options[name])
     if "betas" in options:
-        _check_betas(options)
+        _check_betas(options["betas"])
     if "dampening" in options and not _is_number(options["dampening"]):
         raise ValueError(f"dampening: found {options['dampening']!r}; give a finite number, at most {LARGEST:g}.")
     if not isinstance(options.get("updates", 0), (int, np.integer)):
@@ -123,9 +159,54 @@ def check_options(options: Mapping[str, Any]) -> None:
     masters = options.get("master_weights", False)
     if not isinstance(masters, bool) and masters != "stochastic":
         raise TypeError(f"master_weights: found {masters!r}; give True, False or 'stochastic'.")
-    _check_form(options)
+    for name in ("foreach", "fused"):
+        if not isinstance(options.get(name), (bool, NoneType)):
+            raise TypeError(f"{name}: found {options[name]!r}; give True, False or None.")
+    if options.get("foreach") and options.get("fused"):
+        raise ValueError("foreach and fused exclude each other; set one of them.")
+    if options.get("differentiable"):
+        raise ValueError("differentiable: found True; autograd does not record the updates here. Leave it False.")
+    if options.get("foreach") and not options.get("capturable", True):
+        for name, value in (("lr", options.get("lr")), ("betas", options.get("betas", (0.0,))[0])):
+            if isinstance(value, Tensor):
+                raise ValueError(f"{name}: found a tensor; foreach supports it with capturable=True only.")
     if options.get("nesterov") and "dampening" in options and (not options["momentum"] or options["dampening"]):
         raise ValueError("nesterov: needs a momentum above 0 and dampening=0.")
+
+
+def _check_number(name: str, value: Any) -> None:
+    if isinstance(value, Tensor) and name != "lr":
+        raise TypeError(f"{name}: found a tensor; give a number from 0 to {LARGEST:g}.")
+    number = _read(name, value)
+    if isinstance(number, bool) or not isinstance(number, (float, int, np.floating, np.integer)):
+        raise TypeError(f"{name}: found {number!r}; give a float from 0 to {LARGEST:g}.")
+    if not 0 <= number <= LARGEST:
+        raise ValueError(f"{name}: found {number!r}; give a float from 0 to {LARGEST:g}.")
+
+
+def _check_betas(betas: Any) -> None:
+    allowed = "give two numbers, at least 0 and below 1"
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise TypeError(f"betas: found {betas!r}; {allowed}.")
+    if isinstance(betas[0], Tensor) != isinstance(betas[1], Tensor):
+        raise ValueError(f"betas: found a number and a tensor; {allowed}, or two tensors with one element.")
+    for number in (_read("betas", beta) for beta in betas):
+        if not _is_number(number) or not 0 <= number < 1:
+            raise ValueError(f"betas: found {betas!r}; {allowed}.")
+
+
+def _read(name: str, value: Any) -> Any:
+    """Return a number, also if it is in a tensor; 0 for one on a device, which would be waited for."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.numel() != 1:
+        raise ValueError(f"{name}: found a tensor of shape {tuple(value.shape)}; give one with one element.")
+    return value.item() if value.device.type == "cpu" else 0.0
+
+
+def _is_number(value: Any) -> bool:
+    number = isinstance(value, (float, int, np.floating, np.integer)) and not isinstance(value, bool)
+    return number and bool(abs(value) <= LARGEST)
 
 
 def check_fused(param: Tensor, group: Mapping[str, Any], kind: type[Optimizer]) -> None:
@@ -174,66 +255,6 @@ def check_capturable(param: Tensor, group: Mapping[str, Any]) -> None:
         )
 
 
-def _check_form(options: Mapping[str, Any]) -> None:
-    for name in ("foreach", "fused"):
-        if not isinstance(options.get(name), (bool, NoneType)):
-            raise TypeError(f"{name}: found {options[name]!r}; give True, False or None.")
-    if options.get("foreach") and options.get("fused"):
-        raise ValueError("foreach and fused exclude each other; set one of them.")
-    if options.get("differentiable"):
-        raise ValueError("differentiable: found True; autograd does not record the updates here. Leave it False.")
-    if options.get("foreach") and "capturable" in options and not options["capturable"]:
-        tensors = [name for name in ("lr", "betas") if _has_tensor(options.get(name))]
-        if tensors:
-            raise ValueError(f"{tensors[0]}: found a tensor; foreach supports it with capturable=True only.")
-
-
-def _check_scalar(name: str, value: object) -> None:
-    if not isinstance(value, Tensor):
-        check_number(name, value)
-        _check_kind(name, value)
-        return
-    if name != "lr":
-        raise TypeError(f"{name}: found a tensor; give a finite number, at least 0.")
-    if value.numel() != 1:
-        raise ValueError(f"{name}: found a tensor of shape {tuple(value.shape)}; give one with one element.")
-    if value.device.type == "cpu":
-        check_number(name, value.item())
-        _check_kind(name, value.item())
-
-
-def _check_kind(name: str, value: Any) -> None:
-    """Refuse numbers such as ``Fraction``, which torch's kernels would refuse in the middle of an update."""
-    if not isinstance(value, (float, int, np.number)):
-        raise TypeError(f"{name}: found {value!r}; give a float.")
-    if value > (LARGEST if isinstance(value, float) else LARGEST_WHOLE):
-        raise ValueError(f"{name}: found {value!r}; give a float, at most {LARGEST:g}.")
-
-
-def _check_betas(options: Mapping[str, Any]) -> None:
-    betas, wanted = options["betas"], "give two numbers, at least 0 and below 1"
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise TypeError(f"betas: found {betas!r}; {wanted}.")
-    if isinstance(betas[0], Tensor) != isinstance(betas[1], Tensor):
-        raise ValueError(f"betas: found a number and a tensor; {wanted}, or two tensors with one element.")
-    for value in betas:
-        if isinstance(value, Tensor) and value.numel() != 1:
-            raise ValueError(f"betas: found a tensor of shape {tuple(value.shape)}; give one with one element.")
-        number = value.item() if isinstance(value, Tensor) and value.device.type == "cpu" else value
-        if not isinstance(number, Tensor) and not (_is_number(number) and 0 <= float(number) < 1):
-            raise ValueError(f"betas: found {betas!r}; {wanted}.")
-
-
-def _has_tensor(value: object) -> bool:
-    return isinstance(value, Tensor) or (isinstance(value, (tuple, list)) and isinstance(value[0], Tensor))
-
-
-def _is_number(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, (float, int, np.floating, np.integer)):
-        return False
-    return bool(abs(value) <= (LARGEST if isinstance(value, float) else LARGEST_WHOLE))
-
-
 def take_schedules(options: dict[str, Any]) -> dict[str, Schedule]:
     """Replace lists and functions in the options by their first value, and return them."""
     schedules: dict[str, Schedule] = {}
@@ -246,25 +267,6 @@ def take_schedules(options: dict[str, Any]) -> dict[str, Schedule]:
             schedules[key] = schedule
             options[key] = schedule(0)
     return schedules
-
-
-def check_names(kind: type, given: Iterable[str]) -> None:
-    """Refuse unknown keyword arguments, and say which name the class takes instead.
-
-    Args:
-        kind: The class about to be constructed.
-        given: Names of keyword arguments.
-
-    Raises:
-        TypeError: The class does not take one of the names.
-    """
-    taken = inspect.signature(kind).parameters.values()
-    if any(argument.kind is argument.VAR_KEYWORD for argument in taken):
-        return  # the class checks its options itself, and its base class is checked in turn
-    names = [argument.name for argument in taken]
-    for name in given:
-        if name not in names:
-            raise TypeError(f"{kind.__name__} takes no {name!r}{_hint(name, names)}")
 
 
 def check_group_names(group: Iterable[str], taken: Collection[str]) -> None:
@@ -311,16 +313,13 @@ def miscomputes(kind: type[Optimizer], dtype: torch.dtype, device: torch.device)
 
 
 @cache
-def _differs(kind: type[Optimizer], dtype: torch.dtype, device: torch.device) -> bool:
-    fused, plain = (_moved(kind, dtype, device, fused=fused) for fused in (True, False))
-    return not torch.allclose(fused, plain, rtol=0.1, atol=0.1)
-
-
-def _moved(kind: type[Optimizer], dtype: torch.dtype, device: torch.device, *, fused: bool) -> torch.Tensor:
-    """Return weights after two steps of about 1 each."""
-    weights = torch.linspace(-2, 2, ENTRIES, device=device).to(dtype).requires_grad_()
-    optimizer = kind([weights], lr=1.0, fused=fused)  # pyright: ignore[reportCallIssue]
-    for _ in range(2):
-        weights.grad = torch.linspace(1.5, 0.5, ENTRIES, device=device).to(dtype)
-        optimizer.step()
-    return weights.detach().float()
+def _differs(kind: Any, dtype: torch.dtype, device: torch.device) -> bool:
+    results = []
+    for fused in (True, False):  # two steps of about 1 each
+        weights = torch.linspace(-2, 2, ENTRIES, device=device).to(dtype).requires_grad_()
+        optimizer = kind([weights], lr=1.0, fused=fused)
+        for _ in range(2):
+            weights.grad = torch.linspace(1.5, 0.5, ENTRIES, device=device).to(dtype)
+            optimizer.step()
+        results.append(weights.detach().float())
+    return not torch.allclose(*results, rtol=0.1, atol=0.1)

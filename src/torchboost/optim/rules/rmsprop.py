@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.rmsprop import rmsprop as torch_rmsprop
+from typing_extensions import Unpack
 
 from torchboost.core.arguments import check_number
 from torchboost.core.torch_private import foreach
-from torchboost.optim.pipeline import GradientTransform
-from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
-from torchboost.optim.rules.masters import MasterWeights
-from torchboost.optim.rules.options import SHARED, arguments, check_capturable
+from torchboost.optim.rules.base import Batch, UpdateRule
+from torchboost.optim.rules.options import Common, check_capturable, rule_arguments
 
 __all__ = ["RMSProp", "RMSprop"]
 
@@ -39,11 +38,7 @@ class RMSprop(UpdateRule):
         centered: Divide by an estimate of the standard deviation, not of the root mean square.
         capturable: Safe in a CUDA graph.
         foreach: Update lists of tensors; None chooses as torch does.
-        maximize: Maximize the objective instead of minimizing it.
-        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and the averages in float32,
-            or round stochastically, see :class:`~torchboost.optim.Adam`.
-        transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
-        nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
+        **common: See :class:`~torchboost.optim.UpdateRule`.
 
     Raises:
         TypeError, ValueError: An option is invalid, or two exclude each other.
@@ -64,14 +59,9 @@ class RMSprop(UpdateRule):
         centered: bool = False,
         capturable: bool = False,
         foreach: bool | None = None,
-        maximize: bool = False,
-        *,
-        master_weights: MasterWeights = False,
-        transforms: Sequence[GradientTransform] = (),
-        nonfinite: Nonfinite = "ignore",
+        **common: Unpack[Common],
     ) -> None:
-        options = arguments(locals(), *SHARED)
-        super().__init__(params, options, transforms=transforms, nonfinite=nonfinite)
+        super().__init__(**rule_arguments(locals()))
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Refuse an ``alpha`` out of range."""
@@ -128,10 +118,7 @@ class RMSProp(UpdateRule):
         weight_decay: See :class:`RMSprop`.
         momentum: See :class:`RMSprop`.
         centered: See :class:`RMSprop`.
-        maximize: See :class:`RMSprop`.
-        master_weights: See :class:`RMSprop`.
-        transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
-        nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
+        **common: See :class:`~torchboost.optim.UpdateRule`.
 
     Raises:
         TypeError, ValueError: An option is invalid.
@@ -153,13 +140,9 @@ class RMSProp(UpdateRule):
         momentum: float = 0.0,
         *,
         centered: bool = False,
-        maximize: bool = False,
-        master_weights: MasterWeights = False,
-        transforms: Sequence[GradientTransform] = (),
-        nonfinite: Nonfinite = "ignore",
+        **common: Unpack[Common],
     ) -> None:
-        options = arguments(locals(), *SHARED)
-        super().__init__(params, options, transforms=transforms, nonfinite=nonfinite)
+        super().__init__(**rule_arguments(locals()))
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Refuse an ``alpha`` or ``eps`` out of range."""

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import Unpack
 
 from torchboost.core.torch_private import foreach
 from torchboost.errors import IncompatibleError
-from torchboost.optim.pipeline import GradientTransform
-from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
+from torchboost.optim.rules.base import Batch, UpdateRule
 from torchboost.optim.rules.masters import IN_CACHE, pieces
-from torchboost.optim.rules.options import SHARED, arguments
+from torchboost.optim.rules.options import Common, rule_arguments
 from torchboost.optim.schedules import whole
 
 __all__ = ["ScheduleFreeAdamW", "ScheduleFreeSGD", "warn_of_training_weights"]
@@ -189,10 +189,7 @@ class ScheduleFreeAdamW(_ScheduleFree):
         eps: Added to the root of the second moment, at least 0.
         weight_decay: At least 0.
         warmup_steps: Updates in which the rate rises linearly.
-        maximize: Maximize the objective instead of minimizing it.
-        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and the state in float32.
-        transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
-        nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
+        **common: See :class:`~torchboost.optim.UpdateRule`.
 
     Raises:
         TypeError, ValueError: An option is invalid, or ``lr`` is a schedule.
@@ -215,13 +212,9 @@ class ScheduleFreeAdamW(_ScheduleFree):
         weight_decay: Any = 0.0,
         *,
         warmup_steps: int = 0,
-        maximize: bool = False,
-        master_weights: bool = False,
-        transforms: Sequence[GradientTransform] = (),
-        nonfinite: Nonfinite = "ignore",
+        **common: Unpack[Common],
     ) -> None:
-        options = arguments(locals(), *SHARED) | {"training": True}
-        super().__init__(params, options, transforms=transforms, nonfinite=nonfinite)
+        super().__init__(**rule_arguments(locals(), training=True))
 
     def averaging(self, group: Mapping[str, Any]) -> float:
         """Return the share of the average in the weights of training."""
@@ -257,10 +250,7 @@ class ScheduleFreeSGD(_ScheduleFree):
         momentum: The share of ``x`` in ``y``, above 0 and below 1.
         weight_decay: At least 0.
         warmup_steps: Updates in which the rate rises linearly.
-        maximize: Maximize the objective instead of minimizing it.
-        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and the state in float32.
-        transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
-        nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
+        **common: See :class:`~torchboost.optim.UpdateRule`.
 
     Raises:
         TypeError, ValueError: An option is invalid, or ``lr`` is a schedule.
@@ -274,13 +264,9 @@ class ScheduleFreeSGD(_ScheduleFree):
         weight_decay: Any = 0.0,
         *,
         warmup_steps: int = 0,
-        maximize: bool = False,
-        master_weights: bool = False,
-        transforms: Sequence[GradientTransform] = (),
-        nonfinite: Nonfinite = "ignore",
+        **common: Unpack[Common],
     ) -> None:
-        options = arguments(locals(), *SHARED) | {"training": True}
-        super().__init__(params, options, transforms=transforms, nonfinite=nonfinite)
+        super().__init__(**rule_arguments(locals(), training=True))
 
     def averaging(self, group: Mapping[str, Any]) -> float:
         """Return the share of the average in the weights of training."""

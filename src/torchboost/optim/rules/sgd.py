@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from operator import attrgetter
 from types import NoneType
 from typing import Any
@@ -10,14 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.sgd import sgd as torch_sgd
+from typing_extensions import Unpack
 
-from torchboost.optim.pipeline import GradientTransform
-from torchboost.optim.rules.base import Batch, Nonfinite, UpdateRule
-from torchboost.optim.rules.masters import MasterWeights
-from torchboost.optim.rules.options import SHARED, arguments, check_fused
+from torchboost.optim.rules.base import Batch, UpdateRule
+from torchboost.optim.rules.options import Common, check_fused, rule_arguments
 from torchboost.optim.tensors import writable
 
 __all__ = ["SGD", "Momentum"]
+
+
+class Forms(Common, total=False):
+    """Those of :class:`Common`, and the form of the update: lists of tensors, or torch's fused kernel."""
+
+    foreach: bool | None
+    fused: bool | None
 
 
 class SGD(UpdateRule):
@@ -33,13 +39,9 @@ class SGD(UpdateRule):
         dampening: Reduces the weight of the gradient from the second update on.
         weight_decay: Factor of the weights added to the gradient, at least 0; also a list or function, as ``lr``.
         nesterov: ``w -= lr * (g + momentum * a)``; requires a momentum and no dampening.
-        maximize: Maximize the objective instead of minimizing it.
         foreach: Update lists of tensors; None chooses as torch does.
         fused: Use torch's fused kernel.
-        master_weights: Keep a float32 copy of bfloat16 and float16 parameters, and the momentum in float32,
-            or round stochastically, see :class:`~torchboost.optim.Adam`.
-        transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
-        nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
+        **common: See :class:`~torchboost.optim.UpdateRule`.
 
     Raises:
         TypeError, ValueError: An option is invalid, or two exclude each other.
@@ -60,15 +62,11 @@ class SGD(UpdateRule):
         weight_decay: Any = 0.0,
         nesterov: bool = False,
         *,
-        maximize: bool = False,
         foreach: bool | None = None,
         fused: bool | None = None,
-        master_weights: MasterWeights = False,
-        transforms: Sequence[GradientTransform] = (),
-        nonfinite: Nonfinite = "ignore",
+        **common: Unpack[Common],
     ) -> None:
-        options = arguments(locals(), *SHARED)
-        super().__init__(params, options, transforms=transforms, nonfinite=nonfinite)
+        super().__init__(**rule_arguments(locals()))
 
     def check_grad(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
         """Accept sparse gradients if no option of the group makes the update dense."""
@@ -135,12 +133,7 @@ class Momentum(SGD):
         momentum: At least 0.
         weight_decay: See :class:`SGD`.
         nesterov: See :class:`SGD`.
-        maximize: See :class:`SGD`.
-        foreach: See :class:`SGD`.
-        fused: See :class:`SGD`.
-        master_weights: See :class:`SGD`.
-        transforms: See :class:`~torchboost.optim.rules.base.UpdateRule`.
-        nonfinite: See :class:`~torchboost.optim.rules.base.UpdateRule`.
+        **options: ``foreach`` and ``fused`` of :class:`SGD`, and those of :class:`~torchboost.optim.UpdateRule`.
 
     Raises:
         TypeError, ValueError: An option is invalid, or two exclude each other.
@@ -153,12 +146,6 @@ class Momentum(SGD):
         momentum: float = 0.9,
         weight_decay: Any = 0.0,
         nesterov: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        fused: bool | None = None,
-        master_weights: MasterWeights = False,
-        transforms: Sequence[GradientTransform] = (),
-        nonfinite: Nonfinite = "ignore",
+        **options: Unpack[Forms],
     ) -> None:
-        super().__init__(**arguments(locals()))
+        super().__init__(params, lr, momentum, 0.0, weight_decay, nesterov, **options)
