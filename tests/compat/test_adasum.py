@@ -67,7 +67,7 @@ def packed() -> list[int]:
     counts = []
     for fusion in (None, process, three.fusion_index(parameters)):
         adasum = AdaSum(dist.get_rank(), 1, 2, parameters, fusion=fusion)
-        with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange:
+        with mock.patch.object(dist, "batch_isend_irecv", wraps=dist.batch_isend_irecv) as exchange:
             adasum(deltas_of(dist.get_rank()), parameters, [torch.zeros(shape) for shape in SHAPES])
         counts.append(exchange.call_count)
     return counts
