@@ -44,18 +44,19 @@ def summed(per_node: int) -> tuple[list[list[float]], list[list[float]], bool]:
     return [c.flatten().tolist() for c in combined], [p.flatten().tolist() for p in parameters], untouched
 
 
-@pytest.mark.dist
-def test_deltas_are_averaged_inside_and_combined_across():
-    for ranks, per_node in [(2, 1), (4, 2), (2, 2)]:
-        found = run_ranks(summed, ranks, per_node)
-        assert all(other == found[0] for other in found)
-        combined, parameters, untouched = found[0]
+def check_deltas(ranks: int, layouts: dict[int, Any]) -> None:
+    """Deltas are averaged inside a node and combined across."""
+    for per_node, (combined, parameters, untouched) in layouts.items():
         assert untouched
         for i, (delta, param) in enumerate(zip(combined, parameters, strict=True)):
             by_rank = [deltas_of(rank)[i].double().flatten() for rank in range(ranks)]
             nodes = [torch.stack(by_rank[at : at + per_node]).mean(0) for at in range(0, ranks, per_node)]
             assert torch.allclose(torch.tensor(delta).double(), formula(nodes), atol=1e-6)
             assert torch.allclose(torch.tensor(param), 1 - torch.tensor(delta))
+
+
+def deltas() -> dict[int, Any]:
+    return {per_node: summed(per_node) for per_node in (1, 2)}
 
 
 def packed() -> list[int]:
@@ -65,9 +66,9 @@ def packed() -> list[int]:
     three = ParameterProcess()
     three.assign_parameter_group(parameters, [1, 3])
     counts = []
-    for fusion in (None, process, three.fusion_index(parameters)):
+    for fusion in (None, process, three):
         adasum = AdaSum(dist.get_rank(), 1, 2, parameters, fusion=fusion)
-        with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange:
+        with mock.patch.object(dist, "batch_isend_irecv", wraps=dist.batch_isend_irecv) as exchange:
             adasum(deltas_of(dist.get_rank()), parameters, [torch.zeros(shape) for shape in SHAPES])
         counts.append(exchange.call_count)
     return counts
@@ -153,13 +154,21 @@ def deaf_scaler_in_a_cell() -> str:
 
 
 def on_two_nodes() -> dict[str, Any]:
-    return {"cell": cells(False), "scaled": cells(True), "collectives": packed(), "deaf": deaf_scaler_in_a_cell()}
+    parts = (deltas, packed, deaf_scaler_in_a_cell, wrong)
+    return {"cell": cells(False), "scaled": cells(True)} | {part.__name__: part() for part in parts}
 
 
 @pytest.mark.dist
-def test_two_nodes():
+def test_ranks():
     """The cells combine the updates, the indices decide the number of collectives, a deaf scaler is refused."""
     first, second = run_ranks(on_two_nodes, 2)
+    for rank, messages in enumerate((first.pop("wrong"), second.pop("wrong"))):
+        assert len(messages) == 5
+        assert "found 1 and 3, but the process group has 2 ranks; give" in messages[0]
+        assert "found 3 and 1" in messages[1]
+        assert f"rank: found {1 - rank}, but this is rank {rank}" in messages[2]
+        assert "delta_weights: found tensors of shapes []" in messages[3]
+        assert "delta_weights: found tensors of shapes [(3,)]" in messages[4]
     assert first == second
     expected = simulated("delta", 2, 1, 3, lambda params: torch.optim.SGD(params, lr=0.2))
     for result in (first["cell"], first["scaled"]):
@@ -167,15 +176,12 @@ def test_two_nodes():
         for ours, theirs in zip(result["called"], expected, strict=True):
             assert ours == pytest.approx(theirs, abs=1e-5)
         assert "split_groups=(2,), devices_per_node=1" in result["explain"]
-    assert first["collectives"] == [2, 4, 6]
-    assert "may skip the step on one node while" in first["deaf"]
-    for rank, messages in enumerate(run_ranks(wrong, 2)):
-        assert len(messages) == 5
-        assert "found 1 and 3, but the process group has 2 ranks; give" in messages[0]
-        assert "found 3 and 1" in messages[1]
-        assert f"rank: found {1 - rank}, but this is rank {rank}" in messages[2]
-        assert "delta_weights: found tensors of shapes []" in messages[3]
-        assert "delta_weights: found tensors of shapes [(3,)]" in messages[4]
+    assert first["packed"] == [2, 4, 6]
+    assert "may skip the step on one node while" in first["deaf_scaler_in_a_cell"]
+    check_deltas(2, first["deltas"])
+    four = run_ranks(deltas, 4)
+    assert all(other == four[0] for other in four)
+    check_deltas(4, four[0])
 
 
 def test_one_node_has_no_adasum_and_says_why():

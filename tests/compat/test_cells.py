@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
-import weakref
 from typing import Any
 
 import pytest
@@ -21,7 +19,6 @@ from torchboost import (
     StepOutput,
     WithLoss,
 )
-from torchboost.algorithms.grad_accumulation.optimizer import AccumulatingOptimizer
 
 
 def pair(seed: int = 0):
@@ -164,18 +161,6 @@ def test_what_auto_boost_takes_away_acts_no_more():
     raw_windows(raw, raw_optimizer, [[0, 1, 2], [3], [4]])
     assert same(network, raw)
     assert AutoBoost("O0").network_auto_process_train(network, optimizer)[1] is optimizer
-
-
-def test_an_optimizer_is_not_kept_alive_by_its_accumulator():
-    network, optimizer = pair()
-    _, returned = accumulating(2).network_auto_process_train(network, optimizer)
-    assert isinstance(returned, AccumulatingOptimizer)
-    accumulator = returned.accumulator
-    assert accumulator.steps == 2
-    gone = weakref.ref(optimizer)
-    del optimizer, returned
-    gc.collect()
-    assert gone() is None
 
 
 def test_the_cell_resumes_in_mid_window():

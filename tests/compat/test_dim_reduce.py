@@ -14,7 +14,7 @@ from tests.support.ranks import run_ranks
 from torchboost import AutoBoost, BoostTrainOneStepCell, DimReduce, WithLoss
 from torchboost.algorithms import DimReduceBasis, DimReduceOptimizer
 from torchboost.algorithms.dim_reduce.basis import rows_of
-from torchboost.errors import ConfigError, IncompatibleError
+from torchboost.errors import IncompatibleError
 
 SETTINGS: dict[str, Any] = {"rho": 0.55, "gamma": 0.9, "alpha": 0.01, "sigma": 0.4}
 
@@ -52,29 +52,20 @@ def call(step: DimReduce, model: nn.Module, x: torch.Tensor, y: torch.Tensor) ->
 
 
 def test_equals_the_optimizer_of_the_subspace() -> None:
-    one, two = network(), network()
-    matrix = rows(3, length(one))
-    step = build(one, matrix, 3)
-    own = DimReduceOptimizer(
-        two.parameters(), DimReduceBasis(matrix), lr=SETTINGS["alpha"], rho=0.55, gamma=0.9, sigma=0.4
-    )
-    for number in range(5):
-        x, y = batch(number)
-        loss = call(step, one, x, y)
-        assert torch.equal(loss, own.step(lambda x=x, y=y: two(x, y)))
-    assert all(torch.equal(p, q) for p, q in zip(one.parameters(), two.parameters(), strict=True))
-    assert all(p.grad is None for p in one.parameters())
-
-
-def test_the_rows_may_be_an_array() -> None:
-    for dtype in [np.float32, np.float64]:
+    """The rows may be a tensor or an array."""
+    matrix = rows(3, length(network()))
+    for given in (matrix, matrix.numpy(), matrix.numpy().astype(np.float64)):
         one, two = network(), network()
-        matrix = rows(3, length(one))
-        first, second = build(one, matrix, 3), build(two, matrix.numpy().astype(dtype), 3)
-        for number in range(3):
-            call(first, one, *batch(number))
-            call(second, two, *batch(number))
+        step = build(one, given, 3)
+        own = DimReduceOptimizer(
+            two.parameters(), DimReduceBasis(matrix), lr=SETTINGS["alpha"], rho=0.55, gamma=0.9, sigma=0.4
+        )
+        for number in range(5):
+            x, y = batch(number)
+            loss = call(step, one, x, y)
+            assert torch.equal(loss, own.step(lambda x=x, y=y, model=two: model(x, y)))
         assert all(torch.equal(p, q) for p, q in zip(one.parameters(), two.parameters(), strict=True))
+        assert all(p.grad is None for p in one.parameters())
 
 
 def test_something_else_than_a_matrix() -> None:
@@ -132,26 +123,29 @@ def test_bad_arguments_change_nothing() -> None:
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
 
 
-def _shares(k: int) -> list[float]:
+def _on_ranks(k: int) -> tuple[list[float], str]:
     model = network()
     ranks, rank = dist.get_world_size(), dist.get_rank()
     mine = rows_of(k, rank, ranks)
     step = build(model, rows(k, length(model))[mine.start : mine.stop], k, rank, ranks)
     for number in range(4):
         call(step, model, *batch(number))
-    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+    with pytest.raises(IncompatibleError) as error:
+        build(model, rows(2, length(model)), 2, 0, 1)
+    return weights, str(error.value)
 
 
 @pytest.mark.dist
-def test_ranks_may_hold_different_numbers_of_rows() -> None:
+def test_ranks_may_hold_different_numbers_of_rows_and_check_the_numbers_of_the_job() -> None:
     model = network()
     step = build(model, rows(5, length(model)), 5)
     for number in range(4):
         call(step, model, *batch(number))
     alone = torch.cat([p.detach().flatten() for p in model.parameters()])
-    one, two = run_ranks(_shares, 2, 5)
-    assert one == two
-    torch.testing.assert_close(torch.tensor(one), alone, rtol=1e-5, atol=1e-6)
+    for rank, (weights, refusal) in enumerate(run_ranks(_on_ranks, 2, 5)):
+        torch.testing.assert_close(torch.tensor(weights), alone, rtol=1e-5, atol=1e-6)
+        assert f"rank=0 of rank_size=1, this process is rank {rank} of 2" in refusal
 
 
 def test_auto_boost_and_the_cell(tmp_path: Path) -> None:
@@ -170,20 +164,6 @@ def test_auto_boost_and_the_cell(tmp_path: Path) -> None:
     assert losses[-1] < 0.9 * losses[0]
     again = booster.network_auto_process_train(model, optimizer)[1]
     assert again.opt is given  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def test_bad_sections_say_where() -> None:
-    with pytest.raises(ConfigError, match=r"dim_reduce\.rho"):
-        AutoBoost("O0", {"dim_reduce": {"rho": 2.0}})
-
-
-def test_both_paths_of_the_documented_section_are_taken_and_missing_ones_said(tmp_path: Path) -> None:
-    both = {"pca_mat_path": str(tmp_path / "pca.npy"), "weight_load_dir": str(tmp_path / "none")}
-    booster = AutoBoost("O0", {"boost": {"mode": "manual", "dim_reduce": True}, "dim_reduce": both})
-    model = network()
-    with pytest.raises(FileNotFoundError, match=r"none: found no folder"):
-        booster.network_auto_process_train(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_user_who_turns_everything_on_keeps_what_was_trained() -> None:
@@ -216,18 +196,3 @@ def test_trials_do_not_move_the_statistics_of_a_network() -> None:
     step(loss, gradients, weights, [w.detach().clone() for w in weights], x, y)
     assert step.subspace.trial
     assert all(torch.equal(a, b) for a, b in zip(model.buffers(), statistics, strict=True))
-
-
-def _alone_in_company() -> str:
-    model = network()
-    try:
-        build(model, rows(2, length(model)), 2, 0, 1)
-    except IncompatibleError as error:
-        return str(error)
-    return "built"
-
-
-@pytest.mark.dist
-def test_the_numbers_of_the_job_are_checked_on_every_rank() -> None:
-    for rank, said in enumerate(run_ranks(_alone_in_company, 2)):
-        assert f"rank=0 of rank_size=1, this process is rank {rank} of 2" in said

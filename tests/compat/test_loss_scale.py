@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.support.models import BottleneckNet, batch_for, mlp
+from tests.support.models import batch_for, mlp
 from torchboost import (
     AutoBoost,
     BoostTrainOneStepCell,
@@ -150,48 +150,6 @@ def test_an_update_cell_may_return_the_scale():
         cell = BoostTrainOneStepWithLossScaleCell(*pair(), lambda scale, overflow, returned=returned: returned)
         with pytest.raises((TypeError, ValueError), match=f"the update cell, a function: loss_scale: {message}"):
             cell(*data(0))
-
-
-def test_the_checkpoint_goes_on():
-    def start():
-        network, optimizer = pair()
-        manager = DynamicLossScale(8.0, window=3)
-        return network, optimizer, BoostTrainOneStepWithLossScaleCell(network, optimizer, manager)
-
-    network, optimizer, cell = start()
-    for number in range(4):
-        cell(*data(number))
-    again, other, resumed = start()
-    again.load_state_dict(network.state_dict())
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    resumed.load_state_dict(copy.deepcopy(cell.state_dict()))
-    for number in range(4, 8):
-        assert cell(*data(number)).loss_scale == resumed(*data(number)).loss_scale
-    assert equal(network, again)
-
-
-def test_it_works_with_the_algorithms_of_a_configuration():
-    def boosted(group: bool):
-        network, optimizer = pair(BottleneckNet)
-        config = {
-            "boost": {"mode": "manual", "grad_freeze": True, "grad_accumulation": True, "less_bn": True},
-            "grad_freeze": {"param_groups": 3, "freeze_p": 0.3, "total_steps": 12},
-            "grad_accumulation": {"grad_accumulation_step": 2},
-            "extra": {"loss_scale_group": {"groups": 3, "init_scale": 512.0}} if group else {},
-        }
-        config["boost"]["loss_scale_group"] = group
-        booster = AutoBoost("O0", config)
-        return booster, *booster.network_auto_process_train(network, optimizer)
-
-    _, plain, plain_optimizer = boosted(False)
-    plain_cell = BoostTrainOneStepCell(plain, plain_optimizer)
-    booster, network, optimizer = boosted(True)
-    cell = BoostTrainOneStepWithLossScaleCell(network, optimizer, booster.scaler)
-    for number in range(6):
-        x, y = data(number, BottleneckNet())
-        assert torch.equal(plain_cell(x, y).loss, cell(x, y).loss)
-    assert equal(plain, network)
-    assert cell.sens >= 512.0
 
 
 def test_the_plain_cell_uses_the_scaler_of_the_switch_and_refuses_another():

@@ -184,12 +184,9 @@ def test_every_parameter_has_an_index_that_rises_at_the_points(count, data):
     process = ParameterProcess()
     assert process.assign_parameter_group(parameters, points) == parameters
     index = process.fusion_index(parameters)
-    steps = [b - a for a, b in zip((1, *index.indices), index.indices, strict=False)]
+    steps = [b - a for a, b in zip((1, *index), index, strict=False)]
     assert [i for i, step in enumerate(steps) if step] == [point for point in points if point < count]
     assert set(steps) <= {0, 1}
-    segments = index.segments(parameters)
-    assert [id(p) for segment in segments for p in segment] == [id(p) for p in parameters]
-    assert len(segments) == len(set(index.indices))
 
 
 def test_without_points_there_are_two_halves_and_a_later_call_goes_on():
@@ -197,11 +194,9 @@ def test_without_points_there_are_two_halves_and_a_later_call_goes_on():
     process = ParameterProcess()
     process.assign_parameter_group(parameters[:5])
     process.assign_parameter_group(parameters[5:])
-    assert process.fusion_index(parameters).indices == (1, 1, 2, 2, 2, 2, 2, 3, 3)
-    assert process.fusion_index(parameters[2:4]).indices == (2, 2)
+    assert process.fusion_index(parameters) == (1, 1, 2, 2, 2, 2, 2, 3, 3)
+    assert process.fusion_index(parameters[2:4]) == (2, 2)
     assert not any(vars(parameter) for parameter in parameters)
-    with pytest.raises(ValueError, match="found 1 parameters for 9 indices"):
-        process.fusion_index(parameters).segments(parameters[:1])
 
 
 def test_groups_are_rebuilt_over_another_list_of_parameters():
@@ -220,7 +215,7 @@ def test_groups_are_rebuilt_over_another_list_of_parameters():
 
 @given(st.one_of(st.integers(), st.text(), st.lists(st.floats(), min_size=1), st.lists(st.booleans(), min_size=1)))
 def test_bad_split_points_are_refused(bad):
-    with pytest.raises(TypeError, match=r"split_point|split points"):
+    with pytest.raises(TypeError, match="split_point"):
         ParameterProcess().assign_parameter_group(list(nn.Linear(2, 2).parameters()), bad)
 
 
@@ -230,7 +225,7 @@ def test_parameter_process_refuses_bad_input():
     with pytest.raises(ValueError, match="2 of 2 parameters have no index"):
         process.fusion_index(parameters)
     for points in ([50, 3], [-1], [3, 3]):
-        with pytest.raises(ValueError, match="split points"):
+        with pytest.raises(ValueError, match="split_point"):
             process.assign_parameter_group(parameters, points)
     for call in (process.assign_parameter_group, lambda ps: process.generate_group_params(ps, parameters)):
         with pytest.raises(ValueError, match="empty list"):

@@ -100,8 +100,3 @@ def test_what_an_optimizer_reads(oracle, name):
     assert rate is not None
     read = arrays["lr"] if arrays["lr"].ndim == 1 else arrays["lr"][:, 0]
     check([rate(step) for step in range(meta["steps"])], read, meta)
-
-
-def test_the_lists_of_tested_cases_are_complete(oracle):
-    assert set(oracle.names("schedule_class")) == set(CLASSES)
-    assert set(oracle.names("schedule_function")) == set(FUNCTIONS)

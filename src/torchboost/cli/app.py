@@ -12,7 +12,13 @@ import torch
 import typer
 
 from torchboost import __version__
-from torchboost.algorithms.dim_reduce.files import checkpoint_files, layout_of_file, read_checkpoints, write_matrix
+from torchboost.algorithms.dim_reduce.basis import (
+    checkpoint_files,
+    length_of,
+    read_checkpoints,
+    shapes_in,
+    write_matrix,
+)
 from torchboost.bench.report.table import markdown, print_report
 from torchboost.bench.report.template import bench_page, write_page
 from torchboost.cli.bench import bench
@@ -246,16 +252,16 @@ def pca(
     with user_errors(), display() as progress:
         try:
             files = checkpoint_files(folder)
-            layout = layout_of_file(files[0], patterns)
-            explained = write_matrix(out, read_checkpoints(files, layout), layout, components, progress=progress)
+            shapes = shapes_in(files[0], patterns)
+            explained = write_matrix(out, read_checkpoints(files, shapes), shapes, components, progress=progress)
         except ValueError as error:
             fail(str(error))
     answer = {
         "out": str(out),
         "components": components,
         "checkpoints": len(files),
-        "parameters": len(layout.names),
-        "weights": layout.length,
+        "parameters": len(shapes),
+        "weights": length_of(shapes),
         "explained": explained,
     }
     if json:

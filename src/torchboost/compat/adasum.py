@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from torchboost.algorithms.adaptive_sum.rule import hierarchical_adasum_
-from torchboost.compat.process import FusionIndex, ParameterProcess
+from torchboost.compat.process import ParameterProcess
 from torchboost.core.arguments import is_integer
 from torchboost.distributed.topology import NodeGroups, Topology
 from torchboost.errors import IncompatibleError
@@ -29,8 +28,8 @@ class AdaSum:
         device_number: Number of ranks on a node.
         group_number: Number of nodes.
         parameter_tuple: The parameters, in the same order on all ranks.
-        fusion: Which parameters share a set of collectives: a :class:`~torchboost.ParameterProcess` that numbered them,
-            or a ``FusionIndex``. With None all parameters share one set.
+        fusion: The :class:`~torchboost.ParameterProcess` that numbered the parameters; those with one number share a
+            set of collectives. With None all do.
 
     Raises:
         TypeError: There are no parameters, or a number is not an integer.
@@ -56,22 +55,21 @@ class AdaSum:
         group_number: int,
         parameter_tuple: Sequence[Tensor],
         *,
-        fusion: FusionIndex | ParameterProcess | None = None,
+        fusion: ParameterProcess | None = None,
     ) -> None:
-        for name, value, least in (
-            ("rank", rank, 0),
-            ("device_number", device_number, 1),
-            ("group_number", group_number, 1),
-        ):
-            if not is_integer(value):
-                raise TypeError(f"{name}: found {value!r}; give an integer of {least} or more.")
-            if value < least:
-                raise ValueError(f"{name}: found {value}; give an integer of {least} or more.")
+        numbers = {"rank": (rank, 0), "device_number": (device_number, 1), "group_number": (group_number, 1)}
+        for name, (value, least) in numbers.items():
+            if not is_integer(value) or value < least:
+                kind = ValueError if is_integer(value) else TypeError
+                raise kind(f"{name}: found {value!r}; give an integer of {least} or more.")
         parameters = list(parameter_tuple)
         if not parameters or not all(isinstance(param, Tensor) for param in parameters):
             raise TypeError(f"parameter_tuple: found {parameter_tuple!r}; give at least one parameter.")
         self._shapes = [param.shape for param in parameters]
-        self._packs = _packs(parameters, fusion)
+        if not isinstance(fusion, ParameterProcess | None):
+            raise TypeError(f"fusion: found {type(fusion).__name__}; give a ParameterProcess.")
+        index = (0,) * len(parameters) if fusion is None else fusion.fusion_index(parameters)
+        self._packs = [[i for i, other in enumerate(index) if other == number] for number in dict.fromkeys(index)]
         self._groups = _groups(rank, device_number, group_number)
 
     def __call__(
@@ -103,17 +101,6 @@ class AdaSum:
             for param, old, delta in zip(parameters, old_parameters, combined, strict=True):
                 param.copy_(old - delta)
         return combined
-
-
-def _packs(parameters: list[Tensor], fusion: Any) -> list[list[int]]:
-    if fusion is None:
-        return [list(range(len(parameters)))]
-    if isinstance(fusion, ParameterProcess):
-        fusion = fusion.fusion_index(parameters)
-    if not isinstance(fusion, FusionIndex):
-        raise TypeError(f"fusion: found {type(fusion).__name__}; give a ParameterProcess or a FusionIndex.")
-    place = {id(param): i for i, param in enumerate(parameters)}
-    return [[place[id(param)] for param in segment] for segment in fusion.segments(parameters)]
 
 
 def _groups(rank: int, device_number: int, group_number: int) -> NodeGroups | None:

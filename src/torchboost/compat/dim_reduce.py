@@ -116,42 +116,42 @@ class DimReduce:
             ValueError: The weights are others, or the number or the shapes of the gradients do not fit. Nothing is
                 changed.
         """
-        held = self.subspace.param_groups[0]["params"]
-        if len(weight) != len(held) or any(a is not b for a, b in zip(weight, held, strict=True)):
+        parameters: list[Tensor] = self.subspace.param_groups[0]["params"]
+        if [*map(id, weight)] != [*map(id, parameters)]:
             raise ValueError(
                 "weight: found other parameters than this object was built with; give the same ones in order."
             )
-        for name, given in (("old_grad", old_grad), ("weight_clone", weight_clone)):
-            if len(given) != len(held) or any(
-                g is not None and g.shape != w.shape for g, w in zip(given, held, strict=True)
+        shapes = [parameter.shape for parameter in parameters]
+        for name, tensors in (("old_grad", old_grad), ("weight_clone", weight_clone)):
+            if len(tensors) != len(shapes) or any(
+                tensor is not None and tensor.shape != shape for tensor, shape in zip(tensors, shapes, strict=True)
             ):
                 raise ValueError(
                     f"{name}: the number or the shapes are not those of the weights; give one per weight, in order."
                 )
         with torch.no_grad():
-            for own, clone in zip(held, weight_clone, strict=True):
-                own.copy_(clone)
-        for own, gradient in zip(held, old_grad, strict=True):
-            own.grad = None if gradient is None else gradient.detach()
-        replay = Replay(lambda: self.network(*inputs), held[0].device)
+            for parameter, clone, gradient in zip(parameters, weight_clone, old_grad, strict=True):
+                parameter.copy_(clone)
+                parameter.grad = None if gradient is None else gradient.detach()
+        replay = Replay(lambda: self.network(*inputs), parameters[0].device)
         replay.told(loss)
         self.subspace.step(replay)
         self.subspace.zero_grad()
         return loss
 
 
-def _matrix(given: Any, weights: Sequence[Tensor]) -> Tensor:
+def _matrix(rows: Any, weights: Sequence[Tensor]) -> Tensor:
     """Return the rows as a tensor on the device of the weights."""
-    numbers = isinstance(given, np.ndarray) and given.dtype.kind == "f"
-    if not (isinstance(given, Tensor) or numbers) or given.ndim != 2:
-        shape = f" of shape {tuple(given.shape)} and {given.dtype}" if hasattr(given, "shape") else ""
+    numbers = isinstance(rows, np.ndarray) and rows.dtype.kind == "f"
+    if not (isinstance(rows, Tensor) or numbers) or rows.ndim != 2:
+        shape = f" of shape {tuple(rows.shape)} and {rows.dtype}" if hasattr(rows, "shape") else ""
         raise TypeError(
-            f"pca_mat_local: found {type(given).__name__}{shape}; give a floating point matrix, a tensor or "
-            "a NumPy array, with one row per direction."
+            f"pca_mat_local: found {type(rows).__name__}{shape}; give a floating point matrix, a tensor or a NumPy "
+            "array, with one row per direction."
         )
-    if isinstance(given, Tensor) or not weights:
-        return torch.as_tensor(given)
-    return torch.tensor(given, dtype=weights[0].dtype, device=weights[0].device)
+    if isinstance(rows, Tensor) or not weights:
+        return torch.as_tensor(rows)
+    return torch.tensor(rows, dtype=weights[0].dtype, device=weights[0].device)
 
 
 def _group(rank: int, rank_size: int) -> dist.ProcessGroup | None:

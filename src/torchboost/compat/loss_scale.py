@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchboost.algorithms.loss_scale_group.algorithm import GROUP_RULE, GroupScaler, Scales, checked_scales
-from torchboost.algorithms.loss_scale_group.borders import Ratios, change_scale
+from torchboost.algorithms.loss_scale_group.borders import change_scale
 from torchboost.algorithms.loss_scale_group.scalers import FixedLossScale, LossScaler, ScaleRule, check_scale
 from torchboost.compat.cells import BoostTrainOneStepCell, optimizer_and_scaler
 from torchboost.core.algorithm import Scaler
@@ -135,9 +135,10 @@ class GroupLossScaleManager(nn.Module):
         super().__init__()
         self._init, self._rule, self._agree, self._process_group = init_loss_scale, rule, agree, process_group
         self._groups: list[list[nn.Parameter]] = []
-        self._scaler: _HandScaler | None = None
+        self._scaler: GroupScaler | None = None
         if isinstance(loss_scale_groups, (list, tuple)) and not loss_scale_groups:
-            checked_scales(init_loss_scale, _count(init_loss_scale), rule, "init_loss_scale")
+            count = len(init_loss_scale) if isinstance(init_loss_scale, (list, tuple)) else 1
+            checked_scales(init_loss_scale, count, rule, "init_loss_scale")
         else:
             self.loss_scale_groups = loss_scale_groups
 
@@ -154,13 +155,10 @@ class GroupLossScaleManager(nn.Module):
             )
         listed = _checked_groups(groups)
         scales = checked_scales(self._init, len(listed), self._rule, "init_loss_scale")
-        self._ratios = Ratios(len(listed) + 1)
-        names = ["ends", *(str(index) for index in range(len(listed)))]
-        self._scaler = _HandScaler(
-            listed,
-            names,
+        self._scaler = GroupScaler(
+            ["ends", *map(str, range(len(listed)))],
             [1.0, *scales],
-            self._ratios,
+            lambda: listed,
             rule=self._rule,
             exact=True,
             agree=self._agree,
@@ -169,22 +167,18 @@ class GroupLossScaleManager(nn.Module):
         self._groups = listed
 
     @property
-    def scaler(self) -> _HandScaler:
+    def scaler(self) -> GroupScaler:
         """The scaler, which a training loop uses like a ``GradScaler``. The training cell takes the manager itself.
 
         Raises:
             ValueError: The groups are not set yet.
         """
-        self._check_groups()
-        assert self._scaler is not None
-        return self._scaler
-
-    def _check_groups(self) -> None:
         if self._scaler is None:
             raise ValueError(
                 "loss_scale_groups: found none yet; when the network is built, set one list of parameters per group: "
                 "manager.loss_scale_groups = [...]."
             )
+        return self._scaler
 
     def forward(self, x: Tensor, layer1: int, layer2: int) -> Tensor:
         """Return ``x`` and multiply its gradient by ``scale[layer1] / scale[layer2]``.
@@ -197,12 +191,11 @@ class GroupLossScaleManager(nn.Module):
         Raises:
             ValueError: The list of scales does not have this entry.
         """
-        self._check_groups()
-        last = len(self._groups) + 1
+        ratios, last = self.scaler.ratios, len(self._groups) + 1
         for name, layer in (("layer1", layer1), ("layer2", layer2)):
             if not is_integer(layer) or not 0 <= layer <= last:
                 raise ValueError(f"{name}: found {layer!r}; the list of scales has the entries 0 to {last}.")
-        return change_scale(x, self._ratios.between(layer1 % last, layer2 % last))
+        return change_scale(x, ratios.between(layer1 % last, layer2 % last))
 
     def get_loss_scale(self) -> list[float]:
         """Return the list of scales, including the 1 at either end."""
@@ -222,14 +215,13 @@ class GroupLossScaleManager(nn.Module):
         Raises:
             ValueError: The number of groups is another one, or a scale is invalid. Nothing is changed.
         """
-        self._check_groups()
-        if loss_scale_number != len(self.loss_scale_groups):
+        scaler, count = self.scaler, len(self._groups)
+        if loss_scale_number != count:
             raise ValueError(
-                f"loss_scale_number: found {loss_scale_number!r}; this manager has {len(self.loss_scale_groups)} "
-                "groups of parameters: build another manager for other groups."
+                f"loss_scale_number: found {loss_scale_number!r}; this manager has {count} groups of parameters: build "
+                "another manager for other groups."
             )
-        scales = checked_scales(init_loss_scale, len(self.loss_scale_groups), self.scaler.rule, "init_loss_scale")
-        self.scaler.restart(scales)
+        scaler.restart([1.0, *checked_scales(init_loss_scale, count, self._rule, "init_loss_scale")])
 
     def update_loss_scale_status(self, layer: int, update_ratio: float) -> float:
         """Multiply the scale of a group, within its bounds, and return the new scale.
@@ -241,31 +233,11 @@ class GroupLossScaleManager(nn.Module):
         Raises:
             TypeError, ValueError: The group does not exist, or the ratio is not a finite number above 0.
         """
-        self._check_groups()
-        count = len(self.loss_scale_groups)
+        scaler, count = self.scaler, len(self._groups)
         if not is_integer(layer) or not 0 <= layer < count:
             raise ValueError(f"layer: found {layer!r}; the groups are 0 to {count - 1}.")
         check_number("update_ratio", update_ratio, above=True)
-        return self.scaler.multiply(layer + 1, update_ratio)
-
-
-class _HandScaler(GroupScaler):
-    def __init__(self, groups: Sequence[Sequence[nn.Parameter]], *args: Any, **kwargs: Any) -> None:
-        self._groups = groups
-        super().__init__(*args, **kwargs)
-
-    def parameters_of(self, group: int) -> Sequence[Tensor]:
-        return self._groups[group - 1]
-
-    def restart(self, scales: Sequence[float]) -> None:
-        self._restart([1.0, *scales])
-
-    def multiply(self, group: int, ratio: float) -> float:
-        moving = self._moving[group]
-        scale = min(max(moving.state.scale * ratio, self.rule.floor), self.rule.ceiling)
-        moving.state = moving.state._replace(scale=scale)
-        self._settle()
-        return scale
+        return scaler.multiply(layer + 1, update_ratio)
 
 
 class _CellScale(LossScaler):
@@ -287,10 +259,10 @@ class _CellScale(LossScaler):
     def _applied(self) -> list[float]:
         return [self._scale]
 
-    def _conclude(self, overflow: Sequence[bool], where: Sequence[str | None]) -> None:
+    def _conclude(self, overflows: Sequence[str | None]) -> None:
         scale = torch.tensor(self._scale, device="cpu")
         with torch.no_grad():
-            returned = self._cell(scale, torch.tensor(overflow[0], device="cpu"))
+            returned = self._cell(scale, torch.tensor(self.overflowed, device="cpu"))
         verdict = returned is None or isinstance(returned, bool) or getattr(returned, "dtype", None) is torch.bool
         self._scale = self._checked(scale if verdict else returned)
 
@@ -303,16 +275,6 @@ class _CellScale(LossScaler):
         self._scale = float(state["scale"])
 
 
-def _is_update_cell(sense: Any) -> bool:
-    if isinstance(sense, type) or not callable(sense):
-        return False
-    try:
-        inspect.signature(sense.forward if isinstance(sense, nn.Module) else sense).bind(None, None)
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
 def _scaler(sense: Any) -> Scaler:
     if isinstance(sense, Tensor):
         return FixedLossScale(_number(sense, "scale_sense"))
@@ -320,17 +282,24 @@ def _scaler(sense: Any) -> Scaler:
         return sense.scaler
     try:
         check_scaler(sense)
+        is_cell = False
     except TypeError:
-        if _is_update_cell(sense):
-            return _CellScale(sense)
-        sense = None
-    if sense is None:
+        is_cell = _accepts_two(sense)
+    if sense is None or isinstance(sense, type) or not (is_cell or hasattr(sense, "unscale_")):
         raise TypeError(
             "scale_sense must be a tensor of shape () or (1,), or a manager such as DynamicLossScale, GradScaler, "
             "GroupLossScaleManager or a cell that is called with (loss_scale, overflow); found neither. For a fixed "
             "scale give torch.tensor(1024.0)."
         )
-    return sense
+    return _CellScale(sense) if is_cell else sense
+
+
+def _accepts_two(cell: Any) -> bool:
+    try:
+        inspect.signature(cell.forward if isinstance(cell, nn.Module) else cell).bind(None, None)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _number(sense: Any, name: str) -> float:
@@ -339,10 +308,6 @@ def _number(sense: Any, name: str) -> float:
     if sense.shape not in ((), (1,)):
         raise ValueError(f"{name}: found a tensor of shape {tuple(sense.shape)}; give one of shape () or (1,).")
     return float(sense)
-
-
-def _count(scales: Any) -> int:
-    return len(scales) if isinstance(scales, (list, tuple)) else 1
 
 
 def _checked_groups(groups: Any) -> list[list[nn.Parameter]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,7 @@ from torchboost.optim.rules.base import UpdateRule
 from torchboost.optim.transforms import Centralize, wish
 from torchboost.optim.wrapping_optimizer import WrappingOptimizer
 
-__all__ = ["FusionIndex", "OptimizerProcess", "ParameterProcess"]
+__all__ = ["OptimizerProcess", "ParameterProcess"]
 
 
 class OptimizerProcess:
@@ -123,33 +122,6 @@ class OptimizerProcess:
         return optimizer
 
 
-@dataclass(frozen=True, slots=True)
-class FusionIndex:
-    """One number per parameter; parameters that share a number may be sent in one collective.
-
-    The numbers are not stored on the parameters. Communication code reads them through :meth:`segments`; on its own
-    this object has no effect.
-
-    Args:
-        indices: One per parameter.
-    """
-
-    indices: tuple[int, ...]
-
-    def segments(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Return the parameters grouped by index, in the order in which the indices appear.
-
-        Raises:
-            ValueError: The number of parameters is not that of the indices.
-        """
-        if len(parameters) != len(self.indices):
-            raise ValueError(f"found {len(parameters)} parameters for {len(self.indices)} indices; give one each.")
-        runs: dict[int, list[Tensor]] = {}
-        for index, param in zip(self.indices, parameters, strict=True):
-            runs.setdefault(index, []).append(param)
-        return list(runs.values())
-
-
 class ParameterProcess:
     """Number parameters for communication, and rebuild param groups over a new list of parameters.
 
@@ -158,7 +130,7 @@ class ParameterProcess:
         >>> parameters = list(torch.nn.Linear(4, 2).parameters())
         >>> process = ParameterProcess()
         >>> parameters = process.assign_parameter_group(parameters, split_point=[1])
-        >>> process.fusion_index(parameters).indices
+        >>> process.fusion_index(parameters)
         (1, 2)
     """
 
@@ -185,16 +157,21 @@ class ParameterProcess:
             ValueError: The list is empty, or the split points do not rise or are negative.
             TypeError: An element is not a parameter, or a split point is not an integer.
         """
-        if _check_parameters(parameters):
-            raise TypeError("parameters: found param groups; give the parameters themselves.")
-        points = [len(parameters) // 2] if split_point is None else _checked_points(split_point)
+        _check_parameters(parameters, groups=False)
+        points = [len(parameters) // 2] if split_point is None else split_point
+        if isinstance(points, str) or not isinstance(points, Sequence) or not all(map(is_integer, points)):
+            raise TypeError(f"split_point: found {points!r}; give a list of whole numbers, or None.")
+        if list(points) != sorted(set(points)) or any(point < 0 for point in points):
+            raise ValueError(f"split_point: found {list(points)}; give increasing positions, 0 or more.")
         first = self._last
         for position, param in enumerate(parameters):
             self._index[param] = self._last = first + sum(point <= position for point in points)
         return list(parameters)
 
-    def fusion_index(self, parameters: Sequence[Tensor]) -> FusionIndex:
-        """Return the assigned indices, for code that packs gradients or deltas into collectives.
+    def fusion_index(self, parameters: Sequence[Tensor]) -> tuple[int, ...]:
+        """Return the index of each parameter. Parameters that share one may be sent in one collective.
+
+        The indices are not stored on the parameters. :class:`~torchboost.AdaSum` reads them from this object.
 
         Raises:
             ValueError: A parameter was never passed to :meth:`assign_parameter_group`.
@@ -204,7 +181,7 @@ class ParameterProcess:
             raise ValueError(
                 f"{missing} of {len(parameters)} parameters have no index; call assign_parameter_group first."
             )
-        return FusionIndex(tuple(self._index[param] for param in parameters))
+        return tuple(self._index[param] for param in parameters)
 
     def generate_group_params(
         self, parameters: Sequence[Tensor], origin_params: Sequence[Tensor | Mapping[str, Any]]
@@ -218,8 +195,7 @@ class ParameterProcess:
             ValueError: A list is empty.
             TypeError: An element has the wrong type.
         """
-        if _check_parameters(parameters):
-            raise TypeError("parameters: found param groups; give the parameters themselves.")
+        _check_parameters(parameters, groups=False)
         if not _check_parameters(origin_params):
             return [{"params": list(parameters)}]
         groups: Any = origin_params
@@ -242,7 +218,7 @@ class ParameterProcess:
         return rebuilt_groups
 
 
-def _check_parameters(parameters: Sequence[Any]) -> bool:
+def _check_parameters(parameters: Sequence[Any], *, groups: bool = True) -> bool:
     """Whether ``parameters`` is a list of groups. Raise if it is neither that nor a list of parameters."""
     if isinstance(parameters, (str, Tensor)) or not isinstance(parameters, Sequence):
         raise TypeError(f"parameters: found {type(parameters).__name__}; give a list of parameters or of param groups.")
@@ -251,24 +227,14 @@ def _check_parameters(parameters: Sequence[Any]) -> bool:
     if all(isinstance(entry, Tensor) for entry in parameters):
         return False
     for entry in parameters:
-        if not isinstance(entry, Mapping):
-            raise TypeError(f"parameters: found {type(entry).__name__}; give parameters only, or param groups only.")
-        if "params" not in entry and ORDER not in entry:
-            raise TypeError(f"parameters: found a group with keys {sorted(entry)}; a group has the key 'params'.")
+        if not groups or not isinstance(entry, Mapping) or not {"params", ORDER} & entry.keys():
+            kind = f"a group of {sorted(entry)}" if isinstance(entry, Mapping) else type(entry).__name__
+            other = ", or param groups only, each with the key 'params'" if groups else ""
+            raise TypeError(f"parameters: found {kind}; give parameters only{other}.")
         strangers = [type(p).__name__ for p in listed(entry.get("params", ())) if not isinstance(p, Tensor)]
         if strangers:
             raise TypeError(f"parameters: found {strangers[0]} in a group; give parameters.")
     return True
-
-
-def _checked_points(points: Any) -> Sequence[int]:
-    if isinstance(points, str) or not isinstance(points, Sequence):
-        raise TypeError(f"split_point: found {points!r}; give a list of positions, or None.")
-    if not all(map(is_integer, points)):
-        raise TypeError(f"split points: found {list(points)}; give whole numbers.")
-    if list(points) != sorted(set(points)) or any(point < 0 for point in points):
-        raise ValueError(f"split points: found {list(points)}; give increasing positions, 0 or more.")
-    return points
 
 
 def _split(group: ParamGroup, chosen: Collection[Tensor]) -> list[ParamGroup]:

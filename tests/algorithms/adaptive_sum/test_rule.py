@@ -3,36 +3,253 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.adasum import (
-    CASES,
-    LAYOUTS,
-    LINUX,
-    PARAMETERS,
-    SHAPES,
-    Answer,
-    OfNodes,
-    alike,
-    answered,
-    formula,
-    of_node,
-    of_rank,
-    pair_cosines,
-)
 from tests.support.ranks import run_ranks
-from torchboost.algorithms.adaptive_sum.rule import combined, pair_weights
+from tests.support.traffic import bytes_sent
+from torchboost import NodeGroups, Topology
+from torchboost.algorithms.adaptive_sum.rule import adasum_, hierarchical_adasum_
+
+pytestmark = pytest.mark.dist
 
 COUNTS = (2, 4, 6)  # one pair, whole nodes, and a tree with sides of different size
 TRAFFIC = 2.2  # times the bytes of the vector that a rank may send
+SHAPES = ((1000,), (3, 7), (1,), (), (0,), (64, 33), (2, 0, 3), (5,))
+LAYOUTS = ((2, 2), (4, 2), (4, 4), (4, 1), (6, 2))  # ranks, ranks per node
+PARAMETERS, TENSORS = 1_000_000, 20
+ALONE = ("float32", "long", "end to end", "empty", "nothing")  # cases combined in a call of their own
+LINUX = sys.platform == "linux"
 F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
+
+
+def normal(rank: int, *shapes: tuple[int, ...], dtype: torch.dtype = F32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1000 + rank)
+    return [torch.randn(shape, generator=generator, dtype=F64).to(dtype) for shape in shapes]
+
+
+def alike(shape: tuple[int, ...] = (97,)) -> Tensor:
+    return normal(-1, shape)[0]
+
+
+def basis(rank: int, count: int) -> Tensor:
+    """Return a vector that shares no place with those of the other ranks."""
+    vector = torch.zeros(count, 13)
+    vector[rank] = normal(rank, (13,))[0]
+    return vector
+
+
+def with_one(value: float, rank: int, holder: int) -> list[Tensor]:
+    tensors = normal(rank, (50,), (60,), (70,))
+    if rank == holder:
+        tensors[1][17] = value
+    return tensors
+
+
+def strided(rank: int) -> list[Tensor]:
+    one, two, three = normal(rank, (12, 10), (30,), (4, 3, 2))
+    return [one.t(), two[::3], three.permute(2, 0, 1)]
+
+
+def parts(vector: Tensor) -> list[Tensor]:
+    """Return tensors that lie end to end, with three numbers before and behind them."""
+    return [vector[3:103], vector[103:103], vector[103:104].view(()), vector[104:204].view(10, 10)]
+
+
+def trained(rank: int) -> list[Tensor]:
+    weights = [tensor.requires_grad_() for tensor in normal(rank, (20, 3), (7,))]
+    return [*weights, weights[0] * 2]
+
+
+CASES: dict[str, Callable[[int, int], list[Tensor]]] = {
+    "float32": lambda rank, ranks: normal(rank, *SHAPES),
+    "float64": lambda rank, ranks: normal(rank, *SHAPES, dtype=F64),
+    "float16": lambda rank, ranks: normal(rank, *SHAPES, dtype=F16),
+    "bfloat16": lambda rank, ranks: normal(rank, *SHAPES, dtype=BF16),
+    "mixed": lambda rank, ranks: [
+        *(normal(rank, (31,), dtype=kind)[0] for kind in (F32, BF16, F64, F16)),
+        *normal(rank + 50, (8, 4), (3,)),
+    ],
+    "long": lambda rank, ranks: normal(rank, (600_077,), (10,)) if ranks == 2 else [],
+    "orthogonal": lambda rank, ranks: [basis(rank, ranks), basis(ranks - 1 - rank, ranks)],
+    "parallel": lambda rank, ranks: [(rank + 1) * alike(), alike((5, 5)), alike(()) * 2.0**-rank],
+    "one rank is zero": lambda rank, ranks: [t * (rank != 1) for t in normal(rank, (40,), (9, 9))],
+    "all but one rank are zero": lambda rank, ranks: [t * (rank == 1) for t in normal(rank, (40,), (9, 9))],
+    "all ranks are zero": lambda rank, ranks: [torch.zeros(40), torch.zeros(())],
+    "one tensor is zero": lambda rank, ranks: [normal(rank, (40,))[0], torch.zeros(30), normal(rank, (41,))[0]],
+    "small": lambda rank, ranks: [1e-30 * t for t in normal(rank, (40,), (9, 9))],
+    "large": lambda rank, ranks: [1e30 * t for t in normal(rank, (40,), (9, 9))],
+    "denormal": lambda rank, ranks: [1e-40 * t for t in normal(rank, (40,), (9, 9))],
+    "square underflows": lambda rank, ranks: [1e-300 * t for t in normal(rank, (40,), (), dtype=F64)],
+    "far apart": lambda rank, ranks: [alike() * (1e-40 if rank == 0 else 1.0), normal(rank, (8,))[0]],
+    "nan": lambda rank, ranks: with_one(math.nan, rank, ranks - 1),
+    "inf": lambda rank, ranks: with_one(math.inf, rank, 0),
+    "-inf": lambda rank, ranks: with_one(-math.inf, rank, 1),
+    "empty": lambda rank, ranks: [torch.zeros(0), torch.zeros(3, 0)],
+    "nothing": lambda rank, ranks: [],
+    "end to end": lambda rank, ranks: parts(normal(rank, (207,))[0]),
+    "strided": lambda rank, ranks: strided(rank),
+    "trained": lambda rank, ranks: trained(rank),
+}
+
+
+class Outcome(NamedTuple):
+    tensors: list[Tensor]
+    cosines: Tensor
+
+
+class OfNodes(NamedTuple):
+    place: int
+    whole: Outcome
+    shards: Outcome
+    sent: int
+
+
+class Answer(NamedTuple):
+    outcomes: dict[str, Outcome]
+    calls: tuple[int, int]
+    refused: list[tuple[str, str, bool]]
+    sent: dict[str, int]
+    nodes: dict[int, OfNodes]
+    in_place: tuple[bool, bool, bool]
+
+
+def answered() -> Answer:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    lists = {name: make(rank, ranks) for name, make in CASES.items()}
+    outcomes = {name: together({name: lists.pop(name)})[name] for name in ALONE}
+    outcomes |= together(lists)
+    sent = {}
+    if LINUX:
+        tensors = normal(rank, *[(PARAMETERS // TENSORS,)] * TENSORS)
+        flat = torch.cat(tensors)
+        sent = {
+            "adasum": bytes_sent(lambda: adasum_(tensors)),
+            "all-reduce": bytes_sent(lambda: dist.all_reduce(flat)),
+            "nothing": bytes_sent(lambda: None),
+        }
+    nodes = {per_node: in_nodes(per_node) for count, per_node in LAYOUTS if count == ranks}
+    return Answer(
+        outcomes,
+        exchanges([*normal(rank, (800,), (7,)), *normal(rank, (900,), dtype=F64)])[:2],
+        refused(),
+        sent,
+        nodes,
+        in_place(rank),
+    )
+
+
+def together(lists: dict[str, list[Tensor]]) -> dict[str, Outcome]:
+    """Combine the tensors of several cases in one call."""
+    tensors = [tensor for case in lists.values() for tensor in case]
+    before = [(t.requires_grad, t.is_leaf, t.stride(), t.data_ptr()) for t in tensors]
+    cosines = adasum_(iter(tensors))
+    assert [(t.requires_grad, t.is_leaf, t.stride(), t.data_ptr()) for t in tensors] == before
+    outcomes, at = {}, 0
+    for name, case in lists.items():
+        here = slice(at, at := at + len(case))
+        outcomes[name] = Outcome([tensor.detach().contiguous() for tensor in case], cosines[:, here])
+    return outcomes
+
+
+def exchanges(tensors: list[Tensor]) -> tuple[int, int, set[int]]:
+    """Return how many exchanges and sums a call makes, and from which memory it sends."""
+    real, sent = dist.batch_isend_irecv, []
+
+    def exchange(calls: list[dist.P2POp]) -> list[dist.Work]:
+        sent.append({call.tensor.untyped_storage().data_ptr() for call in calls if call.op is dist.isend})
+        return real(calls)
+
+    with (
+        mock.patch.object(dist, "batch_isend_irecv", exchange),
+        mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as sums,
+    ):
+        adasum_(tensors)
+    return len(sent), sums.call_count, set().union(*sent)
+
+
+def in_place(rank: int) -> tuple[bool, bool, bool]:
+    """Tell whether tensors end to end and scattered ones are sent from their place; whether others stay as they are."""
+    vector, scattered = normal(rank, (207,))[0], strided(rank)
+    before = vector.clone()
+    here, elsewhere = exchanges(parts(vector))[2], exchanges(scattered)[2]
+    outside = torch.ones(207, dtype=torch.bool)
+    outside[3:204] = False
+    kept = torch.equal(vector[outside], before[outside])
+    memory = [tensor.untyped_storage().data_ptr() for tensor in (vector, scattered[0])]
+    return memory[0] in here, memory[1] in elsewhere, kept
+
+
+def refused() -> list[tuple[str, str, bool]]:
+    """Return for each list that is not allowed the error, its text, and whether the others were left alone."""
+    found = []
+    for bad in (torch.zeros(3, dtype=torch.int64), torch.eye(3).to_sparse(), torch.zeros(2, device="meta")):
+        good = torch.arange(4.0)
+        with pytest.raises((TypeError, ValueError)) as error:
+            adasum_([good, bad])
+        found.append((error.type.__name__, str(error.value), torch.equal(good, torch.arange(4.0))))
+    return found
+
+
+def in_nodes(per_node: int) -> OfNodes:
+    """Combine the same tensors over nodes as they are, and as shards that the ranks of a node hold."""
+    topology = Topology.current(per_node)
+    groups = NodeGroups.of(topology)
+    node, place = divmod(topology.rank, per_node)
+    tensors = of_rank(topology.rank)
+    cosines = hierarchical_adasum_(tensors, groups)
+    shards = [tensor.tensor_split(per_node)[place].clone() for tensor in of_node(node)]
+    of_shards = adasum_(shards, groups.across, shards=groups.inside)
+    large = normal(topology.rank, (PARAMETERS,))
+    sent = bytes_sent(lambda: hierarchical_adasum_(large, groups)) if LINUX else 0
+    dist.barrier()
+    groups.destroy()
+    return OfNodes(place, Outcome(tensors, cosines), Outcome(shards, of_shards), sent)
+
+
+def of_rank(rank: int) -> list[Tensor]:
+    return [*normal(rank, *SHAPES), *normal(rank, (40,), dtype=BF16)]
+
+
+def of_node(node: int) -> list[Tensor]:
+    return normal(node, (10, 3), (1, 4), (64, 2))
+
+
+def formula(vectors: list[Tensor]) -> Tensor:
+    """The definition: a tree over halves, the first of which takes the odd vector."""
+    if len(vectors) == 1:
+        return vectors[0].double()
+    middle = -(-len(vectors) // 2)
+    a, b = formula(vectors[:middle]), formula(vectors[middle:])
+    share = middle / len(vectors)
+    ab, aa, bb = (a * b).sum(), (a * a).sum(), (b * b).sum()
+    left = a if aa == 0 else a - share * ab / aa * a
+    right = b if bb == 0 else b - (1 - share) * ab / bb * b
+    return left + right
+
+
+def pair_cosines(vectors: list[Tensor]) -> list[float]:
+    """Return the cosine of every pair by the height at which the tree splits it, deepest first, from left to right."""
+    found: list[tuple[int, float]] = []
+
+    def visit(part: list[Tensor], depth: int) -> None:
+        if len(part) > 1:
+            middle = -(-len(part) // 2)
+            a, b = formula(part[:middle]), formula(part[middle:])
+            length = float(a.norm() * b.norm())
+            found.append((depth, float((a * b).sum()) / length if length else 0.0))
+            visit(part[:middle], depth + 1)
+            visit(part[middle:], depth + 1)
+
+    visit(vectors, 0)
+    return [cosine for _, cosine in sorted(found, key=lambda entry: -entry[0])]
 
 
 def expected(name: str, ranks: int) -> list[Tensor]:
@@ -73,7 +290,6 @@ EXACT += ("all ranks are zero", "one tensor is zero", "small", "large", "empty",
 ROUNDED = {"float64": 1e-14, "float16": 2**-11, "bfloat16": 2**-8}
 
 
-@pytest.mark.dist
 def test_ranks_get_the_formula_rounded_once_a_level(done):
     for name in EXACT:
         check(done[name], expected(name, done.count))
@@ -82,7 +298,6 @@ def test_ranks_get_the_formula_rounded_once_a_level(done):
         check(done[name], expected(name, done.count), 3 * levels * precision)
 
 
-@pytest.mark.dist
 def test_each_tensor_of_a_mixture_keeps_its_dtype_and_precision(done):
     found, wanted = done["mixed"], expected("mixed", done.count)
     assert [tensor.dtype for tensor in found] == [F32, BF16, F64, F16, F32, F32]
@@ -90,7 +305,6 @@ def test_each_tensor_of_a_mixture_keeps_its_dtype_and_precision(done):
         check([tensor], [exact], precision)
 
 
-@pytest.mark.dist
 def test_all_ranks_get_the_same_bits(done):
     for name in CASES:
         first, *others = [answer.outcomes[name] for answer in done.answers]
@@ -99,20 +313,17 @@ def test_all_ranks_get_the_same_bits(done):
             assert bits([other.cosines]) == bits([first.cosines]), name
 
 
-@pytest.mark.dist
 def test_denormal_numbers_follow_the_formula_to_their_last_place(done):
     for tensor, exact in zip(done["denormal"], expected("denormal", done.count), strict=True):
         assert (tensor.double() - exact).abs().max() <= 16 * 2.0**-149
         assert exact.abs().max() > 1e-41
 
 
-@pytest.mark.dist
 def test_vectors_whose_square_underflows_are_added(done):
     inputs = [CASES["square underflows"](rank, done.count) for rank in range(done.count)]
     check(done["square underflows"], [torch.stack(vectors).sum(0) for vectors in zip(*inputs, strict=True)], 1e-14)
 
 
-@pytest.mark.dist
 def test_a_vector_that_is_far_too_short_for_its_weight_leaves_the_sum_finite(done):
     apart, plain = done["far apart"]
     ratio = apart / alike()
@@ -124,7 +335,6 @@ def test_a_vector_that_is_far_too_short_for_its_weight_leaves_the_sum_finite(don
     check([plain], expected("far apart", done.count)[1:])
 
 
-@pytest.mark.dist
 def test_what_is_not_finite_on_one_rank_shows_on_all_in_that_tensor_alone(done):
     for name in ("nan", "inf", "-inf"):
         before, spoilt, after = done[name]
@@ -136,7 +346,6 @@ def test_what_is_not_finite_on_one_rank_shows_on_all_in_that_tensor_alone(done):
         assert cosines[-1, 1].isnan()
 
 
-@pytest.mark.dist
 def test_cosines_are_those_of_the_pairs_leaves_first(done):
     inputs = [CASES["float32"](rank, done.count) for rank in range(done.count)]
     cosines = done.answers[0].outcomes["float32"].cosines
@@ -146,7 +355,6 @@ def test_cosines_are_those_of_the_pairs_leaves_first(done):
         torch.testing.assert_close(cosines[:, i], torch.tensor(pair_cosines(list(vectors)), dtype=F64))
 
 
-@pytest.mark.dist
 def test_cosines_of_parallel_vectors_are_at_most_one_and_of_zeros_zero(done):
     outcomes = done.answers[0].outcomes
     parallel = outcomes["parallel"].cosines
@@ -156,20 +364,17 @@ def test_cosines_of_parallel_vectors_are_at_most_one_and_of_zeros_zero(done):
     assert outcomes["nothing"].cosines.shape == (done.count - 1, 0)
 
 
-@pytest.mark.dist
 def test_a_call_makes_a_few_collectives_and_no_more(done):
     levels = math.ceil(math.log2(done.count))
     for answer in done.answers:
-        assert answer.calls == {"all_reduce": 2 * levels, "all_to_all_single": 2 * 2}
+        assert answer.calls == (2 * 2, 2 * levels), "two exchanges and the sums of the levels, for each of two dtypes"
 
 
-@pytest.mark.dist
 def test_tensors_that_lie_end_to_end_are_combined_where_they_are(done):
     for found in done.answers:
         assert found.in_place == (True, False, True)
 
 
-@pytest.mark.dist
 def test_errors_come_before_anything_is_changed(done):
     for answer in done.answers:
         whole, sparse, elsewhere = answer.refused
@@ -180,7 +385,6 @@ def test_errors_come_before_anything_is_changed(done):
         assert elsewhere == ("ValueError", "tensors[1]: found meta after cpu; call once per device.", True)
 
 
-@pytest.mark.dist
 @linux_only
 def test_no_rank_sends_more_than_an_all_reduce_does(done):
     size = 4 * PARAMETERS
@@ -194,21 +398,6 @@ def test_no_rank_sends_more_than_an_all_reduce_does(done):
         assert sent["adasum"] - idle < TRAFFIC * size
 
 
-@pytest.mark.dist
-def test_combined_gives_what_the_ranks_get(done):
-    for name in ("float32", "float64", "float16", "bfloat16", "parallel", "one rank is zero", "strided", "far apart"):
-        inputs = [CASES[name](rank, done.count) for rank in range(done.count)]
-        for found, vectors in zip(done[name], zip(*inputs, strict=True), strict=True):
-            before = [vector.clone() for vector in vectors]
-            alone = combined(vectors)
-            assert all(torch.equal(vector, kept) for vector, kept in zip(vectors, before, strict=True))
-            assert alone.shape == found.shape
-            assert alone.dtype == found.dtype
-            # Dot products differ in the last place, so that one number in half precision may round the other way.
-            precision = torch.finfo(found.dtype).eps
-            torch.testing.assert_close(alone, found, rtol=8 * precision, atol=8 * precision)
-
-
 def by_place(done: Ranks) -> Iterator[tuple[int, list[OfNodes]]]:
     """Return for each layout of these ranks how many there are per node, and what every rank found."""
     for count, per_node in LAYOUTS:
@@ -216,7 +405,6 @@ def by_place(done: Ranks) -> Iterator[tuple[int, list[OfNodes]]]:
             yield per_node, [answer.nodes[per_node] for answer in done.answers]
 
 
-@pytest.mark.dist
 def test_nodes_are_combined_after_a_mean_inside(done):
     inputs = [of_rank(rank) for rank in range(done.count)]
     for per_node, found in by_place(done):
@@ -233,7 +421,6 @@ def test_nodes_are_combined_after_a_mean_inside(done):
                 torch.testing.assert_close(cosines[:, i], exact, rtol=0, atol=1e-6 if i < len(SHAPES) else 0.03)
 
 
-@pytest.mark.dist
 def test_shards_are_combined_as_the_tensors_they_are_part_of(done):
     for per_node, found in by_place(done):
         nodes = [of_node(node) for node in range(done.count // per_node)]
@@ -247,7 +434,6 @@ def test_shards_are_combined_as_the_tensors_they_are_part_of(done):
                 torch.testing.assert_close(cosines[:, i], torch.tensor(pair_cosines(list(vectors)), dtype=F64))
 
 
-@pytest.mark.dist
 @linux_only
 def test_a_rank_of_a_node_sends_its_share_between_nodes(done):
     for per_node, found in by_place(done):
@@ -256,74 +442,3 @@ def test_a_rank_of_a_node_sends_its_share_between_nodes(done):
         inside, across = 3 * (1 - 1 / per_node), 2 * (1 - 1 / nodes) / per_node
         for _, _, _, sent in found:
             assert sent / (4 * PARAMETERS) == pytest.approx(inside + across, rel=0.01)
-
-
-def test_combined_needs_vectors_and_copies_a_single_one():
-    with pytest.raises(ValueError, match=r"found no vectors; pass one per rank\."):
-        combined([])
-    vector = torch.arange(3.0, requires_grad=True)
-    assert combined([vector]).data_ptr() != vector.data_ptr()
-    assert torch.equal(combined([vector]), vector)
-
-
-numbers = st.floats(-1e6, 1e6).map(lambda x: round(x, 3))
-vectors = st.lists(numbers, min_size=4, max_size=4).map(lambda x: torch.tensor(x, dtype=F64))
-counts = st.integers(1, 9)
-
-
-def dots(a: Tensor, b: Tensor) -> Tensor:
-    return torch.stack((a @ a, a @ b, b @ b))
-
-
-@given(vectors, vectors, counts, counts)
-def test_swapping_the_sides_swaps_the_weights(a, b, left, right):
-    one, two = pair_weights(dots(a, b), left, right), pair_weights(dots(b, a), right, left)
-    assert one[0] == two[1]
-    assert one[1] == two[0]
-
-
-@given(vectors, vectors, st.integers(-60, 60), counts, counts)
-def test_weights_do_not_depend_on_a_common_scale(a, b, power, left, right):
-    scaled = pair_weights(dots(a * 2.0**power, b * 2.0**power), left, right)
-    assert [float(w) for w in scaled] == [float(w) for w in pair_weights(dots(a, b), left, right)]
-
-
-@given(vectors, st.floats(0.01, 100), counts, counts)
-def test_parallel_sides_are_averaged_by_their_ranks(a, times, left, right):
-    b = a * times
-    alpha, beta = pair_weights(dots(a, b), left, right)
-    if a.any():
-        wanted = (left * a + right * b) / (left + right)
-        torch.testing.assert_close(alpha * a + beta * b, wanted, rtol=1e-9, atol=1e-9 * float(wanted.abs().max()))
-    else:
-        assert alpha == beta == 1
-
-
-@given(vectors, vectors, counts, counts)
-def test_orthogonal_sides_are_added(a, b, left, right):
-    zeros = torch.zeros(4, dtype=F64)
-    alpha, beta = pair_weights(dots(torch.cat((a, zeros)), torch.cat((zeros, b))), left, right)
-    assert alpha == beta == 1
-
-
-@given(st.lists(vectors, min_size=1, max_size=9))
-def test_combined_is_the_formula(found):
-    exact = formula(found)
-    # A side far shorter than the other has a large weight, so that errors count against the longest vector.
-    longest = max(float(vector.abs().max()) for vector in found)
-    torch.testing.assert_close(combined(found), exact, rtol=0, atol=1e-9 * longest)
-
-
-@given(st.lists(vectors, min_size=1, max_size=9), st.integers(-60, 60))
-def test_combined_scales_with_its_vectors(found, power):
-    scaled = combined([vector * 2.0**power for vector in found])
-    assert torch.equal(scaled, combined(found) * 2.0**power)
-
-
-def test_weights_keep_the_shape_of_the_dots():
-    alpha, beta = pair_weights(torch.ones(2, 5, 3))
-    assert alpha.shape == beta.shape == (2, 5)
-    assert alpha.eq(0.5).all()
-    assert pair_weights(torch.tensor([1.0, math.nan, 1.0]))[0].isnan()
-    assert pair_weights(torch.tensor([math.nan, math.nan, 1.0]))[0].isnan()
-    assert [float(weight) for weight in pair_weights(torch.tensor([0.0, 0.0, 4.0]))] == [1.0, 1.0]

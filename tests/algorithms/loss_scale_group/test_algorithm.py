@@ -232,15 +232,28 @@ def test_the_report_names_the_group_and_the_warning_the_gradient():
     assert found["0"].scale < 2.0**12 < 2.0**16 < found["2, 3"].scale
 
 
+def overflowing(scaler: GroupGradScaler, model: nn.Module, module: nn.Module) -> list[int]:
+    """Return the overflows of each group, where the gradients of one module are not finite."""
+    scaler.scale(model(data(model, 0)[0]).sum()).backward()
+    for param in module.parameters(recurse=False):
+        param.grad = torch.full_like(param, math.nan)
+    scaler.step(torch.optim.SGD(model.parameters(), lr=0.1))
+    scaler.update()
+    model.zero_grad()
+    return [status.overflows for status in scaler.report]
+
+
 def test_groups_by_name_type_module_and_number():
     model = BottleneckNet()
-    named = GroupGradScaler(model, [[nn.Conv2d]])
-    assert len(named.parameters_of(1)) == sum(isinstance(m, nn.Conv2d) for m in model.modules())
-    named.remove()
-    first = next(iter(model.children()))
-    GroupGradScaler(model, [first]).remove()
-    scaler = GroupGradScaler(mlp(), ["0", "[24]"])
-    assert [len(scaler.parameters_of(i)) for i in (1, 2)] == [2, 4]
+    convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
+    scaler = GroupGradScaler(model, [[nn.Conv2d]])
+    for number, convolution in enumerate(convolutions[::3], start=1):
+        assert overflowing(scaler, model, convolution) == [0, number]
+    scaler.remove()
+    GroupGradScaler(model, [next(iter(model.children()))]).remove()
+    model = mlp()
+    scaler = GroupGradScaler(model, ["0", "[24]"])
+    assert [overflowing(scaler, model, model[place]) for place in (0, 2, 4)] == [[1, 0], [1, 1], [1, 2]]
     assert [status.name for status in GroupGradScaler(mlp(), 3).report] == ["0", "2", "4"]
 
 

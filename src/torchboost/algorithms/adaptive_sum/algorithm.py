@@ -6,6 +6,7 @@ import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -29,6 +30,7 @@ from torchboost.optim.rules.lazy_adam import LazyAdam
 __all__ = ["AdaptiveSum", "AdaptiveSumming", "adasum"]
 
 On: TypeAlias = Literal["delta", "gradient"]
+_Entry: TypeAlias = tuple[int, Callable[[], Tensor]]
 
 
 def adasum(
@@ -120,28 +122,59 @@ class AdaptiveSumming(Attachment):
         if self.active and self.on == "delta":
             _check_scaler(scaler)
 
-    def _packs(self, places: Sequence[int]) -> Iterator[list[int]]:
-        """Yield the indices of ``places``, which are sorted, pack by pack."""
-        for _, pack in groupby(range(len(places)), key=lambda index: bisect_right(self._points, places[index])):
-            yield list(pack)
+    def _combine(self, entries: Sequence[_Entry], *, sharded: bool = False) -> Iterator[Tensor]:
+        """Yield the combined tensors of places in the list of parameters, which are sorted, pack by pack.
 
-    def _combine(self, places: Sequence[int], tensors: Sequence[Tensor], *, sharded: bool = False) -> None:
-        """Combine the tensors of one pack over the nodes, and keep their cosines."""
+        A tensor is made when its pack is combined, in place.
+        """
         assert self._groups is not None
-        if sharded:
-            cosines = adasum_(tensors, self._groups.across, shards=self._groups.inside)
-        else:
-            cosines = hierarchical_adasum_(tensors, self._groups)
-        self._cosines[tuple(places)] = cosines
+        self._cosines = {}
+        for _, pack in groupby(entries, key=lambda entry: bisect_right(self._points, entry[0])):
+            places, makers = zip(*pack, strict=True)
+            tensors = [make() for make in makers]
+            if sharded:
+                cosines = adasum_(tensors, self._groups.across, shards=self._groups.inside)
+            else:
+                cosines = hierarchical_adasum_(tensors, self._groups)
+            self._cosines[places] = cosines
+            yield from tensors
 
+    def _warn_if_equal(self, sizes: Sequence[int]) -> None:
+        """Warn if all nodes made the same update; vectors of one number are always parallel."""
+        cosines = torch.cat(list(self._cosines.values()), dim=1)
+        cosines = cosines[:, torch.tensor(sizes, device=cosines.device) > 1]
+        if bool((cosines != 0).any()) and bool(((cosines > 1 - 1e-12) | (cosines == 0)).all()):
+            warnings.warn(
+                "adasum: all nodes made the same update, so AdaSum has no effect. This happens if the nodes read the "
+                "same data, or if gradients are averaged over all ranks: average them over the node alone, "
+                "DistributedDataParallel(model, process_group=NodeGroups.of(Topology.current()).inside).",
+                NoEffectWarning,
+                stacklevel=2,
+            )
+
+    @torch.no_grad()
     def _compare_once(self, optimizer: Optimizer) -> None:
-        """Compare the weights of all ranks before the first step.
+        """Raise :class:`IncompatibleError` if the weights of the ranks differ before the first step.
 
         Nodes that average gradients over the node alone would not notice that they started differently.
         """
+        if self._compared:
+            return
         assert self._groups is not None
-        if not self._compared:
-            _check_equal(_parameters(optimizer), self._groups)
+        params = _parameters(optimizer)
+        low = torch.stack([bit_sum(param) for param in params])
+        high = low.clone()
+        sharded = any(hasattr(param, "device_mesh") for param in params)
+        for group in (self._groups.across,) if sharded else (self._groups.across, self._groups.inside):
+            dist.all_reduce(low, dist.ReduceOp.MIN, group=group)
+            dist.all_reduce(high, dist.ReduceOp.MAX, group=group)
+        differing = (low != high).to(torch.int32)
+        dist.all_reduce(differing, dist.ReduceOp.MAX, group=self._groups.inside)
+        if bool(differing.any()):
+            raise IncompatibleError(
+                f"{int(differing.sum())} of {len(params)} parameters differ between the ranks before the first update; "
+                "start all ranks from the same seed or the same checkpoint."
+            )
         self._compared = True
 
 
@@ -184,11 +217,17 @@ class AdaptiveSum(Algorithm):
     def __post_init__(self) -> None:
         if self.on not in ("delta", "gradient"):
             raise ValueError(f"on: found {self.on!r}; pass 'delta' or 'gradient'.")
-        per_node = self.devices_per_node
+        per_node, points = self.devices_per_node, self.split_groups
         if per_node is not None and (not is_integer(per_node) or per_node < 1):
             raise ValueError(f"devices_per_node: found {per_node!r}; pass an integer of 1 or more, or None.")
-        if self.split_groups is not None:
-            object.__setattr__(self, "split_groups", _points(self.split_groups))
+        if points is None:
+            return
+        listed: tuple[Any, ...] = tuple(points) if isinstance(points, (list, tuple)) else (points,)
+        if not all(map(is_integer, listed)):
+            raise TypeError(f"split_groups: found {points!r}; pass positions in the list of parameters, or None.")
+        if not listed or listed[0] < 1 or list(listed) != sorted(set(listed)):
+            raise ValueError(f"split_groups: found {points!r}; pass increasing positions of 1 or more, or None.")
+        object.__setattr__(self, "split_groups", listed)
 
     def idle(self, model: nn.Module, optimizer: Optimizer) -> str | None:
         """Explain that there is only one node."""
@@ -206,7 +245,14 @@ class AdaptiveSum(Algorithm):
         topology.check_full()
         if topology.nodes == 1:
             return
-        _check_parameters(target)
+        params = [*target.model.parameters(), *_parameters(target.optimizer)]
+        devices = sorted({str(param.device) for param in params})
+        if len(devices) > 1 or not all(param.is_floating_point() for param in params):
+            problem = f"lie on {', '.join(devices)}" if len(devices) > 1 else "are not all real numbers"
+            raise IncompatibleError(
+                f"the parameters {problem}; AdaSum needs real floating point parameters on one device per rank: leave "
+                "it out here."
+            )
         ddp, sharded = data_parallel(target.model), check_mesh(target.model, topology)
         if self.on == "gradient":
             _check_exchange(target.model, ddp, sharded, topology)
@@ -229,23 +275,24 @@ class AdaptiveSum(Algorithm):
                 the same one.
         """
         topology = self._topology(target)
+        reason = _one_node(topology)
+        if reason is not None:
+            warnings.warn(f"adasum: {reason}.", NoEffectWarning, stacklevel=2)
+            return AdaptiveSumming(self.on, [], (), None)
         named: dict[Tensor, str] = {param: name for name, param in unwrap(target.model).named_parameters()}
         for param in _parameters(target.optimizer):
             named.setdefault(param, f"parameter {len(named)}")
-        reason = _one_node(topology)
-        groups = None if reason is not None else NodeGroups.of(topology, checked=True)
-        points = self.split_groups if isinstance(self.split_groups, tuple) else ()
-        summing = AdaptiveSumming(self.on, list(named.values()), points, groups)
-        if reason is not None:
-            warnings.warn(f"adasum: {reason}.", NoEffectWarning, stacklevel=2)
-            return summing
         places = {param: place for place, param in enumerate(named)}
-        ddp = data_parallel(target.model)
+        groups = NodeGroups.of(topology, checked=True)
+        points = self.split_groups if isinstance(self.split_groups, tuple) else ()
+        summing, ddp = AdaptiveSumming(self.on, list(named.values()), points, groups), data_parallel(target.model)
         if self.on == "delta":
             return summing.with_undo(_UpdateHooks(target.optimizer, places, summing).remove)
         if ddp is not None:
-            return summing.with_undo(_bucket_hook(ddp).switch_on(places, summing))
-        return _hook_units(summing, target)
+            hook = _bucket_hook(ddp)
+            hook.places, hook.summing = places, summing
+            return summing.with_undo(hook.average)
+        return _hook_units(summing, groups, target)
 
     def _topology(self, target: Target) -> Topology:
         return target.topology if self.devices_per_node is None else Topology.current(self.devices_per_node)
@@ -261,7 +308,7 @@ class _UpdateHooks:
     def __init__(self, optimizer: Optimizer, places: dict[Tensor, int], summing: AdaptiveSumming) -> None:
         self._places, self._summing = places, summing
         self._old: dict[Tensor, Tensor] = {}
-        self._moving: list[Tensor] = []
+        self._moving: list[tuple[int, Tensor]] = []
         self._warned = False
         self._handles = [
             optimizer.register_step_pre_hook(_untraced(self._keep)),
@@ -277,88 +324,76 @@ class _UpdateHooks:
     @torch.no_grad()
     def _keep(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._summing._compare_once(optimizer)
-        moving = [param for param in _parameters(optimizer) if param.requires_grad or param.grad is not None]
-        self._moving = sorted(moving, key=self._place)
-        for param in self._moving:
+        params = [param for param in _parameters(optimizer) if param.requires_grad or param.grad is not None]
+        # A group that was added later lies behind the others.
+        places = [self._places.setdefault(param, len(self._places)) for param in params]
+        self._moving = sorted(zip(places, params, strict=True), key=lambda entry: entry[0])
+        for param in params:
             if param not in self._old:
                 self._old[param] = torch.empty_like(_local(param))
             self._old[param].copy_(_local(param))
 
     @torch.no_grad()
     def _combine(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._summing._cosines = cosines = {}
-        for pack in self._summing._packs([self._place(param) for param in self._moving]):
-            params = [self._moving[index] for index in pack]
-            deltas = [self._old[param] - _local(param) for param in params]
-            sharded = any(hasattr(param, "device_mesh") for param in params)
-            self._summing._combine([self._place(param) for param in params], deltas, sharded=sharded)
-            for param, delta in zip(params, deltas, strict=True):
-                _local(param).copy_(self._old[param] - delta)
-        if cosines and not self._warned:
+        old, params = self._old, [param for _, param in self._moving]
+        entries = [(place, lambda param=param: old[param] - _local(param)) for place, param in self._moving]
+        sharded = any(hasattr(param, "device_mesh") for param in params)
+        for param, delta in zip(params, self._summing._combine(entries, sharded=sharded), strict=True):
+            _local(param).copy_(old[param] - delta)
+        if params and not self._warned:
             self._warned = True
-            _warn_if_equal(torch.cat(list(cosines.values()), dim=1), [param.numel() for param in self._moving])
-
-    def _place(self, param: Tensor) -> int:
-        return self._places.setdefault(param, len(self._places))  # for a group that was added later
+            self._summing._warn_if_equal([param.numel() for param in params])
 
 
 class _BucketHook:
     """The state of DDP's communication hook: collects the buckets of a backward pass and combines them at the last.
 
-    The collectives run inside the hook and do not overlap with the backward pass.
+    The collectives run inside the hook and do not overlap with the backward pass. DDP never drops a hook. While no
+    ``summing`` is set, this one averages, as DDP does without a hook.
     """
 
     follows_buckets = True
     """The set of parameters may change between passes, as under freezing."""
 
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        self._group = ddp.process_group
-        self._summing: AdaptiveSumming | None = None
-        self._places: dict[Tensor, int] = {}
-        self._gradients: list[tuple[int, Tensor]] = []
-        self._waiting: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.summing: AdaptiveSumming | None = None
+        self.places: dict[Tensor, int] = {}
+        self._group = group
+        self._buckets: list[tuple[torch.futures.Future[Tensor], Any]] = []
 
-    def switch_on(self, places: dict[Tensor, int], summing: AdaptiveSumming) -> Callable[[], None]:
-        """Combine from now on; return a function after which it averages, as DDP does without a hook."""
-        self._places, self._summing = places, summing
-
-        def switch_off() -> None:
-            self._summing, self._gradients, self._waiting = None, [], []
-
-        return switch_off
+    def average(self) -> None:
+        """Combine no longer."""
+        self.summing, self._buckets = None, []
 
     def receive(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Receive a bucket (``torch.distributed.GradBucket``) and return a future of its gradients."""
         buffer = bucket.buffer()
-        if self._summing is None:
+        if self.summing is None:
             buffer.div_(dist.get_world_size(self._group))
             work = dist.all_reduce(buffer, group=self._group, async_op=True)
             return work.get_future().then(lambda done: done.value()[0])  # pyright: ignore[reportOptionalMemberAccess]
         if bucket.index() == 0:
-            self._gradients, self._waiting = [], []
-        future: torch.futures.Future[Tensor] = torch.futures.Future(
-            devices=[] if buffer.device.type == "cpu" else [buffer.device]
-        )
-        self._waiting.append((future, buffer))
-        for param, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            self._gradients.append((self._places.get(param, len(self._places)), gradient))
+            self._buckets = []
+        devices = [] if buffer.device.type == "cpu" else [buffer.device]
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+        self._buckets.append((future, bucket))
         if bucket.is_last():
-            self._combine(self._summing)
+            gradients = [
+                (self.places.get(param, len(self.places)), lambda gradient=gradient: gradient)
+                for _, part in self._buckets
+                for param, gradient in zip(part.parameters(), part.gradients(), strict=True)
+            ]
+            # In model order, so the result does not depend on the buckets.
+            for _ in self.summing._combine(sorted(gradients, key=lambda entry: entry[0])):
+                pass
+            for waiting, part in self._buckets:
+                waiting.set_result(part.buffer())
+            self._buckets = []
         return future
-
-    def _combine(self, summing: AdaptiveSumming) -> None:
-        # In model order, so the result does not depend on the buckets.
-        ordered = sorted(self._gradients, key=lambda entry: entry[0])
-        summing._cosines = {}
-        for pack in summing._packs([place for place, _ in ordered]):
-            summing._combine([ordered[index][0] for index in pack], [ordered[index][1] for index in pack])
-        for future, buffer in self._waiting:
-            future.set_result(buffer)
-        self._gradients, self._waiting = [], []
 
 
 def _bucket_hook(ddp: DistributedDataParallel) -> _BucketHook:
-    """Return the state of our hook on ``ddp``; register it if there is none. DDP never drops a hook, so it is reused.
+    """Return the state of our hook on ``ddp``; register it if there is none.
 
     Raises:
         IncompatibleError: DDP has another communication hook.
@@ -367,7 +402,7 @@ def _bucket_hook(ddp: DistributedDataParallel) -> _BucketHook:
         if isinstance(state, _BucketHook):
             return state
     _check_no_hook(ddp)
-    hook = _BucketHook(ddp)
+    hook = _BucketHook(ddp.process_group)
     try:
         # A lambda: DDP compares annotations with classes, and the annotations of this module are strings.
         ddp.register_comm_hook(hook, lambda state, bucket: state.receive(bucket))
@@ -389,34 +424,24 @@ _ONE_HOOK = (
 )
 
 
-def _hook_units(summing: AdaptiveSumming, target: Target) -> AdaptiveSumming:
+def _hook_units(summing: AdaptiveSumming, groups: NodeGroups, target: Target) -> AdaptiveSumming:
     """Combine the shards of each FSDP2 unit across nodes; FSDP2 has averaged them over the node."""
     units = unhooked_units(target.model)
     summing._names = list(units)
 
-    def hook_of(place: int) -> Callable[[Tensor], None]:
-        return lambda shards: summing._combine([place], [shards], sharded=True)
+    def combine(place: int, shards: Tensor) -> None:
+        summing._cosines[(place,)] = adasum_([shards], groups.across, shards=groups.inside)
 
     def release() -> None:
         compared.remove()
         for unit in units.values():
             unit.set_all_reduce_hook(None)
 
-    compared = target.optimizer.register_step_pre_hook(
-        _untraced(lambda optimizer, args, kwargs: summing._compare_once(optimizer))
-    )
+    compare = _untraced(lambda optimizer, args, kwargs: summing._compare_once(optimizer))
+    compared = target.optimizer.register_step_pre_hook(compare)
     for place, unit in enumerate(units.values()):
-        unit.set_all_reduce_hook(hook_of(place))
+        unit.set_all_reduce_hook(partial(combine, place))
     return summing.with_undo(release)
-
-
-def _points(value: Any) -> tuple[int, ...]:
-    points = tuple(value) if isinstance(value, (list, tuple)) else (value,)
-    if any(not is_integer(point) for point in points):
-        raise TypeError(f"split_groups: found {value!r}; pass positions in the list of parameters, or None.")
-    if not points or points[0] < 1 or list(points) != sorted(set(points)):
-        raise ValueError(f"split_groups: found {value!r}; pass increasing positions of 1 or more, or None.")
-    return points
 
 
 def _one_node(topology: Topology) -> str | None:
@@ -449,17 +474,6 @@ def _check_exchange(model: nn.Module, ddp: DistributedDataParallel | None, shard
         )
 
 
-def _check_parameters(target: Target) -> None:
-    params = [*target.model.parameters(), *_parameters(target.optimizer)]
-    devices = {str(param.device) for param in params}
-    if len(devices) > 1 or not all(param.is_floating_point() for param in params):
-        found = f"lie on {', '.join(sorted(devices))}" if len(devices) > 1 else "are not all real numbers"
-        raise IncompatibleError(
-            f"the parameters {found}; AdaSum needs real floating point parameters on one device per rank: leave it out "
-            "here."
-        )
-
-
 def _check_optimizer(optimizer: Optimizer) -> None:
     masters = any(has_master(p, group) for group in optimizer.param_groups for p in group["params"])
     late = isinstance(optimizer, LazyAdam) and any(group["exact"] for group in optimizer.param_groups)
@@ -484,37 +498,6 @@ def _check_scaler(scaler: Any) -> None:
         raise IncompatibleError(
             f"a {type(scaler).__name__} may skip the step on one node while the others wait for it; use "
             "torchboost.DynamicLossScale(), whose ranks agree on overflows, or on='gradient'."
-        )
-
-
-@torch.no_grad()
-def _check_equal(params: Sequence[Tensor], groups: NodeGroups) -> None:
-    """Raise :class:`IncompatibleError` if the weights differ between the ranks."""
-    low = torch.stack([bit_sum(param) for param in params])
-    high = low.clone()
-    sharded = any(hasattr(param, "device_mesh") for param in params)
-    for group in (groups.across,) if sharded else (groups.across, groups.inside):
-        dist.all_reduce(low, dist.ReduceOp.MIN, group=group)
-        dist.all_reduce(high, dist.ReduceOp.MAX, group=group)
-    differing = (low != high).to(torch.int32)
-    dist.all_reduce(differing, dist.ReduceOp.MAX, group=groups.inside)
-    if bool(differing.any()):
-        raise IncompatibleError(
-            f"{int(differing.sum())} of {len(params)} parameters differ between the ranks before the first update; "
-            "start all ranks from the same seed or the same checkpoint."
-        )
-
-
-def _warn_if_equal(cosines: Tensor, sizes: Sequence[int]) -> None:
-    """Warn if all nodes made the same update; vectors of one number are always parallel."""
-    cosines = cosines[:, torch.tensor(sizes, device=cosines.device) > 1]
-    if bool((cosines != 0).any()) and bool(((cosines > 1 - 1e-12) | (cosines == 0)).all()):
-        warnings.warn(
-            "adasum: all nodes made the same update, so AdaSum has no effect. This happens if the nodes read the same "
-            "data, or if gradients are averaged over all ranks: average them over the node alone, "
-            "DistributedDataParallel(model, process_group=NodeGroups.of(Topology.current()).inside).",
-            NoEffectWarning,
-            stacklevel=2,
         )
 
 

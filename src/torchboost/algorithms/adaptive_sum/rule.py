@@ -9,7 +9,7 @@ sends ``2 (1 - 1/n)`` times its vector for any number n of ranks, as in an all-r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 
 import torch
@@ -18,49 +18,9 @@ from torch import Tensor
 
 from torchboost.distributed.topology import NodeGroups
 
-__all__ = ["adasum_", "combined", "hierarchical_adasum_", "pair_weights"]
+__all__ = ["adasum_", "hierarchical_adasum_"]
 
 _CHUNK = 1 << 18  # numbers converted to float64 at a time: 2 MiB, which fits in the cache
-
-
-def pair_weights(dots: Tensor, left: int = 1, right: int = 1) -> tuple[Tensor, Tensor]:
-    """Return the weights of a and b in their adaptive sum.
-
-    If the sides stand for different numbers of ranks, as in a tree over three, the share of each side replaces the
-    published 1/2, so that parallel vectors are averaged over all ranks with equal weight.
-
-    Args:
-        dots: ``a.a``, ``a.b`` and ``b.b`` in the last dimension, shape ``(..., 3)``.
-        left: Number of ranks that a stands for.
-        right: Number of ranks that b stands for.
-
-    Returns:
-        Two tensors of shape ``(...)``. A vector whose square underflows counts as zero: both weights are 1.
-    """
-    aa, ab, bb = dots.unbind(-1)
-    limits = torch.finfo(dots.dtype)
-    weights = []
-    for square, ranks in ((aa, left), (bb, right)):
-        there = square > limits.tiny / limits.eps
-        ratio = ab / torch.where(there, square, 1.0)
-        weights.append(torch.where(there | square.isnan(), 1.0 - ranks / (left + right) * ratio, 1.0))
-    return weights[0], weights[1]
-
-
-def combined(vectors: Sequence[Tensor]) -> Tensor:
-    """Compute in one process what :func:`adasum_` returns to ranks that hold these vectors.
-
-    Args:
-        vectors: One per rank, of the same shape and dtype; not changed.
-
-    Raises:
-        ValueError: No vectors.
-    """
-    if not vectors:
-        raise ValueError("found no vectors; pass one per rank.")
-    rows = torch.stack([vector.detach().flatten() for vector in vectors])
-    _along_the_tree(rows, [(0, 0, rows.shape[1])], 1, lambda dots: None)
-    return rows[0].view(vectors[0].shape).clone()
 
 
 def adasum_(
@@ -75,27 +35,26 @@ def adasum_(
 
     Returns:
         The cosine between the two sides of each pair of the tree, leaves first, for each tensor, of shape
-        ``(ranks - 1, tensors)``, on the device of the tensors; 0 if a side is zero.
+        ``(ranks - 1, tensors)``, float64, on the device of the tensors; 0 if a side is zero.
 
     Raises:
         TypeError: A tensor is not dense floating point.
         ValueError: The tensors lie on several devices.
 
-    Cost: each rank sends ``2 (1 - 1/n)`` times its bytes in two all-to-all exchanges, and takes part in ``log2 n``
-    all-reduces, of ``24 n`` bytes per tensor together; all this for each dtype. Memory: a copy of the tensors, and
-    another one unless they are contiguous in memory, as in a DDP bucket. Half precision is added in float32 and rounded
-    at every level of the tree.
+    Cost: each rank sends ``2 (1 - 1/n)`` times its bytes in two exchanges, and takes part in ``log2 n`` all-reduces, of
+    ``24 n`` bytes per tensor together; all this for each dtype. Memory: a copy of the tensors, and another one unless
+    they are contiguous in memory, as in a DDP bucket. Half precision is added in float32 and rounded at every level of
+    the tree.
     """
     tensors = list(tensors)
-    ranks = dist.get_world_size(group)
-    cosines = _no_cosines(ranks, tensors)
-    for chosen in _by_dtype(tensors):
-        members = [tensors[i] for i in chosen]
-        joined = _joined(members)
-        flat = _flattened(members) if joined is None else joined
-        cosines[:, chosen] = _combine(flat, [tensor.numel() for tensor in members], group, shards)
+    cosines = _no_cosines(tensors, group)
+    for members in _by_dtype(tensors):
+        chosen = [tensors[i] for i in members]
+        joined = _joined(chosen)
+        flat = _flattened(chosen) if joined is None else joined
+        cosines[:, members] = _combine(flat, [tensor.numel() for tensor in chosen], group, shards)
         if joined is None:
-            _write_back(flat, members)
+            _write_back(flat, chosen)
     return cosines
 
 
@@ -122,18 +81,70 @@ def hierarchical_adasum_(tensors: Iterable[Tensor], groups: NodeGroups) -> Tenso
         return adasum_(tensors, groups.across)
     tensors = list(tensors)
     place = dist.get_rank(groups.inside)
-    cosines = _no_cosines(across, tensors)
-    for chosen in _by_dtype(tensors):
-        flat = _flattened([tensors[i] for i in chosen], inside * across).div_(inside)
-        share = torch.empty_like(flat[: len(flat) // inside])
-        dist.reduce_scatter(share, list(flat.chunk(inside)), group=groups.inside)
+    cosines = _no_cosines(tensors, groups.across)
+    for members in _by_dtype(tensors):
+        chosen = [tensors[i] for i in members]
+        flat = _flattened(chosen, multiple=inside * across).div_(inside)
+        shares = list(flat.chunk(inside))
+        share = torch.empty_like(shares[place])
+        dist.reduce_scatter(share, shares, group=groups.inside)
         low, high = place * len(share), (place + 1) * len(share)
-        ends = [min(max(end, low), high) for end in accumulate((tensors[i].numel() for i in chosen), initial=0)]
+        ends = [min(max(end, low), high) for end in accumulate((tensor.numel() for tensor in chosen), initial=0)]
         sizes = [end - begin for begin, end in pairwise(ends)]
-        cosines[:, chosen] = _combine(share, sizes, groups.across, groups.inside)
-        dist.all_gather(list(flat.chunk(inside)), share, group=groups.inside)
-        _write_back(flat, [tensors[i] for i in chosen])
+        cosines[:, members] = _combine(share, sizes, groups.across, groups.inside)
+        shares[place].copy_(share)
+        _exchange([shares[place]] * inside, shares, groups.inside)
+        _write_back(flat, chosen)
     return cosines
+
+
+def _combine(
+    flat: Tensor, sizes: Sequence[int], group: dist.ProcessGroup | None, shards: dist.ProcessGroup | None
+) -> Tensor:
+    """Combine flat vectors in place and return the cosines; ``sizes`` are the lengths of the tensors in them.
+
+    Numbers after the last tensor are padding.
+    """
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    bounds = [flat.numel() * i // ranks for i in range(ranks + 1)]
+    low, high = bounds[rank : rank + 2]
+    pieces = [flat[begin:end] for begin, end in pairwise(bounds)]
+    rows = [pieces[rank] if i == rank else torch.empty_like(pieces[rank]) for i in range(ranks)]
+    _exchange(pieces, rows, group)
+    ends = [min(max(end, low), high) - low for end in accumulate(sizes, initial=0)]
+    segments = [(i, slice(begin, end)) for i, (begin, end) in enumerate(pairwise(ends)) if begin < end]
+    cosines = [torch.zeros(0, len(sizes), dtype=torch.float64, device=flat.device)]
+    for pairs in _levels(ranks):
+        dots = torch.zeros(len(pairs), len(sizes), 3, dtype=torch.float64, device=flat.device)
+        for place, (left, right, _) in enumerate(pairs):
+            for tensor, part in segments:
+                dots[place, tensor] = _dots(rows[left][part], rows[right][part])
+        dist.all_reduce(dots, group=group)
+        if shards is not None:
+            dist.all_reduce(dots, group=shards)
+        for place, (left, right, end) in enumerate(pairs):
+            alpha, beta = _weights(dots[place], right - left, end - right, flat.dtype)
+            for tensor, part in segments:
+                _add_(rows[left][part], rows[right][part], alpha[tensor], beta[tensor])
+        aa, ab, bb = dots.unbind(-1)
+        lengths = aa.sqrt() * bb.sqrt()
+        cosines.append(torch.where(lengths == 0, 0.0, ab / lengths).clamp(-1, 1))
+    pieces[rank].copy_(rows[0])
+    _exchange([pieces[rank]] * ranks, pieces, group)
+    return torch.cat(cosines)
+
+
+def _exchange(sent: Sequence[Tensor], received: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Send and receive one tensor to and from each other rank."""
+    rank = dist.get_rank(group)
+    calls = [
+        dist.P2POp(way, tensor, group=group, group_peer=peer)
+        for way, tensors in ((dist.isend, sent), (dist.irecv, received))
+        for peer, tensor in enumerate(tensors)
+        if peer != rank
+    ]
+    for work in dist.batch_isend_irecv(calls) if calls else ():
+        work.wait()
 
 
 def _levels(ranks: int) -> list[list[tuple[int, int, int]]]:
@@ -145,115 +156,46 @@ def _levels(ranks: int) -> list[list[tuple[int, int, int]]]:
     return levels
 
 
-def _along_the_tree(
-    rows: Tensor, segments: Sequence[tuple[int, int, int]], tensors: int, add_up: Callable[[Tensor], object]
-) -> Tensor:
-    """Combine the rows, one per rank, into the first of them; return the cosines. All rows are overwritten.
-
-    Args:
-        rows: The same piece of the vector of each rank, shape ``(ranks, numbers)``.
-        segments: Which tensors lie in the piece: number, start and end.
-        tensors: Number of tensors in the whole vector.
-        add_up: Sums dot products over the pieces, in place.
-    """
-    exact = _exact(rows.device)
-    cosines = [torch.zeros(0, tensors, dtype=exact, device=rows.device)]
-    for pairs in _levels(len(rows)):
-        dots = torch.zeros(len(pairs), tensors, 3, dtype=exact, device=rows.device)
-        for place, (left, right, _) in enumerate(pairs):
-            for tensor, begin, end in segments:
-                dots[place, tensor] = _dots(rows[left, begin:end], rows[right, begin:end], exact)
-        add_up(dots)
-        for place, (left, right, last) in enumerate(pairs):
-            alpha, beta = _weights(dots[place], right - left, last - right, rows.dtype)
-            for tensor, begin, end in segments:
-                _add_(rows[left, begin:end], rows[right, begin:end], alpha[tensor], beta[tensor])
-        cosines.append(_cosines(dots))
-    return torch.cat(cosines)
-
-
-def _combine(
-    flat: Tensor, sizes: Sequence[int], group: dist.ProcessGroup | None, shards: dist.ProcessGroup | None
-) -> Tensor:
-    """Combine flat vectors in place and return the cosines; ``sizes`` are the lengths of the tensors in them."""
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    pieces = [flat.numel() * (i + 1) // ranks - flat.numel() * i // ranks for i in range(ranks)]
-    low = sum(pieces[:rank])
-    rows = flat.new_empty(ranks, pieces[rank])
-
-    def add_up(dots: Tensor) -> None:
-        for ranks_of_pieces in (group, shards) if shards is not None else (group,):
-            dist.all_reduce(dots, group=ranks_of_pieces)
-
-    _exchange(rows.view(-1), flat, [pieces[rank]] * ranks, pieces, group)
-    cosines = _along_the_tree(rows, list(_segments(sizes, low, low + pieces[rank])), len(sizes), add_up)
-    rows[1:] = rows[:1]
-    _exchange(flat, rows.view(-1), pieces, [pieces[rank]] * ranks, group)
-    return cosines
-
-
-def _exchange(
-    into: Tensor, out_of: Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup | None
-) -> None:
-    """Send consecutive parts of one vector to the ranks, and receive one from each. They travel as bytes."""
-    size = into.element_size()
-    parts = [[size * numbers for numbers in split] for split in (received, sent)]
-    dist.all_to_all_single(into.view(torch.uint8), out_of.view(torch.uint8), *parts, group=group)
-
-
-def _segments(sizes: Sequence[int], low: int, high: int) -> Iterator[tuple[int, int, int]]:
-    """Yield which tensors lie in a piece and their range in it; the rest after the last one is padding."""
-    for tensor, (begin, end) in enumerate(pairwise(accumulate(sizes, initial=0))):
-        begin, end = max(begin, low), min(end, high)
-        if begin < end:
-            yield tensor, begin - low, end - low
-
-
-def _dots(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``a.a``, ``a.b`` and ``b.b`` of two flat tensors, computed in ``dtype``."""
-    dots = []
+def _dots(a: Tensor, b: Tensor) -> Tensor:
+    """Return ``a.a``, ``a.b`` and ``b.b`` of two flat tensors, computed in float64."""
+    dots = torch.zeros(3, dtype=torch.float64, device=a.device)
     for x, y in zip(a.split(_CHUNK), b.split(_CHUNK), strict=True):
-        x, y = x.to(dtype), y.to(dtype)
-        dots.append(torch.stack((x.dot(x), x.dot(y), y.dot(y))))
-    return dots[0] if len(dots) == 1 else torch.stack(dots).sum(0)
+        x, y = x.double(), y.double()
+        dots += torch.stack((x.dot(x), x.dot(y), y.dot(y)))
+    return dots
 
 
 def _weights(dots: Tensor, left: int, right: int, dtype: torch.dtype) -> list[tuple[Tensor, ...]]:
-    """Return the weights of both sides for each tensor, in the dtype in which ``dtype`` is added.
+    """Return the weights of both sides for each tensor, in the dtype in which tensors of ``dtype`` are added.
 
-    If one side is very short, its weight may overflow that dtype. It is then clamped to the largest number, which lies
-    between the weight for a nonzero vector and the weight for zero.
+    If the sides stand for different numbers of ranks, as in a tree over three, the share of each side replaces the
+    published 1/2, so that parallel vectors are averaged over all ranks with equal weight. A vector whose square
+    underflows counts as zero: both weights are 1. If one side is very short, its weight may overflow the dtype. It is
+    then clamped to the largest number, which lies between the weight for a nonzero vector and the weight for zero.
     """
-    adding = _adding(dtype)
-    most = torch.finfo(adding).max
-    return [weight.clamp(-most, most).to(adding).unbind() for weight in pair_weights(dots, left, right)]
+    adding = torch.promote_types(dtype, torch.float32)
+    most, limits = torch.finfo(adding).max, torch.finfo(dots.dtype)
+    aa, ab, bb = dots.unbind(-1)
+    weights = []
+    for square, ranks in ((aa, left), (bb, right)):
+        there = square > limits.tiny / limits.eps
+        weight = 1.0 - ranks / (left + right) * (ab / torch.where(there, square, 1.0))
+        weight = torch.where(there | square.isnan(), weight, 1.0)
+        weights.append(weight.clamp(-most, most).to(adding).unbind())
+    return weights
 
 
-def _adding(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _add_(a: Tensor, b: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
+def _add_(a: Tensor, b: Tensor, alpha: Tensor, beta: Tensor) -> None:
     """Replace ``a`` by ``alpha a + beta b``, computed in the dtype of the weights."""
     if a.dtype == alpha.dtype:
-        return a.mul_(alpha).addcmul_(b, beta)
-    return a.copy_(a.to(alpha.dtype).mul_(alpha).addcmul_(b.to(alpha.dtype), beta))
+        a.mul_(alpha).addcmul_(b, beta)
+    else:
+        a.copy_(a.to(alpha.dtype).mul_(alpha).addcmul_(b.to(alpha.dtype), beta))
 
 
-def _exact(device: torch.device) -> torch.dtype:
-    """Return the dtype of dot products: float64 if the device has it."""
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
-def _no_cosines(ranks: int, tensors: Sequence[Tensor]) -> Tensor:
+def _no_cosines(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> Tensor:
     device = tensors[0].device if tensors else torch.device("cpu")
-    return torch.zeros(ranks - 1, len(tensors), dtype=_exact(device), device=device)
-
-
-def _cosines(dots: Tensor) -> Tensor:
-    aa, ab, bb = dots.unbind(-1)
-    length = aa.sqrt() * bb.sqrt()
-    return torch.where(length == 0, 0.0, ab / length).clamp(-1, 1)
+    return torch.zeros(dist.get_world_size(group) - 1, len(tensors), dtype=torch.float64, device=device)
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
@@ -270,27 +212,21 @@ def _by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
 def _joined(tensors: Sequence[Tensor]) -> Tensor | None:
     """Return one flat view of tensors that are contiguous in memory, as in a DDP bucket; otherwise None."""
     storage, start = tensors[0].untyped_storage().data_ptr(), tensors[0].storage_offset()
-    at = start
-    for tensor in tensors:
-        if (
-            not tensor.is_contiguous()
-            or tensor.storage_offset() != at
-            or tensor.untyped_storage().data_ptr() != storage
-        ):
+    ends = list(accumulate((tensor.numel() for tensor in tensors), initial=start))
+    for tensor, begin in zip(tensors, ends, strict=False):
+        place = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
+        if not tensor.is_contiguous() or place != (storage, begin):
             return None
-        at += tensor.numel()
-    return tensors[0].detach().as_strided((at - start,), (1,), start)
+    return tensors[0].detach().as_strided((ends[-1] - start,), (1,), start)
 
 
 def _flattened(tensors: Sequence[Tensor], multiple: int = 1) -> Tensor:
     """Return all tensors in one flat copy, padded with zeros to a multiple of ``multiple`` numbers."""
-    length = sum(tensor.numel() for tensor in tensors)
-    padding = tensors[0].new_zeros(-length % multiple)
+    padding = tensors[0].new_zeros(-sum(tensor.numel() for tensor in tensors) % multiple)
     return torch.cat([*(tensor.detach().reshape(-1) for tensor in tensors), padding])
 
 
 def _write_back(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    at = 0
-    for tensor in tensors:
-        tensor.detach().copy_(flat[at : at + tensor.numel()].view(tensor.shape))
-        at += tensor.numel()
+    parts = flat[: sum(tensor.numel() for tensor in tensors)].split([tensor.numel() for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        tensor.detach().copy_(part.view(tensor.shape))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from torchboost.algorithms.dim_reduce.algorithm import DimReduction
-from torchboost.algorithms.dim_reduce.basis import DimReduceBasis, principal_basis
-from torchboost.algorithms.dim_reduce.files import read_checkpoints
+from torchboost.algorithms.dim_reduce.basis import DimReduceBasis, principal_basis, read_checkpoints
 from torchboost.algorithms.dim_reduce.optimizer import DimReduceOptimizer
 
 __all__ = ["DimReduceBasis", "DimReduceOptimizer", "DimReduction", "principal_basis", "read_checkpoints"]

@@ -13,8 +13,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchboost.algorithms.dim_reduce.basis import DimReduceBasis, PrincipalComponents, check_components, rows_of
-from torchboost.algorithms.dim_reduce.files import Layout, read_checkpoints, read_matrix, write_matrix
+from torchboost.algorithms.dim_reduce.basis import (
+    DimReduceBasis,
+    check_components,
+    principal_components,
+    read_checkpoints,
+    read_matrix,
+    rows_of,
+    shapes_of,
+    write_matrix,
+)
 from torchboost.algorithms.dim_reduce.optimizer import (
     DimReduceOptimizer,
     check_line_search,
@@ -274,8 +282,8 @@ class DimReduceRun(WrappingOptimizer, ClosureOptimizer):  # pyright: ignore[repo
         if "rows" not in state:
             return self.subspace or self._optimizer_of(_basis(self.settings, self._model, []))
         group = _group(self._model)
-        place = [0, 1] if group is None else [dist.get_rank(group), dist.get_world_size(group)]
-        if state["share"] != place:
+        place = _place(group)
+        if tuple(state["share"]) != place:
             raise ValueError(
                 "the checkpoint holds the rows of rank {} of {}, this is rank {} of {}; every rank must save and load "
                 "its own state, as torchboost.distributed.checkpoint does.".format(*state["share"], *place)
@@ -293,11 +301,20 @@ class DimReduceRun(WrappingOptimizer, ClosureOptimizer):  # pyright: ignore[repo
 def _basis(settings: DimReduction, model: nn.Module, snapshots: Snapshots) -> DimReduceBasis:
     """Make the basis for a model, from snapshots or from the file or folder of the settings: each rank its rows."""
     group, k = _group(model), settings.n_components
-    rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    rank, ranks = _place(group)
     like = next(p for p in unwrap(model).parameters() if p.requires_grad)
 
     def make() -> DimReduceBasis:
-        rows = _rows(settings, Layout.of(model), snapshots, rank, rows_of(k, rank, ranks))
+        path, folder = settings.pca_mat_path, settings.weight_load_dir
+        shapes, share = shapes_of(model), rows_of(k, rank, ranks)
+        if path is not None and (folder is None or Path(path).exists()):
+            rows = read_matrix(path, k, shapes, share)
+        else:
+            weights = snapshots if folder is None else read_checkpoints(folder, shapes)
+            if path is not None and rank == 0:  # for the next run
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
+                write_matrix(path, weights, shapes, k)
+            rows, _ = principal_components(weights, k, share)
         return DimReduceBasis(rows.to(like), group, k, orthonormal=False)
 
     basis = make() if group is None else _on_ranks(make, settings, group)
@@ -312,17 +329,8 @@ def _basis(settings: DimReduction, model: nn.Module, snapshots: Snapshots) -> Di
     return basis
 
 
-def _rows(settings: DimReduction, layout: Layout, snapshots: Snapshots, rank: int, share: range) -> Tensor:
-    """Return rows of the basis: from snapshots, or the file, or the folder; rank 0 writes a file that is missing."""
-    k, path, folder = settings.n_components, settings.pca_mat_path, settings.weight_load_dir
-    if path is not None and (folder is None or Path(path).exists()):
-        return read_matrix(path, k, layout, share)
-    if folder is not None:
-        snapshots = read_checkpoints(folder, layout)
-    if path is not None and rank == 0:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        write_matrix(path, snapshots, layout, k)
-    return PrincipalComponents(snapshots, k).rows(share)
+def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
 
 def _on_ranks(make: Callable[[], DimReduceBasis], settings: DimReduction, group: dist.ProcessGroup) -> DimReduceBasis:

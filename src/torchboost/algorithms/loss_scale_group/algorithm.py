@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
+from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchboost.algorithms.loss_scale_group.borders import Ratios, ScaleBorders, has_borders
-from torchboost.algorithms.loss_scale_group.scalers import (
-    LossScaler,
-    MovingScale,
-    ScaleRule,
-    ScaleState,
-    bad_gradient,
-)
+from torchboost.algorithms.loss_scale_group.scalers import LossScaler, MovingScale, ScaleRule, ScaleState
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import check_module
 from torchboost.core.wrapping import is_compiled, unwrap
@@ -39,14 +35,12 @@ __all__ = [
 Pick: TypeAlias = str | type[nn.Module] | nn.Module
 Groups: TypeAlias = int | Sequence[Pick | Sequence[Pick]]
 """The number of groups, or the groups: names of modules (patterns with ``*``), types, modules, or lists of them."""
+Scales: TypeAlias = float | Sequence[float]
+Modules: TypeAlias = dict[str, nn.Module]
 
 REST = "rest of the model"
-
-
 GROUP_RULE = ScaleRule(growth=2.0 ** (1 / 1000), shrink=2.0**-0.5, window=1, floor=1.0, ceiling=2.0**40)
 """MindSpore's rule for groups, with added bounds."""
-
-Scales: TypeAlias = float | Sequence[float]
 
 
 class GroupStatus(NamedTuple):
@@ -71,20 +65,24 @@ class GroupScaler(LossScaler):
     Args:
         names: Of the groups; the first is the rest of the model, whose scale multiplies the loss.
         scales: At the beginning, one per name.
-        ratios: Told the scales in use, for the borders to change between them.
+        parameters: Returns the parameters of each group but the first. Sharding and surgery replace parameters, so it
+            is called again when those of the optimizer change.
         rule: Moves each scale.
-        pinned: Whether the first scale stays 1, as nothing would tell of its overflows.
+        pinned: Whether the first scale is always 1, as nothing would tell of its overflows.
         exact: Use the scales as they are, and from the start; otherwise the power of two below, between the first
             :meth:`scale` and :meth:`update`.
         agree: See :class:`~torchboost.algorithms.loss_scale_group.scalers.LossScaler`.
         process_group: Likewise.
+
+    Attributes:
+        ratios: The factors of the borders.
     """
 
     def __init__(
         self,
         names: Sequence[str],
         scales: Sequence[float],
-        ratios: Ratios,
+        parameters: Callable[[], Sequence[Sequence[Tensor]]],
         *,
         rule: ScaleRule = GROUP_RULE,
         pinned: bool = True,
@@ -92,32 +90,24 @@ class GroupScaler(LossScaler):
         agree: bool = True,
         process_group: Any = None,
     ) -> None:
-        super().__init__(len(names), agree=agree, process_group=process_group)
-        self.rule = rule
-        self._names, self._ratios, self._pinned, self._exact = tuple(names), ratios, pinned, exact
+        super().__init__(agree=agree, process_group=process_group)
+        self.rule, self.ratios = rule, Ratios(len(names))
+        self._names, self._parameters, self._pinned, self._exact = tuple(names), parameters, pinned, exact
         self._membership: tuple[list[Tensor], list[list[Tensor]]] = ([], [])
-        self._restart(scales)
+        self.restart(scales)
 
     @property
     def report(self) -> tuple[GroupStatus, ...]:
         """The status of every group, including the rest of the model if its scale moves."""
-        first = 1 if self._pinned else 0
-        moving = list(zip(self._names, self._moving, strict=True))[first:]
+        moving = list(zip(self._names, self._moving, strict=True))[self._pinned :]
         return tuple(GroupStatus(name, each.state.scale, each.overflows, each.in_a_row) for name, each in moving)
-
-    def parameters_of(self, group: int) -> Sequence[Tensor]:
-        """Return the parameters of a group, counted from 1."""
-        raise NotImplementedError
-
-    def name_of(self, param: Tensor) -> str:
-        """Name a parameter in messages."""
-        return f"a parameter of shape {tuple(param.shape)}"
 
     def get_scale(self) -> float:
         """Return the smallest scale of a group."""
         return min(status.scale for status in self.report)
 
-    def _restart(self, scales: Sequence[float]) -> None:
+    def restart(self, scales: Sequence[float]) -> None:
+        """Begin again with these scales, one per name; a window that has begun keeps its own."""
         states = [self.rule.start(scale) for scale in scales]
         if self._pinned:
             states[0] = ScaleState(1.0)
@@ -127,43 +117,42 @@ class GroupScaler(LossScaler):
         ]
         self._settle()
 
+    def multiply(self, group: int, ratio: float) -> float:
+        """Multiply the scale of a group within its bounds, and return it."""
+        moving = self._moving[group]
+        scale = min(max(moving.state.scale * ratio, self.rule.floor), self.rule.ceiling)
+        moving.state = moving.state._replace(scale=scale)
+        self._settle()
+        return scale
+
     def _settle(self) -> None:
         if self._in_use is None:
-            self._ratios.set(self._applied() if self._exact else None)
+            self.ratios.set(self._applied() if self._exact else None)
 
     def _applied(self) -> list[float]:
-        if self._exact:
-            return [each.state.scale for each in self._moving]
+        scales = [each.state.scale for each in self._moving]
         # Powers of two change the exponent of a gradient only, so that unscaling gives back the same bits.
-        return [2.0 ** math.floor(math.log2(each.state.scale)) for each in self._moving]
+        return scales if self._exact else [2.0 ** math.floor(math.log2(scale)) for scale in scales]
 
     def _begun(self, scales: Sequence[float]) -> None:
-        self._ratios.set(scales)
+        self.ratios.set(scales)
 
     def _members(self, optimizer: Optimizer) -> list[list[Tensor]]:
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        (params,) = super()._members(optimizer)
         known, members = self._membership
-        # Sharding and surgery replace parameters, so the groups are resolved again when the parameters of the optimizer
-        # change.
         if len(params) != len(known) or any(a is not b for a, b in zip(params, known, strict=True)):
-            owner = {id(p): i for i in range(1, self._count) for p in self.parameters_of(i)}
-            members = [[] for _ in range(self._count)]
-            for param in params:
-                members[owner.get(id(param), 0)].append(param)
+            owner = {id(param): i for i, group in enumerate(self._parameters(), start=1) for param in group}
+            members = [[param for param in params if owner.get(id(param), 0) == i] for i in range(len(self._names))]
             self._membership = (params, members)
         return members
 
-    def _named(self, params: Sequence[Tensor]) -> str | None:
-        bad = bad_gradient(params)
-        return None if bad is None else f"the gradient of {self.name_of(params[bad])}"
-
-    def _conclude(self, overflow: Sequence[bool], where: Sequence[str | None]) -> None:
-        moving = list(zip(self._moving, overflow, where, strict=True))[self._pinned :]
-        for each, bad, _ in moving:
-            each.move(bad)
+    def _conclude(self, overflows: Sequence[str | None]) -> None:
+        moving = list(zip(self._moving, overflows, strict=True))[self._pinned :]
+        for each, overflow in moving:
+            each.move(overflow)
         self._settle()
-        for each, bad, name in moving:
-            each.warn(bad, name)
+        for each, overflow in moving:
+            each.warn(overflow)
 
     def _own_state(self) -> dict[str, Any]:
         return {
@@ -213,7 +202,8 @@ class GroupGradScaler(GroupScaler):
     Raises:
         TypeError, ValueError: An argument is not valid, or no module has a given name.
         IncompatibleError: Two groups, or a group and the rest, share a parameter, the model is compiled already, or
-            another of these scalers is on it; nothing was changed.
+            another of these scalers is on it; nothing was changed. :meth:`unscale_` raises it if a module of a group
+            has gradients but was never called itself.
 
     Warns:
         ScaleCollapseWarning: A scale collapses; the message names the group and the gradient.
@@ -250,76 +240,54 @@ class GroupGradScaler(GroupScaler):
         check_module(model)
         if not isinstance(rule, ScaleRule):
             raise TypeError(f"rule: found {type(rule).__name__}; give a torchboost.ScaleRule(...).")
-        self._removed = self._resumed = False
-        self._groups = _resolved(model, groups)
+        self._model, self._groups = model, _resolved(model, groups)
+        self._resumed = False
         scales = checked_scales(init_scale, len(self._groups), rule)
-        self._model = model
-        inside = {id(p) for group in self._groups for module in group.values() for p in module.parameters()}
-        ratios = Ratios(len(self._groups) + 1)
+        grouped = {id(param) for params in _parameters(self._groups) for param in params}
         super().__init__(
             [REST, *(_title(group) for group in self._groups)],
             [min(scales), *scales],
-            ratios,
+            partial(_parameters, self._groups),  # not a method, which would keep the scaler and its borders alive
             rule=rule,
-            pinned=all(id(p) in inside for p in model.parameters()),
+            pinned=all(id(param) in grouped for param in model.parameters()),
             agree=agree,
             process_group=process_group,
         )
-        self._borders: ScaleBorders | None = ScaleBorders(self._groups, ratios)
+        self._borders = ScaleBorders(self._groups, self.ratios)
+
+    _borders: ScaleBorders | None = None
 
     def __del__(self) -> None:
-        if getattr(self, "_borders", None) is not None:  # absent if the groups were refused
+        if self._borders is not None:
             self.remove()
-
-    def parameters_of(self, group: int) -> Sequence[Tensor]:
-        """Return the parameters of a group, counted from 1."""
-        return [param for module in self._groups[group - 1].values() for param in module.parameters()]
-
-    def name_of(self, param: Tensor) -> str:
-        """Name a parameter of the model."""
-        names = (name for name, own in unwrap(self._model).named_parameters() if own is param)
-        return next(names, super().name_of(param))
-
-    def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the gradients by the scale of their group, in place, and look for overflow.
-
-        Raises:
-            RuntimeError: Called twice since the last update, or before anything was scaled.
-            IncompatibleError: A gradient in float16, or a module in a group that was never called itself.
-        """
-        if self._borders is not None and not self._resumed:
-            self._borders.check_called()
-        super().unscale_(optimizer)
-
-    def update(self) -> None:
-        """Choose the scales of the next step.
-
-        Raises:
-            RuntimeError: No gradients were unscaled since the last update.
-        """
-        super().update()
-        self._resumed = False
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Resume from what :meth:`state_dict` returned.
-
-        Raises:
-            ValueError: The checkpoint is of another scaler; nothing was loaded.
-        """
-        super().load_state_dict(state_dict)
-        # A window that had begun may hold gradients of modules that are not called again before the update.
-        self._resumed = state_dict["in_use"] is not None
 
     def remove(self) -> None:
         """Remove the borders; the scale is 1 from then on."""
         if self._borders is not None:
             self._borders.remove()
         self._borders = None
-        self._in_use = [1.0] * self._count if self._in_use is not None else None
-        self._removed = True
+        self._in_use = self._applied() if self._in_use is not None else None
+
+    def _members(self, optimizer: Optimizer) -> list[list[Tensor]]:
+        if self._borders is not None and not self._resumed:
+            self._borders.check_called()
+        return super()._members(optimizer)
+
+    def _conclude(self, overflows: Sequence[str | None]) -> None:
+        self._resumed = False
+        super()._conclude(overflows)
+
+    def _load_own_state(self, state: Mapping[str, Any]) -> None:
+        super()._load_own_state(state)
+        # A window that had begun may hold gradients of modules that are not called again before the update.
+        self._resumed = state["in_use"] is not None
+
+    def _name_of(self, param: Tensor, index: int) -> str:
+        names = (name for name, other in unwrap(self._model).named_parameters() if other is param)
+        return next(names, f"a parameter of shape {tuple(param.shape)}")
 
     def _applied(self) -> list[float]:
-        return [1.0] * self._count if self._removed else super()._applied()
+        return [1.0] * len(self._names) if self._borders is None else super()._applied()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -440,7 +408,7 @@ def _picks(entry: Any) -> list[Any]:
     return list(entry) if isinstance(entry, (list, tuple)) else [entry]
 
 
-def _resolved(model: nn.Module, groups: Any) -> list[dict[str, nn.Module]]:
+def _resolved(model: nn.Module, groups: Any) -> list[Modules]:
     """Return the modules of each group by name, none inside another, and no parameter in two groups."""
     _check_groups(groups)
     if is_compiled(model):
@@ -457,32 +425,32 @@ def _resolved(model: nn.Module, groups: Any) -> list[dict[str, nn.Module]]:
         )
     if isinstance(groups, int):
         return _automatic(model, network, groups)
-    found = [_outermost({n: m for pick in _picks(entry) for n, m in _matches(network, pick)}) for entry in groups]
+    resolved = [_outermost(pair for pick in _picks(entry) for pair in _matches(network, pick)) for entry in groups]
     owner: dict[nn.Module, int] = {}
-    for index, group in enumerate(found):
+    for index, group in enumerate(resolved, start=1):
         for name, module in group.items():
             for inner in module.modules():
                 if owner.setdefault(inner, index) != index:
                     raise ValueError(
-                        f"groups: the module '{name}' is in group {owner[inner] + 1} and, itself or a part of it, in "
-                        f"group {index + 1}; name it once."
+                        f"groups: the module '{name}' is in group {owner[inner]} and, itself or a part of it, in "
+                        f"group {index}; name it once."
                     )
-    for param_name, users in _shared(network, found).items():
+    for param_name, users in _shared(network, resolved).items():
         raise IncompatibleError(
             f"loss_scale_group: the parameter '{param_name}' is shared by {' and '.join(users)}, so that its gradient "
             "would be a sum of two scales; put all modules that use it into one group."
         )
-    return found
+    return resolved
 
 
 def _matches(network: nn.Module, pick: Pick) -> list[tuple[str, nn.Module]]:
+    def fits(name: str, module: nn.Module) -> bool:
+        if isinstance(pick, str):
+            return fnmatchcase(name, pick)
+        return isinstance(module, pick) if isinstance(pick, type) else module is pick
+
     named = [(name, module) for name, module in network.named_modules() if name]
-    if isinstance(pick, str):
-        chosen = [(name, module) for name, module in named if fnmatchcase(name, pick)]
-    elif isinstance(pick, type):
-        chosen = [(name, module) for name, module in named if isinstance(module, pick)]
-    else:
-        chosen = [(name, module) for name, module in named if module is pick]
+    chosen = [(name, module) for name, module in named if fits(name, module)]
     if not chosen:
         hint = nearest(pick, [name for name, _ in named]) if isinstance(pick, str) else ""
         shown = repr(pick) if isinstance(pick, str) else getattr(pick, "__name__", type(pick).__name__)
@@ -490,30 +458,29 @@ def _matches(network: nn.Module, pick: Pick) -> list[tuple[str, nn.Module]]:
             f"groups: no module of the model is {shown}; give names as of model.named_modules(), such as "
             f"{named[0][0] if named else 'none here'!r}. {hint}".rstrip()
         )
-    return [called for name, module in chosen for called in _called(name, module)]
+    return chosen
 
 
-def _called(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Replace lists of modules, which are never called, by their items."""
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        return [pair for child, inner in module.named_children() for pair in _called(f"{name}.{child}", inner)]
-    return [(name, module)]
+def _outermost(pairs: Iterable[tuple[str, nn.Module]]) -> Modules:
+    """Return the modules that are in no other one, with the items of lists of modules, which are never called."""
 
+    def called(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            return [pair for child, inner in module.named_children() for pair in called(f"{name}.{child}", inner)]
+        return [(name, module)]
 
-def _outermost(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    modules = dict(each for pair in pairs for each in called(*pair))
     inner = {part for module in modules.values() for part in module.modules() if part is not module}
     return {name: module for name, module in modules.items() if module not in inner}
 
 
-def _automatic(model: nn.Module, network: nn.Module, count: int) -> list[dict[str, nn.Module]]:
+def _automatic(model: nn.Module, network: nn.Module, count: int) -> list[Modules]:
     names = {module: name for name, module in network.named_modules() if name}
     blocks = blocks_of(model)
-    starts = group_starts(len(blocks), count)
-    groups: list[dict[str, nn.Module]] = []
-    for start, end in zip(starts, (*starts[1:], len(blocks)), strict=True):
+    groups: list[Modules] = []
+    for start, end in pairwise((*group_starts(len(blocks), count), len(blocks))):
         modules = [module for block in blocks[start:end] for module in block.modules if module in names]
-        pairs = [pair for module in modules for pair in _called(names[module], module)]
-        groups.append(_outermost(dict(pairs)))
+        groups.append(_outermost((names[module], module) for module in modules))
     while shared := _shared(network, groups):
         # Tied weights have one gradient: whatever uses them goes to the rest of the model.
         tied = {id(network.get_parameter(name)) for name in shared}
@@ -535,6 +502,10 @@ def _shared(network: nn.Module, groups: Sequence[Mapping[str, nn.Module]]) -> di
         for param in module.parameters(recurse=False):
             users.setdefault(id(param), {}).setdefault(owner.get(module, 0), f"'{name}'")
     return {n: list(users[id(p)].values()) for n, p in network.named_parameters() if len(users[id(p)]) > 1}
+
+
+def _parameters(groups: Sequence[Modules]) -> list[list[Tensor]]:
+    return [[param for module in group.values() for param in module.parameters()] for group in groups]
 
 
 def _title(group: Mapping[str, nn.Module]) -> str:

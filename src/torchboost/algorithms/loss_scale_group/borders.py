@@ -175,22 +175,19 @@ def _mapped(value: Any, change: Callable[[Tensor], Tensor], name: str) -> Any:
     """Change the tensors inside nested containers.
 
     Raises:
-        IncompatibleError: Something else that holds tensors with gradients.
+        IncompatibleError: Something else that holds tensors with gradients, as attributes or as entries.
     """
 
     def refuse(strange: Any) -> None:
-        if torch.is_grad_enabled() and any(isinstance(v, Tensor) and v.requires_grad for v in _held(strange)):
+        contents = [*getattr(strange, "__dict__", {}).values()]
+        if isinstance(strange, Mapping):
+            contents += strange.values()
+        elif isinstance(strange, (list, tuple, Set)):
+            contents += strange
+        if torch.is_grad_enabled() and any(isinstance(entry, Tensor) and entry.requires_grad for entry in contents):
             raise IncompatibleError(
                 f"loss_scale_group: the module '{name}' takes or returns a {type(strange).__name__} that holds "
                 "tensors; borders cannot be set there. Put the modules that exchange it into one group."
             )
 
     return with_tensors(value, change, refuse)
-
-
-def _held(value: Any) -> list[Any]:
-    """Return what an object holds: attributes, and the entries of a container that cannot be copied."""
-    held = [*getattr(value, "__dict__", {}).values()]
-    if isinstance(value, Mapping):
-        return [*held, *value.values()]
-    return [*held, *value] if isinstance(value, (list, tuple, Set)) else held

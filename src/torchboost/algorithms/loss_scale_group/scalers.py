@@ -24,7 +24,6 @@ __all__ = [
     "MovingScale",
     "ScaleRule",
     "ScaleState",
-    "bad_gradient",
     "check_scale",
 ]
 
@@ -148,27 +147,26 @@ class MovingScale:
         self._rule, self._start, self._title = rule, start.scale, title
         self._warned = False
 
-    def move(self, overflow: bool) -> None:
-        """Move the scale after an update."""
-        self.state = self._rule.after(self.state, overflow)
-        self.in_a_row = self.in_a_row + 1 if overflow else 0
-        self.overflows += overflow
+    def move(self, overflow: str | None) -> None:
+        """Move the scale after an update; ``overflow`` names a gradient that was not finite."""
+        self.state = self._rule.after(self.state, overflow is not None)
+        self.in_a_row = 0 if overflow is None else self.in_a_row + 1
+        self.overflows += overflow is not None
 
-    def warn(self, overflow: bool, where: str | None) -> None:
-        """Warn if the scale collapses; ``where`` names a gradient that was not finite."""
+    def warn(self, overflow: str | None) -> None:
+        """Warn if the scale collapses. All scales move before one warns, as a warning may be raised as an error."""
         scale, floor = self.state.scale, self._rule.floor
         low = scale < math.sqrt(self._start * floor)
-        falls = overflow and (low or self.in_a_row >= self.ROW)
+        falls = overflow is not None and (low or self.in_a_row >= self.ROW)
         if falls and not self._warned:
             warnings.warn(
                 f"{self._title} fell from {self._start:g} to {scale:g} (floor {floor:g}): {self.in_a_row} overflows in "
-                f"a row, {self.overflows} in all; not finite: {where or 'a gradient of another rank'}. The run will "
-                "fail if this continues: lower the learning rate, clip the gradients, or compute this part in bfloat16 "
-                "or float32.",
+                f"a row, {self.overflows} in all; not finite: {overflow}. The run will fail if this continues: lower "
+                "the learning rate, clip the gradients, or compute this part in bfloat16 or float32.",
                 ScaleCollapseWarning,
                 stacklevel=4,
             )
-        self._warned = falls or (self._warned and (overflow or low))
+        self._warned = falls or (self._warned and (overflow is not None or low))
 
     def counts(self) -> list[int]:
         """Return the counters for a checkpoint."""
@@ -188,13 +186,6 @@ def check_scale(name: str, value: Any) -> None:
         raise ValueError(f"{name}: found {value}; allowed are 2**-100 to 2**100.")
 
 
-class _Seen(NamedTuple):
-    optimizer: Optimizer
-    overflow: list[bool]
-    where: list[str | None]
-    stepped: bool
-
-
 class LossScaler:
     """Base class: ``scale``, backward, ``unscale_``, ``step`` and ``update``, as in ``GradScaler``.
 
@@ -203,7 +194,6 @@ class LossScaler:
     Gradients are always divided before the optimizer sees them, so a fused one never gets a scale.
 
     Args:
-        parts: Number of scales.
         agree: Whether an overflow on one rank skips the step on all. Every rank must then make the same calls.
         process_group: The ranks that agree; None stands for all.
 
@@ -212,11 +202,12 @@ class LossScaler:
         agree: Whether the ranks agree on overflows.
     """
 
-    def __init__(self, parts: int = 1, *, agree: bool = True, process_group: Any = None) -> None:
+    def __init__(self, *, agree: bool = True, process_group: Any = None) -> None:
         self.overflowed = False
-        self._count = parts
         self.agree, self._group = agree, process_group
-        self._seen: dict[int, _Seen] = {}
+        # For each scale the name of a gradient that was not finite, by optimizer.
+        self._overflows: dict[Optimizer, list[str | None]] = {}
+        self._stepped: set[Optimizer] = set()
         self._in_use: list[float] | None = None
 
     @property
@@ -243,23 +234,23 @@ class LossScaler:
             IncompatibleError: A gradient is in float16; nothing was divided.
         """
         check_optimizer(optimizer)
-        if id(optimizer) in self._seen:
+        if optimizer in self._overflows:
             raise RuntimeError(
                 "unscale_() was already called for this optimizer since the last update(); call it once."
             )
         if self._in_use is None:
             raise RuntimeError("unscale_() before scale(): multiply the loss, scaler.scale(loss).backward(), first.")
         members = self._members(optimizer)
-        _refuse_half([param for params in members for param in params])
-        first = next(param for group in optimizer.param_groups for param in group["params"])
-        total = torch.zeros(len(members), dtype=torch.float32, device=first.device)
+        device = optimizer.param_groups[0]["params"][0].device
+        total = torch.zeros(len(members), dtype=torch.float32, device=device)
         for flags in _divided(members, self._in_use):
-            total += flags.to(total.device)
+            total += flags.to(device)
         if self.ranks > 1:
             dist.all_reduce(total, dist.ReduceOp.MAX, group=self._group)
-        overflow = [flag > 0 for flag in total.tolist()]
-        where = [self._named(params) if bad else None for params, bad in zip(members, overflow, strict=True)]
-        self._seen[id(optimizer)] = _Seen(optimizer, overflow, where, False)
+        self._overflows[optimizer] = [
+            self._culprit(params) or "a gradient of another rank" if flag > 0 else None
+            for params, flag in zip(members, total.tolist(), strict=True)
+        ]
 
     def step(self, optimizer: Optimizer, *args: Any) -> float | None:
         """Step the optimizer unless a gradient overflowed; unscale first if needed.
@@ -273,13 +264,12 @@ class LossScaler:
                 f"{type(self).__name__}.step was given a closure, whose gradients would not be unscaled; compute the "
                 "gradients before the step, or train this optimizer without a loss scale."
             )
-        if id(optimizer) not in self._seen:
+        if optimizer not in self._overflows:
             self.unscale_(optimizer)
-        seen = self._seen[id(optimizer)]
-        if seen.stepped:
+        if optimizer in self._stepped:
             raise RuntimeError("step() was already called for this optimizer since the last update(); call it once.")
-        self._seen[id(optimizer)] = seen._replace(stepped=True)
-        return None if any(seen.overflow) else optimizer.step(*args)
+        self._stepped.add(optimizer)
+        return None if any(self._overflows[optimizer]) else optimizer.step(*args)
 
     def update(self) -> None:
         """Choose the scales of the next step.
@@ -287,13 +277,12 @@ class LossScaler:
         Raises:
             RuntimeError: No gradients were unscaled since the last update.
         """
-        if not self._seen:
+        if not self._overflows:
             raise RuntimeError("update() before unscale_() or step(): no gradients were checked for overflow.")
-        seen, self._seen, self._in_use = list(self._seen.values()), {}, None
-        overflow = [any(each.overflow[i] for each in seen) for i in range(self._count)]
-        where = [next((each.where[i] for each in seen if each.where[i]), None) for i in range(self._count)]
-        self.overflowed = any(overflow)
-        self._conclude(overflow, where)
+        overflows = [next(filter(None, names), None) for names in zip(*self._overflows.values(), strict=True)]
+        self._overflows, self._stepped, self._in_use = {}, set(), None
+        self.overflowed = any(overflows)
+        self._conclude(overflows)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, also in the middle of a window."""
@@ -305,14 +294,14 @@ class LossScaler:
         Raises:
             ValueError: The checkpoint is of another scaler; nothing was loaded.
         """
-        entries = self._own_state()
-        if set(state_dict) != {*entries, "in_use"}:
+        entries = [*self._own_state(), "in_use"]
+        if set(state_dict) != set(entries):
             raise ValueError(
                 f"the checkpoint of the scaler holds {sorted(state_dict)}, a {type(self).__name__} needs "
-                f"{sorted([*entries, 'in_use'])}; load it into the kind of scaler that saved it."
+                f"{sorted(entries)}; load it into the kind of scaler that saved it."
             )
         self._load_own_state(state_dict)
-        self._seen = {}
+        self._overflows, self._stepped = {}, set()
         self._in_use = None if state_dict["in_use"] is None else list(state_dict["in_use"])
         if self._in_use is not None:
             self._begun(self._in_use)
@@ -332,13 +321,18 @@ class LossScaler:
         """The parameters of an optimizer by the scale in their gradients."""
         return [[param for group in optimizer.param_groups for param in group["params"]]]
 
-    def _named(self, params: Sequence[Tensor]) -> str | None:
-        """Name a gradient that is not finite."""
-        bad = bad_gradient(params)
-        return None if bad is None else f"the gradient of parameter {bad}, of shape {tuple(params[bad].shape)}"
+    def _culprit(self, params: Sequence[Tensor]) -> str | None:
+        """Name the last gradient that is not finite: the nearest to the loss in most models."""
+        for index, param in reversed(list(enumerate(params))):
+            if param.grad is not None and not bool(_numbers(param.grad).isfinite().all()):
+                return f"the gradient of {self._name_of(param, index)}"
+        return None
 
-    def _conclude(self, overflow: Sequence[bool], where: Sequence[str | None]) -> None:
-        """Move the scales."""
+    def _name_of(self, param: Tensor, index: int) -> str:
+        return f"parameter {index}, of shape {tuple(param.shape)}"
+
+    def _conclude(self, overflows: Sequence[str | None]) -> None:
+        """Move the scales; for each of them an overflow names the gradient."""
 
     def _own_state(self) -> dict[str, Any]:
         raise NotImplementedError
@@ -445,9 +439,9 @@ class DynamicLossScale(LossScaler):
     def _applied(self) -> list[float]:
         return [self._moving.state.scale]
 
-    def _conclude(self, overflow: Sequence[bool], where: Sequence[str | None]) -> None:
-        self._moving.move(overflow[0])
-        self._moving.warn(overflow[0], where[0])
+    def _conclude(self, overflows: Sequence[str | None]) -> None:
+        self._moving.move(overflows[0])
+        self._moving.warn(overflows[0])
 
     def _own_state(self) -> dict[str, Any]:
         return {"state": list(self._moving.state), "alarm": self._moving.counts()}
@@ -456,44 +450,35 @@ class DynamicLossScale(LossScaler):
         self._moving.load(state["state"], state["alarm"])
 
 
-def bad_gradient(params: Sequence[Tensor]) -> int | None:
-    """Return the last parameter whose gradient is not finite: the nearest to the loss in most models."""
-    for index in range(len(params) - 1, -1, -1):
-        grad = params[index].grad
-        if grad is not None and not bool(_numbers(grad).isfinite().all()):
-            return index
-    return None
-
-
-def _refuse_half(params: Sequence[Tensor]) -> None:
-    """Refuse gradients in float16: what the scale lifted out of the subnormal numbers would fall back."""
-    for param in params:
-        if param.grad is not None and param.grad.dtype is torch.float16:
-            raise IncompatibleError(
-                f"a parameter of shape {tuple(param.shape)} has its gradient in float16, which cannot hold it once it "
-                "is unscaled; keep the parameters in float32 and compute in float16 under torch.autocast."
-            )
-
-
 @torch.no_grad()
 def _divided(members: Sequence[Sequence[Tensor]], scales: Sequence[float]) -> list[Tensor]:
     """Divide the gradients of each member by its scale, in place: dense, sparse or sharded, in one pass.
 
     Returns:
         For each device a tensor with one number per member (float32): 0 if all gradients there are finite.
+
+    Raises:
+        IncompatibleError: A gradient is in float16, in which what the scale lifted out of the subnormal numbers would
+            fall back. Nothing was divided.
     """
     flags: dict[torch.device, Tensor] = {}
-    for index, (params, scale) in enumerate(zip(members, scales, strict=True)):
-        batches: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    batches: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = {}
+    for index, params in enumerate(members):
         for param in params:
-            if param.grad is not None:
-                numbers = _numbers(param.grad)
-                batches.setdefault((numbers.device, numbers.dtype), []).append(numbers)
-        for (device, _), grads in batches.items():
-            if device not in flags:
-                flags[device] = torch.zeros(len(members), dtype=torch.float32, device=device)
-            inverse = torch.full((), 1.0 / scale, dtype=torch.float32, device=device)
-            check_and_unscale_(grads, flags[device][index : index + 1], inverse)
+            if param.grad is None:
+                continue
+            if param.grad.dtype is torch.float16:
+                raise IncompatibleError(
+                    f"a parameter of shape {tuple(param.shape)} has its gradient in float16, which cannot hold it once "
+                    "it is unscaled; keep the parameters in float32 and compute in float16 under torch.autocast."
+                )
+            numbers = _numbers(param.grad)
+            batches.setdefault((index, numbers.device, numbers.dtype), []).append(numbers)
+    for (index, device, _), grads in batches.items():
+        if device not in flags:
+            flags[device] = torch.zeros(len(members), dtype=torch.float32, device=device)
+        inverse = torch.full((), 1.0 / scales[index], dtype=torch.float32, device=device)
+        check_and_unscale_(grads, flags[device][index : index + 1], inverse)
     return list(flags.values())
 
 
