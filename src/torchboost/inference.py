@@ -78,7 +78,7 @@ def fast_copy(network: nn.Module, *, sample: Any = None, pick: Pick | None = Non
 def _fast_copy(bare: nn.Module, sample: Any, pick: Pick | None) -> nn.Module:
     plain, fast = _as_torch(twin(bare)), twin(bare)
     try:
-        folded = bool(fold_batch_norms(fast, sample=sample).folded)
+        folded = None in fold_batch_norms(fast, sample=sample).values()
     except IncompatibleError as error:
         warnings.warn(f"the copy for inference is not folded: {error}", NoEffectWarning, stacklevel=3)
         folded = False

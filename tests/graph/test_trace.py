@@ -9,24 +9,14 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.nn import functional as F
 
-import torchboost.graph.copies
 from tests.support.conv_nets import Basic, ForeignNames, RefusesTracing, vgg
 from torchboost.core.containers import tensors_in
-from torchboost.graph.copies import ReachesOriginal, twin, undisturbed
-from torchboost.graph.flow import Dataflow, FlowBuilder
-from torchboost.graph.ranks import rank_of
-from torchboost.graph.trace import (
-    evaluate,
-    record_run,
-    record_symbols,
-    runnable,
-    shared_traces,
-    trace,
-    trace_symbolically,
-)
+from torchboost.graph.copies import ReachesOriginal, undisturbed
+from torchboost.graph.flow import Dataflow
+from torchboost.graph.trace import evaluate, record_run, runnable, shared_traces, trace, trace_paths
 
 
 class Branching(ForeignNames):
@@ -48,9 +38,9 @@ class InPlace(nn.Module):
         return y.mul_(2)
 
 
-def traced_run(model: nn.Module, sample: object) -> Dataflow:
-    with undisturbed(model) as copied:
-        return record_run(copied, model, sample)
+def both(model: nn.Module, x: torch.Tensor) -> tuple[Dataflow, Dataflow]:
+    (symbolic,) = trace_paths(model, most=1) or ()
+    return symbolic, record_run(model, x)
 
 
 def edges(flow):
@@ -70,7 +60,7 @@ def edges(flow):
 
 def test_symbolic_trace_and_run_find_the_same():
     for model in (ForeignNames(), vgg(), Basic(3, 4, 2), InPlace()):
-        symbolic, run = trace_symbolically(model), traced_run(model, torch.randn(2, 3, 16, 16))
+        symbolic, run = both(model, torch.randn(2, 3, 16, 16))
         assert edges(symbolic) == edges(run)
         assert [n.kind for n in symbolic.nodes].count("add") == [n.kind for n in run.nodes].count("add")
         assert [n.label for n in symbolic.nodes if n.module] == [n.label for n in run.nodes if n.module]
@@ -170,7 +160,7 @@ def test_outputs_count_as_use():
             y = self.conv(x)
             return {"features": y, "out": [self.norm(y)]}
 
-    for flow in (trace_symbolically(Both()), traced_run(Both(), torch.randn(2, 3, 4, 4))):
+    for flow in both(Both(), torch.randn(2, 3, 4, 4)):
         conv = next(n.index for n in flow.nodes if n.label == "conv")
         assert sorted(flow.nodes[i].kind for i in flow.consumers[conv]) == ["module", "output"]
 
@@ -297,10 +287,6 @@ def test_a_block_keeps_no_error_and_nothing_after_an_error():
     assert trace(model) is not first
 
 
-def both(model: nn.Module, x: torch.Tensor) -> tuple[Dataflow, Dataflow]:
-    return record_symbols(twin(model), model), record_run(twin(model), model, x)
-
-
 def test_nodes_say_what_was_running():
     model = nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 1)), nn.ReLU())
     for flow in both(model, torch.randn(2, 3, 4, 4)):
@@ -319,30 +305,29 @@ def test_hooks_become_operations_and_do_not_run():
 
 def test_a_forward_on_an_instance_is_not_looked_into():
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sequential(nn.Conv2d(4, 4, 1)), nn.ReLU())
-    held = model[1][0]
-    model[1].forward = lambda x: held(x)
+    model[1].forward = lambda x: x * 2
     for flow in both(model, torch.randn(2, 3, 4, 4)):
         assert [node.kind for node in flow.nodes][1:-1] == ["module", "other", "module"]
-    model.forward = lambda x: held(x)
+    model.forward = lambda x: x
+    assert trace_paths(model) is None
     with pytest.raises(ReachesOriginal, match="may call anything"):
-        record_symbols(twin(model), model)
+        record_run(model, torch.randn(2, 3, 4, 4))
 
 
-def test_decisions_are_given_from_outside():
+def test_every_decision_is_followed_both_ways():
     class Decides(nn.Module):
         def __init__(self):
             super().__init__()
             self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
 
         def forward(self, x):
+            if x.ndim != 2:
+                raise ValueError("not rows")
             return self.a(x) if x.sum() > 0 else self.b(x)
 
-    model = Decides()
-    for answer, label in ((True, "a"), (False, "b")):
-        flow = record_symbols(twin(model), model, decide=lambda answer=answer: answer)
-        assert [node.label for node in flow.nodes if node.module is not None] == [label]
-    with pytest.raises(torch.fx.proxy.TraceError):
-        record_symbols(twin(model), model)
+    flows = trace_paths(Decides())
+    assert sorted(node.label for flow in flows for node in flow.nodes if node.module is not None) == ["a", "b"]
+    assert trace_paths(Decides(), most=1) is None
 
 
 def test_other_threads_run_their_models_meanwhile():
@@ -364,20 +349,27 @@ def test_other_threads_run_their_models_meanwhile():
     thread = threading.Thread(target=other)
     thread.start()
     model = Waits()
-    record_symbols(twin(model), model)
+    assert trace_paths(model) is not None
     thread.join()
     assert found == [(2, 4)]
 
 
-def test_tensors_come_in_order_and_a_container_inside_itself_counts_once():
-    a, b, c = torch.ones(1), torch.ones(2), torch.ones(3)
-    ring: list[object] = [b]
-    ring.append(ring)
-    deep: list[object] = [c]
-    for _ in range(5000):
-        deep = [deep]
-    found = tensors_in({"x": a, "y": (ring, [a, [b]]), "z": deep})
-    assert [id(tensor) for tensor in found] == [id(tensor) for tensor in (a, b, a, b, c)]
+def test_branches_part_at_the_last_common_node():
+    flow = Dataflow("fx")
+    x = flow.add("input", "x")
+    stem = flow.add("other", "stem", [x])
+    left, right = flow.add("other", "left", [stem]), flow.add("other", "right", [stem])
+    end = flow.add("other", "end", [right])
+    join = flow.add("other", "add", [left, end])
+    skip = flow.add("other", "add", [x, join])
+    leak = flow.add("add", "add", [left, flow.add("other", "leak", [left, x])])
+    two_inputs = flow.add("add", "add", [flow.add("input", "y"), left])
+    assert flow.nodes[join].kind == "add"
+    assert flow.nodes[flow.add("other", "add", [join])].kind == "other"
+    assert flow.branches(join) == (stem, (frozenset({left}), frozenset({right, end})))
+    assert flow.branches(skip) == (x, (frozenset(), frozenset({stem, left, right, end, join})))
+    assert flow.branches(left) is flow.branches(leak) is flow.branches(two_inputs) is None
+    assert flow.consumers[stem] == (left, right)
 
 
 class Lazy(collections.abc.Mapping):
@@ -397,119 +389,59 @@ class Unbound:
         raise RuntimeError("unbound")
 
 
-def test_containers_and_proxies_that_raise_hold_no_tensors():
-    kept = torch.ones(1)
-    assert tensors_in([Lazy(), Unbound(), kept]) == [kept]
+def test_tensors_come_in_order_and_containers_that_raise_or_hold_themselves_do_no_harm():
+    a, b, c = torch.ones(1), torch.ones(2), torch.ones(3)
+    ring: list[object] = [b]
+    ring.append(ring)
+    deep: list[object] = [c]
+    for _ in range(5000):
+        deep = [deep]
+    tensors = tensors_in({"x": a, "y": (ring, [a, [b]]), "z": [deep, Lazy(), Unbound()]})
+    assert [id(tensor) for tensor in tensors] == [id(tensor) for tensor in (a, b, a, b, c)]
 
 
-def test_branches_part_at_the_last_common_node():
-    builder = FlowBuilder()
-    x = builder.add("input", "x")
-    stem = builder.add("other", "stem", [x])
-    left = builder.add("other", "left", [stem])
-    right = builder.add("other", "right", [stem])
-    end = builder.add("other", "end", [right])
-    join = builder.operation("add", [left, end], frozenset({"add"}))
-    skip = builder.operation("add", [x, join], frozenset({"add"}))
-    flow = builder.build("fx")
-    assert flow.nodes[join].kind == "add"
-    assert flow.branches(join) == (stem, (frozenset({left}), frozenset({right, end})))
-    assert flow.branches(skip) == (x, (frozenset(), frozenset({stem, left, right, end, join})))
-    assert flow.branches(left) is None
-    assert flow.consumers[stem] == (left, right)
-
-
-def test_no_branches_without_one_clean_fork():
-    builder = FlowBuilder()
-    a, b = builder.add("input", "a"), builder.add("input", "b")
-    two_inputs = builder.add("add", "add", [a, b])
-    left = builder.add("other", "left", [two_inputs])
-    leak = builder.add("other", "leak", [left, a])
-    late = builder.add("add", "add", [left, leak])
-    shifted = builder.add("add", "add", [two_inputs, leak])
-    flow = builder.build("fx")
-    assert flow.branches(two_inputs) is None
-    assert flow.branches(late) is None
-    assert flow.branches(shifted) is None
-
-
-def test_operations_with_one_activation_are_no_additions():
-    builder = FlowBuilder()
-    x = builder.add("input", "x")
-    node = builder.operation("add", [x, x], frozenset({"add"}))
-    only = builder.operation("add", [node], frozenset({"add"}))
-    assert [n.kind for n in builder.build("fx").nodes][only] == "other"
-
-
-def test_calls_and_instances():
-    relu, builder = nn.ReLU(), FlowBuilder()
-    x = builder.add("input", "x")
-    first = builder.add("module", "relu", [x], relu)
-    second = builder.add("module", "relu", [first], relu)
-    flow = builder.build("run")
-    assert flow.calls(relu) == [first, second]
-    assert flow.calls(nn.ReLU()) == []
-    assert [node.index for node in flow.instances(nn.ReLU)] == [first, second]
-
-
-def ranks(model: nn.Module) -> list[int | None]:
-    found: dict[fx.Node, int | None] = {}
-    graph = fx.symbolic_trace(model).graph
-    for node in graph.nodes:
-        module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
-        found[node] = rank_of(node, module, found)
-    return list(found.values())[1:-1]
+def flat(*modules) -> list[bool]:
+    (flow,) = trace_paths(nn.Sequential(*modules)) or ()
+    return [node.flat for node in flow.nodes if node.module is not None]
 
 
 class By(nn.Module):
     def __init__(self, function):
         super().__init__()
-        self.norm, self.function = nn.BatchNorm2d(3), function
+        self.function = function
 
     def forward(self, x):
-        return self.function(self.norm(x))
+        return self.function(x)
 
 
-def test_flattening_and_norms_of_images_settle_it():
-    head = [nn.Flatten(), nn.Linear(3, 3), nn.ReLU(), nn.BatchNorm1d(3), nn.Dropout()]
-    assert ranks(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), *head)) == [None, None, 2, 2, 2, 2, 2]
-    assert ranks(nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(0))) == [4, 4, 4, None]
-    assert ranks(nn.Sequential(nn.BatchNorm3d(3), nn.Conv3d(3, 3, 1))) == [5, None]
-
-
-def test_calls():
-    for function, rank in [
-        (lambda x: x.flatten(1), 2),
-        (lambda x: torch.flatten(x, start_dim=1), 2),
-        (lambda x: x.flatten(1, 2), None),
-        (lambda x: x.flatten(), None),
-        (lambda x: x.view(4, -1), 2),
-        (lambda x: x.reshape((4, 2, -1)), 3),
-        (lambda x: x.mean((2, 3)), 2),
-        (lambda x: x.mean(dim=[2, 3], keepdim=True), 4),
-        (lambda x: x.sum((2, 3), True), None),
-        (lambda x: x.mean(), None),
-        (lambda x: torch.relu(x) + 1, 4),
-        (lambda x: x[0], None),
+def test_two_dimensions_are_certain_behind_what_flattens():
+    head = [nn.Linear(3, 3), nn.ReLU(), nn.BatchNorm1d(3), nn.Dropout()]
+    assert flat(*head, nn.Flatten(), *head, nn.Unflatten(1, (3, 1))) == 4 * [False] + 5 * [True] + [False]
+    for function, certain in [
+        (lambda x: x.flatten(1), True),
+        (lambda x: torch.flatten(x, start_dim=1), True),
+        (lambda x: x.flatten(1, 2), False),
+        (lambda x: x.flatten(), False),
+        (lambda x: x.view(4, -1), True),
+        (lambda x: x.reshape((4, 2, -1)), False),
+        (lambda x: torch.relu(x.flatten(1)) + 1, True),
+        (lambda x: x.flatten(1) + x, False),
+        (lambda x: x[0], False),
     ]:
-        assert ranks(By(function))[-1] == rank
+        assert flat(By(function), nn.Linear(3, 3)) == [certain]
 
 
-def test_a_trace_copies_no_parameters_unless_their_values_decide(monkeypatch):
+def test_a_trace_copies_no_parameters_unless_their_values_decide():
     class Decides(nn.Module):
+        kinds: ClassVar[list[str]] = []
+
         def __init__(self):
             super().__init__()
             self.layer, self.scale = nn.Linear(2, 2), nn.Parameter(torch.ones(1))
 
         def forward(self, x):
+            self.kinds.append(self.scale.device.type)
             return self.layer(x) if self.scale > 0 else x
 
-    seen = []
-    original = torchboost.graph.copies.twin
-    monkeypatch.setattr(
-        torchboost.graph.copies, "twin", lambda model, **kw: seen.append(kw["numbers"]) or original(model, **kw)
-    )
-    assert trace(nn.Linear(2, 2)).traced == "fx"
-    assert seen == [False]
     assert trace(Decides()).traced == "fx"
-    assert seen == [False, False, True]
+    assert Decides.kinds == ["meta", "cpu"]

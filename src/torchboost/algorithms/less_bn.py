@@ -23,8 +23,8 @@ from torchboost.graph.folding import Fold, fold_pairs, plan_folds, shared_weight
 from torchboost.graph.normalized_linear import NormalizedLinear
 from torchboost.graph.norms import (
     WEIGHTED,
-    Block,
     Keep,
+    ResidualBlock,
     is_customised,
     norm_tail,
     reasons_to_stay,
@@ -435,7 +435,7 @@ def _reason(flow: Dataflow, norm: AnyBatchNorm, reasons: Mapping[int, str | None
     return reasons.get(calls[0], "not directly after a convolution or linear layer")
 
 
-def _bare_ends(blocks: list[Block], gone: set[int]) -> dict[int, float]:
+def _bare_ends(blocks: list[ResidualBlock], gone: set[int]) -> dict[int, float]:
     """Last layers of branches whose sum is no longer normalised -> variance that they should start with."""
     return {
         layers[-1]: 1 / len(blocks)

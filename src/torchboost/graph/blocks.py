@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torchboost.core.torch_private import AnyConv
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.graph.copies import undisturbed
-from torchboost.graph.flow import Dataflow, registered
-from torchboost.graph.trace import is_leaf, trace
+from torchboost.graph.flow import Dataflow
+from torchboost.graph.trace import registered, trace
 
 __all__ = ["Block", "block_costs", "blocks_of", "group_starts"]
 
@@ -55,7 +55,7 @@ def blocks_of(model: nn.Module) -> tuple[Block, ...]:
     sharded = wrapper_of(model) == "fully_shard"
     network = _core(unwrap(model))
     units = [unit for unit in _units(network) if unit.parameters]
-    flow = registered(network, is_leaf) if sharded else trace(network)
+    flow = registered(network) if sharded else trace(network)
     names = {module: name for name, module in unwrap(model).named_modules()}
     return _owned(_joined(_in_order(units, flow)), names)
 

@@ -6,20 +6,20 @@ import copy
 import random
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from torchboost.core.covering import is_our_hook
 from torchboost.core.torch_private import (
     DispatchMode,
     beneath_compiled,
     buffer_slots,
-    child_slots,
     module_hooks,
     parameter_slots,
     writes_to,
@@ -32,19 +32,18 @@ __all__ = [
     "full_precision",
     "generator_states",
     "generators_kept",
-    "large_plain_tensors",
+    "memory",
     "parameter_bytes",
     "set_generator_states",
     "twin",
     "undisturbed",
-    "untouched",
 ]
 
 _LARGE = 2**20
-"""Above this many bytes, an array that a module keeps as a plain attribute is lent to a copy that is only run here."""
+"""Above this many bytes, a tensor that a module keeps as a plain attribute is lent to a copy that is only run here."""
 
 
-def twin(model: nn.Module, *, numbers: bool = True, lend: bool = False) -> nn.Module:
+def twin(model: nn.Module) -> nn.Module:
     """Return a deep copy in eval mode that computes what the forward of ``model`` itself computes.
 
     The copy is not compiled, and has neither the covers and hooks of this package nor Accelerate's mixed precision
@@ -52,56 +51,64 @@ def twin(model: nn.Module, *, numbers: bool = True, lend: bool = False) -> nn.Mo
 
     Args:
         model: A bare module; not changed.
-        numbers: If False, the parameters of the copy are on the device ``meta`` and need no memory.
-        lend: If True, the copy reads large arrays and tensors that are plain attributes (a memory bank, a data set)
-            where the model has them. It cannot write to arrays; see :func:`large_plain_tensors` for tensors.
 
     Raises:
         TypeError: The model holds something that cannot be copied, or a part that is its own copy.
     """
+    return _copied(model, numbers=True, lend=False)[0]
+
+
+def _copied(model: nn.Module, *, numbers: bool, lend: bool) -> tuple[nn.Module, list[Tensor]]:
+    """Return a copy, and the tensors that it shares with the model (``lend``); ``numbers``: with parameter values."""
+    hooks = [hook for module in model.modules() for slots in module_hooks(module) for hook in slots.values()]
+    memo: dict[int, Any] = {id(hook): hook for hook in hooks if is_our_hook(hook)}
+    if not numbers:
+        plain = [p for p in model.parameters() if type(p) is nn.Parameter]
+        memo |= {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in plain}
+    copying = _Copying(model, lend)
     try:
-        made = copy.deepcopy(model, _copied_otherwise(model, numbers, lend))
+        with copying:
+            twin = copy.deepcopy(model, memo)
     except Exception as error:  # attributes of the user's modules may raise anything
         raise TypeError(
             f"this {type(model).__name__} cannot be copied ({type(error).__name__}: {error}); keep what cannot be "
             "copied outside the model."
         ) from error
-    _check_parted(model, made)
-    for hooks in _hooks(made):
-        for key in [key for key, hook in hooks.items() if is_our_hook(hook)]:
-            del hooks[key]
-    for original, module in zip(model.modules(), made.modules(), strict=True):
+    parts = {*model.modules(), *model.parameters(), *model.buffers()}
+    shared = next((part for part in (*twin.modules(), *twin.parameters(), *twin.buffers()) if part in parts), None)
+    if shared is not None:
+        raise TypeError(
+            f"this {type(model).__name__} cannot be copied: a {type(shared).__name__} in it is its own copy "
+            "(__deepcopy__ returns it); keep it outside the model, or let __deepcopy__ return a copy."
+        )
+    for original, module in zip(model.modules(), twin.modules(), strict=True):
+        for slots in module_hooks(module):
+            for key in [key for key, hook in slots.items() if is_our_hook(hook)]:
+                del slots[key]
         _uncast(module)
         _uncompile(module, original)
-    return made.eval()
+    return twin.eval(), copying.lent
 
 
-def _copied_otherwise(model: nn.Module, numbers: bool, lend: bool) -> dict[int, Any]:
-    """Return what stands in the copy for objects of the original, by their ids."""
-    kept = list(_kept(model))
-    computed = [one for one in kept if isinstance(one, Tensor) and not one.is_leaf]
-    memo: dict[int, Any] = {id(one): one.detach().clone() for one in computed}
-    memo |= {id(hook): hook for hooks in _hooks(model) for hook in hooks.values() if is_our_hook(hook)}
-    if lend:
-        memo |= {id(tensor): tensor.detach() for tensor in large_plain_tensors(model, kept)}
-        memo |= {id(one): _read_only(one) for one in kept if _is_large_array(one)}
-    if not numbers:
-        plain = [p for p in model.parameters() if type(p) is nn.Parameter]
-        memo |= {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in plain}
-    return memo
+class _Copying(TorchFunctionMode):
+    """Copies activations without their graph, and lends large tensors that are neither parameter nor buffer."""
 
+    def __init__(self, model: nn.Module, lend: bool) -> None:
+        super().__init__()
+        self.lent: list[Tensor] = []
+        self._kept = {memory(tensor) for tensor in (*model.parameters(), *model.buffers())} if lend else None
 
-def large_plain_tensors(model: nn.Module, kept: Iterable[Any] | None = None) -> list[Tensor]:
-    """Return the tensors that a copy with ``lend`` shares with the model.
-
-    Args:
-        model: The original.
-        kept: What its modules keep as plain attributes, if known.
-    """
-    found = [one for one in (_kept(model) if kept is None else kept) if type(one) is Tensor and one.is_leaf]
-    large = [one for one in found if not one.requires_grad and one.layout is torch.strided and one.nbytes > _LARGE]
-    own = {_memory(tensor) for tensor in (*model.parameters(), *model.buffers())} if large else set()
-    return [one for one in large if _memory(one) not in own]
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        tensor: Tensor = args[0]
+        if not tensor.is_leaf:
+            return tensor.detach().clone()
+        plain = type(tensor) is Tensor and not tensor.requires_grad and tensor.layout is torch.strided
+        if self._kept is None or not plain or tensor.nbytes <= _LARGE or memory(tensor) in self._kept:
+            return func(*args)
+        self.lent.append(tensor)
+        return tensor.detach()
 
 
 def parameter_bytes(model: nn.Module) -> int:
@@ -109,62 +116,11 @@ def parameter_bytes(model: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
-def _hooks(model: nn.Module) -> Iterator[dict[int, Any]]:
-    for module in model.modules():
-        yield from module_hooks(module)
-
-
-def _kept(model: nn.Module) -> Iterator[Any]:
-    """Yield what modules keep as plain attributes, also inside containers and objects."""
-    waiting: list[Any] = [vars(module) for module in model.modules()]
-    seen: dict[int, Any] = {}  # an id is only unique while its object lives
-    while waiting:
-        value = waiting.pop()
-        if id(value) in seen or isinstance(value, (nn.Module, type, types.ModuleType)):
-            continue
-        if isinstance(value, (str, bytes, int, float, complex)):
-            continue
-        seen[id(value)] = value
-        if isinstance(value, Mapping):
-            waiting += value.values()
-        elif isinstance(value, (list, tuple, set, frozenset)):
-            waiting += value
-        elif type(value).__reduce_ex__ is object.__reduce_ex__ and not isinstance(value, Tensor):
-            waiting += vars(value).values() if hasattr(value, "__dict__") else ()
-        yield value
-
-
-def _is_large_array(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    if numpy is None or not isinstance(value, numpy.ndarray):
-        return False
-    return value.nbytes > _LARGE and not value.dtype.hasobject
-
-
-def _read_only(array: Any) -> Any:
-    view = array.view()
-    view.flags.writeable = False
-    return view
-
-
-def _check_parted(model: nn.Module, made: nn.Module) -> None:
-    """Refuse a copy that holds modules, parameters or buffers of the original: it must be possible to change it."""
-    parts = {*model.modules(), *model.parameters(), *model.buffers()}
-    shared = next((part for part in (*made.modules(), *made.parameters(), *made.buffers()) if part in parts), None)
-    if shared is not None:
-        raise TypeError(
-            f"this {type(model).__name__} cannot be copied: a {type(shared).__name__} in it is its own copy "
-            "(__deepcopy__ returns it); keep it outside the model, or let __deepcopy__ return a copy."
-        )
-
-
 def _uncompile(module: nn.Module, original: nn.Module) -> None:
     """Undo ``original.forward = torch.compile(original.forward)`` in a copy, which would call the original's."""
     beneath = beneath_compiled(vars(module).get("forward"))
     if isinstance(beneath, types.MethodType) and beneath.__self__ is original:
-        del module.forward
-        if beneath.__func__ is not type(module).forward:
-            module.forward = types.MethodType(beneath.__func__, module)
+        _set_forward(module, types.MethodType(beneath.__func__, module))
 
 
 def _uncast(module: nn.Module) -> None:
@@ -175,17 +131,15 @@ def _uncast(module: nn.Module) -> None:
     """
     operations = sys.modules.get("accelerate.utils.operations")
     forward = vars(module).get("forward")
-    function = getattr(forward, "__func__", forward)
-    casting = getattr(function, "__wrapped__", None)
-    if operations is None or not isinstance(casting, operations.ConvertOutputsToFp32):
-        return
+    casting = getattr(getattr(forward, "__func__", forward), "__wrapped__", None)
+    if operations is not None and isinstance(casting, operations.ConvertOutputsToFp32):
+        _set_forward(module, vars(module).pop("_original_forward", None))
+
+
+def _set_forward(module: nn.Module, forward: Any) -> None:
     del module.forward
-    beneath = vars(module).pop("_original_forward", None)
-    if isinstance(beneath, types.MethodType) and beneath.__self__ is module:
-        if beneath.__func__ is not type(module).forward:
-            module.forward = beneath
-    elif beneath is not None:
-        module.forward = beneath
+    if forward is not None and getattr(forward, "__func__", None) is not type(module).forward:
+        module.forward = forward
 
 
 _ORIGINALS: ContextVar[tuple[nn.Module, ...]] = ContextVar("originals", default=())
@@ -198,7 +152,7 @@ class ReachesOriginal(TypeError):
 
 @contextmanager
 def copies_of(*models: nn.Module) -> Iterator[None]:
-    """Let every :func:`untouched` in this block protect these models too, as for copies of a copy of them."""
+    """Let every :func:`undisturbed` in this block protect these models too, as for copies of a copy of them."""
     token = _ORIGINALS.set((*_ORIGINALS.get(), *models))
     try:
         yield
@@ -207,49 +161,36 @@ def copies_of(*models: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def untouched(*models: nn.Module, lent: Iterable[Tensor] = ()) -> Iterator[None]:
-    """Refuse operations of this thread on parameters and buffers of models, for a block that runs copies of them.
-
-    A deep copy does not copy what a function holds: a wrapped ``forward``, a lambda that uses ``self``. Nor does it
-    copy the target of a weak reference. Such a copy would compute with the weights of the original, write its
-    statistics and add to its gradients. Here such an operation does not run. If the block fails, the attributes of the
-    modules (``training`` among them) are as they were before it.
-
-    Args:
-        *models: The originals. Those of the surrounding :func:`copies_of` are added.
-        lent: Other tensors, which may be read but not written.
-
-    Raises:
-        ReachesOriginal: An operation was refused, even if the forward caught the error.
-    """
-    modules = list(dict.fromkeys(module for model in (*_ORIGINALS.get(), *models) for module in model.modules()))
-    before = [(module, [dict(slots) for slots in _slots(module)]) for module in modules]
-    watch = _Watch(modules, lent)
-    try:
-        with watch:
-            yield
-        if watch.reached:
-            raise ReachesOriginal(watch.reached)
-    except BaseException as error:
-        for module, values in before:
-            _put_back(module, values)
-        if watch.reached and not isinstance(error, ReachesOriginal) and isinstance(error, Exception):
-            raise ReachesOriginal(watch.reached) from error
-        raise
-
-
-@contextmanager
 def undisturbed(model: nn.Module, *, numbers: bool = True) -> Iterator[nn.Module]:
     """Yield a copy of a model in eval mode to run without gradients; see :func:`twin`.
 
-    Default generators that it draws from are restored (:func:`generators_kept`). The copy
-    reads large plain attributes in place. An operation on a tensor of the original is refused
-    (:func:`untouched`).
+    Default generators that it draws from are restored (:func:`generators_kept`). The copy reads large tensors in plain
+    attributes, such as a memory bank, where the model has them.
+
+    Operations of this thread on parameters and buffers of the original, and writes to what was lent, are refused. A
+    deep copy does not copy what a function holds (a wrapped ``forward``, a lambda that uses ``self``), nor the target
+    of a weak reference. Such a copy would compute with the weights of the original, write its statistics and add to its
+    gradients.
+
+    Args:
+        model: A bare module; not changed. The models of the surrounding :func:`copies_of` are protected too.
+        numbers: If False, the parameters of the copy are on the device ``meta`` and need no memory.
+
+    Raises:
+        TypeError: The model cannot be copied.
+        ReachesOriginal: An operation was refused, even if the forward caught the error.
     """
-    copied = twin(model, numbers=numbers, lend=True)
-    devices = accelerators(model.parameters())
-    with torch.no_grad(), generators_kept(devices), untouched(model, lent=large_plain_tensors(model)):
-        yield copied
+    copied, lent = _copied(model, numbers=numbers, lend=True)
+    watch = _Watch((*_ORIGINALS.get(), model), lent)
+    try:
+        with torch.no_grad(), generators_kept(accelerators(model.parameters())), watch:
+            yield copied
+    except Exception as error:
+        if watch.reached and not isinstance(error, ReachesOriginal):
+            raise ReachesOriginal(watch.reached) from error
+        raise
+    if watch.reached:
+        raise ReachesOriginal(watch.reached)
 
 
 @contextmanager
@@ -270,29 +211,29 @@ def full_precision(model: nn.Module) -> Iterator[None]:
 
 
 class _Watch(DispatchMode):
-    """Refuse operations that read some memory, and operations that write to other memory."""
+    """Refuse operations on parameters and buffers of models, and operations that write to other memory."""
 
-    def __init__(self, modules: Iterable[nn.Module], lent: Iterable[Tensor]) -> None:
+    def __init__(self, models: Iterable[nn.Module], lent: Iterable[Tensor]) -> None:
         super().__init__()
         self.reached = ""
         self._owners = {
-            _memory(tensor): f"{name} of a {type(module).__name__}"
-            for module in modules
+            memory(tensor): f"{name} of a {type(module).__name__}"
+            for module in dict.fromkeys(module for model in models for module in model.modules())
             for slots in (parameter_slots(module), buffer_slots(module))
             for name, tensor in slots.items()
             if tensor is not None
         }
-        self._lent = {_memory(tensor) for tensor in lent}
         self._owners.pop(0, None)
+        self._lent = {memory(tensor) for tensor in lent} - {0}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in _tensors((*args, *(kwargs or {}).values())):
-            owner = self._owners.get(_memory(tensor))
+            owner = self._owners.get(memory(tensor))
             if owner is not None:
                 self._refuse(f"computes with the {owner} of the original")
         if self._lent:
             for tensor in _tensors(writes_to(func, args, kwargs or {})):
-                if _memory(tensor) in self._lent - {0}:
+                if memory(tensor) in self._lent:
                     self._refuse("writes to a large tensor that the original keeps as an attribute")
         return func(*args, **(kwargs or {}))
 
@@ -304,17 +245,6 @@ class _Watch(DispatchMode):
         raise ReachesOriginal(self.reached)
 
 
-def _slots(module: nn.Module) -> tuple[dict[str, Any], ...]:
-    return vars(module), parameter_slots(module), buffer_slots(module), child_slots(module)
-
-
-def _put_back(module: nn.Module, values: list[dict[str, Any]]) -> None:
-    for slots, before in zip(_slots(module), values, strict=True):
-        if slots.keys() != before.keys() or any(slots[name] is not value for name, value in before.items()):
-            slots.clear()
-            slots.update(before)
-
-
 def _tensors(value: Any) -> Iterator[Tensor]:
     for entry in value:
         if isinstance(entry, Tensor):
@@ -323,7 +253,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(entry)
 
 
-def _memory(tensor: Tensor) -> int:
+def memory(tensor: Tensor) -> int:
     """Return the address of a tensor's memory; 0 without one."""
     try:
         return tensor.untyped_storage().data_ptr()
@@ -333,8 +263,8 @@ def _memory(tensor: Tensor) -> int:
 
 def accelerators(tensors: Iterable[Tensor]) -> list[torch.device]:
     """Return the devices of tensors that draw random numbers of their own: all but the CPU and ``meta``."""
-    found = {tensor.device for tensor in tensors}
-    return sorted((device for device in found if device.type not in ("cpu", "meta")), key=str)
+    devices = {tensor.device for tensor in tensors}
+    return sorted((device for device in devices if device.type not in ("cpu", "meta")), key=str)
 
 
 def generator_states(devices: Sequence[torch.device]) -> list[Tensor]:
@@ -360,13 +290,15 @@ def generators_kept(devices: Sequence[torch.device] = ()) -> Iterator[None]:
         devices: Accelerators, in addition to the CPU.
     """
     python = random.getstate()
-    with _Draws(devices) as draws:
-        try:
+    draws = _Draws(devices)
+    try:
+        with draws:
             yield
-        finally:
-            draws.put_back()
-            if random.getstate() != python:
-                random.setstate(python)
+    finally:
+        if draws.before is not None:
+            set_generator_states(draws.before, devices)
+        if random.getstate() != python:
+            random.setstate(python)
 
 
 class _Draws(DispatchMode):
@@ -375,13 +307,9 @@ class _Draws(DispatchMode):
     def __init__(self, devices: Sequence[torch.device]) -> None:
         super().__init__()
         self._devices = devices
-        self._before: list[Tensor] | None = None
+        self.before: list[Tensor] | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._before is None and torch.Tag.nondeterministic_seeded in func.tags:
-            self._before = generator_states(self._devices)
+        if self.before is None and torch.Tag.nondeterministic_seeded in func.tags:
+            self.before = generator_states(self._devices)
         return func(*args, **(kwargs or {}))
-
-    def put_back(self) -> None:
-        if self._before is not None:
-            set_generator_states(self._before, self._devices)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import functools
+import operator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
-__all__ = ["Branches", "Dataflow", "FlowBuilder", "Kind", "Node", "Traced", "registered"]
+__all__ = ["Branches", "Dataflow", "Kind", "Node", "Traced"]
 
 Kind = Literal["input", "module", "add", "other", "output"]
 Traced = Literal["fx", "run", "structure"]
 """By a symbolic trace, in one run, or not at all: the order in which modules are registered."""
+_ADDITIONS = frozenset({"add", "add_", "iadd", "__add__", "__iadd__", "__radd__"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,7 @@ class Node:
         module: The module of a ``"module"`` node.
         writes: Whether a function writes to the memory of its first input.
         running: Modules whose forward was running when this one was called, outermost first.
-        rank: Number of dimensions of its output, if known: of any output in a symbolic trace, of the sample in a run.
+        flat: Whether the output has two dimensions: in a symbolic trace for every input, in a run for the sample.
     """
 
     index: int
@@ -38,7 +41,7 @@ class Node:
     module: nn.Module | None = None
     writes: bool = False
     running: tuple[nn.Module, ...] = ()
-    rank: int | None = None
+    flat: bool = False
 
 
 class Branches(NamedTuple):
@@ -49,16 +52,23 @@ class Branches(NamedTuple):
 
 
 class Dataflow:
-    """Nodes in execution order.
+    """Nodes in execution order: every node comes after its inputs.
 
     Args:
-        nodes: Every node comes after its inputs.
-        traced: How the graph was found, see :data:`Traced`. What must be exact does not rely on ``"structure"``.
+        traced: How the graph was found. What must be exact does not rely on ``"structure"``.
     """
 
-    def __init__(self, nodes: Sequence[Node], traced: Traced) -> None:
-        self.nodes = tuple(nodes)
+    def __init__(self, traced: Traced) -> None:
+        self.nodes: list[Node] = []
         self.traced: Traced = traced
+
+    def add(self, kind: Kind, label: str, inputs: Iterable[int] = (), **facts: Any) -> int:
+        """Append a node, and return its index. ``facts`` are the other fields of :class:`Node`."""
+        sources = tuple(dict.fromkeys(inputs))
+        if kind == "other" and label in _ADDITIONS and len(sources) > 1:
+            kind = "add"
+        self.nodes.append(Node(len(self.nodes), kind, label, sources, **facts))
+        return len(self.nodes) - 1
 
     @cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:
@@ -70,7 +80,7 @@ class Dataflow:
         return tuple(map(tuple, lists))
 
     @cached_property
-    def _reach(self) -> tuple[int, ...]:
+    def _reach(self) -> list[int]:
         """For every node, as bits, the node itself and all nodes that it depends on."""
         masks: list[int] = []
         for node in self.nodes:
@@ -78,7 +88,7 @@ class Dataflow:
             for source in node.inputs:
                 mask |= masks[source]
             masks.append(mask)
-        return tuple(masks)
+        return masks
 
     @cached_property
     def _calls(self) -> dict[nn.Module, list[int]]:
@@ -103,76 +113,20 @@ class Dataflow:
         anything from before the fork.
         """
         ends = self.nodes[index].inputs
-        if len(ends) < 2:
-            return None
-        common = -1
-        for end in ends:
-            common &= self._reach[end]
-        if not common:
+        common = functools.reduce(operator.and_, (self._reach[end] for end in ends), -1)
+        if len(ends) < 2 or not common:
             return None
         fork = common.bit_length() - 1
         masks = [self._reach[end] & ~self._reach[fork] for end in ends]
-        inside = 0
-        for mask in masks:
-            if inside & mask:
-                return None
-            inside |= mask
-        allowed = inside | 1 << fork
+        inside = functools.reduce(operator.or_, masks)
+        if sum(masks) != inside:
+            return None
         paths = tuple(frozenset(_bits(mask)) for mask in masks)
         sources = {source for path in paths for member in path for source in self.nodes[member].inputs}
-        if any(not allowed >> source & 1 for source in sources):
-            return None
-        return Branches(fork, paths)
+        return Branches(fork, paths) if all((inside | 1 << fork) >> source & 1 for source in sources) else None
 
 
-class FlowBuilder:
-    """Collect nodes in execution order."""
-
-    def __init__(self) -> None:
-        self._nodes: list[Node] = []
-
-    def add(
-        self,
-        kind: Kind,
-        label: str,
-        inputs: Iterable[int] = (),
-        module: nn.Module | None = None,
-        *,
-        writes: bool = False,
-        running: tuple[nn.Module, ...] = (),
-        rank: int | None = None,
-    ) -> int:
-        """Append a node and return its index."""
-        index = len(self._nodes)
-        self._nodes.append(Node(index, kind, label, tuple(dict.fromkeys(inputs)), module, writes, running, rank))
-        return index
-
-    def operation(self, name: str, inputs: Sequence[int], additions: frozenset[str], *, writes: bool = False) -> int:
-        """Append a function call; it is an addition if its name says so and it joins two activations."""
-        return self.add("add" if name in additions and len(inputs) > 1 else "other", name, inputs, writes=writes)
-
-    def build(self, traced: Traced) -> Dataflow:
-        """Return the graph."""
-        return Dataflow(self._nodes, traced)
-
-
-def registered(model: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> Dataflow:
-    """Return the modules in the order of registration, each after the one before, as if they ran like that.
-
-    Args:
-        model: Any module.
-        is_leaf: Which modules become one node.
-    """
-    builder = FlowBuilder()
-    last = builder.add("input", "input")
-    for module in model.modules():
-        if is_leaf(module):
-            last = builder.add("module", type(module).__name__, [last], module)
-    builder.add("output", "output", [last])
-    return builder.build("structure")
-
-
-def _bits(mask: int) -> Iterable[int]:
+def _bits(mask: int) -> Iterator[int]:
     while mask:
         low = mask & -mask
         yield low.bit_length() - 1

@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,33 +13,17 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from torchboost.core.arguments import check_module
 from torchboost.core.covering import own_forward
-from torchboost.core.torch_private import (
-    AnyBatchNorm,
-    AnyConv,
-    conv_forward,
-    parameter_slots,
-)
-from torchboost.core.wrapping import wrapper_of
+from torchboost.core.torch_private import AnyBatchNorm, AnyConv, conv_forward, parameter_slots
 from torchboost.errors import IncompatibleError
 from torchboost.graph.copies import ReachesOriginal
 from torchboost.graph.flow import Dataflow
 from torchboost.graph.norms import WEIGHTED, is_customised, norm_tail
-from torchboost.graph.removed_norm import Statistics, fused_weights, hide_biases, put_removed_norm
+from torchboost.graph.removed_norm import fused_weights, put_removed_norm
 from torchboost.graph.surgery import held_elsewhere, may_collide, rebind_optimizer, undone_on_error
-from torchboost.graph.trace import evaluate, runnable, trace, trace_all_paths, trace_run
+from torchboost.graph.trace import evaluate, runnable, trace, trace_paths, trace_run
 
-__all__ = [
-    "Fold",
-    "FoldReport",
-    "fold_batch_norms",
-    "fold_obstacle",
-    "fold_pairs",
-    "largest_difference",
-    "plan_folds",
-    "shared_weights",
-]
+__all__ = ["Fold", "fold_batch_norms", "fold_pairs", "largest_difference", "plan_folds", "shared_weights"]
 
 _STOCK_FORWARDS = (
     nn.Linear.forward,
@@ -48,32 +31,6 @@ _STOCK_FORWARDS = (
     *(kind.forward for kind in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)),
     *(conv_forward(kind) for kind in (AnyConv, nn.Conv1d, nn.Conv2d, nn.Conv3d)),
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoldReport:
-    """Result of :func:`fold_batch_norms`.
-
-    Args:
-        folded: Names of the BatchNorms that were folded.
-        kept: Name of every other BatchNorm -> the reason why it was kept.
-        largest_difference: Largest difference of the outputs before and after in eval mode, relative to the largest
-            output; None if nothing was folded or the network could not be run on ``sample`` or a guessed input.
-        traced: How the data flow was found: ``"fx"``, ``"run"``, ``"structure"``, or ``"-"`` without BatchNorms.
-    """
-
-    folded: tuple[str, ...] = ()
-    kept: Mapping[str, str] = field(default_factory=dict)
-    largest_difference: float | None = None
-    traced: str = "-"
-
-    def __str__(self) -> str:
-        difference = "not measured" if self.largest_difference is None else f"{self.largest_difference:.1e}"
-        lines = [
-            f"folded {len(self.folded)} of {len(self.folded) + len(self.kept)} BatchNorm layers; "
-            f"largest relative difference {difference}; data flow from {self.traced}"
-        ]
-        return "\n".join(lines + [f"  kept {name}: {reason}" for name, reason in self.kept.items()])
 
 
 class Fold(NamedTuple):
@@ -88,47 +45,18 @@ class Fold(NamedTuple):
     copies: bool = True
 
 
-def fold_batch_norms(model: nn.Module, optimizer: Optimizer | None = None, *, sample: Any = None) -> FoldReport:
-    """Fold every BatchNorm in eval mode into the convolution or linear layer before it, exactly and in place.
+def fold_batch_norms(model: nn.Module, *, sample: Any = None) -> dict[str, str | None]:
+    """Fold every BatchNorm of a model in eval mode, in place, for which that is certain.
 
-    A BatchNorm is folded if it is certain that in every call it is the only consumer of a layer's output; see
-    :func:`plan_folds`. The scale is multiplied into the weight and the shift added to the bias
-    (``w' = w g / sqrt(v + eps)``, ``b' = (b - m) g / sqrt(v + eps) + beta``, computed in float64). What a subclass of
-    BatchNorm runs after the normalisation, such as a dropout and an activation, stays. The outputs before and after
-    are compared; if they differ by more than rounding, everything is restored.
+    Arguments and errors are those of :func:`plan_folds` and :func:`fold_pairs`.
 
-    Limits: arguments without a default are assumed to be tensors, and Python attributes that the forward reads are
-    assumed not to change.
-
-    Args:
-        model: Changed in place. BatchNorms in training mode stay.
-        optimizer: The parameters of folded layers are removed from it; new biases join the group of their weight.
-        sample: Input for the trace and the comparison, of the kind that the model will be called with: the same
-            arguments with the same number of dimensions. Without it only folds that hold for every kind of input are
-            made, and the comparison uses a guessed input.
-
-    Raises:
-        TypeError: Not a module.
-        IncompatibleError: The model is wrapped or sharded, or folding changed its outputs (the model is then restored).
-        ValueError: The model does not run on ``sample``.
+    Returns:
+        For the name of every BatchNorm None if it was folded, otherwise the reason why not.
     """
-    check_module(model)
-    wrapper = wrapper_of(model)
-    if wrapper is not None:
-        raise IncompatibleError(f"found a model wrapped by {wrapper}; fold the bare model, then wrap it.")
-    norms: dict[nn.Module, str] = {
-        module: name for name, module in model.named_modules() if isinstance(module, AnyBatchNorm)
-    }
-    if not norms:
-        return FoldReport()
-    flow = trace(model, sample=sample)
-    planned = plan_folds(model, flow=flow, sample=sample)
-    planned |= {norm: "it is in training mode; call model.eval() first" for norm in norms if norm.training}
-    kept = {norms[norm]: found for norm, found in planned.items() if isinstance(found, str)}
-    folds = [found for found in planned.values() if isinstance(found, Fold)]
-    difference = fold_pairs(model, folds, optimizer=optimizer, sample=sample) if folds else None
-    folded = tuple(norms[fold.norm] for fold in folds)
-    return FoldReport(folded=folded, kept=kept, largest_difference=difference, traced=flow.traced)
+    names = {module: name for name, module in model.named_modules()}
+    plan = plan_folds(model, sample=sample)
+    fold_pairs(model, [fold for fold in plan.values() if isinstance(fold, Fold)], sample=sample)
+    return {names[norm]: None if isinstance(fold, Fold) else fold for norm, fold in plan.items()}
 
 
 def plan_folds(model: nn.Module, *, flow: Dataflow | None = None, sample: Any = None) -> dict[nn.Module, Fold | str]:
@@ -142,7 +70,8 @@ def plan_folds(model: nn.Module, *, flow: Dataflow | None = None, sample: Any = 
     dimensions must also be certain, because the channels might be on another axis.
 
     Hooks, a ``forward`` set on an instance, parametrizations, shared weights, modules that run twice, and norms that
-    plain attributes outside the module tree hold are refused.
+    plain attributes outside the module tree hold are refused. Limits: arguments without a default are assumed to be
+    tensors, and Python attributes that the forward reads are assumed not to change.
 
     Args:
         model: Bare, in any mode; its forward in eval mode is examined. It is not changed.
@@ -155,44 +84,29 @@ def plan_folds(model: nn.Module, *, flow: Dataflow | None = None, sample: Any = 
 
     Cost: a symbolic trace of the model or of parts of it, and a pass on ``sample`` or a guessed input.
     """
-    flow = trace(model, sample=sample) if flow is None else flow
-    proofs = _Proofs.of(model, flow, sample)
-    shared, elsewhere = shared_weights(model), held_elsewhere(model)
     norms = [module for module in model.modules() if isinstance(module, AnyBatchNorm)]
+    if not norms:
+        return {}
+    flow = trace(model, sample=sample) if flow is None else flow
+    passes, regions = [flow], []
+    if flow.traced != "structure":
+        ran = None if flow.traced == "run" else trace_run(model, sample)
+        passes += [] if ran is None else [ran]
+        regions = list(_regions(model, flow, sample))
+    shared, elsewhere = shared_weights(model), held_elsewhere(model)
     return {
-        norm: f"{elsewhere[norm]} also holds it" if norm in elsewhere else _settled_fold(proofs, norm, shared)
+        norm: f"{elsewhere[norm]} also holds it"
+        if norm in elsewhere
+        else _fold_of(norm, passes, regions, shared, exemplary=sample is not None)
         for norm in norms
     }
 
 
 class _Region(NamedTuple):
+    """A module whose forward was traced for all tensors, and the data flow of every path through it."""
+
     module: nn.Module
     paths: list[Dataflow]
-
-    def holds(self, fold: Fold) -> bool:
-        return any(path.calls(fold.norm) and path.calls(fold.layer) for path in self.paths)
-
-
-class _Proofs(NamedTuple):
-    """Known facts about the forward of a model.
-
-    Args:
-        seen: Passes of the whole model, traced or run.
-        regions: Modules whose forward was traced for all tensors, with the data flow of every path.
-        exemplary: Whether the number of dimensions in the recorded passes holds for every call.
-    """
-
-    seen: tuple[Dataflow, ...]
-    regions: tuple[_Region, ...]
-    exemplary: bool
-
-    @classmethod
-    def of(cls, model: nn.Module, flow: Dataflow, sample: Any) -> _Proofs:
-        if flow.traced == "structure":
-            return cls((flow,), (), False)
-        ran = flow if flow.traced == "run" else trace_run(model, sample=sample)
-        seen = (flow,) if ran is None or ran is flow else (flow, ran)
-        return cls(seen, tuple(_regions(model, flow, sample)), sample is not None)
 
 
 def _regions(module: nn.Module, flow: Dataflow, sample: Any) -> Iterator[_Region]:
@@ -200,7 +114,7 @@ def _regions(module: nn.Module, flow: Dataflow, sample: Any) -> Iterator[_Region
         return
     if sample is not None or _has_fixed_arguments(module):
         is_root = any(node.running[:1] == (module,) for node in flow.nodes)
-        paths = [flow] if flow.traced == "fx" and is_root else trace_all_paths(module, sample)
+        paths = [flow] if flow.traced == "fx" and is_root else trace_paths(module, sample)
         if paths is not None:
             yield _Region(module, paths)
             return
@@ -217,46 +131,37 @@ def _has_fixed_arguments(module: nn.Module) -> bool:
     return all(a.kind in plain and a.default is a.empty for a in arguments)
 
 
-def _settled_fold(proofs: _Proofs, norm: AnyBatchNorm, shared: set[Tensor]) -> Fold | str:
-    obstacle = fold_obstacle(proofs.seen[0], norm, shared)
-    if obstacle is not None:
-        return obstacle
-    found = Fold(norm, _layer_before(proofs.seen[0], norm))
-    region = next((region for region in proofs.regions if region.holds(found)), None)
+def _fold_of(
+    norm: AnyBatchNorm, passes: list[Dataflow], regions: list[_Region], shared: set[Tensor], *, exemplary: bool
+) -> Fold | str:
+    """Return the fold of a norm; ``exemplary``: the number of dimensions in the passes holds for every call."""
+    layer = _layer_before(passes[0], norm, shared)
+    if isinstance(layer, str):
+        return layer
+    around = (one for one in regions if any(path.calls(norm) and path.calls(layer) for path in one.paths))
+    region = next(around, None)
     if region is None:
         return (
             "a forward around it takes optional arguments or cannot be traced, so other calls may take another path; "
             "pass an input as sample="
         )
-    paths = [path for path in region.paths if path.calls(norm) or path.calls(found.layer)]
-    if any(_folded_into(path, norm, shared) is not found.layer for path in paths):
+    paths = [path for path in region.paths if path.calls(norm) or path.calls(layer)]
+    if any(_layer_before(path, norm, shared) is not layer for path in paths):
         return "the data flow around it depends on values or shapes"
-    for seen in proofs.seen:
-        call = next(iter(seen.calls(norm)), -1)
-        if _folded_into(seen, norm, shared) is not found.layer or region.module not in seen.nodes[call].running:
-            return "the data flow around it depends on how the model is called"
-        if region.module not in seen.nodes[seen.calls(found.layer)[0]].running:
-            return f"the {type(found.layer).__name__} next to it is called from elsewhere"
-    if isinstance(found.layer, nn.Linear):
-        certain = {path.nodes[path.calls(norm)[0]].rank for path in paths} == {2}
-        shown = {seen.nodes[seen.calls(norm)[0]].rank for seen in proofs.seen if proofs.exemplary}
-        if not certain and 2 not in shown:
-            return (
-                "whether it normalises the features of the linear layer depends on the number of dimensions; flatten "
-                "the input of the layer, or pass an input as sample="
-            )
-    return found._replace(copies=any(may_collide(path, path.calls(norm)[0]) for path in (*paths, *proofs.seen)))
-
-
-def _layer_before(flow: Dataflow, norm: AnyBatchNorm) -> nn.Module:
-    layer = flow.nodes[flow.nodes[flow.calls(norm)[0]].inputs[0]].module
-    assert layer is not None
-    return layer
-
-
-def _folded_into(flow: Dataflow, norm: AnyBatchNorm, shared: set[Tensor]) -> nn.Module | None:
-    """Return the layer that a norm can be folded into in one data flow."""
-    return _layer_before(flow, norm) if fold_obstacle(flow, norm, shared) is None else None
+    calls = [one.nodes[one.calls(norm)[0]] for one in passes if one.calls(norm)]
+    if any(_layer_before(one, norm, shared) is not layer for one in passes) or any(
+        region.module not in node.running for node in calls
+    ):
+        return "the data flow around it depends on how the model is called"
+    if any(region.module not in one.nodes[one.calls(layer)[0]].running for one in passes):
+        return f"the {type(layer).__name__} next to it is called from elsewhere"
+    certain = all(path.nodes[path.calls(norm)[0]].flat for path in paths)
+    if isinstance(layer, nn.Linear) and not certain and not (exemplary and any(node.flat for node in calls)):
+        return (
+            "whether it normalises the features of the linear layer depends on the number of dimensions; flatten "
+            "the input of the layer, or pass an input as sample="
+        )
+    return Fold(norm, layer, any(may_collide(path, path.calls(norm)[0]) for path in (*paths, *passes)))
 
 
 def shared_weights(model: nn.Module) -> set[Tensor]:
@@ -265,21 +170,8 @@ def shared_weights(model: nn.Module) -> set[Tensor]:
     return {parameter for parameter, count in owners.items() if count > 1}
 
 
-def fold_obstacle(flow: Dataflow, norm: AnyBatchNorm, shared: set[Tensor]) -> str | None:
-    """Return why a BatchNorm cannot be folded into the layer before it in this data flow; None if it can."""
-    obstacle = _norm_obstacle(flow, norm)
-    if obstacle is not None:
-        return obstacle
-    node = flow.nodes[flow.calls(norm)[0]]
-    before = flow.nodes[node.inputs[0]] if len(node.inputs) == 1 else None
-    if before is None or not isinstance(before.module, WEIGHTED):
-        return "no convolution or linear layer directly before it"
-    if flow.consumers[before.index] != (node.index,):
-        return f"the output of {before.label} is also used elsewhere"
-    return _layer_obstacle(flow, before.module, norm.num_features, shared)
-
-
-def _norm_obstacle(flow: Dataflow, norm: AnyBatchNorm) -> str | None:
+def _layer_before(flow: Dataflow, norm: AnyBatchNorm, shared: set[Tensor]) -> nn.Module | str:
+    """Return the layer before a BatchNorm in this data flow, into which it can be folded, or why it cannot."""
     calls = flow.calls(norm)
     if flow.traced == "structure":
         return "the data flow could not be traced; pass an input as sample="
@@ -289,34 +181,43 @@ def _norm_obstacle(flow: Dataflow, norm: AnyBatchNorm) -> str | None:
         return "it keeps no running statistics"
     if len(calls) != 1:
         return f"it is used {len(calls)} times" if calls else "the traced pass does not reach it"
-    return None
-
-
-def _layer_obstacle(flow: Dataflow, layer: nn.Module, width: int, shared: set[Tensor]) -> str | None:
+    node = flow.nodes[calls[0]]
+    before = flow.nodes[node.inputs[0]] if len(node.inputs) == 1 else None
+    layer = None if before is None else before.module
+    if before is None or not isinstance(layer, WEIGHTED):
+        return "no convolution or linear layer directly before it"
+    if flow.consumers[before.index] != (node.index,):
+        return f"the output of {before.label} is also used elsewhere"
+    neighbour = f"the {type(layer).__name__} next to it"
     if len(flow.calls(layer)) != 1:
-        return f"the {type(layer).__name__} next to it is used {len(flow.calls(layer))} times"
-    weight = parameter_slots(layer).get("weight")
-    if not _computes_as_torch(layer) or weight is None:
-        return f"the {type(layer).__name__} next to it recomputes its weight or has its own forward"
+        return f"{neighbour} is used {len(flow.calls(layer))} times"
+    weight, inner = parameter_slots(layer).get("weight"), conv_forward(layer)
+    if type(layer).forward not in _STOCK_FORWARDS or inner not in (None, *_STOCK_FORWARDS) or weight is None:
+        return f"{neighbour} recomputes its weight or has its own forward"
     if is_customised(layer):
-        return f"the {type(layer).__name__} next to it has hooks, or a forward set on the instance"
+        return f"{neighbour} has hooks, or a forward set on the instance"
     if weight in shared or parameter_slots(layer).get("bias") in shared:
-        return f"the {type(layer).__name__} next to it shares its weight with another layer"
+        return f"{neighbour} shares its weight with another layer"
     channels = layer.out_channels if isinstance(layer, AnyConv) else layer.out_features
-    return None if channels == width else f"it normalises {width} channels, the layer before it has {channels}"
-
-
-def _computes_as_torch(layer: nn.Module) -> bool:
-    if type(layer).forward not in _STOCK_FORWARDS:
-        return False
-    inner = conv_forward(layer)
-    return inner is None or inner in _STOCK_FORWARDS
+    if channels != norm.num_features:
+        return f"it normalises {norm.num_features} channels, the layer before it has {channels}"
+    return layer
 
 
 def fold_pairs(
     model: nn.Module, folds: Sequence[Fold], *, optimizer: Optimizer | None = None, sample: Any = None
 ) -> float | None:
     """Fold the given pairs and compare the outputs in eval mode; restore everything if they differ or on an error.
+
+    The scale is multiplied into the weight and the shift added to the bias (``w' = w g / sqrt(v + eps)``,
+    ``b' = (b - m) g / sqrt(v + eps) + beta``, computed in float64). What a subclass of BatchNorm runs after the
+    normalisation, such as a dropout and an activation, stays.
+
+    Args:
+        model: Changed in place.
+        folds: Of :func:`plan_folds`.
+        optimizer: The parameters of the BatchNorms are removed from it; new biases join the group of their weight.
+        sample: Input for the comparison; without it a guessed input.
 
     Returns:
         The largest difference relative to the largest output, or None if the model could not be run.
@@ -325,34 +226,36 @@ def fold_pairs(
         IncompatibleError: The outputs differ by more than rounding; the model was restored.
         ValueError: The model does not run on ``sample``, or computes NaN or infinities.
     """
+    if not folds:
+        return None
     try:
         run = runnable(model, sample)
     except ReachesOriginal:
         run = None
-    before = evaluate(*run) if run is not None else []
-    if any(bool(outputs.isnan().any()) for outputs in before) or (before and not any(map(_finite, before))):
+    before = [] if run is None else run.outputs
+    if any(bool(one.isnan().any()) for one in before) or (before and not any(one.isfinite().any() for one in before)):
         raise ValueError("the model computes NaN or infinities, as after a divergence; no BatchNorm was changed.")
-    layers = dict.fromkeys(fold.layer for fold in folds)
-    held = [(layer, parameter_slots(layer)["weight"], parameter_slots(layer)["bias"]) for layer in layers]
+    weights = {layer: dict(parameter_slots(layer)) for layer in dict.fromkeys(fold.layer for fold in folds)}
     inside = set(model.parameters())
-    written = [parameter for _, *parameters in held for parameter in parameters if parameter is not None]
+    written = [parameter for slots in weights.values() for parameter in slots.values() if parameter is not None]
     with undone_on_error(model, optimizer, written=written):
-        for fold in folds:  # before a layer gets a bias
-            put_removed_norm(model, fold.norm, copies=fold.copies, layer=fold.layer)
-        for fold in folds:
+        # A removed norm must know whether its layer had a bias, so all are put in before a layer gets one.
+        removed = [put_removed_norm(model, fold.norm, copies=fold.copies, layer=fold.layer) for fold in folds]
+        for fold, stand_in in zip(folds, removed, strict=True):
             _fold(fold)
-        hide_biases(model)
-        difference = largest_difference(before, evaluate(*run)) if run is not None else None
-        if difference is not None and not difference <= _tolerance(model):
+            stand_in.hide_bias()
+        difference = None if run is None else largest_difference(before, evaluate(run.network, run.sample))
+        kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
+        if difference is not None and not difference <= max([1e-3, *(64 * torch.finfo(kind).eps for kind in kinds)]):
             raise IncompatibleError(
                 f"folding BatchNorm changed the outputs by {difference:.1e} (relative), so the data flow is not what "
                 "the trace shows; the model was restored. Pass an input that takes the usual path as sample=."
             )
         if optimizer is not None:
             added = [
-                (layer.bias, weight, "bias")
-                for layer, weight, bias in held
-                if bias is None and isinstance(layer.bias, Parameter) and isinstance(weight, Parameter)
+                (layer.bias, slots["weight"], "bias")
+                for layer, slots in weights.items()
+                if slots["bias"] is None and isinstance(layer.bias, Parameter) and slots["weight"] is not None
             ]
             rebind_optimizer(optimizer, removed=inside - set(model.parameters()), added=added)
     return difference
@@ -360,25 +263,18 @@ def fold_pairs(
 
 @torch.no_grad()
 def _fold(fold: Fold) -> None:
-    _set(fold.layer, *fused_weights(fold.layer, parameter_slots(fold.layer)["bias"], _statistics(fold.norm)))
-
-
-def _statistics(norm: nn.Module) -> Statistics:
-    assert isinstance(norm, AnyBatchNorm)
-    assert norm.running_mean is not None
-    assert norm.running_var is not None
-    return Statistics(norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias)
-
-
-def _set(layer: nn.Module, weight: Tensor, bias: Tensor) -> None:
-    """Write the computed weight and bias; if a conversion fails, nothing is changed."""
-    old_weight, old_bias = parameter_slots(layer)["weight"], parameter_slots(layer)["bias"]
-    assert old_weight is not None
-    if old_bias is None:
-        parameter_slots(layer)["bias"] = Parameter(bias.to(old_weight.dtype), requires_grad=old_weight.requires_grad)
+    norm: Any = fold.norm
+    slots = parameter_slots(fold.layer)
+    weight, bias = slots["weight"], slots["bias"]
+    assert weight is not None
+    new_weight, new_bias = fused_weights(
+        fold.layer, bias, norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias
+    )
+    if bias is None:
+        slots["bias"] = Parameter(new_bias.to(weight.dtype), requires_grad=weight.requires_grad)
     else:
-        old_bias.copy_(bias)
-    old_weight.copy_(weight)
+        bias.copy_(new_bias)
+    weight.copy_(new_weight)
 
 
 def largest_difference(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
@@ -397,12 +293,3 @@ def largest_difference(before: Sequence[Tensor], after: Sequence[Tensor]) -> flo
             largest = max(largest, float(a[finite].abs().max()))
             change = max(change, float((a[finite].double() - b[finite].double()).abs().max()))
     return change / largest if largest else change
-
-
-def _finite(outputs: Tensor) -> bool:
-    return bool(torch.isfinite(outputs).any())
-
-
-def _tolerance(model: nn.Module) -> float:
-    kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    return max([1e-3, *(64 * torch.finfo(kind).eps for kind in kinds)])

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torchboost.core.containers import tensors_in
 from torchboost.core.torch_private import DispatchMode, tree_flatten
 from torchboost.core.wrapping import unwrap, wrapper_of
-from torchboost.graph.copies import ReachesOriginal, copies_of, full_precision, undisturbed
-from torchboost.graph.trace import call, runnable
+from torchboost.graph.copies import ReachesOriginal, copies_of, full_precision, memory, undisturbed
+from torchboost.graph.trace import Arguments, Runnable, call, runnable
 
 __all__ = ["Place", "Use", "matrix_uses"]
 
@@ -71,28 +71,27 @@ def matrix_uses(model: nn.Module, sample: Any = None) -> dict[nn.Parameter, Use]
     if wrapper_of(model) == "fully_shard" or any(parameter.is_meta for parameter in bare.parameters()):
         return None
     try:
-        found = _runnable(bare, sample)
+        run = _runnable(bare, sample)
     except ReachesOriginal:
         return None
-    if found is None:
+    if run is None:
         return None
-    network, inputs = found
-    with copies_of(bare), undisturbed(network) as copied, full_precision(network), _Recorder(copied) as recorder:
-        recorder.begin(inputs)
+    with copies_of(bare), undisturbed(run.network) as copied, full_precision(bare), _Recorder(copied) as recorder:
+        recorder.begin(run.sample)
         with torch.enable_grad():  # without gradients torch runs attention in one operation
-            outputs = tensors_in(call(copied, inputs))
+            outputs = tensors_in(call(copied, run.sample))
         recorder.finish(outputs)
     by_name = dict(copied.named_parameters(remove_duplicate=False))
     uses = dict.fromkeys(bare.parameters(), Use("not reached"))
-    for name, parameter in network.named_parameters(remove_duplicate=False):
+    for name, parameter in run.network.named_parameters(remove_duplicate=False):
         uses[parameter] = recorder.use_of(by_name[name])
     return uses
 
 
-def _runnable(model: nn.Module, sample: Any) -> tuple[nn.Module, Any] | None:
-    found = runnable(model, sample)
-    if sample is not None or (found is not None and _matrices(found[0]) == _matrices(model)):
-        return found  # otherwise a part of the model was run, such as the head alone
+def _runnable(model: nn.Module, sample: Any) -> Runnable | None:
+    run = runnable(model, sample)
+    if sample is not None or (run is not None and _matrices(run.network) == _matrices(model)):
+        return run  # otherwise a part of the model was run, such as the head alone
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     rows = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
     tokens = torch.arange(_TOKENS[0] * _TOKENS[1], device=device).view(_TOKENS) % min(rows, default=1)
@@ -116,7 +115,7 @@ class _Recorder(DispatchMode):
         super().__init__()
         self._kept: list[Tensor] = list(model.parameters())  # so that no memory is used twice
         self._numbers = {id(parameter): number for number, parameter in enumerate(self._kept)}
-        self._marks = {_memory(parameter): _Marks(same=frozenset({n})) for n, parameter in enumerate(self._kept)}
+        self._marks = {memory(parameter): _Marks(same=frozenset({n})) for n, parameter in enumerate(self._kept)}
         self._uses: dict[int, set[Place]] = {}
         self._filters: set[int] = set()
         self._reshaped: set[int] = set()
@@ -124,64 +123,61 @@ class _Recorder(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operands = list(_tensors((args, kwargs or {})))
-        found = [self._marks.get(_memory(one), _Marks()) for one in operands]
+        marks = [self._marks.get(memory(one), _Marks()) for one in operands]
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        self._reached |= _union(marks.same for marks in found)
-        matrices = _union(marks.same for one, marks in zip(operands, found, strict=True) if one.ndim > 1)
-        same = _union(marks.same for marks in found) if len(operands) == 1 else frozenset[int]()
-        last = _union(marks.last for marks in found)
+        held = _union(of.same for of in marks)
+        self._reached |= held
+        matrices = _union(of.same for one, of in zip(operands, marks, strict=True) if one.ndim > 1)
+        same = held if len(operands) == 1 else frozenset[int]()
+        last = _union(of.last for of in marks)
         if matrices and (name in _PRODUCTS or name in _FILTERING):
-            others = [marks for marks in found if not marks.same]
-            first = any(marks.given for marks in others) and not any(marks.depends for marks in others)
+            others = [of for of in marks if not of.same]
+            first = any(of.given for of in others) and not any(of.depends for of in others)
             self._note(matrices, "input" if first else "hidden")
             same, last = frozenset(), matrices
             if name in _FILTERING:
                 self._filters |= matrices
-            else:
-                self._look_at_shapes(operands, found)
-        elif name in _LOOKUPS and found and found[0].same:
-            stacks = frozenset(number for number in found[0].same if self._kept[number].ndim > 2)
-            self._note(found[0].same - stacks, "lookup")
+            for one, of in zip(operands, marks, strict=True) if name in _PRODUCTS else ():
+                stacks = {number for number in of.same if self._kept[number].ndim > 2}
+                axes = sorted(one.shape[-2:])
+                self._reshaped |= {number for number in stacks if sorted(self._kept[number].shape[-2:]) != axes}
+        elif name in _LOOKUPS and marks and marks[0].same:
+            stacks = frozenset(number for number in marks[0].same if self._kept[number].ndim > 2)
+            self._note(marks[0].same - stacks, "lookup")
             same = stacks  # whole matrices were chosen, such as those of the experts of a token
-        depends = any(marks.depends or marks.same for marks in found)
-        marks = _Marks(same, last, depends, any(marks.given for marks in found))
+        depends = any(of.depends or of.same for of in marks)
+        after = _Marks(same, last, depends, any(of.given for of in marks))
+        holders = {memory(one) for one, of in zip(operands, marks, strict=True) if of.same}
         for one in _tensors(result):
-            if _memory(one) in {_memory(operand) for operand, own in zip(operands, found, strict=True) if own.same}:
-                continue  # a view of a parameter
-            self._kept.append(one)
-            self._marks[_memory(one)] = marks
+            if memory(one) not in holders:  # otherwise a view of a parameter
+                self._kept.append(one)
+                self._marks[memory(one)] = after
         return result
 
     def begin(self, sample: Any) -> None:
         """Note the input."""
-        for one in tensors_in(sample):
+        for one in tensors_in(Arguments.of(sample)):
             self._kept.append(one)
-            self._marks[_memory(one)] = _Marks(given=True)
+            self._marks[memory(one)] = _Marks(given=True)
 
     def finish(self, outputs: Iterable[Tensor]) -> None:
         """Note the products of the output layer."""
         for output in outputs:
-            last = self._marks.get(_memory(output), _Marks()).last
+            last = self._marks.get(memory(output), _Marks()).last
             if len(last) == 1:
                 self._note(last, "output")
 
     def use_of(self, parameter: nn.Parameter) -> Use:
         """Return the use that decides: a table or an output matrix is one wherever else it is used."""
         number = self._numbers[id(parameter)]
-        found = self._uses.get(number, set())
-        marks = number in self._filters, number in self._reshaped
-        for place in _DECIDING:
-            if place in found:
-                return Use(place, *marks)
-        return Use("other" if number in self._reached else "not reached", *marks)
-
-    def _look_at_shapes(self, operands: Iterable[Tensor], found: Iterable[_Marks]) -> None:
-        for one, marks in zip(operands, found, strict=True):
-            for number in marks.same:
-                whole = self._kept[number].shape
-                if len(whole) > 2 and sorted(one.shape[-2:]) != sorted(whole[-2:]):
-                    self._reshaped.add(number)
+        places = self._uses.get(number, set())
+        place: Place = "other" if number in self._reached else "not reached"
+        for deciding in _DECIDING:
+            if deciding in places:
+                place = deciding
+                break
+        return Use(place, number in self._filters, number in self._reshaped)
 
     def _note(self, numbers: Iterable[int], place: Place) -> None:
         for number in numbers:
@@ -207,10 +203,6 @@ class _Marks:
 
 def _union(sets: Iterable[frozenset[int]]) -> frozenset[int]:
     return frozenset[int]().union(*sets)
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _tensors(value: Any) -> Iterable[Tensor]:

@@ -27,12 +27,12 @@ from torchboost.core.torch_private import (
     parameter_slots,
     share_attributes,
 )
-from torchboost.graph.flow import Branches, Dataflow, Node
+from torchboost.graph.flow import Dataflow, Node
 
 __all__ = [
     "WEIGHTED",
-    "Block",
     "Keep",
+    "ResidualBlock",
     "Stack",
     "is_customised",
     "norm_tail",
@@ -57,11 +57,9 @@ def norm_tail(norm: nn.Module) -> tuple[str, ...] | None:
 
     Cost: nothing for torch's own classes, a few milliseconds for subclasses.
     """
-    if (
-        not isinstance(norm, AnyBatchNorm)
-        or is_customised(norm)
-        or {*parameter_slots(norm), *buffer_slots(norm)} != _STATE
-    ):
+    if not isinstance(norm, AnyBatchNorm) or is_customised(norm):
+        return None
+    if {*parameter_slots(norm), *buffer_slots(norm)} != _STATE:
         return None
     if type(norm).forward in _STOCK_NORMS:
         return ()
@@ -159,18 +157,18 @@ MOST_IN_BRANCH = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class ResidualBlock:
     """One residual addition.
 
     Args:
-        join: The addition.
+        paths: All nodes of each branch.
         mains: For every main branch its convolution and linear nodes, in execution order.
         norms: For every main branch its BatchNorm nodes, in execution order.
         shortcut_norms: BatchNorm nodes of the shortcuts.
         projects: Whether a shortcut changes its input, so that resolution or width may change here.
     """
 
-    join: int
+    paths: tuple[frozenset[int], ...]
     mains: tuple[tuple[int, ...], ...]
     norms: tuple[tuple[int, ...], ...]
     shortcut_norms: tuple[int, ...]
@@ -194,55 +192,46 @@ def _moved(norm: AnyBatchNorm) -> bool:
     return counted or bool(mean.any()) or bool((variance != 1).any())
 
 
-def residual_blocks(flow: Dataflow) -> list[Block]:
+def residual_blocks(flow: Dataflow) -> list[ResidualBlock]:
     """Return the innermost residual blocks in execution order.
 
     A block is an addition whose inputs split at one fork, with at least one branch that has layers. The branch with the
     most weights is the main branch. Another branch counts as a shortcut if it has at most one layer with weights,
     otherwise as a second main branch. An addition around a smaller block (a long skip) is not a block.
     """
-    blocks: list[Block] = []
+    blocks: list[ResidualBlock] = []
     joins: set[int] = set()
     for node in flow.nodes:
         branches = flow.branches(node.index) if node.kind == "add" else None
         if branches is None or any(joins & path for path in branches.paths):
             continue
-        block = _block(flow, node.index, branches)
-        if block is not None:
-            blocks.append(block)
-            joins.add(node.index)
+        layers = [_of(flow, path, WEIGHTED) for path in branches.paths]
+        sizes = [(len(of), sum(_weights(flow.nodes[index]) for index in of)) for of in layers]
+        largest = max(range(len(sizes)), key=sizes.__getitem__)
+        if not layers[largest]:
+            continue
+        mains = [at for at, of in enumerate(layers) if at == largest or len(of) > 1]
+        shortcuts = [path for at, path in enumerate(branches.paths) if at not in mains]
+        carried = [all(isinstance(flow.nodes[index].module, _TRANSPARENT) for index in path) for path in shortcuts]
+        blocks.append(
+            ResidualBlock(
+                paths=branches.paths,
+                mains=tuple(layers[at] for at in mains),
+                norms=tuple(_of(flow, branches.paths[at], AnyBatchNorm) for at in mains),
+                shortcut_norms=tuple(sorted(index for path in shortcuts for index in _of(flow, path, AnyBatchNorm))),
+                projects=not shortcuts or not all(carried),
+            )
+        )
+        joins.add(node.index)
     return blocks
-
-
-def _block(flow: Dataflow, join: int, branches: Branches) -> Block | None:
-    layers = [_of(flow, path, WEIGHTED) for path in branches.paths]
-    sizes = [(len(found), sum(_weights(flow, index) for index in found)) for found in layers]
-    largest = max(range(len(sizes)), key=sizes.__getitem__)
-    if not layers[largest]:
-        return None
-    mains = [i for i, found in enumerate(layers) if i == largest or len(found) > 1]
-    shortcuts = [path for i, path in enumerate(branches.paths) if i not in mains]
-    return Block(
-        join=join,
-        mains=tuple(layers[i] for i in mains),
-        norms=tuple(_of(flow, branches.paths[i], AnyBatchNorm) for i in mains),
-        shortcut_norms=tuple(sorted(index for path in shortcuts for index in _of(flow, path, AnyBatchNorm))),
-        projects=not shortcuts or any(not _carries(flow, path) for path in shortcuts),
-    )
 
 
 def _of(flow: Dataflow, path: frozenset[int], kind: type | tuple[type, ...]) -> tuple[int, ...]:
     return tuple(index for index in sorted(path) if isinstance(flow.nodes[index].module, kind))
 
 
-def _weights(flow: Dataflow, index: int) -> int:
-    module = flow.nodes[index].module
-    return 0 if module is None else sum(p.numel() for p in module.parameters())
-
-
-def _carries(flow: Dataflow, path: frozenset[int]) -> bool:
-    """Whether a shortcut returns its input unchanged."""
-    return all(isinstance(flow.nodes[index].module, _TRANSPARENT) for index in path)
+def _weights(node: Node) -> int:
+    return 0 if node.module is None else sum(p.numel() for p in node.module.parameters())
 
 
 class Stack(NamedTuple):
@@ -260,7 +249,7 @@ class Stack(NamedTuple):
     linear_end: bool
 
 
-def plain_stacks(flow: Dataflow, blocks: list[Block]) -> list[Stack]:
+def plain_stacks(flow: Dataflow, blocks: list[ResidualBlock]) -> list[Stack]:
     """Return the runs of layers with weights outside residual blocks.
 
     Layers belong to one run if the output of each reaches only the next, through activations, pooling, flattening and
@@ -268,7 +257,7 @@ def plain_stacks(flow: Dataflow, blocks: list[Block]) -> list[Stack]:
     inverted residual without skip.
     """
     onwards = _onwards(flow)
-    in_block = _inside(flow, blocks)
+    in_block = {index for block in blocks for path in block.paths for index in path}
     free = [n.index for n in flow.instances(WEIGHTED) if n.index not in in_block]
     following = {index: _next_layer(flow, index, onwards) for index in free}
     followers = set(following.values())
@@ -279,18 +268,14 @@ def plain_stacks(flow: Dataflow, blocks: list[Block]) -> list[Stack]:
         run = [start]
         while (after := following.get(run[-1])) is not None and after not in in_block:
             run.append(after)
-        stacks += _split_linear_ends(flow, run)
+        layers: list[int] = []
+        for index in run:
+            layers.append(index)
+            linear = _ends_linearly(flow, index)
+            if linear or index == run[-1]:
+                stacks.append(Stack(tuple(layers), tuple(_norm_behind(flow, layer) for layer in layers), linear))
+                layers = []
     return stacks
-
-
-def _inside(flow: Dataflow, blocks: list[Block]) -> set[int]:
-    """Return every node on a path of a block."""
-    inside: set[int] = set()
-    for block in blocks:
-        branches = flow.branches(block.join)
-        if branches is not None:
-            inside.update(*branches.paths)
-    return inside
 
 
 def _onwards(flow: Dataflow) -> list[int | None]:
@@ -322,18 +307,6 @@ def _next_layer(flow: Dataflow, index: int, onwards: list[int | None]) -> int | 
     return after
 
 
-def _split_linear_ends(flow: Dataflow, run: list[int]) -> list[Stack]:
-    parts: list[Stack] = []
-    layers: list[int] = []
-    for index in run:
-        layers.append(index)
-        linear = _ends_linearly(flow, index)
-        if linear or index == run[-1]:
-            parts.append(Stack(tuple(layers), tuple(_norm_behind(flow, layer) for layer in layers), linear))
-            layers = []
-    return parts
-
-
 def _norm_behind(flow: Dataflow, layer: int) -> int | None:
     consumers = flow.consumers[layer]
     return consumers[0] if len(consumers) == 1 and isinstance(flow.nodes[consumers[0]].module, AnyBatchNorm) else None
@@ -352,20 +325,20 @@ def _ends_linearly(flow: Dataflow, layer: int) -> bool:
         node = flow.nodes[waiting.pop()]
         if isinstance(node.module, WEIGHTED) or node.kind == "add":
             return True
-        if _bends_nothing(node):
+        moving = (*_TRANSPARENT, *_RESHAPING, *POOLING)  # or dropping values, but no activation
+        if node.label in _LINEAR_CALLS if node.module is None else isinstance(node.module, moving):
             waiting += flow.consumers[node.index]
     return False
 
 
-def _bends_nothing(node: Node) -> bool:
-    """Whether a node only moves, pools or drops values, and is not an activation."""
-    if node.module is None:
-        return node.label in _LINEAR_CALLS
-    return isinstance(node.module, (*_TRANSPARENT, *_RESHAPING, *POOLING))
-
-
 def reasons_to_stay(
-    flow: Dataflow, blocks: list[Block], *, keep: Keep, keep_shortcut: bool, keep_every: int, blocks_per_norm: int
+    flow: Dataflow,
+    blocks: list[ResidualBlock],
+    *,
+    keep: Keep,
+    keep_shortcut: bool,
+    keep_every: int,
+    blocks_per_norm: int,
 ) -> dict[int, str | None]:
     """Return for every BatchNorm node in a block or stack why it is needed; None if it is not.
 
@@ -398,8 +371,12 @@ def reasons_to_stay(
 
 
 def _block_reasons(
-    flow: Dataflow, blocks: list[Block], keep: Keep, keep_shortcut: bool, blocks_per_norm: int, most: int
+    flow: Dataflow, blocks: list[ResidualBlock], keep: Keep, keep_shortcut: bool, blocks_per_norm: int, most: int
 ) -> dict[int, str | None]:
+    def width(norm: int) -> int:
+        module: Any = flow.nodes[norm].module
+        return module.num_features
+
     reasons: dict[int, str | None] = {}
     since = 0
     for block in blocks:
@@ -412,16 +389,10 @@ def _block_reasons(
                 dict.fromkeys(norms, f"in a branch of more than {most}, a stack inside a skip" if long else None)
             )
             if due and norms and not long:
-                stays = norms[-1] if keep == "last" else min(reversed(norms), key=lambda norm: _channels(flow, norm))
+                stays = norms[-1] if keep == "last" else min(reversed(norms), key=width)
                 reasons[stays] = f"the {keep} of its residual branch"
         reasons.update(dict.fromkeys(block.shortcut_norms, "in a shortcut (keep_shortcut)" if keep_shortcut else None))
     return reasons
-
-
-def _channels(flow: Dataflow, norm: int) -> int:
-    module = flow.nodes[norm].module
-    assert isinstance(module, AnyBatchNorm)
-    return module.num_features
 
 
 _ONE_SIDED = frozenset(

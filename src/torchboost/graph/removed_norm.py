@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,30 +22,12 @@ from torchboost.core.torch_private import (
 from torchboost.graph.norms import norm_tail
 from torchboost.graph.surgery import replace_module
 
-__all__ = ["RemovedNorm", "Statistics", "fused_weights", "hide_biases", "put_removed_norm", "show_bias"]
+__all__ = ["RemovedNorm", "fused_weights", "put_removed_norm", "show_bias"]
 
 _COPYING = 4
 """The protocol of ``copy``, and the lowest one of ``pickle`` itself. ``torch.save`` takes 2."""
 
 _TENSORS = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
-
-
-class Statistics(NamedTuple):
-    """What a BatchNorm computes with in eval mode."""
-
-    mean: Tensor
-    variance: Tensor
-    eps: float
-    weight: Tensor | None
-    bias: Tensor | None
-
-    @property
-    def scale_and_shift(self) -> tuple[Tensor, Tensor]:
-        """Its factor and its summand, in float64 and of shape ``(channels,)``."""
-        scale = (self.variance.double() + self.eps).rsqrt()
-        scale = scale if self.weight is None else scale * self.weight.double()
-        shift = -self.mean.double() * scale
-        return scale, shift if self.bias is None else shift + self.bias.double()
 
 
 class RemovedNorm(nn.Module):
@@ -238,8 +220,8 @@ class RemovedNorm(nn.Module):
         if mean.is_meta:
             return None
         weight, bias = (_whole(entries[name]) if self.affine else None for name in ("weight", "bias"))
-        norm = Statistics(mean, variance, self.eps, weight, bias)
-        scale, shift = norm.scale_and_shift
+        scale = (variance.double() + self.eps).rsqrt() * (1.0 if weight is None else weight.double())
+        shift = -mean.double() * scale + (0.0 if bias is None else bias.double())
         layer = self.layer
         slots = {} if layer is None else parameter_slots(layer)
         adds, before = self.adds_bias, slots.get("bias")
@@ -259,32 +241,25 @@ class RemovedNorm(nn.Module):
         if self.loads_first or _is_sharded(slots["weight"]):
             reason = "is sharded" if _is_sharded(slots["weight"]) else "is registered after it"
             return f"scales its values, and the layer to fold that into {reason}; {original}"
-        own = None if adds else before
-        folded = fused_weights(layer, own, norm)
+        folded = fused_weights(layer, None if adds else before, mean, variance, self.eps, weight, bias)
         for name, value in zip(("weight", "bias"), folded, strict=True):
             if slots.get(name) is not None:
                 _write(slots, name, value, assign=False)
         return None
 
 
-def put_removed_norm(model: nn.Module, norm: nn.Module, *, copies: bool, layer: nn.Module | None) -> None:
-    """Replace a BatchNorm by a :class:`RemovedNorm`; arguments as there."""
+def put_removed_norm(model: nn.Module, norm: nn.Module, *, copies: bool, layer: nn.Module | None) -> RemovedNorm:
+    """Replace a BatchNorm by a :class:`RemovedNorm`, and return that; arguments as there."""
     order = list(model.modules())
     near = next((module for module in order if isinstance(module, (AnyConv, nn.Linear))), None)
     stand_in = RemovedNorm(norm, copies=copies, layer=layer, near=near)
     stand_in.loads_first = layer is not None and order.index(norm) < order.index(layer)
     replace_module(model, norm, stand_in)
-
-
-def hide_biases(model: nn.Module) -> None:
-    """Keep the biases that folding gave to layers out of state dicts, in which the BatchNorms have them."""
-    for module in model.modules():
-        if isinstance(module, RemovedNorm):
-            module.hide_bias()
+    return stand_in
 
 
 def show_bias(layer: nn.Module) -> None:
-    """Undo what :func:`hide_biases` did to a layer."""
+    """Undo what :meth:`RemovedNorm.hide_bias` did to a layer."""
     for hooks in state_dict_hooks(layer):
         for key in [key for key, hook in hooks.items() if getattr(hook, "hook", hook) in (_leave_out, _keep)]:
             del hooks[key]
@@ -298,27 +273,39 @@ def _keep(layer: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) ->
     state_dict.setdefault(f"{prefix}bias", layer.bias)
 
 
-def fused_weights(layer: nn.Module, bias: Tensor | None, norm: Statistics) -> tuple[Tensor, Tensor]:
+def fused_weights(
+    layer: nn.Module,
+    bias: Tensor | None,
+    mean: Tensor,
+    variance: Tensor,
+    eps: float,
+    scale: Tensor | None,
+    shift: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     """Return weight and bias of a layer that does what it and the BatchNorm after it do in eval mode, in float64.
 
     Args:
         layer: A convolution or linear layer.
         bias: Its bias, if it has one.
-        norm: Statistics and affine map of the BatchNorm.
+        mean: Statistics of the BatchNorm.
+        variance: As ``mean``.
+        eps: Added to ``variance``.
+        scale: The weight of the BatchNorm, if it has one.
+        shift: The bias of the BatchNorm, if it has one.
     """
-    mean, variance = norm.mean.double(), norm.variance.double()
-    scale = torch.ones_like(mean) if norm.weight is None else norm.weight.double()
-    shift = torch.zeros_like(mean) if norm.bias is None else norm.bias.double()
     weight = parameter_slots(layer)["weight"]
     assert weight is not None
     kernel, bias = weight.detach().double(), None if bias is None else bias.detach().double()
+    scale = torch.ones_like(mean) if scale is None else scale
+    shift = torch.zeros_like(mean) if shift is None else shift
+    norm = (bias, mean.double(), variance.double(), eps, scale.double(), shift.double())
     if isinstance(layer, nn.Linear):
-        return fuse_linear_bn_weights(kernel, bias, mean, variance, norm.eps, scale, shift)
-    groups = layer.groups if isinstance(layer, AnyTransposedConv) else 1
+        return fuse_linear_bn_weights(kernel, *norm)
+    transposed = isinstance(layer, AnyTransposedConv)
+    groups = layer.groups if transposed else 1
     if groups > 1:  # (in, out / groups, ...) with the channels of a group next to each other
         kernel = kernel.unflatten(0, (groups, -1)).transpose(0, 1).flatten(1, 2)
-    transposed = isinstance(layer, AnyTransposedConv)
-    fused, moved = fuse_conv_bn_weights(kernel, bias, mean, variance, norm.eps, scale, shift, transpose=transposed)
+    fused, moved = fuse_conv_bn_weights(kernel, *norm, transpose=transposed)
     return (fused.unflatten(1, (groups, -1)).transpose(0, 1).flatten(0, 1) if groups > 1 else fused), moved
 
 
@@ -345,15 +332,14 @@ def _whole(tensor: Any) -> Tensor:
 
 def _neutral(eps: float, dtype: torch.dtype, *, weight: bool) -> float:
     """Return the weight (or, without one, the variance) with which ``batch_norm`` scales by one, including rounding."""
-    ideal = torch.tensor((1 + eps) ** 0.5 if weight else 1 - eps, dtype=dtype, device="cpu")
+    ideal = torch.tensor([(1 + eps) ** 0.5 if weight else 1 - eps], dtype=dtype, device="cpu")
+    one, zero = torch.ones_like(ideal), torch.zeros_like(ideal)
     candidates = [ideal]
     if dtype in (torch.float32, torch.float64):
-        candidates += [torch.nextafter(ideal, torch.tensor(end, dtype=dtype, device="cpu")) for end in (0.0, 2.0)]
-    one, zero = (torch.full(size, n, dtype=dtype, device="cpu") for size, n in (((1, 1), 1), ((1,), 0)))
+        candidates += [torch.nextafter(ideal, zero), torch.nextafter(ideal, one + 1)]
 
     def error(value: Tensor) -> float:
-        scale, variance = (value, one[0]) if weight else (one[0], value)
-        result = F.batch_norm(one, zero, variance.view(1), scale.view(1), zero, eps=eps)
-        return abs(float(result) - 1)
+        scale, variance = (value, one) if weight else (one, value)
+        return abs(float(F.batch_norm(one[None], zero, variance, scale, zero, eps=eps)) - 1)
 
     return float(min(candidates, key=error))

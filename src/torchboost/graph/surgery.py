@@ -31,42 +31,20 @@ __all__ = [
 ]
 
 
-def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> tuple[str, ...]:
-    """Replace ``old`` by ``new`` everywhere in ``model``: under every name and in every parent that shares it.
+def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Replace ``old`` by ``new`` everywhere inside ``model``: under every name and in every parent that shares it.
 
     ``new`` gets the training flag of ``old``; submodules of ``old`` inside ``new`` keep theirs. Parameters and hooks
     are not copied.
-
-    Returns:
-        Every qualified name of ``old``, in registration order.
-
-    Raises:
-        ValueError: ``old`` is ``model`` itself, which cannot be replaced in place, or is not part of it.
-
-    Example:
-        >>> import torch
-        >>> from torchboost.graph.surgery import replace_module
-        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout())
-        >>> replace_module(model, model[1], torch.nn.Identity())
-        ('1',)
     """
-    if old is model:
-        raise ValueError(f"found the model itself ({type(old).__name__}); only modules inside a model can be replaced.")
-    places = [
-        (path, parent, name)
-        for path, parent in model.named_modules()
-        for name, child in child_slots(parent).items()
-        if child is old
-    ]
-    if not places:
-        raise ValueError(f"this {type(old).__name__} is not part of the model; pass one of model.modules().")
     parts = set(old.modules())
     for module in new.modules():
         if module not in parts:
             module.training = old.training
-    for _, parent, name in places:
-        child_slots(parent)[name] = new
-    return tuple(f"{path}.{name}" if path else name for path, _, name in places)
+    for parent in list(model.modules()):
+        for name, child in child_slots(parent).items():
+            if child is old:
+                child_slots(parent)[name] = new
 
 
 @contextmanager
@@ -92,7 +70,9 @@ def undone_on_error(
         for slots in (child_slots(module), parameter_slots(module), *state_dict_hooks(module))
     ]
     modes = [(module, module.training) for module in model.modules()]
-    groups = [] if optimizer is None else [(group, _lists(group)) for group in optimizer.param_groups]
+    groups = [] if optimizer is None else optimizer.param_groups
+    held = [group[name] for group in groups for name in ("params", "param_names") if name in group]
+    lists = [(entries, list(entries)) for entries in held]
     state = {} if optimizer is None else dict(optimizer.state)
     numbers = [(tensor, tensor.detach().clone()) for tensor in written]
     try:
@@ -106,16 +86,11 @@ def undone_on_error(
         with torch.no_grad():
             for tensor, before in numbers:
                 tensor.copy_(before)
-        for group, lists in groups:
-            for name, entries in lists.items():
-                group[name][:] = entries
+        for entries, before in lists:
+            entries[:] = before
         if optimizer is not None:
             optimizer.state.update(state)
         raise
-
-
-def _lists(group: Mapping[str, Any]) -> dict[str, list[Any]]:
-    return {name: list(group[name]) for name in ("params", "param_names") if name in group}
 
 
 def held_elsewhere(model: nn.Module) -> dict[nn.Module, str]:
@@ -230,25 +205,18 @@ def rebind_optimizer(
     for new, beside, label in added:
         joining.setdefault(beside, []).append((new, label))
     for group in optimizer.param_groups:
-        _rebind_group(group, gone, joining)
+        entries: list[tuple[str, Parameter]] = []
+        names = group.get("param_names") or [""] * len(group["params"])
+        for name, parameter in zip(names, group["params"], strict=True):
+            if parameter not in gone:
+                entries.append((name, parameter))
+                beside = joining.get(parameter, ())
+                entries += [(".".join([*name.split(".")[:-1], label]), new) for new, label in beside]
+        group["params"][:] = [parameter for _, parameter in entries]  # in place: LBFGS keeps a reference to the list
+        if "param_names" in group:
+            group["param_names"][:] = [name for name, _ in entries]
     for parameter in gone:
         optimizer.state.pop(parameter, None)
-
-
-def _rebind_group(
-    group: dict[str, Any], gone: set[Parameter], joining: dict[Parameter, list[tuple[Parameter, str]]]
-) -> None:
-    """Edit the lists of one group in place, because optimizers may keep references to them (LBFGS does)."""
-    parameters: list[Parameter] = group["params"]
-    names = group.get("param_names") or [""] * len(parameters)
-    entries: list[tuple[str, Parameter]] = []
-    for name, parameter in zip(names, parameters, strict=True):
-        if parameter not in gone:
-            entries.append((name, parameter))
-            entries += [(".".join([*name.split(".")[:-1], label]), new) for new, label in joining.get(parameter, ())]
-    group["params"][:] = [parameter for _, parameter in entries]
-    if "param_names" in group:
-        group["param_names"][:] = [name for name, _ in entries]
 
 
 _FRESH_CALLS = frozenset(
@@ -264,59 +232,34 @@ def may_collide(flow: Dataflow, index: int, removed: Collection[int] = ()) -> bo
     A normalisation returns a new tensor. After removal its input is returned instead, so a later in-place ReLU or
     ``+=`` overwrites what others still read (the skip path) or what autograd keeps for the backward pass. This is safe
     if the input comes from a convolution or linear layer and is used nowhere else, or if nothing that may share the
-    memory is written to. Operations not known to be harmless count as writing.
+    memory is written to or returned. Operations that are not known to return a new tensor count as sharing it.
 
     Args:
         flow: The data flow of the forward pass.
         index: Node of the normalisation.
         removed: Other normalisations that return their inputs.
     """
-    node = flow.nodes[index]
-    if len(node.inputs) != 1:
+    if len(flow.nodes[index].inputs) != 1:
         return True
-    source = flow.nodes[node.inputs[0]]
-    if flow.consumers[source.index] == (index,) and _keeps_nothing(source):
-        return False
-    return _is_written(flow, _sharing_before(flow, index, {index, *removed}), {index, *removed})
-
-
-def _keeps_nothing(node: Node) -> bool:
-    """Whether a layer returns a new tensor that nothing else, including autograd, keeps."""
-    module = node.module
-    if not isinstance(module, WEIGHTED) or is_customised(module):
-        return False
-    return type(module).forward.__module__.startswith("torch.nn.modules")
-
-
-def _sharing_before(flow: Dataflow, index: int, removed: Collection[int]) -> set[int]:
-    """Return the node and those before it whose outputs may share memory."""
-    found: set[int] = set()
+    source = flow.nodes[flow.nodes[index].inputs[0]]
+    if flow.consumers[source.index] == (index,) and isinstance(source.module, WEIGHTED):
+        module = source.module  # what it returns is new, and neither autograd nor a hook keeps it
+        if type(module).forward.__module__.startswith("torch.nn.modules") and not is_customised(module):
+            return False
+    passing = {index, *removed}
+    seen: set[int] = set()
     waiting = [index]
     while waiting:
         at = waiting.pop()
-        if at not in found:
-            found.add(at)
-            waiting += () if _is_fresh(flow.nodes[at]) and at not in removed else flow.nodes[at].inputs
-    return found
-
-
-def _is_written(flow: Dataflow, sharing: set[int], removed: Collection[int]) -> bool:
-    """Whether something writes to the memory of these nodes, or of later nodes that may share it."""
-    waiting = list(sharing)
-    while waiting:
-        at = waiting.pop()
-        if at in removed and _writes(flow.nodes[at]):  # its tail does
+        if at in seen:
+            continue
+        seen.add(at)
+        node = flow.nodes[at]
+        shares = at in passing or not _is_fresh(node)
+        if node.kind == "output" or (shares and _writes(node)):
             return True
-        for consumer in flow.consumers[at]:
-            node = flow.nodes[consumer]
-            writes = _writes(node) and consumer not in removed
-            if node.kind == "output" or (writes and node.inputs[0] == at):
-                return True
-            if writes:  # to something else, which it returns
-                continue
-            if consumer not in sharing and (consumer in removed or not _is_fresh(node)):
-                sharing.add(consumer)
-                waiting.append(consumer)
+        waiting += node.inputs if shares else ()
+        waiting += [after for after in flow.consumers[at] if after in passing or not _is_fresh(flow.nodes[after])]
     return False
 
 
@@ -333,6 +276,6 @@ def _is_fresh(node: Node) -> bool:
     module = node.module
     if module is None:
         return not node.writes and (node.kind == "add" or node.label in _FRESH_CALLS)
-    if isinstance(module, nn.Module) and type(module).__module__ == activation.__name__:
+    if type(module).__module__ == activation.__name__:
         return not _writes(node)
     return isinstance(module, (*WEIGHTED, AnyBatchNorm, *POOLING))

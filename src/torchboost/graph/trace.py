@@ -5,31 +5,24 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.modules import activation, dropout, pooling
 from torch.overrides import TorchFunctionMode
 
 from torchboost.core.arguments import check_shapes
-from torchboost.core.containers import tensors_in
+from torchboost.core.containers import tensors_in, with_tensors
 from torchboost.core.covering import own_forward
 from torchboost.core.torch_private import AnyBatchNorm, AnyConv, module_hooks
-from torchboost.graph.copies import (
-    ReachesOriginal,
-    copies_of,
-    full_precision,
-    parameter_bytes,
-    undisturbed,
-)
-from torchboost.graph.flow import Dataflow, FlowBuilder, registered
+from torchboost.graph.copies import ReachesOriginal, copies_of, full_precision, parameter_bytes, undisturbed
+from torchboost.graph.flow import Dataflow, Kind, Traced
 from torchboost.graph.normalized_linear import NormalizedLinear
-from torchboost.graph.ranks import rank_of
 
 __all__ = [
     "LAYERS",
@@ -39,29 +32,48 @@ __all__ = [
     "call",
     "evaluate",
     "function_name",
-    "is_leaf",
-    "record_graph",
     "record_run",
-    "record_symbols",
+    "registered",
     "runnable",
     "shared_traces",
     "trace",
-    "trace_all_paths",
+    "trace_paths",
     "trace_run",
-    "trace_symbolically",
 ]
 
 LAYERS = (AnyConv, nn.Linear, NormalizedLinear, AnyBatchNorm)
 METADATA = frozenset({"size", "dim", "ndimension", "numel", "stride", "_assert", "is_floating_point", "is_contiguous"})
 """Methods that yield sizes and the like instead of a tensor."""
-_ADDITIONS = frozenset({"add", "add_", "iadd", "__add__", "__iadd__", "__radd__"})
 _OPERATORS = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor")
 _WRITING = frozenset({*_OPERATORS, *(f"__{name}__" for name in _OPERATORS), "setitem", "__setitem__"})
 _VIEWS = frozenset({"T", "mT", "data", "real"})
-Forward = Callable[..., Any]
+_KEEPS_FLAT = (
+    *(getattr(kind, name) for kind in (activation, dropout, pooling) for name in kind.__all__),
+    *(nn.Identity, nn.Linear, nn.BatchNorm1d, nn.LayerNorm),
+)
+_KEEPS_FLAT_CALLS = frozenset(
+    {"add", "sub", "mul", "truediv", "contiguous", "clone", "float", "dropout", "softmax", "sigmoid", "tanh", "relu"}
+    | {"relu_", "relu6", "gelu", "silu", "mish", "hardswish", "leaky_relu", "elu", "selu"}
+)
+_SIDES = {1: (256, 1024), 2: (64, 32, 224, 28), 3: (16, 32)}
+_PATHS, _DECISIONS = 16, 12
+_TOO_LARGE = 2**30
+"""A model with more bytes of parameters is not copied with their values, but for a pass on a given input."""
+_T = TypeVar("_T")
 
 
-def is_leaf(module: nn.Module) -> bool:
+def registered(model: nn.Module) -> Dataflow:
+    """Return the layers in the order of registration, each after the one before, as if they ran like that."""
+    flow = Dataflow("structure")
+    last = flow.add("input", "input")
+    for module in model.modules():
+        if _is_leaf(module):
+            last = flow.add("module", type(module).__name__, [last], module=module)
+    flow.add("output", "output", [last])
+    return flow
+
+
+def _is_leaf(module: nn.Module) -> bool:
     """Whether a module becomes one node; all others are traced inside."""
     if isinstance(module, LAYERS):
         return True
@@ -81,53 +93,20 @@ class Arguments:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
+    @classmethod
+    def of(cls, sample: Any) -> Arguments:
+        """Read a tensor, a tuple of positional or a dict of keyword arguments, or both."""
+        if isinstance(sample, Arguments):
+            return sample
+        if isinstance(sample, Mapping):
+            return cls((), dict(sample))
+        return cls(tuple(sample) if isinstance(sample, (tuple, list)) else (sample,), {})
+
 
 def call(model: nn.Module, sample: Any) -> Any:
-    """Call a model on a sample: a tensor, a tuple of positional or a dict of keyword arguments, or both."""
-    args, kwargs = _arguments(sample)
-    return model(*args, **kwargs)
-
-
-def record_symbols(
-    copied: nn.Module, model: nn.Module, sample: Any = None, *, decide: Callable[[], bool] | None = None
-) -> Dataflow:
-    """Return the data flow of :func:`record_graph`; the nodes hold the modules of ``model``."""
-    return _flow(record_graph(copied, model, sample, decide=decide), model)
-
-
-def record_graph(
-    copied: nn.Module, model: nn.Module, sample: Any = None, *, decide: Callable[[], bool] | None = None
-) -> fx.Graph:
-    """Run the Python code of ``forward`` on stand-ins for its tensors; nothing is computed.
-
-    The graph holds for all tensors, unless ``decide`` was called; without ``decide``, a decision by a value or a shape
-    raises. Limit: a stand-in is not an instance of ``Tensor``. Only the copy is changed, and torch is not patched, so
-    other threads may run other models.
-
-    Args:
-        copied: A copy that cannot be used afterwards, because every forward in it is replaced.
-        model: The original, whose names the nodes have.
-        sample: Determines which arguments are given. Without it, arguments with a default are omitted.
-        decide: Returns the outcome of the next decision by a value or a shape.
-
-    Returns:
-        The graph. ``node.meta["running"]`` has the modules of ``model`` whose forward was running, outermost first.
-
-    Raises:
-        Exception: Of any class, if the forward cannot be recorded.
-    """
-    recorder = _Symbols(copied, decide)
-    _cover_calls(copied, model, recorder)
-    args, kwargs = recorder.arguments(sample)
-    recorder.close(copied(*args, **kwargs))
-    return recorder.graph
-
-
-def record_run(copied: nn.Module, model: nn.Module, sample: Any) -> Dataflow:
-    """Run ``forward`` on a sample and record its tensors; ``copied`` and ``model`` as in :func:`record_symbols`."""
-    recorder = _Run()
-    _cover_calls(copied, model, recorder)
-    return recorder.run(copied, sample)
+    """Call a model on a sample, see :meth:`Arguments.of`."""
+    arguments = Arguments.of(sample)
+    return model(*arguments.args, **arguments.kwargs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,20 +115,39 @@ class _Place:
 
     name: str
     module: nn.Module
-    copied: nn.Module
-    forward: Forward
-    kind: str
+    forward: Callable[..., Any]
+    kind: Literal["leaf", "opaque", "look inside"]
     hooked_before: bool
     hooked_behind: bool
 
 
 class _Recorder:
-    """Common part of both recorders: the modules that are running, and the marks of hooks."""
+    """Common part of both recorders: makes every module of a copy report its calls.
 
-    def __init__(self) -> None:
+    Hooks do not run; they become an operation of unknown effect. Only the copy is changed, and torch is not patched, so
+    other threads may run other models. The copy cannot be used afterwards.
+    """
+
+    def __init__(self, copied: nn.Module, model: nn.Module, traced: Traced) -> None:
+        self.flow = Dataflow(traced)
         self.running: list[nn.Module] = []
+        originals = dict(model.named_modules())
+        for name, module in copied.named_modules():
+            replaced = own_forward(module)
+            kind = "look inside"
+            if replaced is not None and getattr(replaced, "__self__", None) is not module:
+                if module is copied:
+                    raise ReachesOriginal("the forward was replaced on the instance and may call anything.")
+                kind = "opaque"  # it may call the model that was copied
+            elif _is_leaf(module):
+                kind = "leaf" if replaced is None else "opaque"
+            hooks = module_hooks(module)
+            place = _Place(name, originals[name], module.forward, kind, bool(hooks[0]), bool(hooks[1]))
+            for registry in hooks:
+                registry.clear()
+            vars(module)["forward"] = functools.partial(self._enter, place)
 
-    def enter(self, place: _Place, *args: Any, **kwargs: Any) -> Any:
+    def _enter(self, place: _Place, *args: Any, **kwargs: Any) -> Any:
         if place.hooked_before:
             args, kwargs = _marked(args), _marked(kwargs)
         if place.kind == "look inside":
@@ -166,44 +164,13 @@ class _Recorder:
         raise NotImplementedError
 
 
-def _cover_calls(copied: nn.Module, model: nn.Module, recorder: _Recorder) -> None:
-    """Make every module of the copy report its calls. Hooks do not run; they become an operation of unknown effect."""
-    originals = dict(model.named_modules())
-    for name, module in copied.named_modules():
-        own = own_forward(module)
-        if own is not None and not (isinstance(own, types.MethodType) and own.__self__ is module):
-            if module is copied:
-                raise ReachesOriginal("the forward was replaced on the instance and may call anything.")
-            kind = "opaque"  # it may call the model that was copied
-        elif is_leaf(module):
-            kind = "leaf" if own is None else "opaque"
-        else:
-            kind = "look inside"
-        hooks = module_hooks(module)
-        before, behind = bool(hooks[0]), bool(hooks[1])
-        for registry in hooks:
-            registry.clear()
-        place = _Place(name, originals[name], module, module.forward, kind, before, behind)
-        vars(module)["forward"] = functools.partial(recorder.enter, place)
-
-
 def _marked(value: Any) -> Any:
     """Add an operation after every tensor of nested containers."""
     if isinstance(value, (Tensor, fx.Proxy)):
         return value.clone()
     if type(value) is dict:
         return {key: _marked(entry) for key, entry in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_marked, value))
-    return value
-
-
-def _arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(sample, Arguments):
-        return sample.args, sample.kwargs
-    if isinstance(sample, Mapping):
-        return (), dict(sample)
-    return (tuple(sample), {}) if isinstance(sample, (tuple, list)) else ((sample,), {})
+    return type(value)(map(_marked, value)) if type(value) in (list, tuple) else value
 
 
 class StandIn(fx.Proxy):
@@ -222,49 +189,83 @@ for _name in _OPERATORS:
 
 
 class _Symbols(_Recorder, fx.Tracer):
-    """Record operations on stand-ins. ``fx.Tracer.trace`` is not used: it patches ``nn.Module`` for all threads."""
+    """Run the Python code of ``forward`` on stand-ins for its tensors; nothing is computed.
 
-    def __init__(self, copied: nn.Module, decide: Callable[[], bool] | None) -> None:
-        _Recorder.__init__(self)
+    The flow holds for all tensors, unless ``decide`` was called. Limit: a stand-in is not an instance of ``Tensor``.
+    ``fx.Tracer.trace`` is not used: it patches ``nn.Module`` for all threads.
+
+    Args:
+        copied: A copy of the model.
+        model: The original, whose names and modules the nodes have.
+        decide: Returns the outcome of the next decision by a value or a shape.
+    """
+
+    def __init__(self, copied: nn.Module, model: nn.Module, decide: Callable[[], bool]) -> None:
         fx.Tracer.__init__(self)
-        self._decide = decide
+        _Recorder.__init__(self, copied, model, "fx")
+        self._decide, self._model = decide, model
         self.root = copied
         self.graph = fx.Graph(tracer_cls=type(self))
         self.tensor_attrs = {}
+        self._numbers: dict[fx.Node, int] = {}
+        self._flat: set[fx.Node] = set()
 
-    def arguments(self, sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def run(self, sample: Any) -> Dataflow:
+        """Record ``forward``. The sample says which arguments are given: without it, those without a default."""
         if sample is not None:
-            args, kwargs = _arguments(sample)
-            return self._symbols(args), self._symbols(kwargs)
-        arguments = list(inspect.signature(type(self.root).forward).parameters.values())[1:]
-        needed = [a for a in arguments if a.default is a.empty and a.kind not in (a.VAR_KEYWORD, a.VAR_POSITIONAL)]
-        symbols = [(argument, self._symbol(argument.name)) for argument in needed]
-        args = tuple(symbol for argument, symbol in symbols if argument.kind is not argument.KEYWORD_ONLY)
-        return args, {argument.name: symbol for argument, symbol in symbols if argument.kind is argument.KEYWORD_ONLY}
-
-    def _symbol(self, name: str) -> Any:
-        return self.create_proxy("placeholder", name, (), {})
+            arguments = Arguments.of(sample)
+            args, kwargs = self._symbols(arguments.args), self._symbols(arguments.kwargs)
+        else:
+            args, kwargs = (), {}
+            for argument in list(inspect.signature(type(self.root).forward).parameters.values())[1:]:
+                if argument.default is not argument.empty or argument.kind in (
+                    argument.VAR_KEYWORD,
+                    argument.VAR_POSITIONAL,
+                ):
+                    continue
+                symbol = self.create_proxy("placeholder", argument.name, (), {})
+                if argument.kind is argument.KEYWORD_ONLY:
+                    kwargs[argument.name] = symbol
+                else:
+                    args = (*args, symbol)
+        outputs = self.root(*args, **kwargs)
+        self.create_node("output", "output", (self.create_arg(outputs),), {})
+        return self.flow
 
     def _symbols(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return self._symbol("input")
+            return self.create_proxy("placeholder", "input", (), {})
         if isinstance(value, Mapping):
             return {key: self._symbols(entry) for key, entry in value.items()}
         return type(value)(map(self._symbols, value)) if type(value) in (list, tuple) else value
 
-    def close(self, outputs: Any) -> None:
-        self.create_node("output", "output", (self.create_arg(outputs),), {})
-
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(kind, *args, **kwargs)
-        node.meta["running"] = tuple(self.running)
+        name, sources = function_name(node.target), node.all_input_nodes
+        inputs = [self._numbers[source] for source in sources if source in self._numbers]
+        module = self._model.get_submodule(name) if kind == "call_module" else None
+        flat = _is_flat(node, module, bool(sources) and self._flat.issuperset(sources))
+        if flat:
+            self._flat.add(node)
+        if kind == "placeholder":
+            self._numbers[node] = self.flow.add("input", name)
+        elif kind == "output":
+            self.flow.add("output", name, inputs)
+        elif module is not None and inputs:
+            facts = {"module": module, "running": tuple(self.running), "flat": flat}
+            self._numbers[node] = self.flow.add("module", name, inputs, **facts)
+        elif inputs and name not in METADATA and not (name == "getattr" and node.args[1] not in _VIEWS):
+            writes = _writes(node.target, node.args, node.kwargs)
+            self._numbers[node] = self.flow.add("other", name, inputs, writes=writes)
+            if writes and isinstance(node.args[0], fx.Node):
+                self._numbers[node.args[0]] = self._numbers[node]  # later reads of the tensor get the new value
         return node
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return StandIn(node, self)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        return super().to_bool(obj) if self._decide is None else self._decide()
+        return self._decide()
 
     def take(self, place: _Place, args: Any, kwargs: Any) -> Any:
         if place.kind == "leaf":
@@ -276,33 +277,20 @@ def _opaque(*args: Any, **kwargs: Any) -> Any:
     """Represent a call in a graph that was not traced inside."""
 
 
-def _flow(graph: fx.Graph, model: nn.Module) -> Dataflow:
-    builder = FlowBuilder()
-    known: dict[fx.Node, int] = {}
-    ranks: dict[fx.Node, int | None] = {}
-    for node in graph.nodes:
-        inputs = [known[i] for i in node.all_input_nodes if i in known]
-        running = node.meta["running"]
-        module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
-        ranks[node] = rank = rank_of(node, module, ranks)
-        if node.op == "placeholder":
-            known[node] = builder.add("input", str(node.target))
-        elif module is not None and inputs:
-            known[node] = builder.add("module", str(node.target), inputs, module, running=running, rank=rank)
-        elif node.op == "output":
-            builder.add("output", "output", inputs)
-        elif inputs and not _is_metadata(node):
-            writes = _writes(node.target, node.args, node.kwargs)
-            known[node] = builder.operation(function_name(node.target), inputs, _ADDITIONS, writes=writes)
-            if writes and isinstance(node.args[0], fx.Node):
-                known[node.args[0]] = known[node]  # in place: later reads of the tensor get the new value
-    return builder.build("fx")
-
-
-def _is_metadata(node: fx.Node) -> bool:
-    """Whether a traced call yields sizes and the like instead of a tensor."""
-    name = function_name(node.target)
-    return name in METADATA or (name == "getattr" and node.args[1] not in _VIEWS)
+def _is_flat(node: fx.Node, module: nn.Module | None, before: bool) -> bool:
+    """Whether the output of a traced node has two dimensions for every input; ``before``: whether its inputs do."""
+    if isinstance(module, nn.Flatten):
+        return (module.start_dim, module.end_dim) == (1, -1)
+    if module is not None:
+        return before and type(module) in _KEEPS_FLAT and not isinstance(module, nn.MultiheadAttention)
+    name, args = function_name(node.target), node.args
+    if name == "flatten":
+        start = args[1] if len(args) > 1 else node.kwargs.get("start_dim")
+        return bool(start == 1) and len(args) < 3 and "end_dim" not in node.kwargs
+    if name in ("view", "reshape"):
+        sizes = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list)) else args[1:]
+        return len(sizes) == 2
+    return before and name in _KEEPS_FLAT_CALLS
 
 
 def _writes(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -321,71 +309,62 @@ def _writes(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool
 class _Run(_Recorder, TorchFunctionMode):
     """Map every tensor to the node that made it, by identity. Calls inside a leaf module belong to that module."""
 
-    def __init__(self) -> None:
-        _Recorder.__init__(self)
+    def __init__(self, copied: nn.Module, model: nn.Module) -> None:
         TorchFunctionMode.__init__(self)
-        self._builder = FlowBuilder()
+        _Recorder.__init__(self, copied, model, "run")
+        self._copied = copied
         self._maker: dict[int, int] = {}
         self._alive: list[Tensor] = []  # an id is only unique while its object lives
         self._inside = 0
 
-    def run(self, copied: nn.Module, sample: Any) -> Dataflow:
-        for tensor in tensors_in(sample):
-            self._book(self._builder.add("input", "input"), [tensor])
+    def run(self, sample: Any) -> Dataflow:
+        for tensor in tensors_in(Arguments.of(sample)):
+            self._book([tensor], "input", "input")
         with self:
-            outputs = call(copied, sample)
-        self._builder.add("output", "output", self._makers(outputs))
-        return self._builder.build("run")
+            outputs = call(self._copied, sample)
+        self.flow.add("output", "output", self._makers(outputs))
+        return self.flow
 
     def take(self, place: _Place, args: Any, kwargs: Any) -> Any:
         inputs = self._makers((args, kwargs))
-        with self._within():
-            outputs = place.forward(*args, **kwargs)
-        if inputs and not self._inside:
-            found = tensors_in(outputs)
-            leaf = place.kind == "leaf"
-            rank = found[0].ndim if found else None
-            running = tuple(self.running)
-            self._book(
-                self._builder.add("module", place.name, inputs, place.module, running=running, rank=rank)
-                if leaf
-                else self._builder.add("other", "forward", inputs),
-                found,
-            )
-        return outputs
-
-    @contextmanager
-    def _within(self) -> Any:
         self._inside += 1
         try:
-            yield
+            outputs = place.forward(*args, **kwargs)
         finally:
             self._inside -= 1
+        if inputs and not self._inside:
+            tensors = tensors_in(outputs)
+            if place.kind == "leaf":
+                flat = bool(tensors) and tensors[0].ndim == 2
+                facts = {"module": place.module, "running": tuple(self.running), "flat": flat}
+                self._book(tensors, "module", place.name, inputs, **facts)
+            else:
+                self._book(tensors, "other", "forward", inputs)
+        return outputs
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not self._inside:
             name = function_name(func)
-            changed = args[:1] if name == "__setitem__" else result
-            inputs, outputs = self._makers((args, kwargs)), tensors_in(changed)
+            inputs, outputs = self._makers((args, kwargs)), tensors_in(args[:1] if name == "__setitem__" else result)
             if inputs and outputs:
-                writes = _writes(func, args, kwargs or {})
-                self._book(self._builder.operation(name, inputs, _ADDITIONS, writes=writes), outputs)
+                self._book(outputs, "other", name, inputs, writes=_writes(func, args, kwargs or {}))
         return result
 
     def _makers(self, value: Any) -> list[int]:
-        found = [self._maker[id(tensor)] for tensor in tensors_in(value) if id(tensor) in self._maker]
-        return list(dict.fromkeys(found))
+        return [self._maker[id(tensor)] for tensor in tensors_in(value) if id(tensor) in self._maker]
 
-    def _book(self, node: int, tensors: list[Tensor]) -> None:
+    def _book(self, tensors: list[Tensor], kind: Kind, label: str, inputs: Iterable[int] = (), **facts: Any) -> None:
+        node = self.flow.add(kind, label, inputs, **facts)
         self._alive += tensors
         self._maker |= {id(tensor): node for tensor in tensors}
 
 
-_SIDES = {1: (256, 1024), 2: (64, 32, 224, 28), 3: (16, 32)}
-_PATHS, _DECISIONS = 16, 12
-_TOO_LARGE = 2**30
-"""A model with more bytes of parameters is not copied with their values, but for a pass on a given input."""
+def record_run(model: nn.Module, sample: Any) -> Dataflow:
+    """Run a copy of a model on a sample, and record what its tensors reach."""
+    with undisturbed(model) as copied:
+        return _Run(copied, model).run(sample)
+
 
 _Traces = dict[tuple[Any, ...], tuple[Dataflow, list[nn.Module]]]
 _TRACES: ContextVar[_Traces | None] = ContextVar("traces", default=None)
@@ -425,27 +404,76 @@ def trace(model: nn.Module, *, sample: Any = None) -> Dataflow:
     Raises:
         ValueError: ``sample`` was needed and the model does not run on it, or a lazy module has no shape yet.
     """
-    known = _TRACES.get()
-    if known is None or sample is not None:
+    traces = _TRACES.get()
+    if traces is None or sample is not None:
         return _traced(model, sample)
     named = list(model.named_modules(remove_duplicate=False))
     tree = tuple((name, id(module)) for name, module in named)
-    if tree not in known:
-        known[tree] = _traced(model, None), [module for _, module in named]
-    return known[tree][0]
+    if tree not in traces:
+        traces[tree] = _traced(model, None), [module for _, module in named]
+    return traces[tree][0]
 
 
 def _traced(model: nn.Module, sample: Any) -> Dataflow:
     check_shapes(model)
     with copies_of(model):
         for network in _networks(model):
-            flow = trace_symbolically(network, sample if network is model else None)
-            if flow is not None:
-                return flow
-        return trace_run(model, sample=sample) or registered(model, is_leaf)
+            flows = trace_paths(network, sample if network is model else None, most=1)
+            if flows is not None:
+                return flows[0]
+        return trace_run(model, sample) or registered(model)
 
 
-def trace_run(model: nn.Module, *, sample: Any = None) -> Dataflow | None:
+def trace_paths(model: nn.Module, sample: Any = None, *, most: int = _PATHS) -> list[Dataflow] | None:
+    """Return the data flow of every path that ``forward`` may take by values and shapes, for given arguments.
+
+    At every decision both outcomes are followed. Paths that end in an error of the forward (``ValueError``, a failed
+    assertion) do not count. Returns None if a path cannot be traced, or if there are more than ``most``.
+
+    Cost: one symbolic trace for each path, on copies without the values of the parameters if these do not decide.
+    """
+    for numbers in (False, True):
+        if numbers and parameter_bytes(model) > _TOO_LARGE:
+            break
+        try:
+            flows = list(_paths(model, sample, numbers, most))
+        except Exception:  # data-dependent Python has no common error class
+            continue
+        if flows:
+            return flows
+    return None
+
+
+def _paths(model: nn.Module, sample: Any, numbers: bool, most: int) -> Iterator[Dataflow]:
+    waiting: list[list[bool]] = [[]]
+    paths = 0
+    while waiting:
+        script = waiting.pop()
+        taken: list[bool] = []
+        paths += 1
+
+        def decide(script: list[bool] = script, taken: list[bool] = taken) -> bool:
+            if len(taken) == len(script):
+                if most == 1 or len(script) == _DECISIONS:
+                    raise RecursionError("too many decisions, as in a loop")
+                waiting.append([*script, False])
+                script.append(True)
+            taken.append(script[len(taken)])
+            return taken[-1]
+
+        if paths > most:
+            raise RecursionError("too many paths")
+        try:
+            with undisturbed(model, numbers=numbers) as copied:
+                flow = _Symbols(copied, model, decide).run(sample)
+        except Exception as error:
+            if type(error) not in (ValueError, AssertionError):
+                raise
+        else:
+            yield flow
+
+
+def trace_run(model: nn.Module, sample: Any = None) -> Dataflow | None:
     """Return the data flow of one pass on ``sample`` or a guessed input; None if the model does not run on a guess.
 
     None too if a copy of it computes with tensors of the model itself.
@@ -453,85 +481,40 @@ def trace_run(model: nn.Module, *, sample: Any = None) -> Dataflow | None:
     Raises:
         ValueError: The model does not run on ``sample``.
     """
-    for network, candidate in _candidates(model, sample):
-        try:
-            with copies_of(model), undisturbed(network) as copied:
-                return record_run(copied, network, candidate)
-        except ReachesOriginal:
-            continue
-        except Exception as error:
-            if sample is not None:
-                raise ValueError(f"the model does not run on the sample: {error}") from error
-    return None
+    try:
+        return _first(model, sample, record_run)
+    except ReachesOriginal:
+        return None
 
 
-def trace_symbolically(model: nn.Module, sample: Any = None) -> Dataflow | None:
-    """Return the data flow for all tensors, given the arguments of ``sample``; None if it may depend on the tensors."""
-    for numbers in (False, True):  # a forward may decide by the values of a parameter
-        if numbers and parameter_bytes(model) > _TOO_LARGE:
-            break
-        try:
-            with undisturbed(model, numbers=numbers) as copied:
-                return record_symbols(copied, model, sample)
-        except Exception:  # data-dependent Python has no common error class
-            continue
-    return None
+class Runnable(NamedTuple):
+    """A network, an input that it accepts, and what it returns."""
+
+    network: nn.Module
+    sample: Any
+    outputs: list[Tensor]
 
 
-def trace_all_paths(model: nn.Module, sample: Any = None) -> list[Dataflow] | None:
-    """Return the data flow of every path that ``forward`` may take by values and shapes, for given arguments.
-
-    At every decision both outcomes are followed. Paths that end in an error of the forward (``ValueError``, a failed
-    assertion) do not count. Returns None if a path cannot be traced, or if there are more than 16.
-
-    Cost: one symbolic trace for each path.
-    """
-    flows: list[Dataflow] = []
-    waiting: list[list[bool]] = [[]]
-    paths = 0
-    while waiting:
-        script = waiting.pop()
-        paths += 1
-        if paths > _PATHS:
-            return None
-        taken: list[bool] = []
-
-        def decide(script: list[bool] = script, taken: list[bool] = taken) -> bool:
-            if len(taken) == len(script):
-                if len(script) == _DECISIONS:
-                    raise RecursionError("too many decisions, as in a loop")
-                waiting.append([*script, False])
-                script.append(True)
-            taken.append(script[len(taken)])
-            return taken[-1]
-
-        try:
-            with undisturbed(model, numbers=parameter_bytes(model) <= _TOO_LARGE) as copied:
-                flows.append(record_symbols(copied, model, sample, decide=decide))
-        except Exception as error:
-            if type(error) not in (ValueError, AssertionError):
-                return None
-    return flows or None
-
-
-def runnable(model: nn.Module, sample: Any = None) -> tuple[nn.Module, Any] | None:
-    """Return a network and an input that it accepts: the model and ``sample``, or its core and a guessed input.
+def runnable(model: nn.Module, sample: Any = None) -> Runnable | None:
+    """Run the model on ``sample``, or its core on a guessed input; None if it does not run on a guess.
 
     Raises:
         ValueError: ``sample`` was given and the model does not run on it.
         ReachesOriginal: A copy computes with tensors of the model itself, so it cannot be run for what it would show.
     """
+    return _first(model, sample, lambda network, given: Runnable(network, given, evaluate(network, given)))
+
+
+def _first(model: nn.Module, sample: Any, run: Callable[[nn.Module, Any], _T]) -> _T | None:
     for network, candidate in _candidates(model, sample):
         try:
             with copies_of(model):
-                evaluate(network, candidate)
+                return run(network, candidate)
         except ReachesOriginal:
             raise
         except Exception as error:
             if sample is not None:
                 raise ValueError(f"the model does not run on the sample: {error}") from error
-        else:
-            return network, candidate
     return None
 
 
@@ -543,19 +526,11 @@ def evaluate(network: nn.Module, sample: Any) -> list[Tensor]:
     kinds = [p.dtype for p in network.parameters() if p.is_floating_point()]
     device = next((p.device.type for p in network.parameters()), "cpu")
     cast = kinds[0] if kinds and device != "meta" and torch.is_autocast_enabled(device) else None
-    inputs = _copied(sample, cast)
+    inputs = with_tensors(
+        Arguments.of(sample), lambda x: x.detach().to(cast if x.is_floating_point() else None, copy=True)
+    )
     with undisturbed(network) as copied, full_precision(network):
         return [tensor.detach().clone() for tensor in tensors_in(call(copied, inputs))]
-
-
-def _copied(value: Any, cast: torch.dtype | None) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().to(cast if value.is_floating_point() else None, copy=True)
-    if isinstance(value, Arguments):
-        return Arguments(_copied(value.args, cast), _copied(value.kwargs, cast))
-    if type(value) is dict:
-        return {key: _copied(entry, cast) for key, entry in value.items()}
-    return type(value)(_copied(entry, cast) for entry in value) if type(value) in (list, tuple) else value
 
 
 def _networks(model: nn.Module) -> Iterator[nn.Module]:
@@ -568,27 +543,21 @@ def _networks(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _candidates(model: nn.Module, sample: Any) -> Iterator[tuple[nn.Module, Any]]:
+    """Yield the model and its sample, or its networks with noise that fits the first layer: images, or rows."""
     if sample is not None:
         yield model, sample
         return
     if parameter_bytes(model) > _TOO_LARGE:
         return
     for network in _networks(model):
-        for guess in _guesses(network):
-            yield network, guess
-
-
-def _guesses(model: nn.Module) -> Iterator[Tensor]:
-    """Yield noise that fits the first layer: images of a few sizes, or rows for a linear layer."""
-    first = next((m for m in model.modules() if isinstance(m, (AnyConv, nn.Linear))), None)
-    weight = None if first is None else next(first.parameters(), None)
-    if first is None or weight is None:
-        return
-    if isinstance(first, nn.Linear):
-        shapes = [(2, first.in_features)]
-    else:
-        sides = len(first.kernel_size)
-        shapes = [(2, first.in_channels, *[side] * sides) for side in _SIDES[sides]]
-    for shape in shapes:
-        noise = torch.randn(shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
-        yield noise.to(weight.device, weight.dtype)
+        first = next((m for m in network.modules() if isinstance(m, (AnyConv, nn.Linear))), None)
+        weight = None if first is None else next(first.parameters(), None)
+        if first is None or weight is None:
+            return
+        shapes = [(2, first.in_features)] if isinstance(first, nn.Linear) else []
+        if isinstance(first, AnyConv):
+            sides = len(first.kernel_size)
+            shapes = [(2, first.in_channels, *[side] * sides) for side in _SIDES[sides]]
+        for shape in shapes:
+            noise = torch.randn(shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+            yield network, noise.to(weight.device, weight.dtype)

@@ -30,23 +30,31 @@ def unsafe_channels_last(model: nn.Module) -> str | None:
     for name, module in model.named_modules():
         if not isinstance(module, AnyConv) or not _is_on_cpu(module):
             continue
-        found = f"{name or 'the model'} is a convolution with a kernel of {module.kernel_size}, stride {module.stride}"
-        if _writes_past_its_buffer(module):
+        # Not module.weight: a parametrised weight is computed when it is read, and spectral_norm changes its buffers.
+        kernel, stride, dilation = module.kernel_size, module.stride, module.dilation
+        channels = module.out_channels if module.transposed else module.in_channels
+        narrowest = min(channels, module.in_channels) // module.groups
+        layer = f"{name or 'the model'} is a convolution with a kernel of {kernel}, stride {stride}"
+        if set(kernel) == {1} and max(stride) > 1 and narrowest < _BLOCK:
             return (
-                f"{found} and {_channels(module)} channels, whose gradient oneDNN computes wrongly in this format "
+                f"{layer} and {narrowest} channels, whose gradient oneDNN computes wrongly in this format "
                 "(oneDNN issue 6035)"
             )
-        if _is_wrong_if_narrow(module):
-            return (
-                f"{found} and dilation {module.dilation}, which oneDNN computes wrongly in this format on narrow images"
-            )
+        if kernel[-1] == 1:
+            wrong = stride[-1] > 1 and dilation[-1] > 1
+        else:
+            wrong = channels == 1 and stride[-1] > 1 and stride[-2:-1] == (1,)
+        if wrong:
+            return f"{layer} and dilation {dilation}, which oneDNN computes wrongly in this format on narrow images"
     return None
 
 
 def convolutions_unsafe_in_bfloat16(model: nn.Module) -> Iterator[AnyConv]:
     """Yield the convolutions on the CPU that oneDNN computes wrongly in bfloat16 for some inputs."""
     for module in model.modules():
-        if isinstance(module, AnyConv) and max(module.kernel_size) > 1 and _may_be_narrow(module):
+        if not isinstance(module, AnyConv) or max(module.kernel_size) == 1 or not _is_on_cpu(module):
+            continue
+        if any(conv_padding(module)) or _has_stride(module):
             yield module
 
 
@@ -77,30 +85,9 @@ def is_unsafe_in_bfloat16(module: AnyConv, inputs: Tensor) -> bool:
     return wider or (_has_stride(module) and few == 1)
 
 
-def _may_be_narrow(module: AnyConv) -> bool:
-    return _is_on_cpu(module) and (any(conv_padding(module)) or _has_stride(module))
-
-
 def _has_stride(module: AnyConv) -> bool:
     return module.stride[-1] > 1 and module.kernel_size[-1] > 1
 
 
-def _writes_past_its_buffer(module: AnyConv) -> bool:
-    # Not module.weight: a parametrised weight is computed when it is read, and spectral_norm changes its buffers then.
-    return set(module.kernel_size) == {1} and max(module.stride) > 1 and _channels(module) < _BLOCK
-
-
-def _is_wrong_if_narrow(module: AnyConv) -> bool:
-    if module.kernel_size[-1] == 1:
-        return module.stride[-1] > 1 and module.dilation[-1] > 1
-    channels = module.out_channels if module.transposed else module.in_channels
-    return channels == 1 and _has_stride(module) and module.stride[-2:-1] == (1,)
-
-
 def _is_on_cpu(module: nn.Module) -> bool:
     return all(parameter.device.type == "cpu" for parameter in module.parameters())
-
-
-def _channels(module: AnyConv) -> int:
-    channels = min(module.in_channels, module.out_channels) if module.transposed else module.in_channels
-    return channels // module.groups
