@@ -27,7 +27,6 @@ from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 from torch.nn.modules.batchnorm import _NormBase as AnyNorm
 from torch.nn.modules.conv import _ConvNd as AnyConv
 from torch.nn.modules.conv import _ConvTransposeNd as AnyTransposedConv
-from torch.nn.modules.dropout import _DropoutNd as AnyDropout
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import _get_capturable_supported_devices as capturable_devices
@@ -37,7 +36,7 @@ from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices as fused_devices
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode as dispatch_mode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointFunction
 from typing_extensions import Self
 
@@ -47,12 +46,10 @@ __all__ = [
     "POOLING",
     "AnyBatchNorm",
     "AnyConv",
-    "AnyDropout",
     "AnyNorm",
     "AnyTransposedConv",
     "DispatchMode",
     "Interceptor",
-    "TreeSpec",
     "active_ddp",
     "all_reduce_hooks",
     "beneath_compiled",
