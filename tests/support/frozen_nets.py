@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.support.models import batch_for, cnn, mlp
-from torchboost.algorithms.grad_freeze.activation_cache import ActivationCache
+from torchboost.algorithms.grad_freeze.cache import ActivationCache, FastPrefix
 from torchboost.algorithms.grad_freeze.freezer import Freezing, prefixes_of
-from torchboost.algorithms.grad_freeze.prefix import FastPrefix
 from torchboost.algorithms.grad_freeze.schedule import Repeated
 from torchboost.graph.blocks import blocks_of
 from torchboost.workloads.models import GPT, VGG, BasicBlock, Bottleneck, ResNet

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
-from torch.nn.modules import batchnorm, conv, dropout, padding, pooling
+from torch.nn.modules import batchnorm, conv, padding, pooling
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -48,7 +48,6 @@ AnyBatchNorm = batchnorm._BatchNorm
 AnyNorm = batchnorm._NormBase
 AnyConv = conv._ConvNd
 AnyTransposedConv = conv._ConvTransposeNd
-AnyDropout = dropout._DropoutNd
 POOLING = (pooling._MaxPoolNd, pooling._AvgPoolNd, pooling._AdaptiveAvgPoolNd, pooling._AdaptiveMaxPoolNd)
 PADDING = (padding._ConstantPadNd, padding._ReflectionPadNd, padding._ReplicationPadNd)
 MAKES_REPLICAS = "_replicate_for_data_parallel"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from typing import Any
 
 import pytest
@@ -11,11 +12,77 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.support.frozen_nets import Net, named, with_rows
-from torchboost.algorithms.grad_freeze.prefix import FastPrefix
+from torchboost import IncompatibleError
+from torchboost.algorithms.grad_freeze.cache import FastPrefix
+
+# Forwards that cannot be traced
 
 
-def border_of(fast: FastPrefix) -> set[str]:
-    return set() if fast._halves is None else set(fast._halves.cut.border)
+def branches(n: Net, x: Tensor) -> Tensor:
+    return x if x.sum() > 0 else -x
+
+
+def drops_layers(n: Net, x: Tensor) -> Tensor:
+    return n.a(x) if torch.rand(()) < 0.5 else x
+
+
+def drops_layers_in_python(n: Net, x: Tensor) -> Tensor:
+    return n.a(x) if random.random() < 0.5 else x
+
+
+def stops_gradients(n: Net, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return n.a(x)
+
+
+def lowers_precision(n: Net, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return n.a(x)
+
+
+def counts_in_place(n: Net, x: Tensor) -> Tensor:
+    n.shift += 1
+    return x
+
+
+def counts_in_python(n: Net, x: Tensor) -> Tensor:
+    n.calls = getattr(n, "calls", 0) + 1
+    return x * n.calls
+
+
+def sets_an_item(n: Net, x: Tensor) -> Tensor:
+    y = n.a(x)
+    y[:, 0] = 0
+    return y
+
+
+UNTRACED = [
+    (branches, "TraceError"),
+    (drops_layers, "random numbers"),
+    (drops_layers_in_python, "random numbers"),
+    (stops_gradients, "switches gradients or autocast"),
+    (lowers_precision, "switches gradients or autocast"),
+    (counts_in_place, r"sets attributes of its modules \(shift\)"),
+    (counts_in_python, r"sets attributes of its modules \(calls\)"),
+    (sets_an_item, "item assignment"),
+]
+
+
+def test_what_a_trace_would_get_wrong_is_refused_and_nothing_changes() -> None:
+    for run, reason in UNTRACED:
+        model = Net(run)
+        before, states = copy.deepcopy(model.state_dict()), (torch.get_rng_state(), random.getstate())
+        fast, names = with_rows(model), set(vars(model))
+        with pytest.raises(IncompatibleError, match=reason) as caught:
+            named(fast, torch.randn(3, 4, generator=torch.Generator()))
+        assert "freezing itself does not need it" in str(caught.value)
+        assert torch.equal(torch.get_rng_state(), states[0])
+        assert random.getstate() == states[1]
+        assert set(vars(model)) == names
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+# Where a forward is cut
 
 
 def plain(n: Net, x: Tensor) -> Tensor:
@@ -37,20 +104,6 @@ def border_written_after_it_is_read(n: Net, x: Tensor) -> Tensor:
     y = h + n.b(x)
     h.relu_()
     return y + n.a2(h)
-
-
-def written_before_anybody_trained_reads_it(n: Net, x: Tensor) -> Tensor:
-    h = n.a(x)
-    y = n.b(h.clone())
-    h.relu_()
-    return y + n.a2(h)
-
-
-def written_with_something_trained(n: Net, x: Tensor) -> Tensor:
-    h = n.a(x)
-    h.mul_(2)
-    h.add_(n.b(x))
-    return n.a2(h)
 
 
 def written_through_a_view(n: Net, x: Tensor) -> Tensor:
@@ -77,11 +130,6 @@ def two_handles_on_what_is_written(n: Net, x: Tensor) -> Tensor:
     g = n.relu(h)
     g.add_(n.b(x))
     return n.a2(h) * g
-
-
-def view_written(n: Net, x: Tensor) -> Tensor:
-    h = n.a(x).flatten(1)
-    return n.b(x) + n.relu(h).add_(n.b(x))
 
 
 def mask_of_its_size(n: Net, x: Tensor) -> Tensor:
@@ -131,27 +179,6 @@ def border_added_to(n: Net, x: Tensor) -> Tensor:
     return h + skip
 
 
-def frozen_value_added_to(n: Net, x: Tensor) -> Tensor:
-    skip = h = n.a(x)
-    h *= 2
-    h -= n.a2(x)
-    return n.b(torch.tanh(h)) + skip
-
-
-def view_of_the_border_added_to(n: Net, x: Tensor) -> Tensor:
-    h = n.a(x)
-    row = h[0]
-    row += n.b(x)[1]
-    return n.a2(h)
-
-
-def size_added_to(n: Net, x: Tensor) -> Tensor:
-    h = n.a(x)
-    rows = h.size(0)
-    rows *= 2
-    return n.b(h).view(rows, 2)
-
-
 def everything_frozen(n: Net, x: Tensor) -> Tensor:
     return n.a2(n.a(x))
 
@@ -166,17 +193,8 @@ def constants_and_containers(n: Net, x: Tensor) -> Any:
     return {"y": n.b(n.a(x)) + torch.tensor([1.0, 2.0, 3.0, 4.0]), "rest": (n.shift, None)}["y"]
 
 
-def input_changed(n: Net, x: Tensor) -> Tensor:
-    return n.b(n.a(x.view(-1, 4).add_(1)))
-
-
 def functional_dropout(n: Net, x: Tensor) -> Tensor:
     return n.b(F.dropout(n.a(x), 0.5, n.training))
-
-
-def stochastic_depth(n: Net, x: Tensor) -> Tensor:
-    h = n.a(x)
-    return n.b(h * h.new_empty(h.shape[0], 1).bernoulli_(0.5))
 
 
 def noise_for_both(n: Net, x: Tensor) -> Tensor:
@@ -188,22 +206,15 @@ def counts(n: Net, x: Tensor) -> Tensor:
     return n.b(n.a(x) + n.shift.add_(1))
 
 
-def dropout_in_the_trained_part(n: Net, x: Tensor) -> Tensor:
-    return n.b(n.drop(n.a(x)))
-
-
 FORWARDS = [
     (plain, {"relu_1"}),
     (residual_in_place, {"relu_1"}),
     (border_written_after_it_is_read, {"a"}),
-    (written_before_anybody_trained_reads_it, {"clone", "a2"}),
-    (written_by_the_frozen_part, {"clone"}),
-    (two_handles_on_what_is_written, {"a"}),
-    (view_written, {"relu"}),
+    (written_by_the_frozen_part, {"a"}),
+    (two_handles_on_what_is_written, set()),
     (mask_of_its_size, {"a"}),
-    (written_with_something_trained, {"a"}),
-    (written_through_a_view, {"a"}),
-    (input_written, {"a"}),
+    (written_through_a_view, set()),
+    (input_written, set()),
     (functional_in_place, {"add_1"}),
     (sizes_of_the_border, {"a"}),
     (sizes_of_something_inside, {"a", "a2"}),
@@ -211,59 +222,54 @@ FORWARDS = [
     (input_used_late, {"a"}),
     (out_of, {"add_1"}),
     (border_added_to, {"a", "tanh"}),
-    (frozen_value_added_to, {"a", "tanh"}),
-    (view_of_the_border_added_to, {"a"}),
-    (size_added_to, {"a"}),
     (everything_frozen, {"a2"}),
-    (buffer_written, {"a"}),
+    (buffer_written, {"add"}),
     (constants_and_containers, {"a"}),
-    (input_changed, set()),
     (functional_dropout, {"a"}),
-    (stochastic_depth, {"a"}),
-    (noise_for_both, {"a"}),
+    (noise_for_both, set()),
     (counts, {"a"}),
-    (dropout_in_the_trained_part, {"a"}),
 ]
 
 
-@pytest.mark.parametrize(("forward", "border"), FORWARDS, ids=lambda value: getattr(value, "__name__", ""))
-def test_the_halves_compute_what_the_forward_does(forward: Any, border: set[str]) -> None:
+def border_of(fast: FastPrefix) -> set[str]:
+    return set() if fast._halves is None else set(fast._halves.names)
+
+
+def test_the_halves_compute_what_the_forward_does() -> None:
     """In whatever order it writes, draws or counts; three times, of which the last two are from rows if they can be."""
-    model, x = Net(forward), torch.randn(3, 4)
-    twin = copy.deepcopy(model)
-    fast = with_rows(model)
-    for number in range(3):
-        seen = []
-        for net in (model, twin):
-            torch.manual_seed(number)
-            outputs = named(fast, x.clone()) if net is model else net(x.clone())
-            if outputs.requires_grad:
-                outputs.sum().backward()
-            seen.append((outputs, net.shift, *(p.grad for p in net.parameters()), torch.get_rng_state()))
-        for ours, theirs in zip(*seen, strict=True):
-            assert ours is theirs or torch.equal(ours, theirs)
-    assert border_of(fast) == border
+    for forward, border in FORWARDS:
+        model, x = Net(forward), torch.randn(3, 4)
+        twin = copy.deepcopy(model)
+        fast = with_rows(model)
+        for number in range(3):
+            seen = []
+            for net in (model, twin):
+                torch.manual_seed(number)
+                outputs = named(fast, x.clone()) if net is model else net(x.clone())
+                if outputs.requires_grad:
+                    outputs.sum().backward()
+                seen.append((outputs, net.shift, *(p.grad for p in net.parameters()), torch.get_rng_state()))
+            for ours, theirs in zip(*seen, strict=True):
+                assert ours is theirs or torch.equal(ours, theirs), forward
+        assert border_of(fast) == border, forward
 
 
-@pytest.mark.parametrize(
-    ("module", "stops"),
-    [
-        (nn.BatchNorm1d(4), True),
-        (nn.BatchNorm1d(4).eval(), False),
-        (nn.BatchNorm1d(4, track_running_stats=False).eval(), True),
-        (nn.LayerNorm(4), False),
-        (nn.Identity(), False),
-        (nn.AlphaDropout(0.1), True),
-        (nn.Dropout(0.0), False),
-        (nn.Dropout(0.5).eval(), False),
-    ],
-)
-def test_norms_and_dropout_stop_the_prefix_where_they_look_at_the_batch_or_draw(module: nn.Module, stops: bool) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), module, nn.Linear(4, 4)).requires_grad_(False)
-    model[0].train()
-    fast = with_rows(model)
-    named(fast, torch.randn(3, 4))
-    assert border_of(fast) == ({"_0"} if stops else {"_2"})
+def test_norms_and_dropout_stop_the_prefix_where_they_look_at_the_batch_or_draw() -> None:
+    for module, border in (
+        (nn.BatchNorm1d(4), {"_0"}),
+        (nn.BatchNorm1d(4).eval(), {"_2"}),
+        (nn.BatchNorm1d(4, track_running_stats=False).eval(), set()),
+        (nn.LayerNorm(4), {"_2"}),
+        (nn.Identity(), {"_2"}),
+        (nn.AlphaDropout(0.1), {"_0"}),
+        (nn.Dropout(0.0), {"_2"}),
+        (nn.Dropout(0.5).eval(), {"_2"}),
+    ):
+        model = nn.Sequential(nn.Linear(4, 4), module, nn.Linear(4, 4)).requires_grad_(False)
+        model[0].train()
+        fast = with_rows(model)
+        named(fast, torch.randn(3, 4))
+        assert border_of(fast) == border, module
 
 
 class Adds(nn.Module):
@@ -298,34 +304,33 @@ def test_a_weight_shared_with_the_trained_part_is_trained() -> None:
     model[2].weight = model[0].weight.requires_grad_()
     fast = with_rows(model)
     named(fast, torch.randn(3, 4))
-    assert "no frozen part comes first" in str(fast)
+    assert "no frozen part comes first" in str(fast.report())
 
 
-@pytest.mark.parametrize(
-    ("run", "reason"),
-    [
-        (lambda n, x: n.b(n.a(x) - n.a(x).mean(0)), "depends on what else is in the batch"),
-        (lambda n, x: n.b(n.a(x).sum(0)), "is not one row for each of 6 samples"),
-        (lambda n, x: n.b(n.a(x)[:3]), "is not one row for each of 6 samples"),
-        (lambda n, x: n.b(n.a(x).view(6, 4) + 1), "does not run on part of a batch"),
-    ],
-)
-def test_rows_that_are_no_samples_are_noticed_quietly(run: Any, reason: str, capfd: pytest.CaptureFixture[str]) -> None:
-    model, x = Net(run), torch.randn(6, 4)
-    expected = model(x)
-    fast = with_rows(model)
-    for _ in range(2):
-        assert torch.equal(named(fast, x), expected)
-    assert "nothing is cached: " in str(fast)
-    assert reason in str(fast)
-    assert fast.report().rows == 0
+NO_ROWS = [
+    (lambda n, x: n.b(n.a(x) - n.a(x).mean(0)), "depends on what else is in the batch"),
+    (lambda n, x: n.b(n.a(x).sum(0)), "is not one row for each of 6 samples"),
+    (lambda n, x: n.b(n.a(x)[:3]), "is not one row for each of 6 samples"),
+    (lambda n, x: n.b(n.a(x).view(6, 4) + 1), "does not run on part of a batch"),
+    (two_handles_on_what_is_written, "'a' at its border and 'relu' at its border share memory"),
+]
+
+
+def test_rows_that_are_no_samples_are_noticed_quietly(capfd: pytest.CaptureFixture[str]) -> None:
+    for run, reason in NO_ROWS:
+        model, x = Net(run), torch.randn(6, 4)
+        expected = model(x)
+        fast = with_rows(model)
+        for _ in range(2):
+            assert torch.equal(named(fast, x), expected)
+        note = str(fast.report())
+        assert "nothing is cached: " in note
+        assert reason in note
+        assert fast.report().rows == 0
     assert capfd.readouterr().err == ""  # torch.fx prints a traceback where a GraphModule is called
-
-
-def test_a_batch_of_one_and_inputs_that_are_no_batch() -> None:
     fast = with_rows(Net(lambda n, x: n.b(n.a(x) - n.a(x).sum(0))))
     named(fast, torch.randn(1, 4))
-    assert "depends on what else" in str(fast)
+    assert "depends on what else" in fast.report().note
     fast = with_rows(Net(lambda n, x, mask=1: n.b(n.a(x) * mask)))
     named(fast, torch.randn(6, 4), torch.ones(4))
-    assert "input 1, of shape (4,)" in str(fast)
+    assert "input 1, of shape (4,)" in fast.report().note

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchboost.algorithms.grad_freeze import schedule as freeze_schedule
-from torchboost.algorithms.grad_freeze.activation_cache import ActivationCache
+from torchboost.algorithms.grad_freeze.cache import ActivationCache, FastPrefix, check_cacheable
 from torchboost.algorithms.grad_freeze.freezer import (
     Freezing,
     Norms,
@@ -21,7 +21,6 @@ from torchboost.algorithms.grad_freeze.freezer import (
     compiled_prefixes,
     prefixes_of,
 )
-from torchboost.algorithms.grad_freeze.prefix import FastPrefix, check_cacheable
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.errors import NoEffectWarning
 from torchboost.graph.blocks import Block, blocks_of, group_starts
@@ -64,7 +63,7 @@ class GradFreeze(Algorithm):
         cache_mebibytes: Budget for caching the output of the frozen part per sample, which is then computed once; 0
             disables the cache. The loop names its samples: ``with attached["grad_freeze"].fast.samples(ids): ...``. The
             cache is correct only if a sample is the same tensor in every epoch. It needs ``norms="eval"`` and a model
-            that is not compiled; see :class:`torchboost.algorithms.grad_freeze.prefix.FastPrefix`.
+            that is not compiled; see :class:`torchboost.algorithms.grad_freeze.cache.FastPrefix`.
         cache_path: Folder for memory-mapped cache files; None keeps the cache in memory.
         agree_within: Seconds that the ranks of one model wait for each other before a pass; if a rank does not arrive,
             all others raise :class:`torchboost.errors.RankDisagreementError`. Increase it if one rank evaluates or

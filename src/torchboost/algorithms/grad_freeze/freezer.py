@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from torchboost.algorithms.grad_freeze.prefix import FastPrefix
+from torchboost.algorithms.grad_freeze.cache import FastPrefix
 from torchboost.algorithms.grad_freeze.reach import GradientChecks, Reach
 from torchboost.algorithms.grad_freeze.replicas import Replicas, check_reducer, several_ranks
 from torchboost.core.algorithm import Attachment, Removable
