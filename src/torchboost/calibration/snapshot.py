@@ -161,7 +161,6 @@ class Snapshot:
         model: The model.
         others: Objects that are followed like attributes of the model, such as the inputs of a call.
         tensors: Parameters from outside the model that the optimizer holds.
-        elsewhere: Keep the copies of parameters on the CPU, because their device has too little memory.
 
     Attributes:
         has_history: Whether a graph of an earlier pass hangs at something that was reached, so that it must not be
@@ -171,16 +170,14 @@ class Snapshot:
     Cost: memory for one copy of parameters and buffers.
     """
 
-    def __init__(
-        self, model: nn.Module, others: Any = (), tensors: Iterable[Tensor] = (), *, elsewhere: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, others: Any = (), tensors: Iterable[Tensor] = ()) -> None:
         self.has_history = self.has_iterator = False
         self._tensors: dict[int, _Tensor] = {}
         self._held: list[_Held] = []
         self._generators: list[_Held] = []
         self._moving: list[_Tensor | _Held] | None = None
         self._seen: dict[int, Any] = {}
-        self._copied_bytes, self._elsewhere = 0, elsewhere
+        self._copied_bytes = 0
         self._own = {id(t) for t in [*model.parameters(), *model.buffers()]}
         for tensor in tensors:
             self._own.add(id(tensor))
@@ -233,7 +230,7 @@ class Snapshot:
         written = set(map(id, self._moving or ()))
         try:
             for one, numbers in copied:
-                if one.requires_grad or id(one) in written or numbers.device != one.memory.device:
+                if one.requires_grad or id(one) in written:
                     change(one.memory)
                 else:
                     change(numbers)
@@ -361,10 +358,7 @@ class Snapshot:
         own = id(tensor) in self._own
         copied = (own or self._copied_bytes + size <= _MOST_BYTES) and not _overlaps(tensor)
         self._copied_bytes += 0 if own or not copied else size
-        kept = _Tensor.of(tensor, copied=copied)
-        if self._elsewhere and kept.numbers is not None:
-            kept.numbers = kept.numbers.cpu()
-        self._tensors[id(tensor)] = kept
+        self._tensors[id(tensor)] = _Tensor.of(tensor, copied=copied)
 
 
 def _write_dict(owner: dict[Any, Any], entries: dict[Any, Any]) -> None:
@@ -466,7 +460,6 @@ def _overlaps(tensor: Tensor) -> bool:
 
 
 def _equal(left: Tensor, right: Tensor) -> bool:
-    right = right.to(left.device)
     return torch.equal(left, right) or bool(((left == right) | ((left != left) & (right != right))).all())
 
 
