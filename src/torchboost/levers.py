@@ -82,7 +82,9 @@ class Levers:
         self._gate: Gate | None = None
         pair, levers = (target.model, *target.optimizers), frozenset(lever.name for lever in plan.levers)
         self.asked = plan.fit(*pair, but=levers)
-        self._calibration = Calibration.of(self.asked, calibrate, wrapper, verify=verify, forward=forward)
+        given: dict[str, Any] = {"calibrate": calibrate, "wrapper": wrapper, "verify": verify, "forward": forward}
+        self._calibrated = functools.partial(Calibration.of, **given)
+        self._calibration = self._calibrated(self.asked)
         obstacle = None if self._calibration is None else self._calibration.obstacle(target.model)
         fixed = {} if self._calibration is None else self._calibration.fixed
         waits = levers - fixed.keys() if self._measures and obstacle is None else frozenset[str]()
@@ -111,7 +113,7 @@ class Levers:
         self.asked = self.asked.fit(target.model, *target.optimizers, but=others)
         for name in before - {lever.name for lever in self.asked.levers}:
             self._decisions.pop(name, None)
-            self._forget(name)
+        self._refresh()
 
     @property
     def plan(self) -> Plan:
@@ -327,16 +329,16 @@ class Levers:
             return
         self.withdrawn[name] = reason
         self.attached.detach(name)
-        self._forget(name)
+        self._refresh()
 
-    def _forget(self, name: str) -> None:
-        """Decide nothing about one lever. If none is left, stop waiting."""
+    def _refresh(self) -> None:
+        """Decide nothing about levers that are gone. If none is left, stop waiting."""
         if self._calibration is not None:
-            self._calibration = self._calibration.without(name)
-            if not (self._calibration.levers or self._calibration.asked):
-                self._stop()
-                self._calibration = None
-                self.state = "decided" if self.state == "waiting" else self.state
+            self._calibration = self._calibrated(self.asked.without(self.withdrawn))
+        if self._calibration is None:
+            self._stop()
+        if self.state == "waiting" and not self._measures:
+            self.state = "decided"
 
     def _stop(self) -> None:
         self.due = False

@@ -26,7 +26,7 @@ def checked(levers: list[Algorithm], model: nn.Module | None = None, optimizer: 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3) if optimizer is None else optimizer
     with on_real_inputs(Target(model, optimizer), ((torch.randn(4, 3, 8, 8),), {})) as passes:
         verdicts = verified(levers, passes, [optimizer])
-        assert passes.snapshot.restore() is None
+        assert not passes.snapshot.restore()
     return {verdict.lever: verdict.reason for verdict in verdicts if verdict.kept != verdict.reason.startswith("left")}
 
 

@@ -52,7 +52,7 @@ def test_planted_kernels_are_found(kind):
         before, target = portrait(model), Target(model, torch.optim.SGD(model.parameters()))
         with on_real_inputs(target, ((x,), {})) as passes:
             found = Certificate(passes).check([lever])
-            assert passes.snapshot.restore() is None
+            assert not passes.snapshot.restore()
         assert found.reason, (lever, found)
         assert changes(before, portrait(model)) == {}
 
@@ -67,7 +67,7 @@ def alarms(name: str, seed: int) -> dict[str, str]:
     levers = [lever for lever in levers if lever.idle(model, optimizer) is None]
     with on_real_inputs(Target(model, optimizer), (batch.args, batch.kwargs)) as passes:
         verdicts = verified(levers, passes, [optimizer])
-        assert passes.snapshot.restore() is None
+        assert not passes.snapshot.restore()
     gone = {verdict.lever: verdict.reason for verdict in verdicts if not verdict.kept}
     return {name: text for name, text in gone.items() if "it raised" not in text}  # that is no comparison
 

@@ -174,14 +174,6 @@ class Calibration:
             prior=(self.prior - formats) | (formats & frozenset(on)),
         )
 
-    def without(self, name: str) -> Calibration:
-        """Return the same without one lever."""
-        return replace(
-            self,
-            levers=tuple(lever for lever in self.levers if lever.name != name),
-            asked=tuple(lever for lever in self.asked if lever.name != name),
-        )
-
     @property
     def settings(self) -> list[float]:
         """What all ranks must have in common, as numbers of which the largest one counts."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from torchboost.calibration.snapshot import Snapshot, Streams, plain, streams_kept
+from torchboost.calibration.snapshot import Damage, Snapshot, Streams, plain, streams_kept
 from torchboost.calibration.watch import Call
 from torchboost.core.algorithm import Target
 from torchboost.core.containers import tensors_in, with_tensors
@@ -288,7 +288,7 @@ def on_real_inputs(
                     "must repeat another one, use boost(..., calibrate=False, verify=False).",
                     passes.unequal,
                 )
-            if snapshot.restore() == "":
+            if snapshot.restore() is Damage.LASTING:
                 _LOG.warning(
                     "A pass of the trial changed a large array or tensor that the model holds as an attribute, and it "
                     "was not restored. Register it as a buffer, or use boost(..., calibrate=False, verify=False)."
