@@ -22,7 +22,6 @@ from zoo_networks import Network
 from zoo_verdict import AGAIN, STOCK
 
 from torchboost.bench.bench import ENOUGH_ROUNDS
-from torchboost.calibration.calibration import describe
 from torchboost.front import Boosted
 from torchboost.measure.machine import PeakMemory
 from torchboost.measure.statistics import bootstrap_median, total_ratio
@@ -158,7 +157,7 @@ def said(boosted: Boosted | None) -> Row:
         "explain": boosted.explain(),
         "choice": None if choice is None else choice.model_dump(mode="json"),
         "checks": dict(boosted.checks),
-        "said": "" if choice is None else describe(choice),
+        "said": "" if choice is None else choice.describe(),
     }
 
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torchboost.algorithms.channels_last import ChannelsLast
-from torchboost.calibration.next_call import Gate
-from torchboost.calibration.passes import Call
+from torchboost.calibration.watch import Call, Gate
 from torchboost.core.torch_private import is_tracing
 from torchboost.core.wrapping import unwrap
 from torchboost.errors import IncompatibleError, NoEffectWarning

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, Literal
@@ -13,25 +13,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from torchboost.calibration.cache import ChoiceCache, key_of
-from torchboost.calibration.calibration import (
-    UNSEEN,
-    Calibrate,
-    Calibration,
-    Decision,
-    describe,
-    device_of,
-    explain,
-    gain,
-    measured_elsewhere,
-)
-from torchboost.calibration.choice import Choice, Machine
-from torchboost.calibration.first_call import decide, deciding_ranks
-from torchboost.calibration.next_call import Gate, entries_in, is_training_call, shapes_of
-from torchboost.calibration.passes import Call
+from torchboost.calibration.calibration import UNSEEN, Calibrate, Calibration, decide, deciding_ranks, device_of
+from torchboost.calibration.choice import Choice, Machine, Verdict, key_of, load_choice, store_choice
 from torchboost.calibration.snapshot import streams_kept
-from torchboost.calibration.watch import StepWatch
+from torchboost.calibration.watch import Call, Gate, StepWatch, entries_in, is_training_call, shapes_of
 from torchboost.core.algorithm import Algorithm, Target, attach_all
+from torchboost.core.files import record_folder
 from torchboost.distributed.topology import Topology
 from torchboost.errors import NoEffectWarning
 from torchboost.plan import Plan
@@ -95,7 +82,9 @@ class Levers:
         self._gate: Gate | None = None
         pair, levers = (target.model, *target.optimizers), frozenset(lever.name for lever in plan.levers)
         self.asked = plan.fit(*pair, but=levers)
-        self._calibration = Calibration.of(self.asked, calibrate, wrapper, verify=verify, forward=forward)
+        given: dict[str, Any] = {"calibrate": calibrate, "wrapper": wrapper, "verify": verify, "forward": forward}
+        self._calibrated = functools.partial(Calibration.of, **given)
+        self._calibration = self._calibrated(self.asked)
         obstacle = None if self._calibration is None else self._calibration.obstacle(target.model)
         fixed = {} if self._calibration is None else self._calibration.fixed
         waits = levers - fixed.keys() if self._measures and obstacle is None else frozenset[str]()
@@ -107,7 +96,6 @@ class Levers:
                 on = lever.name in calibration.prior - waits
                 self._decisions[lever.name] = on, reasons.get(lever.name, _WAITS)
         plan = self.plan
-        self._before = None if self._calibration is None else self._calibration.before(plan.algorithms, target)
         self.attached = plan.attach(target)
         self.attached.with_undo(self._note_removal).with_levers(self._saved, self._load)
         aside = wrapper is not None and self._calibration is None
@@ -125,7 +113,7 @@ class Levers:
         self.asked = self.asked.fit(target.model, *target.optimizers, but=others)
         for name in before - {lever.name for lever in self.asked.levers}:
             self._decisions.pop(name, None)
-            self._forget(name)
+        self._refresh()
 
     @property
     def plan(self) -> Plan:
@@ -137,7 +125,7 @@ class Levers:
         """Return what was asked for, what was decided, and what the checks have shown."""
         unseen = f"not {'measured' if self._measures else 'checked'}: {UNSEEN}" if self._unseen else ""
         plan = self.plan
-        parts = [plan.explain(), explain(self.choice) if self.choice is not None else unseen]
+        parts = [plan.explain(), self.choice.explain() if self.choice is not None else unseen]
         on = {algorithm.name for algorithm in plan.algorithms}
         parts += [f"  {name}  {text}" for name, text in self.checks.items() if name in on]
         text = "\n".join(part for part in parts if part)
@@ -177,17 +165,13 @@ class Levers:
         key = self._key or (_key(calibration, target, call) if ranks is None and self._measures else "")
         choice = self._loaded
         if choice is None and key and not self._again:
-            choice = ChoiceCache().load(key)
+            choice = load_choice(key)
         with self._changed() as (kept, detach):
-            decision, levers = decide(target, calibration, call, choice, detach, before=self._before)
-            names = {*decision.choice.kept, *(lever.name for lever in calibration.asked)} - set(decision.refused)
-            kept[:] = [lever for lever in levers if lever.name in names]
-        if key and decision.choice.source == "trial" and not any(v.interrupted for v in decision.choice.verdicts):
-            ChoiceCache().store(key, decision.choice)
-        entries = None if self._loaded is not None else entries_in(call)
-        self._loaded = self._before = None
+            choice, kept[:] = decide(target, calibration, call, choice, detach)
+        if key and choice.source == "trial" and not any(verdict.interrupted for verdict in choice.verdicts):
+            store_choice(key, choice.only(calibration.levers))
         self._key = key
-        self._settle(replace(decision, entries=entries), call)
+        self._settle(choice, call)
         return True
 
     @contextmanager
@@ -221,33 +205,28 @@ class Levers:
             with torch.inference_mode(False):
                 self.attached.adopt(attach_all(self._target, missing))
 
-    def _settle(self, decision: Decision, call: Call) -> None:
-        again, self.due, self._unseen, self._gate = self.choice is not None, False, False, None
+    def _settle(self, choice: Choice, call: Call) -> None:
+        again, entries = self.choice is not None, None if self._loaded is not None else entries_in(call)
+        self.due, self._unseen, self._gate, self._loaded = False, False, None, None
         self.state = "decided"
-        choice = decision.choice.only(self.asked.levers)
-        self.checks |= decision.checks
-        calibration = self._calibration
+        calibration, target = self._calibration, self._target
         alone = Topology.current().world_size == 1  # other ranks may have inputs of the same shapes, and would not come
-        if alone and decision.checks and calibration is not None and calibration.verify:
+        if alone and calibration is not None and calibration.verify and choice.kept:
             self._shapes = shapes_of(call)
-            self._gate = Gate(self._target.model, self._meet_other_shapes)
-        self._leave_out(decision.refused)
+            self._gate = Gate(target.model, self._meet_other_shapes)
+        if calibration is not None:
+            self._note_checks(choice.verdicts, calibration.asked)
+        choice = choice.only(self.asked.levers)
         if not self._measures or calibration is None:
             self._decisions |= {v.lever: (False, v.reason) for v in choice.verdicts if not v.kept}
             return
         self.choice = choice
         self._decisions |= {v.lever: (v.kept, v.reason) for v in choice.verdicts}
-        self._forms = calibration.in_form(choice, device_of(self._target.model)).levers
-        _LOG.info("%s: %s", self.asked.level, describe(choice))
-        if choice.ratio is not None and choice.ratio.high < 1:
-            _LOG.warning(
-                "%s: %s. Use boost(..., level='O0'), or leave out what changes the model with extra.",
-                *(self.asked.level, gain(choice.ratio)),
-            )
-        tries = calibration.obstacle(self._target.model) is None
+        self._forms = calibration.in_form(choice, device_of(target.model)).levers
+        _LOG.info("%s: %s", self.asked.level, choice.describe())
+        tries = calibration.obstacle(target.model) is None
         if tries and not again and choice.source != "prior" and alone:
-            optimizer = self._target.optimizers[0]
-            watch = StepWatch(self._target.model, optimizer, self._measure_again, entries=decision.entries)
+            watch = StepWatch(target.model, target.optimizers[0], self._measure_again, entries=entries)
             self.attached.with_undo(watch.remove)
 
     def _meet_other_shapes(self, call: Call) -> bool:
@@ -258,16 +237,20 @@ class Levers:
         with self._changed() as (kept, detach):
             calibration = replace(calibration, calibrate=False, levers=(), asked=tuple(kept))
             nothing = Choice(verdicts=(), source="prior")
-            decision, levers = decide(self._target, calibration, call, nothing, detach)
-            kept[:] = [lever for lever in levers if lever.name not in decision.refused]
-        self.checks |= decision.checks
-        self._leave_out(decision.refused)
+            choice, kept[:] = decide(self._target, calibration, call, nothing, detach)
+        self._note_checks(choice.verdicts, calibration.asked)
         return True
 
-    def _leave_out(self, refused: Mapping[str, str]) -> None:
-        for name, reason in refused.items():
-            self.withdraw(name, reason)
-            warnings.warn(f"{name}: {reason}. It is off from now on.", NoEffectWarning, stacklevel=2)
+    def _note_checks(self, verdicts: Iterable[Verdict], asked: Iterable[Algorithm]) -> None:
+        """Keep what the checks have shown, and withdraw levers that were asked for and must go."""
+        names = {lever.name for lever in asked}
+        for verdict in verdicts:
+            if verdict.kept:
+                self.checks[verdict.lever] = verdict.check
+            elif verdict.lever in names:
+                self.withdraw(verdict.lever, verdict.reason)
+                text = f"{verdict.lever}: {verdict.reason}. It is off from now on."
+                warnings.warn(text, NoEffectWarning, stacklevel=2)
 
     def _measure_again(self, change: str) -> None:
         _LOG.info("%s: %s; the next call measures the levers again, once.", self.asked.level, change)
@@ -318,7 +301,7 @@ class Levers:
             self.state, self._loaded = "decided", choice.only(calibration.levers)
             levers = calibration.in_form(choice, device_of(self._target.model)).levers
             levers = [lever for lever in levers if lever.name not in calibration.fixed]
-            if text := measured_elsewhere(choice, self._target.model):
+            if text := choice.measured_elsewhere(device_of(self._target.model)):
                 _LOG.warning("%s: %s", self.asked.level, text)
         else:
             levers = [a for a in levers if type(a).transform is Algorithm.transform and not REGISTRY[a.name].once]
@@ -346,16 +329,16 @@ class Levers:
             return
         self.withdrawn[name] = reason
         self.attached.detach(name)
-        self._forget(name)
+        self._refresh()
 
-    def _forget(self, name: str) -> None:
-        """Decide nothing about one lever. If none is left, stop waiting."""
+    def _refresh(self) -> None:
+        """Decide nothing about levers that are gone. If none is left, stop waiting."""
         if self._calibration is not None:
-            self._calibration = self._calibration.without(name)
-            if not (self._calibration.levers or self._calibration.asked):
-                self._stop()
-                self._calibration = self._before = None
-                self.state = "decided" if self.state == "waiting" else self.state
+            self._calibration = self._calibrated(self.asked.without(self.withdrawn))
+        if self._calibration is None:
+            self._stop()
+        if self.state == "waiting" and not self._measures:
+            self.state = "decided"
 
     def _stop(self) -> None:
         self.due = False
@@ -367,21 +350,20 @@ class Levers:
         if self.state == "waiting":
             self._decisions |= dict.fromkeys(self._waiting, (False, "removed before the first training call"))
         self._stop()
-        self.state, self._before = "removed", None
+        self.state = "removed"
 
 
 def _key(calibration: Calibration, target: Target, call: Call) -> str:
     """Return the name of the choice in the cache, from the pair without its levers; empty without a cache."""
-    if ChoiceCache().folder is None:
+    if record_folder("choices") is None:
         return ""
     return key_of(
         target.model,
-        target.optimizers[0],
+        target.optimizers,
         call,
         candidates=calibration.levers,
         machine=Machine.of(device_of(target.model)),
         conditions={"total_steps": calibration.total_steps, "calibrate": calibration.calibrate},
-        others=target.others,
     )
 
 

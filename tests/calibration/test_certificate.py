@@ -39,7 +39,7 @@ def network() -> nn.Sequential:
 def certificate(model: nn.Module, x: Tensor | None = None) -> Certificate:
     call = (torch.randn(16, 8) if x is None else x,), {}
     snapshot = Snapshot(model, call)
-    return Certificate(model, Passes(model, call, snapshot), snapshot)
+    return Certificate(Passes(model, call, snapshot))
 
 
 def test_equal_passes_agree_and_the_model_stays():

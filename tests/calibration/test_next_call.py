@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from torchboost.algorithms import Compile
-from torchboost.calibration.next_call import Gate, entries_in, is_training_call
+from torchboost.calibration.watch import Gate, entries_in, is_training_call
 from torchboost.core.algorithm import Target, attach_all
 from torchboost.core.torch_private import compiled_call, compiled_graphs, interceptor_of
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchboost
 from torchboost.calibration import passes as module
-from torchboost.calibration.passes import Noise, Passes
+from torchboost.calibration.passes import Passes, noise
 from torchboost.calibration.snapshot import Snapshot
 from torchboost.errors import IncompatibleError
 
@@ -26,12 +26,9 @@ def passes(model: nn.Module, *args: Any, **kwargs: Any) -> Passes:
     return Passes(model, call, Snapshot(model, call))
 
 
-def once(made: Passes, noise: Noise | None = None) -> Any:
-    made.prepare(noise)
-    try:
+def once(made: Passes, change: Any = None) -> Any:
+    with made.prepared(change):
         return made.run()
-    finally:
-        made.finish()
 
 
 def test_passes_are_equal_and_write_no_gradient():
@@ -101,16 +98,16 @@ def test_a_reentrant_checkpoint_is_refused_before_anything_is_accumulated():
 def test_noise_is_repeatable_and_leaves_whole_numbers():
     x = torch.tensor([1.0, 2.5, -3.0, 0.1])
     first, second, other = x.clone(), x.clone(), x.clone()
-    Noise(1e-3, 0).add_(first)
-    Noise(1e-3, 0).add_(second)
-    Noise(1e-3, 1).add_(other)
+    noise(1e-3, 0)(first)
+    noise(1e-3, 0)(second)
+    noise(1e-3, 1)(other)
     assert torch.equal(first, second)
     assert first[0] == 1.0
     assert first[2] == -3.0
     assert 0 < abs(first[1] / 2.5 - 1) < 2e-3
     model = nn.Linear(4, 2)
     made = passes(model, x)
-    assert not torch.equal(once(made).outputs[0], once(made, Noise(1e-3, 0)).outputs[0])
+    assert not torch.equal(once(made).outputs[0], once(made, noise(1e-3, 0)).outputs[0])
 
 
 class CallsBackward(nn.Linear):

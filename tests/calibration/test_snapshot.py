@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tests.support.portraits import changes, portrait
 from torchboost.algorithms import Autocast
-from torchboost.calibration.snapshot import Snapshot, Streams, plain, streams_kept
+from torchboost.calibration.snapshot import Damage, Snapshot, Streams, plain, streams_kept
 from torchboost.core.algorithm import Target
 
 TABLE, TALLY = {"calls": 0}, [0]
@@ -135,7 +135,7 @@ def test_everything_that_a_pass_changes_is_restored():
         restore()
         assert changes(before, portrait(model)) == {}
         assert private(model) == rest
-    assert snapshot.restore() is None
+    assert not snapshot.restore()
 
 
 def test_after_the_first_pass_only_what_moves_is_written():
@@ -173,12 +173,12 @@ def test_gradients_flags_and_memory_are_restored():
     model.weight.grad = None
     model.weight.data = torch.zeros(3, 3)
     model.bias.requires_grad_(False)
-    assert snapshot.restore() is not None
+    assert snapshot.restore() is Damage.UNDONE
     assert model.weight.grad is gradient
     assert model.weight.data_ptr() == address
     assert model.bias.requires_grad
     model.weight.grad.add_(1)
-    assert snapshot.restore() == ""  # a gradient is not copied, so this cannot be undone
+    assert snapshot.restore() is Damage.LASTING  # a gradient is not copied, so this cannot be undone
 
 
 def test_large_plain_tensors_are_watched_and_not_copied():
@@ -186,9 +186,9 @@ def test_large_plain_tensors_are_watched_and_not_copied():
     model.bank = torch.zeros(2**25)
     snapshot = Snapshot(model)
     assert snapshot._copied_bytes == 0
-    assert snapshot.restore() is None
+    assert not snapshot.restore()
     model.bank[0] = 1
-    assert snapshot.restore() == ""
+    assert snapshot.restore() is Damage.LASTING
 
 
 def test_what_can_be_read_only_once_is_noticed():
@@ -213,7 +213,7 @@ def test_weak_references_and_odd_tensors_are_no_obstacle():
     with torch.inference_mode():
         model.inferred = torch.ones(2)
     model.meta = torch.empty(3, device="meta")
-    assert Snapshot(model).restore() is None
+    assert not Snapshot(model).restore()
 
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`")
@@ -271,7 +271,7 @@ class Refuses(list):
 def test_objects_that_raise_are_no_obstacle():
     model = nn.Linear(3, 3)
     model.odd = [NoClass(), NoAttributes(), Refuses()]
-    assert Snapshot(model).restore() is None
+    assert not Snapshot(model).restore()
 
 
 class FrozenSet(set):
@@ -295,7 +295,7 @@ def test_containers_are_written_back_whatever_their_class_allows():
     model.rows[5].add(3)
     model.rows[6][3] = model.rows[6].pop(1)
     model.rows[7].move_to_end(1)
-    assert snapshot.restore() == "attributes"
+    assert snapshot.restore() is Damage.UNDONE
     assert [repr(row) for row in model.rows if type(row) is not FrozenSet] == before
     assert set.__len__(model.rows[5]) == 2
 
@@ -306,7 +306,7 @@ def test_depth_and_kinds_of_tensors_are_no_obstacle():
     model.deep = functools.reduce(lambda inner, _: [inner], range(3000), [])
     model.nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     model.eight = torch.ones(2).to(torch.float8_e4m3fn)
-    assert Snapshot(model).restore() is None
+    assert not Snapshot(model).restore()
 
 
 def test_what_is_not_trained_is_changed_in_other_memory(tmp_path):
@@ -323,7 +323,7 @@ def test_what_is_not_trained_is_changed_in_other_memory(tmp_path):
         assert model.table.tolist() == [2, 2, 2]
         assert set(changes(before, portrait(model)))
     assert changes(before, portrait(model)) == {}
-    assert snapshot.restore() is None
+    assert not snapshot.restore()
 
 
 def test_streams_are_kept():

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from torchboost.calibration.time_limit import TimeUp, time_limit
+from torchboost.calibration.watch import TimeUp, time_limit
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no SIGALRM")
 

@@ -17,7 +17,7 @@ from tests.support.portraits import changes, portrait
 from torchboost.algorithms import Autocast, ChannelsLast, Compile, FusedOptimizer
 from torchboost.calibration.passes import Passes
 from torchboost.calibration.snapshot import Snapshot, plain, streams_kept
-from torchboost.calibration.trial import Trial, free_bytes, needed_bytes, optimizer_over, outline, with_memory
+from torchboost.calibration.trial import Trial, free_bytes, needed_bytes, optimizer_over
 from torchboost.core.algorithm import Target
 from torchboost.core.torch_private import compiled_graphs
 from torchboost.errors import IncompatibleError
@@ -56,7 +56,7 @@ def test_model_optimizer_and_random_streams_stay():
     call = (x,), {}
     with streams_kept(model), plain(model):
         snapshot = Snapshot(model, call)
-        trial = Trial(Passes(model, call, snapshot), optimizer, LEVERS)
+        trial = Trial(Passes(model, call, snapshot), [optimizer], LEVERS)
         for levers in ([], ["fused_optimizer"], list(LEVERS)):
             assert trial.build(levers, within=60) >= 0
             assert min(trial.sample(within=60)) > 0
@@ -78,10 +78,10 @@ def test_model_optimizer_and_random_streams_stay():
 
 def test_the_copy_of_the_optimizer_does_not_learn():
     model, x = network(), torch.randn(4, 3, 8, 8)
-    trial = Trial(passes(model, x), sgd(model, lr=1e9), LEVERS)
+    trial = Trial(passes(model, x), [sgd(model, lr=1e9)], LEVERS)
     for _ in range(3):
         assert all(seconds < float("inf") for seconds in trial.sample(within=60))
-    assert all(torch.equal(p, copied) for p, copied in trial._incumbent._copies[0][1])
+    assert all(torch.equal(p, copied) for p, copied in trial._incumbent.copies[0][1])
 
 
 class ReturnsALoss(nn.Module):
@@ -98,7 +98,7 @@ def test_the_loss_of_the_model_is_used_and_inputs_are_copied():
     model = ReturnsALoss()
     x, labels = torch.randn(4, 3), torch.zeros(4, dtype=torch.long)
     made = passes(model, x, labels=labels)
-    Trial(made, sgd(model), {}).sample(within=60)
+    Trial(made, [sgd(model)], {}).sample(within=60)
     assert x.abs().max() > 0
     assert made._seeds is not None
     assert [seed.shape for seed in made._seeds] == [()]
@@ -116,7 +116,7 @@ def test_a_model_without_a_backward_pass_is_refused():
             return self.inner(x).detach()
 
     with pytest.raises(IncompatibleError, match="no output of the model depends"):
-        Trial(passes(Detached(), torch.randn(1, 2)), sgd(model), {})
+        Trial(passes(Detached(), torch.randn(1, 2)), [sgd(model)], {})
 
 
 def test_what_cannot_be_copied_is_said():
@@ -124,27 +124,7 @@ def test_what_cannot_be_copied_is_said():
     optimizer = sgd(model)
     optimizer.__class__ = type("Locked", (torch.optim.SGD,), {"__deepcopy__": lambda self, memo: self})
     with pytest.raises(TypeError, match="Locked cannot be copied"):
-        Trial(passes(model, torch.randn(1, 2)), optimizer, {})
-    model.lock = (each for each in ())  # generators cannot be copied
-    with pytest.raises(TypeError, match="cannot be copied"):
-        outline(model, sgd(model))
-
-
-def test_an_outline_has_no_memory_and_no_state_until_it_is_given_some():
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model(torch.randn(5, 3)).sum().backward()
-    optimizer.step()
-    pair = outline(model, optimizer)
-    assert all(parameter.is_meta for parameter in pair[0].parameters())
-    assert not pair[1].state
-    assert optimizer.state
-    model[1] = nn.Identity()
-    made, other = with_memory(pair, model)
-    assert torch.equal(made[0].weight, model[0].weight)
-    made(torch.randn(5, 3)).sum().backward()
-    assert [p for group in other.param_groups for p in group["params"]] == list(made.parameters())
-    other.step()
+        Trial(passes(model, torch.randn(1, 2)), [optimizer], {})
 
 
 def test_an_optimizer_is_copied_in_part_without_hooks_and_without_the_step_of_a_scheduler():
@@ -159,7 +139,7 @@ def test_an_optimizer_is_copied_in_part_without_hooks_and_without_the_step_of_a_
     torch.optim.lr_scheduler.StepLR(optimizer, 10)
     optimizer.register_step_pre_hook(lambda *_: called.append(1))
     weights = [p.detach().clone() for p in model.parameters()]
-    trial = Trial(passes(model, torch.randn(4, 8)), optimizer, {"fused_optimizer": FusedOptimizer()})
+    trial = Trial(passes(model, torch.randn(4, 8)), [optimizer], {"fused_optimizer": FusedOptimizer()})
     trial.build(["fused_optimizer"], within=60)
     trial.sample(within=60)
     trial.close()
@@ -179,7 +159,7 @@ def test_a_lever_that_fails_on_this_rank_is_told_to_the_others_before_it_raises(
         told.append(numbers)
         return numbers
 
-    trial = Trial(passes(model, torch.randn(1, 2)), sgd(model), {}, reduce=reduce)
+    trial = Trial(passes(model, torch.randn(1, 2)), [sgd(model)], {}, reduce=reduce)
     with pytest.raises(KeyError):
         trial.build(["unknown"], within=60)
     assert told[-1][1] == float("inf")
@@ -191,7 +171,7 @@ def test_a_failure_of_another_rank_raises_here_too():
     def reduce(numbers: list[float]) -> list[float]:
         return [float("inf")] * len(numbers) if failing else numbers
 
-    trial = Trial(passes(model, torch.randn(1, 2)), sgd(model), LEVERS, reduce=reduce)
+    trial = Trial(passes(model, torch.randn(1, 2)), [sgd(model)], LEVERS, reduce=reduce)
     failing.append(True)
     with pytest.raises(IncompatibleError, match="another rank"):
         trial.build(["fused_optimizer"], within=60)
@@ -201,11 +181,11 @@ def test_a_closed_trial_leaves_no_lever():
     model, x = network(), torch.randn(4, 3, 8, 8)
     before = portrait(model)
     made = passes(model, x)
-    trial = Trial(made, torch.optim.AdamW(model.parameters()), LEVERS)
+    trial = Trial(made, [torch.optim.AdamW(model.parameters())], LEVERS)
     trial.build(["channels_last", "autocast"], within=60.0)
     assert changes(before, portrait(model))
     trial.close()
-    made._snapshot.restore()
+    made.snapshot.restore()
     assert changes(before, portrait(model)) == {}
 
 
@@ -242,7 +222,7 @@ def test_a_graph_that_the_trial_compiled_serves_the_model():
 
     model, x = Twice(), torch.randn(4, 3)
     compile_only = Compile(backend="aot_eager")
-    trial = Trial(passes(model, x, labels=x), sgd(model), {"compile": compile_only})
+    trial = Trial(passes(model, x, labels=x), [sgd(model)], {"compile": compile_only})
     trial.build(["compile"], within=600)
     trial.close()
     graphs = compiled_graphs()
@@ -255,7 +235,7 @@ def test_a_graph_that_the_trial_compiled_serves_the_model():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch about itself
 def test_a_compilation_that_takes_too_long_is_interrupted_and_a_later_one_works():
     model, x = network(), torch.randn(4, 3, 8, 8)
-    trial = Trial(passes(model, x), sgd(model), {"compile": Compile()})
+    trial = Trial(passes(model, x), [sgd(model)], {"compile": Compile()})
     with pytest.raises(TimeoutError, match=r"longer than the 0\.5 s"):
         trial.build(["compile"], within=0.5)
     assert max(trial.sample(within=60)) < float("inf")
@@ -276,7 +256,7 @@ def test_steps_that_take_too_long_count_as_infinitely_slow():
             return self.layer(x)
 
     model, x = Slow(), torch.randn(4, 2)
-    trial = Trial(passes(model, x), sgd(model), LEVERS)
+    trial = Trial(passes(model, x), [sgd(model)], LEVERS)
     trial.build(["fused_optimizer"], within=60)
     Slow.pause = 60.0
     assert sorted(map(math.isinf, trial.sample(within=0.05))) in ([False, True], [True, True])

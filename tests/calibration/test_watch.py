@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchboost.calibration.next_call import Gate
-from torchboost.calibration.watch import StepWatch
+from torchboost.calibration.watch import Gate, StepWatch
 from torchboost.core.torch_private import compiled_graphs, interceptor_of
 
 

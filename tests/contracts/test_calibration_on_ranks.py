@@ -18,7 +18,7 @@ import torchboost
 from tests.support.ranks import run_ranks
 from torchboost.algorithms.autocast import Autocast
 from torchboost.algorithms.fused_optimizer import FusedOptimizer
-from torchboost.calibration import first_call, passes
+from torchboost.calibration import calibration, passes
 from torchboost.calibration.calibration import Calibration
 from torchboost.core import hardware
 from torchboost.measure.machine import Products
@@ -85,7 +85,7 @@ def untried() -> list[str]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hardware, "half_speed", lambda kind, device: Products(kind=kind, ratio=ratio, pairs=9))
-        patch.setattr(first_call, "free_bytes", lambda device: 0)
+        patch.setattr(calibration, "free_bytes", lambda device: 0)
         boosted = torchboost.boost(model, optimizer, total_steps=10_000, config=CONFIG, calibrate=1.0)
         assert Autocast.name not in boosted.attached
         DistributedDataParallel(model)(torch.ones(4, 8)).sum().backward()

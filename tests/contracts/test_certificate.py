@@ -12,11 +12,9 @@ from tests.support.planted import KINDS, PLACES, Planted, layers
 from tests.support.portraits import changes, portrait
 from tests.support.zoo import ZOO
 from torchboost.algorithms import Autocast, ChannelsLast, FusedOptimizer
-from torchboost.calibration.certificate import Certificate
-from torchboost.calibration.passes import Passes
-from torchboost.calibration.snapshot import Snapshot, plain, streams_kept
-from torchboost.calibration.verify import verified
-from torchboost.core.algorithm import Algorithm
+from torchboost.calibration.certificate import Certificate, verified
+from torchboost.calibration.passes import on_real_inputs
+from torchboost.core.algorithm import Algorithm, Target
 
 COMPARED = [name for name in ZOO if name != "checkpointed_reentrant"]
 """All but the one whose backward pass cannot run without writing to ``.grad``."""
@@ -51,13 +49,11 @@ def test_planted_kernels_are_found(kind):
         draw = random.Random(f"{kind} {seed}")
         model, x = network(draw)
         lever = Planted(layer=draw.choice(layers(model)), kind=kind, place=draw.choice(PLACES))
-        call = (x,), {}
-        snapshot = Snapshot(model, call)
-        before = portrait(model)
-        with streams_kept(model), plain(model):
-            found = Certificate(model, Passes(model, call, snapshot), snapshot).check([lever])
+        before, target = portrait(model), Target(model, torch.optim.SGD(model.parameters()))
+        with on_real_inputs(target, ((x,), {})) as passes:
+            found = Certificate(passes).check([lever])
+            assert not passes.snapshot.restore()
         assert found.reason, (lever, found)
-        assert snapshot.restore() is None
         assert changes(before, portrait(model)) == {}
 
 
@@ -67,14 +63,12 @@ def alarms(name: str, seed: int) -> dict[str, str]:
     model = ZOO[name].build()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     batch = ZOO[name].batch(torch.Generator().manual_seed(seed))
-    call = batch.args, batch.kwargs
     levers: list[Algorithm] = [ChannelsLast(), FusedOptimizer(), Autocast()]
     levers = [lever for lever in levers if lever.idle(model, optimizer) is None]
-    with streams_kept(model), plain(model):
-        snapshot = Snapshot(model, call)
-        checked = verified(levers, Passes(model, call, snapshot), snapshot, optimizer)
-        assert snapshot.restore() is None
-    gone = {name: text for name, text in checked.said.items() if name not in checked.kept}
+    with on_real_inputs(Target(model, optimizer), (batch.args, batch.kwargs)) as passes:
+        verdicts = verified(levers, passes, [optimizer])
+        assert not passes.snapshot.restore()
+    gone = {verdict.lever: verdict.reason for verdict in verdicts if not verdict.kept}
     return {name: text for name, text in gone.items() if "it raised" not in text}  # that is no comparison
 
 

@@ -43,9 +43,6 @@ class Bench:
     def build(self, levers, **kwargs):
         self.own = 0.8 if levers else 1.2  # each lever pays
         return self.trial.build(levers, **kwargs)
-    def build_plain(self, **kwargs):
-        self.own = 1.2
-        return self.trial.build_plain(**kwargs)
     def promote(self): self.trial.promote()
     def elapsed(self): return self.now
     def sample(self, **kwargs):

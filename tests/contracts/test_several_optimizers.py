@@ -18,11 +18,10 @@ import torchboost
 from tests.support.ranks import run_ranks
 from torchboost import IncompatibleError, NoEffectWarning, Target, boost
 from torchboost.algorithms import ChannelsLast, FusedOptimizer, GradientCentralization, LessBn
-from torchboost.calibration.cache import key_of
-from torchboost.calibration.choice import Machine
+from torchboost.calibration.choice import Machine, key_of
 from torchboost.calibration.passes import Passes
 from torchboost.calibration.snapshot import Snapshot, plain
-from torchboost.calibration.trial import _Contestant
+from torchboost.calibration.trial import Contestant
 from torchboost.core.algorithm import attach_all
 from torchboost.core.step import TrainStep
 from torchboost.front import boosted_of
@@ -132,13 +131,13 @@ def test_a_part_of_each_optimizer_is_timed_for_the_whole():
     with plain(model):
         call = ((batch(0)[0],), {})
         snapshot = Snapshot(model, call)
-        contestant = _Contestant(Passes(model, call, snapshot), optimizers, (), None)
-        contestant._copies = [
-            (made, pairs, share) for (made, pairs, _), share in zip(contestant._copies, (0.5, 1.0), strict=True)
+        contestant = Contestant(Passes(model, call, snapshot), optimizers, (), None)
+        contestant.copies = [
+            (made, pairs, share) for (made, pairs, _), share in zip(contestant.copies, (0.5, 1.0), strict=True)
         ]
         ticks = iter(range(10))
         assert contestant.step(lambda: float(next(ticks))) == 1 + 1 / 0.5 + 1
-        contestant._copies = [(made, pairs, 0.25) for made, pairs, _ in contestant._copies]
+        contestant.copies = [(made, pairs, 0.25) for made, pairs, _ in contestant.copies]
         ticks = iter(range(10))
         assert contestant.step(lambda: float(next(ticks))) == 1 + 1 / 0.25 + 1 + 1 / 0.25 + 1
         snapshot.restore()
@@ -149,11 +148,11 @@ def test_a_choice_counts_for_the_same_optimizers_only():
     first, second = sgd_and_adamw(model)
     given = {"candidates": [ChannelsLast()], "machine": Machine.of(torch.device("cpu"))}
     keys = [
-        key_of(model, one, batch(0), others=others, **given)
+        key_of(model, (one, *others), batch(0), **given)
         for one, others in ((first, ()), (second, ()), (first, (second,)), (second, (first,)))
     ]
     assert len(set(keys)) == 4
-    assert key_of(model, first, batch(0), others=(second,), **given) == keys[2]
+    assert key_of(model, (first, second), batch(0), **given) == keys[2]
 
 
 def test_both_are_fused_and_both_are_centralised():

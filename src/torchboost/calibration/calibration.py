@@ -1,11 +1,11 @@
-"""Choose the levers of a plan by a trial, and check them: the settings, the decision, and what is said about it."""
+"""Decide about the levers of a plan at the first training call: measure them, or take an earlier choice, and check."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -13,17 +13,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchboost.calibration.choice import Choice, Machine, Source, Verdict
-from torchboost.calibration.passes import Passes
+from torchboost.calibration.certificate import verified
+from torchboost.calibration.choice import Choice, Machine, Source, Verdict, in_a_line
+from torchboost.calibration.passes import Passes, on_real_inputs, reshard
 from torchboost.calibration.search import SET_ASIDE, Price, search
-from torchboost.calibration.snapshot import Snapshot
-from torchboost.calibration.trial import Pair, Reduce, Trial, needed_bytes, outline, with_memory
-from torchboost.calibration.verify import Checked, verified
+from torchboost.calibration.trial import Reduce, Trial, free_bytes, needed_bytes
+from torchboost.calibration.watch import Call
 from torchboost.core.algorithm import Algorithm, Form, Target
-from torchboost.core.torch_private import all_reduce_hooks, holds_back_gradients, in_forward_of_fsdp2
-from torchboost.core.wrapping import sharded_units
+from torchboost.core.torch_private import (
+    active_ddp,
+    all_reduce_hooks,
+    holds_back_gradients,
+    in_forward_of_fsdp2,
+    overrides_dispatch,
+)
+from torchboost.core.wrapping import sharded_units, unwrap
+from torchboost.distributed.agreement import Agreement, ranks_of_shards
+from torchboost.distributed.topology import Topology
 from torchboost.errors import RankDisagreementError
-from torchboost.measure.evidence import Interval
 from torchboost.plan import Plan, own_settings
 from torchboost.registry import REGISTRY
 
@@ -31,14 +38,10 @@ __all__ = [
     "UNSEEN",
     "Calibrate",
     "Calibration",
-    "Decision",
     "check_calibrate",
-    "describe",
+    "decide",
+    "deciding_ranks",
     "device_of",
-    "exchange_in",
-    "explain",
-    "gain",
-    "measured_elsewhere",
     "resolved",
 ]
 
@@ -70,23 +73,13 @@ _COMPILE_RATIO = 1.5
 _WORTH = 3.0
 """On a GPU a trial takes as much longer as a price, if the run is expected to save this multiple of the price."""
 _MOST_SHARE_WITH_PRICE = 0.05
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What the first training call decides.
-
-    Args:
-        choice: About the levers of the level.
-        refused: Levers of the user that must go -> the reason.
-        checks: Levers that are on -> how far their step is from the plain one, in words.
-        entries: Of the inputs on which it was decided; None if an earlier choice was taken.
-    """
-
-    choice: Choice
-    refused: Mapping[str, str] = field(default_factory=dict)
-    checks: Mapping[str, str] = field(default_factory=dict)
-    entries: int | None = None
+_MOST_OF_FREE = 0.5
+"""If a snapshot and the gradients need more of the free memory, nothing is measured or checked."""
+_READ_ONCE = "the inputs or the model hold an iterator, which can be read only once"
+_WITHOUT_DDP = "several ranks decide together only under DDP or FSDP2"
+_ELSEWHERE = "another rank has a reason not to, which its explain() gives"
+_RANKS_TIMEOUT = 600.0
+"""Seconds that a rank waits for another one; a rank may compile for minutes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +92,6 @@ class Calibration:
         prior: Names of those that are on without a trial.
         calibrate: Whether and how long to measure.
         total_steps: Updates of the run; None if unknown.
-        compiled: Whether the model is compiled whatever the levers are.
         graphs: The most graphs of a compiled model over the run; the trial compiles one of them.
         forward: Makes the context in which a trainer computes each forward pass.
         asked: Levers that the user has named. They are not measured, but checked.
@@ -112,7 +104,6 @@ class Calibration:
     calibrate: Calibrate
     total_steps: int | None
     fixed: Mapping[str, str] = field(default_factory=dict)
-    compiled: bool = False
     graphs: int = 1
     forward: Callable[[], AbstractContextManager[Any]] = nullcontext
     asked: tuple[Algorithm, ...] = ()
@@ -137,20 +128,22 @@ class Calibration:
         on = {algorithm.name for algorithm in plan.algorithms}
         levers = {lever.name for lever in plan.levers}
         asked = tuple(a for a in plan.algorithms if REGISTRY[a.name].lever and a.name not in levers)
-        fixed = {a.name: _SHARDED for a in plan.levers if sharded and (REGISTRY[a.name].once or _changes_model(a))}
-        if not sharded and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            fixed = {a.name: _BUCKETS for a in plan.levers if _changes_model(a)}
-        replaced = {
-            a.name: REGISTRY[a.name].instead_of for a in plan.levers if REGISTRY[a.name].instead_of in on - levers
-        }
-        fixed |= {name: f"{better} is on and leaves it little to do" for name, better in replaced.items()}
+        fixed: dict[str, str] = {}
+        for lever in plan.levers:
+            better = REGISTRY[lever.name].instead_of
+            if better in on - levers:
+                fixed[lever.name] = f"{better} is on and leaves it little to do"
+            elif sharded and (REGISTRY[lever.name].once or _changes_model(lever)):
+                fixed[lever.name] = _SHARDED
+            elif Topology.current().world_size > 1 and _changes_model(lever):
+                fixed[lever.name] = _BUCKETS
         verify = verify and not sharded
-        aside = wrapper is not None and not sharded
+        checks = verify and (asked or levers & on)
         if (
-            aside
+            (wrapper is not None and not sharded)
             or any(algorithm.traits.replaces_optimizer for algorithm in plan.algorithms)
             or not (levers or asked)
-            or (calibrate is False and not (verify and (asked or levers & on)))
+            or (calibrate is False and not checks)
         ):
             return None
         return cls(
@@ -159,10 +152,9 @@ class Calibration:
             calibrate=calibrate if levers else False,
             total_steps=plan.total_steps,
             fixed=fixed,
-            compiled=any(REGISTRY[name].once for name in on if name in fixed or name not in levers),
             graphs=max((algorithm.graphs() for algorithm in plan.algorithms), default=1),
             forward=forward,
-            asked=asked if verify else (),
+            asked=asked,
             verify=verify,
             sharded=sharded,
         )
@@ -170,8 +162,8 @@ class Calibration:
     def in_form(self, choice: Choice | None, device: torch.device) -> Calibration:
         """Return the same with the levers in the forms of a choice. A form that does not exist here is not used."""
         chosen = {} if choice is None else {verdict.lever: verdict.form for verdict in choice.verdicts}
-        found = [(lever, _forms_of(lever, device).get(chosen.get(lever.name, ""))) for lever in self.levers]
-        return replace(self, levers=tuple(lever if form is None else form[1].algorithm for lever, form in found))
+        forms = [(lever, _forms_of(lever, device).get(chosen.get(lever.name, ""))) for lever in self.levers]
+        return replace(self, levers=tuple(lever if form is None else form[1].algorithm for lever, form in forms))
 
     def with_formats_as(self, on: Iterable[str]) -> Calibration:
         """Return the same with the memory formats as they are, for DDP has laid out its buckets."""
@@ -180,15 +172,6 @@ class Calibration:
             self,
             fixed={**self.fixed, **dict.fromkeys(formats, _BUCKETS)},
             prior=(self.prior - formats) | (formats & frozenset(on)),
-        )
-
-    def without(self, name: str) -> Calibration:
-        """Return the same without one lever."""
-        return replace(
-            self,
-            levers=tuple(lever for lever in self.levers if lever.name != name),
-            asked=tuple(lever for lever in self.asked if lever.name != name),
-            compiled=self.compiled and not REGISTRY[name].once,
         )
 
     @property
@@ -211,7 +194,6 @@ class Calibration:
             calibrate=self.calibrate if self.calibrate is False or seconds == -math.inf else -seconds,
             graphs=int(graphs),
             verify=not unchecked,
-            asked=() if unchecked else self.asked,
             prior=frozenset(lever.name for lever, off in zip(self.levers, absent, strict=True) if not off),
         )
 
@@ -243,39 +225,19 @@ class Calibration:
         pays = run * (1 - 1 / price.best_ratio) >= _WORTH * price.times * price.expected
         return wanted if pays and wanted <= _MOST_SHARE_WITH_PRICE * run else 0.0
 
-    @property
-    def too_short(self) -> str | None:
-        """Why the run is too short for a trial; None if it is not."""
-        if self.total_steps is None or not isinstance(self.calibrate, (bool, str)):
-            return None
-        if _steps_of_trial(self.total_steps) >= _LEAST_STEPS:
-            return None
-        return (
-            f"{_MOST_SHARE:.0%} of {self.total_steps:,} steps is less than the {_LEAST_STEPS} steps that a trial "
-            "needs; allow more with calibrate=seconds"
-        )
-
     def obstacle(self, model: nn.Module) -> str | None:
         """Return why no trial takes place; None if it does."""
         if self.calibrate is False:
             return "calibrate=False"
-        if self.compiled:
+        if any(REGISTRY[name].once for name in {*(lever.name for lever in self.asked), *(self.prior & {*self.fixed})}):
             return "compile was asked for, and the trial runs the other levers uncompiled"
-        too_short = self.too_short
-        if too_short is not None:
-            return too_short
+        counts_steps = self.total_steps is not None and isinstance(self.calibrate, (bool, str))
+        if counts_steps and _steps_of_trial(self.total_steps or 0) < _LEAST_STEPS:
+            return (
+                f"{_MOST_SHARE:.0%} of {self.total_steps:,} steps is less than the {_LEAST_STEPS} steps that a trial "
+                "needs; allow more with calibrate=seconds"
+            )
         return exchange_in(model)
-
-    def before(self, algorithms: Iterable[Algorithm], target: Target) -> Pair | None:
-        """Return the outline of a pair for the trial to compare with, if others than levers will change the model."""
-        levers = {lever.name for lever in self.levers}
-        changing = any(a.needs_transform(target.model) for a in algorithms if a.name not in levers)
-        if self.calibrate is False or not changing:
-            return None
-        try:
-            return outline(target.model, *target.optimizers)
-        except TypeError:  # then this comparison does not take place
-            return None
 
     def without_trial(self, reason: str, source: Source = "prior") -> Choice:
         """Return the choice of the prior, with the reason why nothing was measured."""
@@ -286,27 +248,20 @@ class Calibration:
         reason = self.fixed.get(lever.name, reason)
         return Verdict(lever=lever.name, kept=lever.name in self.prior, reason=f"not measured: {reason}")
 
-    def measure(
-        self, target: Target, passes: Passes, reduce: Reduce | None = None, *, before: Pair | None = None
-    ) -> Choice:
+    def measure(self, target: Target, passes: Passes, reduce: Reduce = list) -> Choice:
         """Try the levers on the plain pair, which does not change.
 
         Args:
             target: Model and optimizer without levers.
-            passes: Passes of the model on a training call, under a snapshot.
+            passes: Passes of the model on a training call.
             reduce: Takes the largest of each number over the ranks.
-            before: The outline from before boost, if the level has changed the model.
         """
         model, device = target.model, device_of(target.model)
-        obstacle = self.obstacle(model)
-        if obstacle is not None:
-            return self.without_trial(obstacle)
-        if before is not None:
-            before = with_memory(before, model)
         levers = {lever.name: lever for lever in self.levers if lever.name not in self.fixed}
         base = [lever for lever in self.levers if lever.name in self.fixed and lever.name in self.prior]
         prices = {name: _price(model, self.graphs) for name in levers if REGISTRY[name].once}
-        granted = next(iter(prices.values()), None) if _grants_price(device) else None
+        # On a GPU a trial may take longer to try compilation: there a step takes less time, and the price does not.
+        granted = next(iter(prices.values()), None) if device.type in ("cuda", "xpu") else None
         tried, forms, budgets = dict(levers), dict[str, list[str]](), list[float]()
         for name, price in list(prices.items()):
             for label, (current, form) in _forms_of(levers[name], device).items():
@@ -319,17 +274,8 @@ class Calibration:
             return budgets[-1]
 
         try:
-            with closing(
-                Trial(
-                    *(passes, target.optimizer, tried),
-                    scaler=target.scaler,
-                    base=base,
-                    reduce=reduce,
-                    before=None if before is None else (passes.of(before[0]), *before[1:]),
-                    others=target.others,
-                    interrupt=not self.sharded,
-                )
-            ) as trial:
+            options: dict[str, Any] = {"scaler": target.scaler, "reduce": reduce, "interrupt": not self.sharded}
+            with closing(Trial(passes, target.optimizers, tried, base=base, **options)) as trial:
                 budgets.append(self.seconds(trial.step_seconds, granted))
                 verdicts, ratio = search(
                     sorted(levers, key=lambda name: name not in self.prior),  # what may take long comes last
@@ -342,17 +288,16 @@ class Calibration:
                     forms=forms,
                     longer=None if granted is None else longer,
                     step_seconds=trial.step_seconds,
-                    changed=before is not None,
                 )
             for name in trial.built - {verdict.form or verdict.lever for verdict in verdicts if verdict.kept}:
                 tried[name].forget()
         except RankDisagreementError:
             raise
         except Exception as error:  # a trial must never end a training
-            return self.without_trial(f"the trial raised {_in_a_line(error)}")
-        found = {verdict.lever: verdict for verdict in verdicts}
+            return self.without_trial(f"the trial raised {in_a_line(error)}")
+        measured = {verdict.lever: verdict for verdict in verdicts}
         return Choice(
-            verdicts=tuple(found.get(lever.name) or self._unmeasured(lever, "") for lever in self.levers),
+            verdicts=tuple(measured.get(lever.name) or self._unmeasured(lever, "") for lever in self.levers),
             source="trial",
             seconds=trial.elapsed(),
             budget=max(budgets),
@@ -375,41 +320,135 @@ class Calibration:
 
         return replace(self, levers=tuple(map(fit, self.levers)), asked=tuple(map(fit, self.asked)))
 
-    def unchecked(self, choice: Choice, reason: str = "") -> Decision:
-        """Return a choice as it is, with the reason why its levers were not compared with the plain step."""
-        reason = reason or (_UNCHECKED if self.sharded else "verify=False")
-        on = [*choice.kept, *(lever.name for lever in self.asked)]
-        return Decision(choice, checks=dict.fromkeys(on, f"not checked: {reason}"))
+    def unchecked(self, choice: Choice, reason: str = "") -> Choice:
+        """Return a choice with the reason why its levers were not compared with the plain step."""
+        text = f"not checked: {reason or (_UNCHECKED if self.sharded else 'verify=False')}"
+        verdicts = self._with_asked(choice).verdicts
+        return choice.model_copy(update={"verdicts": tuple(v.but(check=text) if v.kept else v for v in verdicts)})
 
-    def check(
-        self, choice: Choice, target: Target, passes: Passes, snapshot: Snapshot, reduce: Reduce | None = None
-    ) -> Decision:
+    def check(self, choice: Choice, target: Target, passes: Passes, reduce: Reduce = list) -> Choice:
         """Compare the plain step with a step of the chosen levers, and drop levers with which it differs too much."""
-        everything = {lever.name: lever for lever in (*self.levers, *self.asked)}
-        asked = {lever.name for lever in self.asked}
-        wanted = [lever for name, lever in everything.items() if name in choice.kept or name in asked]
-        if not wanted or not self.verify:
+        choice = self._with_asked(choice)
+        on = [lever for lever in (*self.levers, *self.asked) if lever.name in choice.kept]
+        if not on or not self.verify:
             return self.unchecked(choice)
-        checked = self._checked(wanted, target, passes, snapshot)
-        flags = [float(lever.name not in checked.kept) for lever in wanted]
-        flags = reduce(flags) if reduce is not None else flags
-        gone = {lever.name for lever, flag in zip(wanted, flags, strict=True) if flag}
-        for name in gone:
-            everything[name].forget()
-        said = {name: checked.said.get(name) or "another rank left it out" for name in gone} | checked.said
-        verdicts = tuple(_off(v, said[v.lever]) if v.kept and v.lever in gone else v for v in choice.verdicts)
-        changed = any(v.kept and v.lever in gone for v in choice.verdicts)
-        choice = choice.model_copy(update={"verdicts": verdicts} | ({"ratio": None} if changed else {}))
-        refused = {name: said[name] for name in sorted(gone & asked)}
-        checks = {lever.name: said[lever.name] for lever in wanted if lever.name not in gone}
-        return Decision(choice, refused=refused, checks=checks)
-
-    def _checked(self, wanted: Sequence[Algorithm], target: Target, passes: Passes, snapshot: Snapshot) -> Checked:
-        names = [lever.name for lever in wanted]
         try:
-            return verified(wanted, passes, snapshot, target.optimizer, scaler=target.scaler, others=target.others)
+            results = verified(on, passes, target.optimizers, scaler=target.scaler)
         except Exception as error:  # a check must never end a training
-            return Checked(names, dict.fromkeys(names, f"not checked: {_in_a_line(error)}"))
+            text = f"not checked: {in_a_line(error)}"
+            results = tuple(Verdict(lever=lever.name, kept=True, reason="", check=text) for lever in on)
+        changes: dict[str, dict[str, Any]] = {}
+        for lever, result, gone in zip(on, results, reduce([float(not r.kept) for r in results]), strict=True):
+            changes[lever.name] = {"check": result.check}
+            if gone:
+                lever.forget()
+                reason = "another rank left it out" if result.kept else result.reason
+                changes[lever.name] = {"kept": False, "reason": reason}
+        dropped = any(not changes.get(lever.name, {}).get("kept", True) for lever in self.levers)
+        verdicts = tuple(verdict.but(**changes.get(verdict.lever, {})) for verdict in choice.verdicts)
+        return choice.model_copy(update={"verdicts": verdicts, "ratio": None if dropped else choice.ratio})
+
+    def _with_asked(self, choice: Choice) -> Choice:
+        names = {lever.name for lever in self.asked}
+        asked = [Verdict(lever=lever.name, kept=True, reason="asked for") for lever in self.asked]
+        verdicts = (*(v for v in choice.verdicts if v.lever not in names), *asked)
+        return choice.model_copy(update={"verdicts": verdicts})
+
+
+def decide(
+    target: Target, calibration: Calibration, call: Call, choice: Choice | None, detach: Callable[[], None]
+) -> tuple[Choice, list[Algorithm]]:
+    """Measure the levers if there is no choice, and check what is chosen. The pair stays as it is.
+
+    Args:
+        target: The pair.
+        calibration: What to decide and at what price.
+        call: A training call.
+        choice: An earlier choice, which is used instead of a trial; None without one.
+        detach: Detaches the levers that are on. Called unless there is a choice that is not checked.
+
+    Returns:
+        The choice, also about levers that were asked for. Those that are on, in the chosen form and with what a pass
+        has shown of them.
+    """
+    model, ranks = target.model, deciding_ranks(calibration, target)
+    with _comparing(ranks) as reduce:
+        no_trial = calibration.obstacle(model)
+        no_pass = _WITHOUT_DDP if ranks == [] else _obstacle(target)
+        flags = [float(flag) for flag in (choice is None, no_trial is not None, no_pass is not None)]
+        missing, no_trials, no_passes, *settings = reduce([*flags, *calibration.settings])
+        calibration = calibration.agreed(settings)
+        no_pass = no_pass or (_ELSEWHERE if no_passes else None)
+        if missing:
+            no_trial = calibration.obstacle(model) or (_ELSEWHERE if no_trials else None)
+            choice = None if no_trial is None else calibration.without_trial(no_trial)
+        if choice is None or calibration.verify:
+            if no_pass is None:
+                reshard(model)  # after an evaluation its parameters may still be whole
+            detach()
+        choice, calibration = _decided(target, calibration, call, choice, no_pass, reduce)
+    return choice, [lever for lever in (*calibration.levers, *calibration.asked) if lever.name in choice.kept]
+
+
+def _decided(
+    target: Target, calibration: Calibration, call: Call, choice: Choice | None, no_pass: str | None, reduce: Reduce
+) -> tuple[Choice, Calibration]:
+    """Return the choice, and the levers with what a pass has shown of them."""
+    device = device_of(target.model)
+    calibration = calibration.in_form(choice, device)
+    if choice is not None and not calibration.verify:
+        return calibration.unchecked(choice), calibration
+    if no_pass is not None:
+        return calibration.unchecked(choice or calibration.without_trial(no_pass), no_pass), calibration
+    with on_real_inputs(target, call, calibration.forward) as passes:
+        if reduce([float(passes.snapshot.has_iterator)])[0]:
+            return calibration.unchecked(choice or calibration.without_trial(_READ_ONCE), _READ_ONCE), calibration
+        calibration = calibration.fitted(passes)
+        if choice is None:
+            choice = calibration.measure(target, passes, reduce)
+            calibration = calibration.in_form(choice, device)
+        return calibration.check(choice, target, passes, reduce), calibration
+
+
+def deciding_ranks(calibration: Calibration, target: Target) -> list[int] | None:
+    """Return the ranks that must decide the same; None for a single process, empty if they cannot decide together."""
+    if Topology.current().world_size == 1:
+        return None
+    if calibration.sharded:
+        parameters = [p for optimizer in target.optimizers for group in optimizer.param_groups for p in group["params"]]
+        return ranks_of_shards(parameters)  # those of the model may be whole
+    ddp = active_ddp()
+    if ddp is None or unwrap(ddp) is not target.model:
+        return []
+    return dist.get_process_group_ranks(ddp.process_group)
+
+
+@contextmanager
+def _comparing(ranks: list[int] | None) -> Iterator[Reduce]:
+    """Yield what takes the largest of each number over the ranks."""
+    if not ranks:
+        yield list
+        return
+    agreement = Agreement(ranks, subject="the trial of the speed levers", timeout=_RANKS_TIMEOUT)
+    try:
+        yield lambda numbers: agreement.largest(numbers, step="sample")
+    finally:
+        agreement.close()
+
+
+def _obstacle(target: Target) -> str | None:
+    """Return why there can be no passes: too little memory for them, or something that other processes take part in."""
+    exchange = exchange_in(target.model)
+    if exchange is not None:
+        return exchange
+    if any(p.device.type == "cpu" and p.is_shared() for p in target.model.parameters() if not overrides_dispatch(p)):
+        return "the parameters are in shared memory, and other processes may train them meanwhile"
+    available, needed = free_bytes(device_of(target.model)), needed_bytes(target.model)
+    if available is None or needed <= _MOST_OF_FREE * available:
+        return None
+    return (
+        f"a snapshot and the gradients need about {needed / 2**20:,.0f} MiB, and {available / 2**20:,.0f} MiB are free"
+    )
 
 
 def _changes_model(lever: Algorithm) -> bool:
@@ -418,7 +457,7 @@ def _changes_model(lever: Algorithm) -> bool:
 
 def exchange_in(model: nn.Module) -> str | None:
     """Return what in a model waits for other ranks in each pass, which a trial must not run; None without."""
-    together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    together = Topology.current().world_size > 1
     units = sharded_units(model)
     if any(in_forward_of_fsdp2(unit) for unit in units):
         return "the call is inside another FSDP2 forward"
@@ -429,15 +468,6 @@ def exchange_in(model: nn.Module) -> str | None:
     if together and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         return "SyncBatchNorm exchanges numbers within a step, which a trial must not interrupt on one rank"
     return None
-
-
-def _off(verdict: Verdict, reason: str) -> Verdict:
-    return verdict.model_copy(update={"kept": False, "reason": reason})
-
-
-def _in_a_line(error: Exception) -> str:
-    text = (str(error).splitlines() or [""])[0]
-    return f"{type(error).__name__}: {text}"[:300]
 
 
 def _steps_of_trial(total_steps: int) -> float:
@@ -464,49 +494,6 @@ def resolved(calibrate: Calibrate) -> Calibrate:
     return False if calibrate == "auto" and os.environ.get(_SWITCH, "").strip() == "0" else calibrate
 
 
-def describe(choice: Choice) -> str:
-    """Return the choice in one line."""
-    parts = [f"{v.lever} {'on' if v.kept else 'off'} ({v.reason})" for v in choice.verdicts]
-    where = {"trial": f"measured in {choice.seconds:.1f} s", "cache": "measured earlier on this machine"}
-    whole = [] if choice.ratio is None else [f"together {gain(choice.ratio)}"]
-    return f"{'; '.join(parts + whole)}. Source: {where.get(choice.source, choice.source)}."
-
-
-def explain(choice: Choice) -> str:
-    """Return the choice in one line per lever."""
-    headings = {
-        "trial": f"measured at the first training call, {choice.seconds:.1f} s:",
-        "cache": "measured at an earlier start, from the cache:",
-        "checkpoint": "from the checkpoint:",
-    }
-    lines = [headings.get(choice.source, "not measured:")]
-    for verdict in choice.verdicts:
-        interval = verdict.ratio
-        figure = "" if interval is None else f" ({interval.low:.2f} to {interval.high:.2f}, {verdict.pairs} pairs)"
-        check = f"; {verdict.check}" if verdict.check else ""
-        lines.append(f"  {verdict.lever}  {'on' if verdict.kept else 'off'}: {verdict.reason}{figure}{check}")
-    if choice.ratio is not None:
-        lines.append(f"  together {gain(choice.ratio)}")
-    return "\n".join(lines)
-
-
-def measured_elsewhere(choice: Choice, model: nn.Module) -> str:
-    """Return how the machine of a checkpoint's choice differs from this one, and what to do; empty if it does not."""
-    differences = "" if choice.machine is None else choice.machine.differences(Machine.of(device_of(model)))
-    if not differences:
-        return ""
-    return (
-        f"the levers of the checkpoint were measured elsewhere ({differences}). They are used without a new trial. To "
-        'measure here, boost again and load the state without its key "choice"; to choose, name the levers in '
-        'boost(..., config={"extra": {...}}).'
-    )
-
-
-def gain(ratio: Interval) -> str:
-    """Return a ratio of step times as a clause."""
-    return f"a step is {ratio.mid:.2f} times as fast as before boost ({ratio.low:.2f} to {ratio.high:.2f})"
-
-
 def _price(model: nn.Module, graphs: int) -> Price:
     leaves = sum(1 for module in model.modules() if not any(True for _ in module.children()))
     expected = _COMPILE_SECONDS + _COMPILE_SECONDS_PER_MODULE * leaves
@@ -520,11 +507,6 @@ def _forms_of(lever: Algorithm, device: torch.device, name: str = "") -> dict[st
         label = f"{lever.name}({own_settings(form.algorithm)})"
         found |= {label: (name or lever.name, form), **_forms_of(form.algorithm, device, label)}
     return found
-
-
-def _grants_price(device: torch.device) -> bool:
-    """Whether a trial may take longer to try compilation: on a GPU a step takes less time, not the price."""
-    return device.type in ("cuda", "xpu")
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -15,16 +15,20 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.optim import Optimizer
 
-from torchboost.calibration.passes import Noise, Pass, Passes, numbers_of
-from torchboost.calibration.snapshot import Snapshot
+from torchboost.calibration.choice import Verdict, in_a_line
+from torchboost.calibration.passes import Change, Pass, Passes, noise, numbers_of
+from torchboost.calibration.snapshot import Streams
+from torchboost.calibration.trial import Contestant
 from torchboost.core.algorithm import Algorithm, Target, attach_all
+from torchboost.registry import REGISTRY
 
-__all__ = ["Bound", "Certificate", "Finding"]
+__all__ = ["Bound", "Certificate", "Finding", "verified"]
 
 _STEPS_OF_ROUNDING = 64
 _ATTEMPTS = 2
@@ -97,8 +101,7 @@ def lower(rounding: float) -> Bound:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Finding:
+class Finding(NamedTuple):
     """The result of one comparison.
 
     Attributes:
@@ -108,8 +111,8 @@ class Finding:
     """
 
     reason: str
-    gradient: float
-    outputs: float
+    gradient: float = math.inf
+    outputs: float = math.inf
 
 
 @dataclass(slots=True, eq=False)
@@ -125,9 +128,7 @@ class Certificate:
     """Compares passes with levers with the plain pass on one call.
 
     Args:
-        model: The model without levers. It is the same after each call of a method.
-        passes: Runs them, from a snapshot that it shares.
-        snapshot: Of the model and the call, from before any lever.
+        passes: Of the model without levers. It is the same after each call of a method.
         scaler: Scaler of the loop, for levers that ask for one.
 
     Attributes:
@@ -140,9 +141,9 @@ class Certificate:
     Memory for two gradients.
     """
 
-    def __init__(self, model: nn.Module, passes: Passes, snapshot: Snapshot, *, scaler: Any = None) -> None:
-        self._model, self._passes, self._snapshot, self._scaler = model, passes, snapshot, scaler
-        self._names = {id(p): name for name, p in model.named_parameters()}
+    def __init__(self, passes: Passes, *, scaler: Any = None) -> None:
+        self._passes, self._scaler = passes, scaler
+        self._names = {id(p): name for name, p in passes.model.named_parameters()}
         self._sized: list[Tensor] = list(passes.parameters)
         self._size, self.is_random = 0.0, False
         self._plain: Pass = self._first()
@@ -152,10 +153,10 @@ class Certificate:
         self._sized += self._plain.outputs
         self._norms = _distances(self._plain, None)
         self._whole = _norm(self._norms.gradients)
-        self._response = _distances(self._plain, self._changed(Noise(self._size, 0)))
+        self._response = _distances(self._plain, self._changed(noise(self._size, 0)))
         self._wide: list[_Distances] = []
         if max(self._relative(self._response), self._of_outputs(self._response)) > _LARGE:
-            passes.compare(self._plain.outputs, self._run(None).outputs)
+            passes.compare(self._plain.outputs, self._run().outputs)
 
     def check(self, levers: Sequence[Algorithm], *, rounding: float = 0.0) -> Finding:
         """Run a pass with levers attached and compare it.
@@ -170,15 +171,17 @@ class Certificate:
         bounds = [(EXACT, 1.0)]
         if rounding:  # the larger bound counts: convolutions on a GPU compute in TF32 in the plain pass already
             bounds.append((lower(rounding), rounding / self._size))
-        distances = _distances(self._plain, self._with(levers))
+        with _on_the_model(self._passes, levers, self._scaler):
+            distances = _distances(self._plain, self._run())
         if distances.strange:
-            return Finding(reason=distances.strange, gradient=math.inf, outputs=math.inf)
-        worst = self._excess(distances, bounds)
-        while worst and not self._is_hopeless(distances, bounds[-1][0]) and len(self._wide) < _ATTEMPTS:
-            noise = Noise(_STEPS_OF_ROUNDING * self._size, 1 + len(self._wide))
-            self._wide.append(_distances(self._plain, self._changed(noise)))
+            return Finding(distances.strange)
+        worst, hopeless = self._excess(distances, bounds), bounds[-1][0].hopeless
+        gradient, outputs = self._relative(distances), self._of_outputs(distances)
+        while worst and max(gradient, outputs) <= hopeless and len(self._wide) < _ATTEMPTS:
+            change = noise(_STEPS_OF_ROUNDING * self._size, 1 + len(self._wide))
+            self._wide.append(_distances(self._plain, self._changed(change)))
             worst = self._excess(distances, bounds)
-        return Finding(reason=worst, gradient=self._relative(distances), outputs=self._of_outputs(distances))
+        return Finding(worst, gradient, outputs)
 
     def _first(self) -> Pass:
         """Run the plain pass and see in which precision it computes."""
@@ -189,42 +192,26 @@ class Certificate:
                 lowest[0] = tensor.dtype
             return tensor
 
-        self._passes.prepare()
-        try:
+        with self._passes.prepared():
             with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
                 first = self._passes.run()
             self.is_random = self._passes.is_random
-        finally:
-            self._passes.finish()
-        device = next((p.device for p in self._passes.parameters), torch.device("cpu"))
-        self._size = max(torch.finfo(lowest[0]).eps, _rounding_of_products(device))
+        self._size = max(torch.finfo(lowest[0]).eps, _rounding_of_products(self._passes.device))
         return first
 
-    def _changed(self, noise: Noise) -> Pass:
+    def _changed(self, change: Change) -> Pass:
         """Run a plain pass with weights and inputs that are a little different."""
-        with self._snapshot.changed(noise.add_):
-            return self._run(noise)
+        with self._passes.snapshot.changed(change):
+            return self._run(change)
 
-    def _with(self, levers: Sequence[Algorithm]) -> Pass:
-        # The optimizer of the loop is not touched. Levers of the optimizer find nothing to do in this one.
-        stand_in = torch.optim.SGD(self._passes.parameters, lr=0.0)
-        attached = attach_all(Target(self._model, stand_in, self._scaler), levers)
-        try:
-            return self._run(None)
-        finally:
-            attached.remove()
-
-    def _run(self, noise: Noise | None) -> Pass:
-        device = next((p.device for p in self._passes.parameters), torch.device("cpu"))
-        self._passes.prepare(noise)
-        try:
+    def _run(self, change: Change | None = None) -> Pass:
+        device = self._passes.device
+        with self._passes.prepared(change):
             if device.type == "cpu":
                 with _dirty_memory():
                     return self._passes.run()
             self._fill(device)
             return self._passes.run(lambda: self._fill(device))
-        finally:
-            self._passes.finish()
 
     def _fill(self, device: torch.device) -> None:
         _fill_freed_memory({tensor.numel() for tensor in self._sized}, device)
@@ -245,9 +232,6 @@ class Certificate:
     def _responses(self, read: Callable[[_Distances], float]) -> list[float]:
         return [read(self._response), *(_WIDE_SHARE * read(wide) for wide in self._wide)]
 
-    def _is_hopeless(self, distances: _Distances, bound: Bound) -> bool:
-        return max(self._relative(distances), self._of_outputs(distances)) > bound.hopeless
-
     def _relative(self, distances: _Distances) -> float:
         return _norm(distances.gradients) / self._whole if self._whole else 0.0
 
@@ -259,6 +243,14 @@ class Certificate:
         if index >= len(self._passes.parameters):
             return "an input"
         return self._names.get(id(self._passes.parameters[index]), "a parameter from outside the model")
+
+
+@contextmanager
+def _on_the_model(passes: Passes, levers: Iterable[Algorithm], scaler: Any) -> Iterator[None]:
+    """Attach levers to the model alone: an optimizer that is never stepped stands in for that of the loop."""
+    stand_in = torch.optim.SGD(passes.parameters, lr=0.0)
+    with attach_all(Target(passes.model, stand_in, scaler), levers):
+        yield
 
 
 def _rounding_of_products(device: torch.device) -> float:
@@ -342,3 +334,138 @@ def _mallopt() -> Any:
         return None
     library = ctypes.CDLL(None)
     return library.mallopt if hasattr(library, "gnu_get_libc_version") else None
+
+
+_PART = 2**20
+"""Entries of parameters on which the update is compared."""
+_STEPS = 2
+"""The first update of an optimizer often makes its state only."""
+_UPDATE = 1e-4
+"""Tolerance of an update relative to its norm, in addition to the rounding of the parameters."""
+_MAGNIFIED = 1e-3
+_RATE = 1e-3
+"""Learning rate of the comparison if that of the loop is still 0."""
+_NOT = "left out: "
+
+
+def verified(
+    levers: Sequence[Algorithm], passes: Passes, optimizers: Sequence[Optimizer], *, scaler: Any = None
+) -> tuple[Verdict, ...]:
+    """Compare the plain step with that of the levers together. If it differs too much, find out which one does it.
+
+    Levers that are exact up to rounding are compared among themselves, then all together. A compiled model is compared
+    in the form in which it runs, so lower precision under a compiler is held to the bound of lower precision.
+
+    Args:
+        levers: Those that are to stay, in any order.
+        passes: Passes of the plain model.
+        optimizers: Of the loop; copies of them are stepped.
+        scaler: Scaler of the loop, for levers that ask for one.
+
+    Returns:
+        For each lever how far its run is from the plain one, or why it must not stay.
+
+    Cost: three passes; one or two more with lower precision or a compiler, and one for each lever if a comparison
+    fails. With dropout, compiling once more, since it is compared at zero.
+    """
+    ordered = sorted(levers, key=lambda lever: (REGISTRY[lever.name].once, lever.rounding))
+    texts: dict[str, str] = {}
+    of_model = [lever for lever in ordered if not REGISTRY[lever.name].of_optimizer]
+    if of_model:
+        certificate = Certificate(passes, scaler=scaler)
+        unchecked = [lever for lever in of_model if certificate.is_random and REGISTRY[lever.name].once]
+        texts = _of_model([lever for lever in of_model if lever not in unchecked], certificate)
+        texts |= {lever.name: "not checked: it draws other random numbers" for lever in unchecked}
+    kept = [lever for lever in ordered if not texts.get(lever.name, "").startswith(_NOT)]
+    of_optimizer = [lever for lever in kept if REGISTRY[lever.name].of_optimizer]
+    if of_optimizer:
+        try:
+            worst = _difference_of_updates(kept, passes, optimizers, scaler)
+            text = "exact here" if worst <= 1 else f"{_NOT}its update differs by {worst * _UPDATE:.1e} of its size"
+        except Exception as error:  # an optimizer that cannot be copied, or asks for a closure
+            text = f"not checked: {in_a_line(error)}"
+        texts |= {lever.name: text for lever in of_optimizer}
+    off = [texts[lever.name].startswith(_NOT) for lever in levers]
+    return tuple(
+        Verdict(lever=lever.name, kept=not is_off, reason=texts[lever.name], check="" if is_off else texts[lever.name])
+        for lever, is_off in zip(levers, off, strict=True)
+    )
+
+
+def _of_model(levers: Sequence[Algorithm], certificate: Certificate) -> dict[str, str]:
+    """Return for each lever what the comparison of passes says of it."""
+    texts: dict[str, str] = {}
+    exact = [lever for lever in levers if not lever.rounding and not REGISTRY[lever.name].once]
+    groups = [exact, levers] if exact and len(exact) < len(levers) else [levers]
+    for group in groups if levers else []:
+        text = _compared(group, certificate)
+        if text.startswith(_NOT):
+            break
+        texts = dict.fromkeys([lever.name for lever in group], text) | texts
+    else:
+        return texts
+    kept: list[Algorithm] = []
+    for lever in levers:  # one after the other, without each one with which the comparison fails
+        texts[lever.name] = _compared([*kept, lever], certificate)
+        kept += [] if texts[lever.name].startswith(_NOT) else [lever]
+    return texts
+
+
+def _compared(levers: Sequence[Algorithm], certificate: Certificate) -> str:
+    rounding = max(lever.rounding for lever in levers)
+    try:
+        finding = certificate.check(levers, rounding=rounding)
+    except Exception as error:  # levers may raise anything; training continues without them
+        return f"{_NOT}it raised {in_a_line(error)}"
+    if finding.reason:
+        return f"{_NOT}{finding.reason}"
+    if rounding:
+        return f"checked: the gradient differs by {finding.gradient:.2g}, outputs by {finding.outputs:.2g}"
+    how = "exact here" if finding.gradient < _MAGNIFIED else "as near as rounding lets this network be"
+    return f"{how}: gradient {finding.gradient:.0e}"
+
+
+def _difference_of_updates(
+    levers: Sequence[Algorithm], passes: Passes, optimizers: Sequence[Optimizer], scaler: Any
+) -> float:
+    """Step copies of the optimizers on equal gradients, with and without the levers.
+
+    Returns:
+        The largest difference of two updates, as a multiple of what is allowed.
+    """
+    streams, worst = Streams(passes.model), 0.0
+    of_model = [lever for lever in levers if not REGISTRY[lever.name].of_optimizer]
+    others = [lever for lever in levers if lever not in of_model]
+    plain, boosted = (Contestant(passes, optimizers, each, scaler, _PART) for each in ((), others))
+    with _on_the_model(passes, of_model, scaler):
+        boosted.attach()
+        try:
+            for contestant in (plain, boosted):
+                for optimizer, pairs, _ in contestant.copies:
+                    streams.restore()
+                    _move(optimizer, [copied for _, copied in pairs])
+        finally:
+            boosted.detach()
+    streams.restore()
+    for (_, before, _), (_, after, _) in zip(plain.copies, boosted.copies, strict=True):
+        for (start, one), (_, two) in zip(before, after, strict=True):
+            base, first, second = (tensor.detach().double() for tensor in (start, one, two))
+            moved, distance = float(torch.linalg.vector_norm(first - base)), float(torch.dist(second, first))
+            rounding = 4 * torch.finfo(start.dtype).eps * float(torch.linalg.vector_norm(base))
+            if math.isfinite(moved):
+                excess = distance / max(_UPDATE * moved + rounding, 1e-30) if math.isfinite(distance) else math.inf
+                worst = max(worst, excess)
+    return worst
+
+
+def _move(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
+    for group in optimizer.param_groups:
+        rate = group.get("lr", _RATE)
+        if not float(rate):
+            group["lr"] = torch.full_like(rate, _RATE) if isinstance(rate, Tensor) else _RATE
+    generator = torch.Generator("cpu").manual_seed(0)
+    for _ in range(_STEPS):
+        for parameter in parameters:
+            numbers = torch.randn(parameter.shape, generator=generator, device="cpu").mul_(1e-2)
+            parameter.grad = torch.empty_like(parameter).copy_(numbers)
+        type(optimizer).step(optimizer)

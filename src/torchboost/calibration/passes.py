@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextvars
+import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,17 +15,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from torchboost.calibration.snapshot import Snapshot, Streams
+from torchboost.calibration.snapshot import Damage, Snapshot, Streams, plain, streams_kept
+from torchboost.calibration.watch import Call
+from torchboost.core.algorithm import Target
 from torchboost.core.containers import tensors_in, with_tensors
 from torchboost.core.torch_private import end_pass, is_reentrant_checkpoint, version
 from torchboost.core.wrapping import sharded_units
 from torchboost.distributed.agreement import ranks_of_shards
 from torchboost.errors import IncompatibleError
 
-__all__ = ["Call", "Noise", "Pass", "Passes", "reshard"]
+__all__ = ["Pass", "Passes", "noise", "on_real_inputs", "reshard"]
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and named arguments of a training call."""
+_LOG = logging.getLogger("torchboost")
+
+Change = Callable[[Tensor], None]
+"""Changes a tensor in place."""
 
 _EQUAL = 1e-3
 _MOVES = "the model keeps something that cannot be restored, such as an iterator or a file"
@@ -88,9 +93,10 @@ class Passes:
         others: Iterable[Tensor] = (),
         forward: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        self.model, self._call, self._snapshot, self._forward = model, call, snapshot, forward
+        self.model, self.snapshot, self._call, self._forward = model, snapshot, call, forward
         trained = {id(p): p for p in [*model.parameters(), *others] if p.requires_grad}
         self.parameters: list[Tensor] = list(trained.values())
+        self.device = next((p.device for p in self.parameters), torch.device("cpu"))
         self._streams = Streams(model)
         self._sharded = bool(ranks_of_shards(self.parameters))
         self._seeds: list[Tensor] | None = None
@@ -98,35 +104,42 @@ class Passes:
         self._leaves: list[Tensor] = []
         self._copies: list[tuple[Tensor, int]] = []
         self._written: list[int] | None = None
-        self._gradients: list[tuple[Tensor, Tensor | None]] = []
         self.without_dropout = False
         self.unequal = 0.0
 
-    def of(self, model: nn.Module) -> Passes:
-        """Return passes of another model on the same call, under the same snapshot."""
-        return Passes(model, self._call, self._snapshot, forward=self._forward)
-
-    def prepare(self, noise: Noise | None = None) -> None:
-        """Set up the next pass: its inputs, which a forward may change, and the random numbers.
+    @contextmanager
+    def prepared(self, change: Change | None = None) -> Iterator[None]:
+        """Set up a pass, which the block runs, and restore at the end what it has changed, also if it raised.
 
         Args:
-            noise: Changes the inputs.
+            change: Changes the inputs.
         """
         self._leaves = []
         copies: dict[int, Tensor] = {}
 
         def copied(tensor: Tensor) -> Tensor:
             if id(tensor) not in copies:  # a tensor that occurs twice does so in the copy: compiled graphs depend on it
-                copies[id(tensor)] = self._copied(tensor, noise)
+                copies[id(tensor)] = self._copied(tensor, change)
             return copies[id(tensor)]
 
         self._inputs = with_tensors(self._call, copied)
         self._copies = [(copy, version(copy)) for copy in copies.values()]
         self._streams.restore()
-        self._gradients = [(parameter, parameter.grad) for parameter in self.parameters]
-        for parameter in self.parameters:  # a forward that calls backward would add to them
-            parameter.grad = None
-        _clear_casts()
+        gradients = [(parameter, parameter.grad) for parameter in self.parameters]
+        try:
+            for parameter in self.parameters:  # a forward that calls backward would add to them
+                parameter.grad = None
+            _clear_casts()
+            yield
+        finally:
+            for unit in sharded_units(self.model):
+                end_pass(unit)
+            reshard(self.model)
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            _clear_casts()
+            self.snapshot.after_a_pass()
+            self._inputs, self._copies = ((), {}), []
 
     def run(self, between: Callable[[], None] | None = None) -> Pass:
         """Forward and backward on what was prepared. The part of a step that is timed.
@@ -177,34 +190,18 @@ class Passes:
 
     def shown_to(self, look: Callable[..., Any]) -> Any:
         """Return what ``look(model, args, kwargs)`` returns, which may run a forward pass."""
-        self.prepare()
-        try:
-            with self._forward():
-                return look(self.model, *self._inputs)
-        finally:
-            self.finish()
+        with self.prepared(), self._forward():
+            return look(self.model, *self._inputs)
 
     @property
     def is_random(self) -> bool:
-        """Whether the pass that is being finished has drawn random numbers."""
+        """Whether the pass that was run has drawn random numbers, before it is restored."""
         return self._streams.drawn()
 
-    def finish(self) -> None:
-        """Restore what the pass has changed, also if it raised."""
-        for unit in sharded_units(self.model):
-            end_pass(unit)
-        reshard(self.model)
-        for parameter, gradient in self._gradients:
-            parameter.grad = gradient
-        self._gradients = []
-        _clear_casts()
-        self._snapshot.after_a_pass()
-        self._inputs, self._copies = ((), {}), []
-
-    def _copied(self, tensor: Tensor, noise: Noise | None) -> Tensor:
+    def _copied(self, tensor: Tensor, change: Change | None) -> Tensor:
         copy = tensor.detach().clone(memory_format=torch.preserve_format)
-        if noise is not None and copy.is_floating_point():
-            noise.add_(copy)
+        if change is not None and copy.is_floating_point():
+            change(copy)
         if not tensor.requires_grad:
             return copy
         self._leaves.append(copy.requires_grad_())
@@ -212,7 +209,7 @@ class Passes:
 
     def _backward(self, ends: Sequence[Tensor], seeds: Sequence[Tensor]) -> list[Tensor | None]:
         leaves = [*self.parameters, *self._leaves]
-        retained = True if self._snapshot.has_history else None
+        retained = True if self.snapshot.has_history else None
         if self._sharded:
             torch.autograd.backward(ends, seeds, retained)
             return [tensor.grad for tensor in leaves]
@@ -245,20 +242,57 @@ def _clear_casts() -> None:
         torch.clear_autocast_cache()
 
 
-class Noise:
-    """Multiplies numbers by 1 plus or minus a small number, by chance but the same for a seed. Whole numbers stay."""
+def noise(size: float, seed: int) -> Change:
+    """Return what multiplies numbers by 1 plus or minus ``size``, by chance but the same for a seed.
 
-    def __init__(self, size: float, seed: int) -> None:
-        self._size, self._generator = size, torch.Generator("cpu").manual_seed(seed)
+    Whole numbers do not change, for a number of a row or of a step would become another one.
+    """
+    generator = torch.Generator("cpu").manual_seed(seed)
 
-    def add_(self, tensor: Tensor) -> None:
-        """Change a tensor in place."""
+    def change(tensor: Tensor) -> None:
         if tensor.element_size() < 2:  # torch computes nothing in 8 bits
             return
-        factors = torch.empty(tensor.shape, device="cpu").bernoulli_(0.5, generator=self._generator).mul_(2).sub_(1)
-        factors = factors.mul_(self._size).add_(1).to(tensor.device)
-        whole = tensor == tensor.round()  # a number of a row or of a step would become another one
-        tensor.copy_(torch.where(whole, tensor, tensor * factors))
+        factors = torch.empty(tensor.shape, device="cpu").bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
+        factors = factors.mul_(size).add_(1).to(tensor.device)
+        tensor.copy_(torch.where(tensor == tensor.round(), tensor, tensor * factors))
+
+    return change
+
+
+@contextmanager
+def on_real_inputs(
+    target: Target, call: Call, forward: Callable[[], AbstractContextManager[Any]] = nullcontext
+) -> Iterator[Passes]:
+    """Yield passes of the plain model of a pair on a call. At the end everything is as it was.
+
+    Args:
+        target: The pair.
+        call: A training call.
+        forward: As for :class:`Passes`.
+    """
+    model = target.model
+    inside = {id(p) for p in model.parameters()}
+    groups = [group for optimizer in target.optimizers for group in optimizer.param_groups]
+    outside = [p for group in groups for p in group["params"] if id(p) not in inside]
+    modules = [v for optimizer in target.optimizers for v in vars(optimizer).values() if isinstance(v, nn.Module)]
+    with streams_kept(model), plain(model):
+        snapshot = Snapshot(model, (call, modules), outside)
+        passes = Passes(model, call, snapshot, others=outside, forward=forward)
+        try:
+            yield passes
+        finally:
+            if passes.unequal:
+                _LOG.warning(
+                    "Something that the model uses moves on in each call and could not be restored after those of the "
+                    "trial, such as an iterator or a file: two equal calls differed by %.1e of an output. If the run "
+                    "must repeat another one, use boost(..., calibrate=False, verify=False).",
+                    passes.unequal,
+                )
+            if snapshot.restore() is Damage.LASTING:
+                _LOG.warning(
+                    "A pass of the trial changed a large array or tensor that the model holds as an attribute, and it "
+                    "was not restored. Register it as a buffer, or use boost(..., calibrate=False, verify=False)."
+                )
 
 
 class _WithoutDropout(TorchFunctionMode):

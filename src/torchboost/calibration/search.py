@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from torchboost.calibration.choice import Verdict
+from torchboost.calibration.choice import Verdict, in_a_line
 from torchboost.measure.evidence import Interval
 from torchboost.measure.statistics import exact_median
 
-__all__ = ["SET_ASIDE", "Bench", "Found", "Price", "search"]
+__all__ = ["SET_ASIDE", "Bench", "Price", "search"]
 
 _LOOKS = (7, 11, 15, 20, 28, 40, 60, 90)
 """Numbers of pairs at which a lever may be decided."""
@@ -73,11 +73,7 @@ class Bench(Protocol):
     """
 
     def build(self, levers: Sequence[str], *, within: float) -> float:
-        """Warm the challenger up. Return the seconds above what as many steps take."""
-        ...
-
-    def build_plain(self, *, within: float) -> None:
-        """Make the challenger the loop as it was before boost."""
+        """Warm the challenger up: a step with these levers. Return the seconds above what as many steps take."""
         ...
 
     def sample(self, *, within: float) -> tuple[float, float]:
@@ -91,19 +87,6 @@ class Bench(Protocol):
     def elapsed(self) -> float:
         """Return the seconds since the trial began."""
         ...
-
-
-class Found(NamedTuple):
-    """The result of a search.
-
-    Attributes:
-        verdicts: One for each lever, in the given order.
-        ratio: How many times as fast a step of the chosen combination is as one of the loop before boost; None if it
-            was not measured.
-    """
-
-    verdicts: tuple[Verdict, ...]
-    ratio: Interval | None
 
 
 @dataclass(slots=True)
@@ -141,8 +124,7 @@ def search(
     forms: Mapping[str, Sequence[str]] | None = None,
     longer: Callable[[float, float, Price], float] | None = None,
     step_seconds: float | None = None,
-    changed: bool = False,
-) -> Found:
+) -> tuple[tuple[Verdict, ...], Interval | None]:
     """Try the levers one after the other on top of those that were kept, then those again that were dropped too early.
 
     A lever is kept if the 98 % interval of its paired ratio is above 1 and the ratio at least 1.01, or 1.02 with a
@@ -151,8 +133,8 @@ def search(
     each later try would pay the price again; time is set aside for them. If one of those gains nothing, it is tried
     once more together with levers that cost nothing, since compiled code may need another memory format. If it was
     kept, its forms are tried in its place, by the same rules. If it cost more than expected, so do they. What is left
-    goes to levers that were not decided. At the end the combination is compared with the loop before boost. If it
-    is slower and the level changes nothing but levers, nothing is kept.
+    goes to levers that were not decided. At the end the combination is compared with the plain step. If it is slower,
+    nothing is kept.
 
     Args:
         levers: Names, in the order of the trial, except that levers with a price come last.
@@ -167,9 +149,12 @@ def search(
         longer: Called with the seconds that were spent, the seconds of a step, and the price of a form. Returns the
             budget of a trial that tries it, if that is more.
         step_seconds: Time of a plain step; None if unknown.
-        changed: Whether the loop before boost differs from the incumbent.
+
+    Returns:
+        One verdict for each lever, in the given order, and how many times as fast a step of the chosen combination is
+        as a plain one; None if it was not measured.
     """
-    told = dict(prices or {}), dict(undecided or {}), dict(instead_of or {}), dict(forms or {}), longer, changed
+    told = dict(prices or {}), dict(undecided or {}), dict(instead_of or {}), dict(forms or {}), longer
     return _Search(list(levers), bench, seconds, steps, *told, last_step=step_seconds).run()
 
 
@@ -190,7 +175,6 @@ class _Search:
     instead_of: dict[str, str]
     forms: dict[str, Sequence[str]]
     longer: Callable[[float, float, Price], float] | None
-    changed: bool
     until: float = field(init=False)
     kept: list[str] = field(default_factory=list)
     verdicts: dict[str, Verdict] = field(default_factory=dict)
@@ -201,7 +185,7 @@ class _Search:
     def __post_init__(self) -> None:
         self.until = self.seconds
 
-    def run(self) -> Found:
+    def run(self) -> tuple[tuple[Verdict, ...], Interval | None]:
         free = [lever for lever in self.levers if lever not in self.prices]
         priced = [lever for lever in self.levers if lever in self.prices]
         for index, lever in enumerate(free):
@@ -219,7 +203,7 @@ class _Search:
             if self._left() > _AGAIN * sum(verdict.price for verdict in self.verdicts.values() if verdict.kept):
                 self._try_again(lever)
         ratio = self._compare_with_plain()
-        return Found(tuple(self.verdicts[lever] for lever in self.levers), ratio)
+        return tuple(self.verdicts[lever] for lever in self.levers), ratio
 
     def _try_again(self, lever: str) -> None:
         first = self.verdicts[lever]
@@ -231,7 +215,8 @@ class _Search:
     def _try_with_neutral(self, lever: str, free: Sequence[str]) -> None:
         """Try a lever that gained nothing together with those that cost nothing: each may need the other."""
         first = self.verdicts[lever]
-        neutral = [other for other in free if not self.verdicts[other].kept and self._is_neutral(other)]
+        dropped = [(other, self.verdicts[other].ratio) for other in free if not self.verdicts[other].kept]
+        neutral = [other for other, ratio in dropped if ratio is not None and ratio.mid >= _NEUTRAL]
         if first.kept or not (first.pairs and neutral) or self._left() <= _AGAIN * first.price:
             return
         self._try(lever, share=self._left(), also=neutral)
@@ -240,8 +225,8 @@ class _Search:
             return
         self.kept += neutral
         for other in neutral:
-            change = {"kept": True, "reason": f"only together with {lever}, where the two gain"}
-            self.verdicts[other] = self.verdicts[other].model_copy(update=change)
+            reason = f"only together with {lever}, where the two gain"
+            self.verdicts[other] = self.verdicts[other].but(kept=True, reason=reason)
 
     def _try_forms(self, lever: str) -> None:
         """Try the forms of a lever that was kept in its place. Those of a form that is kept come next."""
@@ -265,17 +250,13 @@ class _Search:
         verdict = self.verdicts.pop(form)
         if not verdict.kept:
             self.kept.insert(place, current)
-        changes = {"reason": f"{before.reason}; {form}: {verdict.reason}", "price": before.price + verdict.price}
-        changes |= {
-            "form": form if verdict.kept else before.form,
-            "interrupted": before.interrupted or verdict.interrupted,
-        }
-        self.verdicts[lever] = before.model_copy(update=changes)
+        self.verdicts[lever] = before.but(
+            reason=f"{before.reason}; {form}: {verdict.reason}",
+            price=before.price + verdict.price,
+            form=form if verdict.kept else before.form,
+            interrupted=before.interrupted or verdict.interrupted,
+        )
         return verdict.kept
-
-    def _is_neutral(self, lever: str) -> bool:
-        ratio = self.verdicts[lever].ratio
-        return ratio is not None and ratio.mid >= _NEUTRAL
 
     def _set_aside(self, priced: Sequence[str]) -> None:
         """Leave time for those levers whose price the budget and the run allow."""
@@ -307,8 +288,7 @@ class _Search:
                 self.open.add(lever)
             return
         except Exception as error:  # a lever may raise anything; training continues without it
-            text = (str(error).splitlines() or [""])[0]
-            self._decide(lever, False, f"it raised {type(error).__name__}: {text}"[:300].rstrip(": "), None)
+            self._decide(lever, False, f"it raised {in_a_line(error)}", None)
             return
         sample = self._measure(
             min(self.bench.elapsed() + share, self.until),
@@ -337,9 +317,8 @@ class _Search:
 
     def _mark_interrupted(self, lever: str) -> None:
         """Only a price becomes less at a later start; a lever that is far too slow will be so again."""
-        if lever not in self.prices:
-            return
-        self.verdicts[lever] = self.verdicts[lever].model_copy(update={"interrupted": True})
+        if lever in self.prices:
+            self.verdicts[lever] = self.verdicts[lever].but(interrupted=True)
 
     def _measure(self, deadline: float, *, early: bool = True, grace: float = 0.0, second: bool = False) -> _Sample:
         sample, deadline = _Sample(second=second), deadline + grace * self.seconds
@@ -378,10 +357,11 @@ class _Search:
             return
         self.last_step = sorted(sample.incumbent)[len(sample.incumbent) // 2]
         middle = sorted(sample.ratios)[len(sample.ratios) // 2]
+        least = _PROMISING if lever in self.prices else _LEAST_GAIN
         if _is_clearly_slower(sample.ratios) or max(sample.ratios) < _SLOWER_BY_FAR:
             text = f"a step takes {1 / middle:.2f} times as long" if middle else "a step did not end in the time left"
             self._decide(lever, False, text, sample)
-        elif sample.interval is not None and sample.interval.low > 1 and middle >= self._least_gain(lever):
+        elif sample.interval is not None and sample.interval.low > 1 and middle >= least:
             saving, price = self._saving(sample.interval.mid), self._in_all(lever, sample.price)
             if lever in self.prices and saving is not None and saving <= price:
                 text = f"{sample.interval.mid:.2f} times as fast, which saves {saving:.0f} s and costs {price:.0f} s"
@@ -399,9 +379,6 @@ class _Search:
             self._decide(lever, keep, text, sample)
             if not keep:
                 self.open.add(lever)
-
-    def _least_gain(self, lever: str) -> float:
-        return _PROMISING if lever in self.prices else _LEAST_GAIN
 
     def _decide(self, lever: str, kept: bool, reason: str, sample: _Sample | None) -> None:
         interval = None if sample is None else sample.interval
@@ -453,28 +430,25 @@ class _Search:
                 yield lever
 
     def _compare_with_plain(self) -> Interval | None:
-        """Return the gain of all together. Drop the levers if the loop before boost is faster than they are."""
+        """Return the gain of all together. Drop the levers if the plain step is faster than they are."""
         on = [lever for lever, verdict in self.verdicts.items() if verdict.kept]
         if len(on) > len(self.kept):  # one is on as usual, and was not timed
             return None
-        if len(on) == 1 and not (self.changed or self.verdicts[on[0]].form):
+        if len(on) == 1 and not self.verdicts[on[0]].form:
             return self.verdicts[on[0]].ratio
-        if not (self.kept or self.changed) or self._left() <= 0:
+        if not self.kept or self._left() <= 0:
             return None
         try:
-            self.bench.build_plain(within=self._left())
+            self.bench.build((), within=self._left())
         except Exception:  # what was decided stands; only the gain of all together is unknown
             return None
         plain = self._measure(self.seconds, early=False).interval
         if plain is None or plain.low <= 0:
             return None
-        if plain.low <= 1 or self.changed:
+        if plain.low <= 1:
             return plain.inverse
         for lever in on:
             beside = ", ".join(other for other in on if other != lever)
             text = f"together with {beside} it is slower than the plain step" if beside else "a step is slower with it"
-            off = {"kept": False, "form": "", "reason": text}
-            self.verdicts[lever] = self.verdicts[lever].model_copy(update=off)
-        self.kept.clear()
-        self.bench.promote()
+            self.verdicts[lever] = self.verdicts[lever].but(kept=False, form="", reason=text)
         return None

@@ -12,7 +12,7 @@ import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from torchboost.core.torch_private import (
 )
 from torchboost.graph.copies import accelerators, generator_states, set_generator_states
 
-__all__ = ["Snapshot", "Streams", "belongs_to_torch", "plain", "streams_kept"]
+__all__ = ["Damage", "Snapshot", "Streams", "plain", "streams_kept"]
 
 _HOPS = 3
 """Objects that are not modules are followed so far: an attribute of an attribute of a module's attribute."""
@@ -42,62 +42,54 @@ _LONGEST = 10_000
 """Entries of a container up to which they are followed."""
 
 
-@dataclass(slots=True, eq=False)
+class Damage(IntEnum):
+    """What a restoration has found."""
+
+    NONE = 0
+    UNDONE = 1
+    LASTING = 2
+
+
 class _Tensor:
     """A tensor as it was: its memory and, if it was copied, its numbers."""
 
-    tensor: Tensor
-    memory: Tensor
-    version: int
-    numbers: Tensor | None
-    requires_grad: bool
-    grad: Tensor | None
-    grad_version: int
-    swapped: bool = False
+    def __init__(self, tensor: Tensor, *, copied: bool) -> None:
+        self.tensor, self.memory, self.version = tensor, tensor.data, version(tensor)
+        self.numbers = tensor.detach().clone(memory_format=torch.preserve_format) if copied else None
+        self.requires_grad, self.grad = tensor.requires_grad, tensor.grad if tensor.is_leaf else None
+        self.grad_version = 0 if self.grad is None else version(self.grad)
+        self.swapped = False
 
-    @classmethod
-    def of(cls, tensor: Tensor, *, copied: bool) -> _Tensor:
-        memory, grad = tensor.detach(), tensor.grad if tensor.is_leaf else None
-        numbers = memory.clone(memory_format=torch.preserve_format) if copied else None
-        seen = 0 if grad is None else version(grad)
-        return cls(tensor, tensor.data, version(tensor), numbers, tensor.requires_grad, grad, seen)
-
-    def restore(self) -> str | None:
-        """Make the tensor what it was. Return what was different; empty if it could not be undone."""
+    def restore(self) -> Damage:
+        """Make the tensor what it was."""
+        damage, is_leaf = Damage.NONE, self.tensor.is_leaf
         try:
-            return self._restore()
+            if is_leaf and self.tensor.grad is not self.grad:
+                self.tensor.grad, damage = self.grad, Damage.UNDONE
+            elif self.grad is not None and version(self.grad) != self.grad_version:
+                self.grad_version, damage = version(self.grad), Damage.LASTING
+            if is_leaf and self.tensor.requires_grad != self.requires_grad:
+                self.tensor.requires_grad_(self.requires_grad)
+                damage = max(damage, Damage.UNDONE)
+            if self._is_elsewhere():
+                self.tensor.data, self.swapped = self.memory, True
+            if self.numbers is None and version(self.tensor) != self.version:
+                self.version, damage = version(self.tensor), Damage.LASTING
+            elif self.numbers is not None and not _equal(self.memory, self.numbers):
+                self.memory.copy_(self.numbers)
+                damage = max(damage, Damage.UNDONE)
+            return damage
         except Exception:  # of a kind that torch cannot compare or write
-            return ""
-
-    def _restore(self) -> str | None:
-        moved: str | None = None
-        if self.tensor.is_leaf and self.tensor.grad is not self.grad:
-            self.tensor.grad, moved = self.grad, "a gradient"
-        elif self.grad is not None and version(self.grad) != self.grad_version:
-            self.grad_version, moved = version(self.grad), ""
-        if self.tensor.is_leaf and self.tensor.requires_grad != self.requires_grad:
-            self.tensor.requires_grad_(self.requires_grad)
-            moved = moved or "requires_grad"
-        if self._elsewhere():
-            self.tensor.data = self.memory
-            self.swapped = True
-        if self.numbers is None:
-            changed = version(self.tensor) != self.version
-            self.version = version(self.tensor)
-            return "" if changed else moved
-        if not _equal(self.memory, self.numbers):
-            self.memory.copy_(self.numbers)
-            moved = moved if moved == "" else "numbers"
-        return moved
+            return Damage.LASTING
 
     def put_back(self) -> None:
         """Write the numbers back without a comparison. What got other memory in the first pass gets its own back."""
-        if self.swapped and self._elsewhere():
+        if self.swapped and self._is_elsewhere():
             self.tensor.data = self.memory
         if self.numbers is not None:
             self.memory.copy_(self.numbers)
 
-    def _elsewhere(self) -> bool:
+    def _is_elsewhere(self) -> bool:
         """Whether the tensor has other memory than it had, or is another view of it."""
         now, before = self.tensor, self.memory
         return (now.data_ptr(), now.shape, now.stride()) != (before.data_ptr(), before.shape, before.stride())
@@ -106,8 +98,7 @@ class _Tensor:
 _ABSENT = object()
 
 
-@dataclass(slots=True, eq=False)
-class _Held:
+class _Entries:
     """Something that Python code may change: how to read it, and how to write what was read.
 
     Attributes:
@@ -115,37 +106,35 @@ class _Held:
             that have set other names, which are left alone.
     """
 
-    owner: Any
-    entries: Any
-    read: Callable[[Any], Any]
-    write: Callable[[Any, Any], None]
-    moved: list[Any] | None = None
+    def __init__(self, owner: Any, read: Callable[[Any], Any], write: Callable[[Any, Any], None]) -> None:
+        self._owner, self._read, self._write, self.entries = owner, read, write, read(owner)
+        self.moved: list[Any] | None = None
+        self.swapped = False
 
-    def restore(self) -> str | None:
-        """Write the entries back if they differ. Return what was different; empty if it could not be undone."""
+    def restore(self) -> Damage:
+        """Write the entries back if they differ."""
         try:
-            now = self.read(self.owner)
+            now = self._read(self._owner)
             if _same(now, self.entries):
-                return None
+                return Damage.NONE
             if type(self.entries) is dict:
-                names = [*self.entries, *(name for name in now if name not in self.entries)]
-                values = [(name, now.get(name, _ABSENT), self.entries.get(name, _ABSENT)) for name in names]
-                self.moved = [name for name, after, before in values if not _same(after, before)]
-            self.write(self.owner, self.entries)
-            return "attributes"
+                names, before = now | self.entries, self.entries
+                self.moved = [name for name in names if not _same(now.get(name, _ABSENT), before.get(name, _ABSENT))]
+            self._write(self._owner, self.entries)
+            return Damage.UNDONE
         except Exception:  # objects of the user may raise anything
-            return ""
+            return Damage.LASTING
 
     def put_back(self) -> None:
         """Write back what the first pass has changed, without a comparison."""
         entries = self.entries
         with suppress(Exception):
             if self.moved is not None:
-                entries = self.read(self.owner)
+                entries = self._read(self._owner)
                 for name in self.moved:
                     entries.pop(name, None)
                 entries |= {name: self.entries[name] for name in self.moved if name in self.entries}
-            self.write(self.owner, entries)
+            self._write(self._owner, entries)
 
 
 class Snapshot:
@@ -161,7 +150,6 @@ class Snapshot:
         model: The model.
         others: Objects that are followed like attributes of the model, such as the inputs of a call.
         tensors: Parameters from outside the model that the optimizer holds.
-        elsewhere: Keep the copies of parameters on the CPU, because their device has too little memory.
 
     Attributes:
         has_history: Whether a graph of an earlier pass hangs at something that was reached, so that it must not be
@@ -171,16 +159,14 @@ class Snapshot:
     Cost: memory for one copy of parameters and buffers.
     """
 
-    def __init__(
-        self, model: nn.Module, others: Any = (), tensors: Iterable[Tensor] = (), *, elsewhere: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, others: Any = (), tensors: Iterable[Tensor] = ()) -> None:
         self.has_history = self.has_iterator = False
         self._tensors: dict[int, _Tensor] = {}
-        self._held: list[_Held] = []
-        self._generators: list[_Held] = []
-        self._moving: list[_Tensor | _Held] | None = None
+        self._entries: list[_Entries] = []
+        self._generators: list[_Entries] = []
+        self._moving: list[_Tensor | _Entries] | None = None
         self._seen: dict[int, Any] = {}
-        self._copied_bytes, self._elsewhere = 0, elsewhere
+        self._copied_bytes = 0
         self._own = {id(t) for t in [*model.parameters(), *model.buffers()]}
         for tensor in tensors:
             self._own.add(id(tensor))
@@ -192,21 +178,15 @@ class Snapshot:
             with suppress(Exception):  # objects of the user may raise anything when they are looked at
                 self._look(self._waiting[hops].popleft(), hops)
 
-    def restore(self) -> str | None:
-        """Make everything what it was.
-
-        Returns:
-            What had changed in words, for a message; empty if something could not be undone; None if nothing had.
-        """
+    def restore(self) -> Damage:
+        """Make everything what it was. Return the worst of what was found."""
         for one in self._generators:
-            one.write(one.owner, one.entries)
-        rows: list[_Tensor | _Held] = [*self._tensors.values(), *self._held]
-        moved = [one.restore() for one in rows]
+            one.put_back()
+        rows: list[_Tensor | _Entries] = [*self._tensors.values(), *self._entries]
+        damages = [one.restore() for one in rows]
         if self._moving is None:
-            changed = zip(rows, moved, strict=True)
-            self._moving = [r for r, m in changed if m is not None or (isinstance(r, _Tensor) and r.swapped)]
-        texts = [text for text in moved if text is not None]
-        return "" if "" in texts else next(iter(texts), None)
+            self._moving = [one for one, damage in zip(rows, damages, strict=True) if damage or one.swapped]
+        return max(damages, default=Damage.NONE)
 
     def after_a_pass(self) -> None:
         """Restore what the first pass was seen to change, quickly. Levers that are attached stay attached.
@@ -233,7 +213,7 @@ class Snapshot:
         written = set(map(id, self._moving or ()))
         try:
             for one, numbers in copied:
-                if one.requires_grad or id(one) in written or numbers.device != one.memory.device:
+                if one.requires_grad or id(one) in written:
                     change(one.memory)
                 else:
                     change(numbers)
@@ -264,7 +244,7 @@ class Snapshot:
             if not is_of_interceptor(value):
                 self._follow_code(value, hops)
         elif (state := _generator_state(value)) is not None:
-            self._generators.append(_Held(value, state[0](value), *state))
+            self._generators.append(_Entries(value, *state))
         elif isinstance(value, nn.Module):
             self._follow_attributes(value, 0)
             self._follow_classes(type(value))
@@ -294,10 +274,8 @@ class Snapshot:
         if kind is not None:
             read, write = _WAYS[kind]
             self._hold(value, read, write, hops)
-        elif isinstance(value, tuple):
-            self._follow(tuple.__iter__(value), hops)
-        elif isinstance(value, frozenset):
-            self._follow(frozenset.__iter__(value), hops)
+        elif isinstance(value, (tuple, frozenset)):
+            self._follow((tuple if isinstance(value, tuple) else frozenset).__iter__(value), hops)
         elif _is_array(value):
             if value.flags.writeable and self._copied_bytes + value.nbytes <= _MOST_BYTES:
                 self._copied_bytes += value.nbytes
@@ -320,34 +298,32 @@ class Snapshot:
             self._follow_globals(value.__code__, value.__globals__, hops)
 
     def _follow_globals(self, code: types.CodeType, variables: dict[str, Any], hops: int) -> None:
-        """Follow what code names in its Python module."""
-        for name in code.co_names:
-            self._follow_global(variables.get(name), str(variables.get("__name__", "")).split(".")[0], hops)
+        """Follow what code names in its Python module: containers, autograd functions and generators.
+
+        Of the package of the user also functions, modules and tensors. What lies behind other objects may be used by
+        other threads.
+        """
+        home = str(variables.get("__name__", "")).split(".")[0]
+        for value in (variables.get(name) for name in code.co_names):
+            if isinstance(value, type):
+                if issubclass(value, torch.autograd.Function):
+                    self._follow_classes(value)
+                continue
+            own = isinstance(value, (Tensor, nn.Module)) or (isinstance(value, _FUNCTIONS) and _home(value) == home)
+            if type(value) in _CONTAINERS or _generator_state(value) is not None or (own and home not in _NOT_OF_USERS):
+                self._follow([value], hops)
         for inner in code.co_consts:
             if isinstance(inner, types.CodeType):
                 self._follow_globals(inner, variables, hops)
-
-    def _follow_global(self, value: Any, home: str, hops: int) -> None:
-        """Follow containers, autograd functions and generators. Of the package of the user also functions and tensors.
-
-        What lies behind other objects may be used by other threads.
-        """
-        if type(value) in _CONTAINERS or _generator_state(value) is not None:
-            self._follow([value], hops)
-        elif isinstance(value, type):
-            if issubclass(value, torch.autograd.Function):
-                self._follow_classes(value)
-        elif isinstance(value, (Tensor, nn.Module)) or (isinstance(value, _FUNCTIONS) and _home(value) == home):
-            self._follow([value] if home not in _NOT_OF_USERS else [], hops)
 
     def _hold(
         self, owner: Any, read: Callable[[Any], Any], write: Callable[[Any, Any], None], hops: int | None = None
     ) -> None:
         """Keep the entries of an owner, and follow them if ``hops`` says from how far away."""
-        entries = read(owner)
-        self._held.append(_Held(owner, entries, read, write))
-        if hops is not None and isinstance(entries, (dict, list)):
-            self._follow(entries.values() if isinstance(entries, dict) else entries, hops)
+        kept = _Entries(owner, read, write)
+        self._entries.append(kept)
+        if hops is not None and isinstance(kept.entries, (dict, list)):
+            self._follow(kept.entries.values() if isinstance(kept.entries, dict) else kept.entries, hops)
 
     def _add_tensor(self, tensor: Tensor) -> None:
         if hasattr(tensor, "device_mesh"):
@@ -361,10 +337,7 @@ class Snapshot:
         own = id(tensor) in self._own
         copied = (own or self._copied_bytes + size <= _MOST_BYTES) and not _overlaps(tensor)
         self._copied_bytes += 0 if own or not copied else size
-        kept = _Tensor.of(tensor, copied=copied)
-        if self._elsewhere and kept.numbers is not None:
-            kept.numbers = kept.numbers.cpu()
-        self._tensors[id(tensor)] = kept
+        self._tensors[id(tensor)] = _Tensor(tensor, copied=copied)
 
 
 def _write_dict(owner: dict[Any, Any], entries: dict[Any, Any]) -> None:
@@ -466,7 +439,6 @@ def _overlaps(tensor: Tensor) -> bool:
 
 
 def _equal(left: Tensor, right: Tensor) -> bool:
-    right = right.to(left.device)
     return torch.equal(left, right) or bool(((left == right) | ((left != left) & (right != right))).all())
 
 
@@ -495,7 +467,8 @@ def plain(model: nn.Module) -> Iterator[None]:
     registries += [hooks for parameter in model.parameters() for hooks in gradient_hooks(parameter)]
     try:
         for hooks in (*registries, global_step_pre_hooks, global_step_post_hooks):
-            kept = {key: hook for key, hook in hooks.items() if belongs_to_torch(hook)}
+            # A hook of torch computes a part of the model, as the old weight_norm does.
+            kept = {k: h for k, h in hooks.items() if _home(h) == "torch"}
             if len(kept) < len(hooks):
                 taken.append((hooks, dict(hooks)))
                 _write_dict(hooks, kept)
@@ -504,12 +477,6 @@ def plain(model: nn.Module) -> Iterator[None]:
     finally:
         for hooks, entries in taken:
             _write_dict(hooks, entries)
-
-
-def belongs_to_torch(hook: Any) -> bool:
-    """Whether a hook computes a part of the model, as the old ``weight_norm`` does."""
-    home = getattr(hook, "__module__", None) or type(hook).__module__
-    return home.split(".")[0] == "torch"
 
 
 class Streams:

@@ -4,42 +4,24 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchboost.calibration.passes import Passes
-from torchboost.calibration.snapshot import belongs_to_torch
-from torchboost.calibration.time_limit import TimeUp, time_limit
+from torchboost.calibration.watch import TimeUp, time_limit
 from torchboost.core.algorithm import Algorithm, AttachedAlgorithms, Target, attach_all
-from torchboost.core.torch_private import hooks_of_optimizer, local_shard, module_hooks, parameter_slots
+from torchboost.core.torch_private import hooks_of_optimizer, local_shard
 from torchboost.core.wrapping import hookable
 from torchboost.errors import IncompatibleError
-from torchboost.graph.copies import twin
 from torchboost.measure.stopwatch import Clock, collector_off
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+__all__ = ["Contestant", "Reduce", "Trial", "free_bytes", "needed_bytes", "optimizer_over"]
 
-__all__ = [
-    "Pair",
-    "Reduce",
-    "Trial",
-    "free_bytes",
-    "needed_bytes",
-    "optimizer_over",
-    "outline",
-    "restride",
-    "with_memory",
-]
-
-Pair: TypeAlias = "tuple[nn.Module, Unpack[tuple[Optimizer, ...]]]"
-"""A model and its optimizers."""
 Reduce = Callable[[list[float]], list[float]]
 """Return for each number the largest one of all ranks. Infinity stands for a step that failed."""
 
@@ -56,14 +38,12 @@ class Trial:
     of the optimizer over copies of parameters. The learning rate of the copy is 0.
 
     Args:
-        passes: Passes of the plain model, under a snapshot.
-        optimizer: The optimizer of the loop.
+        passes: Passes of the plain model.
+        optimizers: Of the loop.
         levers: Name -> algorithm.
         scaler: Scaler of the loop, for levers that need one.
         base: Algorithms that every contestant has.
-        reduce: Combines numbers over the ranks; None for one rank.
-        before: Passes and optimizers of a copy from before boost, if the level has changed the model.
-        others: More optimizers of the loop, whose copies are stepped after the first copy.
+        reduce: Combines numbers over the ranks.
         interrupt: Whether a step that takes longer than it may is interrupted. Ranks that exchange something in a step
             would wait for the one that is.
 
@@ -81,27 +61,21 @@ class Trial:
     def __init__(
         self,
         passes: Passes,
-        optimizer: Optimizer,
+        optimizers: Sequence[Optimizer],
         levers: Mapping[str, Algorithm],
         *,
         scaler: Any = None,
         base: Sequence[Algorithm] = (),
-        reduce: Reduce | None = None,
-        before: tuple[Passes, Unpack[tuple[Optimizer, ...]]] | None = None,
-        others: Sequence[Optimizer] = (),
+        reduce: Reduce = list,
         interrupt: bool = True,
     ) -> None:
-        device = next((p.device for p in passes.parameters), torch.device("cpu"))
-        self._clock = Clock.of(device)
+        self._clock = Clock.of(passes.device)
         self._began = self._clock()
-        self._now: tuple[Passes, Sequence[Optimizer]] = passes, (optimizer, *others)
-        self._before = None if before is None else (before[0], before[1:])
-        self._levers, self._scaler, self._base = levers, scaler, base
-        self._reduce = reduce if reduce is not None else list
-        self._interrupt = interrupt
+        self._passes, self._optimizers, self._scaler = passes, optimizers, scaler
+        self._levers, self._base, self._reduce, self._interrupt = levers, base, reduce, interrupt
         self._turn = 0
         self.built: set[str] = set()
-        self._active: _Contestant | None = None
+        self._active: Contestant | None = None
         self._incumbent, _, self.step_seconds = self._warmed((), math.inf)
         self._challenger = self._incumbent
 
@@ -112,25 +86,19 @@ class Trial:
         self._challenger, spent, steady = self._warmed(levers, within)
         return max(0.0, spent - _WARM_STEPS * steady)
 
-    def build_plain(self, *, within: float) -> None:
-        """Make the challenger the pair from before boost and run the first steps."""
-        self._challenger = self._incumbent
-        self._challenger, _, _ = self._warmed((), within, before=True)
-
     def sample(self, *, within: float) -> tuple[float, float]:
         """Time one step of each, in an order that changes from pair to pair. A step without an end takes infinitely."""
         self._turn += 1
-        pair = [self._incumbent, self._challenger]
-        if self._turn % 2:
-            pair.reverse()
+        order = -1 if self._turn % 2 else 1
         times = [math.inf, math.inf]
         until = self._clock() + within
         with collector_off(), suppress(TimeUp):
-            for place, each in enumerate(pair):
-                times[place] = self._safe_seconds(each, until - self._clock())
-        if self._turn % 2:
-            times.reverse()
-        base, challenger = self._reduce(times)
+            for place, each in enumerate([self._incumbent, self._challenger][::order]):
+                try:
+                    times[place] = self._step_seconds(each, until - self._clock())
+                except Exception:  # a step that fails late counts as infinitely slow, so that the lever is dropped
+                    times[place] = math.inf
+        base, challenger = self._reduce(times[::order])
         return base, challenger
 
     def promote(self) -> None:
@@ -145,7 +113,7 @@ class Trial:
         """Return the seconds since the trial began, on the slowest rank."""
         return self._reduce([self._clock() - self._began])[0]
 
-    def _activate(self, contestant: _Contestant | None) -> None:
+    def _activate(self, contestant: Contestant | None) -> None:
         if self._active is contestant:
             return
         active, self._active = self._active, None
@@ -155,28 +123,28 @@ class Trial:
             contestant.attach()
             self._active = contestant
 
-    def _warmed(
-        self, levers: Sequence[str], within: float, *, before: bool = False
-    ) -> tuple[_Contestant, float, float]:
+    def _warmed(self, levers: Sequence[str], within: float) -> tuple[Contestant, float, float]:
         """Return a contestant after its first steps, the seconds that this took, and the seconds of the last step."""
         failure: Exception | None = None
         warm, steady, started = None, math.inf, self._clock()
         try:
             until = started + within
-            contestant = self._contestant(levers, before)
+            contestant = self._contestant(levers)
             with collector_off():  # the collector takes a seventh of a compilation
-                seconds = [self._step_seconds(contestant, until - self._clock()) for _ in range(_WARM_STEPS - 1)]
+                for _ in range(_WARM_STEPS - 1):
+                    self._step_seconds(contestant, until - self._clock())
                 first = contestant.outputs
-                seconds.append(self._step_seconds(contestant, until - self._clock()))
+                steady = self._step_seconds(contestant, until - self._clock())
             if not levers:
-                contestant.passes.compare(first, contestant.outputs)
-            warm, steady = contestant, seconds[-1]
+                self._passes.compare(first, contestant.outputs)
+            warm = contestant
         except TimeUp:
             failure = TimeoutError(f"its first steps take longer than the {within:.1f} s that the trial had left")
         except Exception as error:  # levers may raise anything; the other ranks are told before it is raised here
             failure = error
         if failure is not None:
             self._activate(None)
+            steady = math.inf
         spent, steady = self._reduce([self._clock() - started, steady])
         if failure is not None:
             raise failure
@@ -184,14 +152,15 @@ class Trial:
             raise IncompatibleError(_ELSEWHERE)
         return warm, spent, steady
 
-    def _contestant(self, levers: Sequence[str], before: bool) -> _Contestant:
+    def _contestant(self, levers: Sequence[str]) -> Contestant:
         """Make a contestant and attach its levers, on all ranks before one of them begins a pass."""
         contestant, failure = None, None
         try:
             algorithms = [*self._base, *(self._levers[name] for name in levers)]
             for algorithm in algorithms:
                 algorithm.load()
-            candidate = _Contestant(*(self._before if before and self._before else self._now), algorithms, self._scaler)
+            candidate = Contestant(self._passes, self._optimizers, algorithms, self._scaler)
+            candidate.stop_learning()
             self._activate(candidate)
             contestant = candidate
         except Exception as error:  # levers may raise anything; the other ranks are told before it is raised here
@@ -200,45 +169,62 @@ class Trial:
             raise failure or IncompatibleError(_ELSEWHERE)
         return contestant
 
-    def _safe_seconds(self, contestant: _Contestant, within: float) -> float:
-        try:
-            return self._step_seconds(contestant, within)
-        except Exception:  # a step that fails late counts as infinitely slow, so that the lever is dropped
-            return math.inf
-
-    def _step_seconds(self, contestant: _Contestant, within: float) -> float:
+    def _step_seconds(self, contestant: Contestant, within: float) -> float:
         """Time one step. Only the step is interrupted, never the change of levers before it."""
         self._activate(contestant)
-        contestant.passes.prepare()
-        try:
-            with time_limit(within) if self._interrupt and within < math.inf else nullcontext():
-                return contestant.step(self._clock)
-        finally:
-            contestant.passes.finish()
+        with (
+            self._passes.prepared(),
+            time_limit(within) if self._interrupt and within < math.inf else nullcontext(),
+        ):
+            return contestant.step(self._clock)
 
 
-class _Contestant:
-    """A set of levers for the model, and copies of the optimizers with them."""
+class Contestant:
+    """A set of levers for the model, and copies of the optimizers with them.
+
+    Args:
+        passes: Of the model.
+        optimizers: Of the loop; not changed.
+        levers: Attached by :meth:`attach`.
+        scaler: Of the loop.
+        part: About as many entries of the parameters are copied.
+
+    Attributes:
+        copies: For each optimizer what :func:`optimizer_over` returns.
+        outputs: Of the last step.
+    """
 
     def __init__(
-        self, passes: Passes, optimizers: Sequence[Optimizer], levers: Sequence[Algorithm], scaler: Any
+        self,
+        passes: Passes,
+        optimizers: Sequence[Optimizer],
+        levers: Sequence[Algorithm],
+        scaler: Any,
+        part: int = _PART,
     ) -> None:
-        self.passes, self._levers, self._scaler = passes, levers, scaler
-        self._copies = [optimizer_over(optimizer, passes.parameters) for optimizer in optimizers]
+        self._passes, self._levers, self._scaler = passes, levers, scaler
+        self.copies = [optimizer_over(optimizer, passes.parameters, part) for optimizer in optimizers]
         self._attached: AttachedAlgorithms | None = None
         self.outputs: list[Tensor] = []
-        for duplicate, _, _ in self._copies:
-            _stop_learning(duplicate)
+
+    def stop_learning(self) -> None:
+        """Set the learning rates of the copies to 0."""
+        for group in (group for optimizer, _, _ in self.copies for group in optimizer.param_groups):
+            rate = group.get("lr")
+            if isinstance(rate, Tensor):
+                group["lr"] = torch.zeros_like(rate)
+            elif isinstance(rate, (int, float)):
+                group["lr"] = 0.0
 
     def attach(self) -> None:
         """Attach the levers, and give the copies of parameters the strides that the parameters then have."""
-        first, *others = (duplicate for duplicate, _, _ in self._copies)
-        target = Target(self.passes.model, first, self._scaler, others=tuple(others))
+        first, *others = (optimizer for optimizer, _, _ in self.copies)
+        target = Target(self._passes.model, first, self._scaler, others=tuple(others))
         self._attached = attach_all(target, self._levers)
-        for duplicate, pairs, _ in self._copies:
+        for optimizer, pairs, _ in self.copies:
             for parameter, copied in pairs:
                 if parameter.stride() != copied.stride():
-                    restride(copied, duplicate.state.get(copied, {}), parameter)
+                    _restride(copied, optimizer.state.get(copied, {}), parameter)
 
     def detach(self) -> None:
         """Remove the levers."""
@@ -249,9 +235,9 @@ class _Contestant:
     def step(self, clock: Clock) -> float:
         """Forward, backward, update. Return the seconds."""
         seconds, last = 0.0, clock()
-        result = self.passes.run()
-        by_parameter = {id(p): g for p, g in zip(self.passes.parameters, result.gradients, strict=False)}
-        for optimizer, pairs, share in self._copies:
+        result = self._passes.run()
+        by_parameter = {id(p): g for p, g in zip(self._passes.parameters, result.gradients, strict=False)}
+        for optimizer, pairs, share in self.copies:
             if share < 1:
                 before, last = last, clock()
                 seconds += last - before
@@ -276,7 +262,7 @@ def optimizer_over(
     Args:
         optimizer: Of the loop. Its hooks are not copied; modules that it refers to are shared.
         parameters: Those that get a gradient.
-        part: About as many entries as are copied.
+        part: About as many entries are copied.
 
     Returns:
         The copy, each parameter with its copy, and the copied share of the entries.
@@ -287,45 +273,30 @@ def optimizer_over(
     inner = hookable(optimizer)
     all_parameters = [p for group in inner.param_groups for p in group["params"]]
     trained = {id(p) for p in parameters}
-    chosen = _part([p for p in all_parameters if id(p) in trained], part)
+    chosen = [p for p in all_parameters if id(p) in trained]
+    entries = sum(p.numel() for p in chosen)
+    if entries > part:  # parameters of every size
+        chosen = sorted(chosen, key=Tensor.numel)[:: -(-entries // part)]
     copies = {id(p): _copied(p) for p in chosen}
     absent = nn.Parameter(torch.empty(0, device="cpu"))
     memo: dict[int, Any] = {id(p): copies.get(id(p), absent) for p in all_parameters}
     absent_state = [value for p in all_parameters if id(p) not in copies for value in inner.state.get(p, {}).values()]
     memo |= {id(value): None for value in absent_state if isinstance(value, Tensor)}
-    duplicate = _deepcopy(inner, memo)
+    memo |= {id(hook): hook for hooks in hooks_of_optimizer(inner) for hook in hooks.values()}
+    memo |= {id(value): value for value in vars(inner).values() if isinstance(value, nn.Module)}
+    try:
+        duplicate = copy.deepcopy(inner, memo)
+        if duplicate is inner:
+            raise ValueError("its copy is the optimizer itself")
+    except Exception as error:  # attributes of the user's optimizer may raise anything
+        raise TypeError(f"this {type(inner).__name__} cannot be copied ({type(error).__name__}: {error})") from error
+    for hooks in hooks_of_optimizer(duplicate):
+        hooks.clear()
     for group in duplicate.param_groups:
         group["params"] = [p for p in group["params"] if p is not absent]
     duplicate.state.pop(absent, None)
-    entries = sum(p.numel() for p in all_parameters if id(p) in trained)
     share = sum(p.numel() for p in chosen) / entries if entries else 1.0
     return duplicate, [(p, copies[id(p)]) for p in chosen], share
-
-
-def _deepcopy(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
-    """Copy an optimizer without its hooks. Modules that it refers to are shared."""
-    memo |= {id(hook): hook for hooks in hooks_of_optimizer(optimizer) for hook in hooks.values()}
-    memo |= {id(value): value for value in vars(optimizer).values() if isinstance(value, nn.Module)}
-    try:
-        duplicate = copy.deepcopy(optimizer, memo)
-        if duplicate is optimizer:
-            raise ValueError("its copy is the optimizer itself")
-    except Exception as error:  # attributes of the user's optimizer may raise anything
-        raise TypeError(
-            f"this {type(optimizer).__name__} cannot be copied ({type(error).__name__}: {error})"
-        ) from error
-    for hooks in hooks_of_optimizer(duplicate):
-        hooks.clear()
-    return duplicate
-
-
-def _part(parameters: list[Tensor], most: int) -> list[Tensor]:
-    """Return parameters of every size with about this number of entries in all, or all parameters."""
-    entries = sum(p.numel() for p in parameters)
-    if entries <= most:
-        return parameters
-    every = -(-entries // most)
-    return sorted(parameters, key=Tensor.numel)[::every]
 
 
 def _copied(parameter: Tensor) -> nn.Parameter:
@@ -333,50 +304,12 @@ def _copied(parameter: Tensor) -> nn.Parameter:
     return nn.Parameter(copied, requires_grad=parameter.requires_grad)
 
 
-def restride(copied: Tensor, state: dict[Any, Any], like: Tensor) -> None:
+def _restride(copied: Tensor, state: dict[Any, Any], like: Tensor) -> None:
     """Give a copy of a parameter, and what of its state has its shape, the strides of ``like``."""
     followers = [v for v in state.values() if isinstance(v, Tensor) and v.shape == copied.shape]
     for tensor in (copied, *followers):
-        tensor.data = torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device).copy_(
-            tensor
-        )
-
-
-def outline(model: nn.Module, *optimizers: Optimizer) -> Pair:
-    """Return copies of a model and its optimizers without memory, without state, and without the hooks of the user.
-
-    Raises:
-        TypeError: One of them cannot be copied.
-    """
-    duplicate = twin(model, numbers=False)
-    for before, after in zip(model.modules(), duplicate.modules(), strict=True):
-        after.training = before.training
-        for registered in module_hooks(after):
-            for key in [key for key, hook in registered.items() if not belongs_to_torch(hook)]:
-                del registered[key]
-    memo: dict[int, Any] = {id(p): q for p, q in zip(model.parameters(), duplicate.parameters(), strict=True)}
-    memo |= {id(inner.state): defaultdict(dict) for inner in map(hookable, optimizers)}
-    return duplicate, *(_deepcopy(hookable(optimizer), memo) for optimizer in optimizers)
-
-
-def with_memory(pair: Pair, model: nn.Module) -> Pair:
-    """Give an :func:`outline` memory. Parameters of the same name and shape in ``model`` lend their numbers."""
-    outlined, *optimizers = pair
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    numbers = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    filled: dict[int, nn.Parameter] = {}
-    for name, parameter in outlined.named_parameters():
-        if parameter.is_meta:
-            data = torch.ones_like(parameter, device=device, requires_grad=False)
-            if name in numbers and numbers[name].shape == data.shape:
-                data.copy_(numbers[name])
-            filled[id(parameter)] = nn.Parameter(data, parameter.requires_grad)
-    for module in outlined.modules():
-        slots = parameter_slots(module)
-        slots.update({name: filled.get(id(parameter), parameter) for name, parameter in slots.items()})
-    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        group["params"] = [filled.get(id(parameter), parameter) for parameter in group["params"]]
-    return outlined, *optimizers
+        strided = torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device)
+        tensor.data = strided.copy_(tensor)
 
 
 def needed_bytes(model: nn.Module) -> int:
@@ -405,12 +338,3 @@ def free_bytes(device: torch.device) -> int | None:
     except OSError:
         return None
     return int(sizes[0]) * 1024 if sizes else None
-
-
-def _stop_learning(optimizer: Optimizer) -> None:
-    for group in optimizer.param_groups:
-        rate = group.get("lr")
-        if isinstance(rate, Tensor):
-            group["lr"] = torch.zeros_like(rate)
-        elif isinstance(rate, (int, float)):
-            group["lr"] = 0.0

@@ -1,32 +1,124 @@
-"""Notice that training is no longer as it was at the trial: slower steps, or inputs of another size."""
+"""Look at calls and steps of the loop: the next training call, whether training has changed, and a limit of time."""
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchboost.calibration.next_call import Gate, entries_in, is_training_call
-from torchboost.calibration.passes import Call
 from torchboost.core.algorithm import Attachment
-from torchboost.core.torch_private import compiled_call, compiled_graphs, interceptor_of
+from torchboost.core.containers import tensors_in
+from torchboost.core.torch_private import (
+    Interceptor,
+    compiled_call,
+    compiled_graphs,
+    has_saved_tensor_hooks,
+    inside_function_transform,
+    inside_mode,
+    interceptor_of,
+    is_tracing,
+    set_compiled_call,
+)
 
-__all__ = ["StepWatch"]
+__all__ = ["Call", "Gate", "StepWatch", "TimeUp", "entries_in", "is_training_call", "shapes_of", "time_limit"]
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and named arguments of a training call."""
 
 _WINDOW = 50
 _SKIPPED = 5
 """Steps at the beginning that are not counted: compilation, first allocations."""
 _SLOWER = 1.3
 _WINDOWS = 2
-"""So many windows in a row must be slower, so that a pause or a busy minute does not count."""
+"""This number of windows in a row must be slower, so that a pause or a busy minute does not count."""
 _RESIZED = 0.25
 _SAMPLES = 4
-"""The inputs of so many sampled calls in a row must be larger, or smaller, so that padding to varying lengths does not
-count."""
+"""The inputs of this number of sampled calls in a row must be larger, or smaller, so that padding to varying lengths
+does not count."""
+_DEVICES = ("cpu", "cuda", "mps", "xpu")
+
+
+class Gate(Interceptor):
+    """Stands in front of a model and shows each call to ``meet``, until that returns True. The call then runs.
+
+    While ``meet`` runs, calls from other threads wait, and calls from its own thread pass. If it raises, the gate
+    stays. Copies and pickles of the model do not have it, and it goes with the object of ``meet``.
+
+    Args:
+        model: The bare model. An interceptor that answered its calls is replaced. If it is compiled in place, it stays
+            so.
+        meet: A method, called with the arguments of a call before it runs. Its object is not kept alive.
+        keep: What lives as long as the gate.
+
+    Cost: one call of a Python function per call until then, and ``meet``.
+    """
+
+    def __init__(self, model: nn.Module, meet: Callable[[Call], bool], *, keep: object = None) -> None:
+        self._model, self._meet, self._keep = model, weakref.WeakMethod(meet), keep
+        self._lock, self._meets = threading.RLock(), False
+        self.compiled = compiled_call(model)
+        set_compiled_call(model, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer a call of the model."""
+        if torch.compiler.is_compiling():
+            return self.pass_on(self._model, *args, **kwargs)
+        with self._lock:
+            if self._stands and not self._meets:
+                self._meets = True
+                try:
+                    meet = self._meet()
+                    if meet is None or meet((args, kwargs)):
+                        self.remove()
+                finally:
+                    self._meets = False
+        if self._stands:
+            return self.pass_on(self._model, *args, **kwargs)
+        return self._model(*args, **kwargs)
+
+    def remove(self) -> None:
+        """Put back what was there before. A second call does nothing."""
+        if self._stands:
+            set_compiled_call(self._model, self.compiled)
+
+    @property
+    def _stands(self) -> bool:
+        return interceptor_of(self._model) is self
+
+
+def is_training_call(model: nn.Module, call: Call) -> bool:
+    """Whether a call computes gradients in training mode, on plain tensors, outside compilers and tracers.
+
+    A call inside ``torch.utils.checkpoint``, whose hooks would count the tensors that a trial saves, is none. Neither
+    is one inside a transform of ``torch.func`` or a mode such as ``FlopCounterMode``, which would count the passes of a
+    trial, or with other tensors in place of the parameters.
+    """
+    if torch.compiler.is_compiling() or is_tracing() or not torch.is_grad_enabled() or not model.training:
+        return False
+    if has_saved_tensor_hooks() or inside_function_transform() or inside_mode():
+        return False
+    if not all(isinstance(parameter, nn.Parameter) for parameter in model.parameters()):
+        return False
+    return all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors_in(list(call)))
+
+
+def entries_in(call: Call) -> int:
+    """Return how many entries the tensors of a call have together."""
+    return sum(tensor.numel() for tensor in tensors_in(list(call)))
+
+
+def shapes_of(call: Call) -> list[tuple[torch.Size | int, torch.dtype]]:
+    """Return shape and precision of each tensor of a call."""
+    return [(t.shape if not t.is_nested else t.numel(), t.dtype) for t in tensors_in(list(call))]
 
 
 class StepWatch(Attachment):
@@ -72,7 +164,7 @@ class StepWatch(Attachment):
         self._graphs = compiled_graphs()
         super().__init__(optimizer.register_step_post_hook(self._look), undo=self._stop_counting)
 
-    def _look(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _look(self, *_: Any) -> None:
         if self._over:
             return
         now = self._read()
@@ -90,22 +182,19 @@ class StepWatch(Attachment):
     def _judge(self, seconds: float) -> None:
         usual = self._usual = seconds if self._usual is None else self._usual
         self._slow = self._slow + 1 if seconds > _SLOWER * usual else 0
-        slower, resized = self._slow >= _WINDOWS, self._resized >= _SAMPLES
-        if not slower and not resized:
-            self._count_next()
+        slower = self._slow >= _WINDOWS
+        if not slower and self._resized < _SAMPLES:
+            compiled_elsewhere = compiled_call(self._model) is None and compiled_graphs() != self._graphs
+            if interceptor_of(self._model) is None and not compiled_elsewhere:
+                self._next = Gate(self._model, self._count)
             return
-        found = [f"a step takes {1e3 * seconds:.1f} ms, after the trial it took {1e3 * usual:.1f} ms"] if slower else []
+        texts = [f"a step takes {1e3 * seconds:.1f} ms, after the trial it took {1e3 * usual:.1f} ms"] if slower else []
         if self._resized:
-            found.append(f"the inputs have {self._entries:,} entries, {self._reference} {self._usual_entries:,}")
+            texts.append(f"the inputs have {self._entries:,} entries, {self._reference} {self._usual_entries:,}")
         self._over = True  # torch walks through the hooks of the step just now, so this one stays until remove()
-        self._report(", and ".join(found))
+        self._report(", and ".join(texts))
 
-    def _count_next(self) -> None:
-        compiled_elsewhere = compiled_call(self._model) is None and compiled_graphs() != self._graphs
-        if interceptor_of(self._model) is None and not compiled_elsewhere:
-            self._next = Gate(self._model, self._seen)
-
-    def _seen(self, call: Call) -> bool:
+    def _count(self, call: Call) -> bool:
         if not is_training_call(self._model, call):
             return False
         self._next, self._entries = None, entries_in(call)
@@ -119,3 +208,69 @@ class StepWatch(Attachment):
     def _stop_counting(self) -> None:
         if self._next is not None:
             self._next.remove()
+
+
+class TimeUp(BaseException):
+    """The time of a block is over. Not an ``Exception``, so that no handler inside the block catches it."""
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Interrupt the block after ``seconds``, as Ctrl-C would: between two instructions of Python.
+
+    What the block has switched in torch for this thread, gradients and autocast, is then as before. A kernel or a
+    compiler that runs at that moment is completed first. The limit needs the signal ``SIGALRM``. It has no effect
+    outside the main thread, on Windows, or if the program uses this signal itself.
+
+    Args:
+        seconds: Above 0.
+
+    Raises:
+        TimeUp: The time is over.
+    """
+    on_main = hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()
+    is_default = on_main and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+    if not is_default or signal.getitimer(signal.ITIMER_REAL)[0]:
+        yield
+        return
+    running = True
+
+    def interrupt(*_: Any) -> None:
+        if running:
+            raise TimeUp
+
+    restore, before = _modes(), signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-6))
+        try:
+            yield
+        finally:
+            running = False
+    except TimeUp:
+        restore()
+        raise
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _modes() -> Callable[[], None]:
+    """Return a function that sets what ``no_grad`` and ``autocast`` switch for this thread to what it is now.
+
+    They do it in Python, so an interrupt can come after the switch and before the block that switches back.
+    """
+    torch.autocast_increment_nesting()
+    autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _DEVICES]
+    grad, nesting = torch.is_grad_enabled(), torch.autocast_decrement_nesting()
+
+    def restore() -> None:
+        torch.set_grad_enabled(grad)
+        for kind, enabled, dtype in autocast:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.autocast_increment_nesting()
+        while torch.autocast_decrement_nesting() > nesting:  # at the last one, torch drops its casts of the weights
+            pass
+        torch.clear_autocast_cache()
+
+    return restore
