@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from torchboost import NoEffectWarning
 from torchboost.core.covering import ForwardWatch, cover_forward, own_forward, plain_hook
+from torchboost.core.torch_private import store_in_order
 
 X = 2.0
 
@@ -236,3 +237,24 @@ def test_steps_without_gradients_do_not_count_and_a_call_before_is_enough() -> N
     with pytest.warns(NoEffectWarning, match="some_algorithm"):
         update(1.0, optimizer)
     update(1.0, optimizer)  # once
+
+
+class Hook:
+    """A hook before the forward that is an object, with another one after it."""
+
+    def __call__(self, module: nn.Module, args: object) -> None:
+        pass
+
+    def leave(self, module: nn.Module, args: object, outputs: object) -> None:
+        pass
+
+
+def test_a_module_with_hooks_in_another_order_than_theirs_compiles():
+    layer, hooks = nn.Linear(2, 2), [Hook(), Hook()]
+    for place, hook in enumerate(hooks):
+        layer.register_forward_pre_hook(hook)
+        layer.register_forward_hook(hook.leave, prepend=bool(place))
+    store_in_order(layer)
+    assert [hook.__self__ for hook in dict.values(layer._forward_hooks)] == hooks[::-1]
+    x = torch.ones(1, 2)
+    assert torch.equal(torch.compile(layer, backend="eager")(x), layer(x))

@@ -586,24 +586,3 @@ def test_gradients_that_fsdp2_holds_back_are_seen(one_rank):
     shard = private.local_shard(unit.weight)
     assert shard is private.local_shard(unit.weight)
     assert type(shard) is torch.Tensor
-
-
-class Hook:
-    """A hook before the forward that is an object, with another one after it."""
-
-    def __call__(self, module: nn.Module, args: object) -> None:
-        pass
-
-    def leave(self, module: nn.Module, args: object, outputs: object) -> None:
-        pass
-
-
-def test_a_module_with_hooks_in_another_order_than_theirs_compiles():
-    layer, hooks = nn.Linear(2, 2), [Hook(), Hook()]
-    for place, hook in enumerate(hooks):
-        layer.register_forward_pre_hook(hook)
-        layer.register_forward_hook(hook.leave, prepend=bool(place))
-    private.store_in_order(layer)
-    assert [hook.__self__ for hook in dict.values(layer._forward_hooks)] == hooks[::-1]
-    x = torch.ones(1, 2)
-    assert torch.equal(torch.compile(layer, backend="eager")(x), layer(x))

@@ -53,10 +53,15 @@ PADDING = (padding._ConstantPadNd, padding._ReflectionPadNd, padding._Replicatio
 MAKES_REPLICAS = "_replicate_for_data_parallel"
 """The method of a module that ``DataParallel`` calls for a replica."""
 
-parameter_slots: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
+
+def parameter_slots(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the parameters of a module by name, None for absent ones, to read and to write."""
+    return module._parameters
+
+
 buffer_slots: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
 child_slots: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
-"""Return the parameters, buffers or children of a module by name, None for absent ones, to read and to write."""
+"""Return the buffers or children of a module by name, None for absent ones, to read and to write."""
 
 module_hooks: Callable[[nn.Module], tuple[dict[int, Any], ...]] = attrgetter(
     "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
@@ -72,8 +77,13 @@ They run after a state dict is made, and before it is loaded. One of the second 
 as ``hook``.
 """
 
-conv_padding: Callable[[nn.Module], Sequence[int]] = attrgetter("_reversed_padding_repeated_twice")
-"""Returns how far a convolution pads each side, also for "same"."""
+
+# The compiler of torch traces functions, but no ``attrgetter``.
+
+
+def conv_padding(layer: Any) -> Sequence[int]:
+    """Return how far a convolution pads each side, also for "same"."""
+    return layer._reversed_padding_repeated_twice
 
 
 def share_attributes(
@@ -140,17 +150,26 @@ tensors one by one before they give up, which took 6 to 80 times as long as the 
 UNSUPPORTED_SHARDS = (RuntimeError, AssertionError)
 """What an operator raises that cannot compute with a DTensor: in 2.9 not always a ``RuntimeError``."""
 
-version: Callable[[Tensor], int] = attrgetter("_version")
-"""Returns how often a tensor was written to in place."""
 
-is_view: Callable[[Tensor], bool] = methodcaller("_is_view")
-"""Returns whether a tensor was made as a view of another one."""
+def version(tensor: Tensor) -> int:
+    """Return how often a tensor was written to in place."""
+    return tensor._version
 
-sparse_values: Callable[[Tensor], Tensor] = methodcaller("_values")
-"""Returns the numbers of a sparse COO tensor, coalesced or not."""
 
-local_shard: Callable[[Any], Tensor] = attrgetter("_local_tensor")
-"""Returns the memory of this rank's part of a DTensor, the same object each time."""
+def is_view(tensor: Tensor) -> bool:
+    """Whether a tensor was made as a view of another one."""
+    return tensor._is_view()
+
+
+def sparse_values(tensor: Tensor) -> Tensor:
+    """Return the numbers of a sparse COO tensor, coalesced or not."""
+    return tensor._values()
+
+
+def local_shard(tensor: Any) -> Tensor:
+    """Return the memory of this rank's part of a DTensor, the same object each time."""
+    return tensor._local_tensor
+
 
 check_and_unscale_: Callable[[list[Tensor], Tensor, Tensor], None] = _aten._amp_foreach_non_finite_check_and_unscale_
 """Multiplies gradients in place and sets the second tensor to 1 if one is not finite, as ``GradScaler`` does.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from torchboost.core.arguments import check_module
 from torchboost.core.covering import own_forward
 from torchboost.core.torch_private import AnyBatchNorm, AnyConv, conv_forward, parameter_slots
 from torchboost.errors import IncompatibleError
@@ -53,6 +54,7 @@ def fold_batch_norms(model: nn.Module, *, sample: Any = None) -> dict[str, str |
     Returns:
         For the name of every BatchNorm None if it was folded, otherwise the reason why not.
     """
+    check_module(model)
     names = {module: name for name, module in model.named_modules()}
     plan = plan_folds(model, sample=sample)
     fold_pairs(model, [fold for fold in plan.values() if isinstance(fold, Fold)], sample=sample)
