@@ -26,10 +26,9 @@ from torchboost.core.algorithm import Algorithm, Attachment, Target
 from torchboost.errors import FactoryError
 from torchboost.measure.evidence import BenchReport, Contestant, Curve
 from torchboost.measure.statistics import SequentialTest
-from torchboost.measure.stopwatch import Clock, Warmup
+from torchboost.measure.stopwatch import Clock
 from torchboost.plan import Dropped, Plan
 
-QUICK = Warmup(least=1, window=1, limit=2)
 DRAW = torch.Generator().manual_seed(0)
 IMAGES, LABELS = torch.randn(32, 3, 8, 8, generator=DRAW), torch.randint(4, (32,), generator=DRAW)
 BATCHES = list(zip(IMAGES.split(8), LABELS.split(8), strict=True))
@@ -84,13 +83,8 @@ def planner_of(*algorithms: Algorithm) -> Any:
 HALVING = planner_of(Halved())
 
 
-def ticks() -> Clock:
-    """A clock of which every reading is one second after the one before."""
-    return Clock(read=map(float, itertools.count(1)).__next__)
-
-
 def benched(factory: Factory | None = None, *contestants: str, **settings: Any) -> BenchReport:
-    known = {"pairs": 1, "epochs": 1, "warmup": QUICK, "clock": ticks(), "planner": HALVING}
+    known = {"pairs": 1, "epochs": 1, "planner": HALVING}
     return run_bench(factory or tiny(), contestants=contestants, **(known | settings))
 
 
@@ -104,8 +98,15 @@ def learned(contestant: Contestant) -> list[Curve]:
 
 
 @pytest.fixture(autouse=True)
-def no_garbage_collection(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Measure no memory in the tests that do not look at it: each measurement collects garbage, which takes long."""
+def planted(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """A clock of which every reading is one second after the one before. Memory, which takes long, in one test only."""
+
+    class Ticks:
+        @staticmethod
+        def of(device: torch.device) -> Clock:
+            return Clock(read=map(float, itertools.count(1)).__next__)
+
+    monkeypatch.setattr(bench, "Clock", Ticks)
     if "equal_terms" not in request.node.name:
         monkeypatch.setattr(bench, "PeakMemory", lambda device: nullcontext(SimpleNamespace(bytes=None)))
 
@@ -140,36 +141,22 @@ def test_a_benchmark_times_and_trains_every_contestant_on_equal_terms(tmp_path: 
     assert BenchReport.load(out) == report
 
 
-def test_o0_learns_bit_for_bit_what_stock_learns() -> None:
-    found = by_name(benched(None, "stock", "O0", seeds=1, epochs=2, planner=plan_for))
-    assert learned(found["stock"]) == learned(found["O0"])
-
-
-def test_the_drop_is_larger_for_o2_and_a_better_metric_a_positive_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = by_name(benched(tiny(drops=(0.011, 0.022)), "stock", "O1", "O2", seeds=2))
-    assert (found["O1"].quality[0].margin, found["O2"].quality[0].margin) == (0.011, 0.022)
-    for sign in (1.0, -1.0):
+def test_the_metric_is_judged_by_the_drop_of_the_level_if_its_units_are_known(tmp_path: Path) -> None:
+    levels = by_name(benched(tiny(drops=(0.011, 0.022)), "stock", "O1", "O2", seeds=2))
+    assert (levels["O1"].quality[0].margin, levels["O2"].quality[0].margin) == (0.011, 0.022)
+    for higher in (True, False):  # what evaluate returns is better if higher, whatever sign a report gives it
         values = iter([0.5, 0.7, 0.5, 0.7])
-        monkeypatch.setattr(bench, "_evaluated", lambda loop, factory, values=values: next(values))
-        report = benched(tiny(higher_is_better=sign > 0), "stock", "O0", seeds=2)
-        assert by_name(report)["O0"].quality[0].difference.mid == pytest.approx(sign * 0.2)
-
-
-def test_a_metric_of_unknown_units_is_not_judged(tmp_path: Path) -> None:
-    factory, out = tiny(drops=None), tmp_path / "report.json"
-    report = benched(factory, "stock", "O1", seeds=2, out=out)
-    assert by_name(report)["O1"].quality == []
+        factory = tiny(higher_is_better=higher, metric="metric", evaluate=lambda model, values=values: next(values))
+        assert by_name(benched(factory, "stock", "O0", seeds=2))["O0"].quality[0].difference.mid == pytest.approx(0.2)
+    broken = benched(tiny(loss=lambda outputs, targets: outputs.sum() * float("nan")), "stock", "O0", seeds=2)
+    for report in (broken, BenchReport.model_validate_json(broken.model_dump_json())):
+        assert not by_name(report)["O0"].quality[0].passed
+    unknown, out = tiny(drops=None), tmp_path / "report.json"
+    assert by_name(benched(unknown, "stock", "O1", seeds=2, out=out))["O1"].quality == []
     with pytest.raises(ValueError, match=r"--decide: the levels promise points of accuracy.*tune --drop"):
-        benched(factory, "stock", "O1", decide=600.0)
+        benched(unknown, "stock", "O1", decide=600.0)
     with pytest.raises(ValueError, match="measured with metric_name 'accuracy', but now it is 'metric'"):
-        benched(replace(factory, metric="metric"), "stock", "O1", out=out, resume=True)
-
-
-def test_runs_whose_loss_is_no_number_pass_nothing() -> None:
-    report = benched(tiny(loss=lambda outputs, targets: outputs.sum() * float("nan")), "stock", "O0", seeds=2)
-    (quality,) = by_name(report)["O0"].quality
-    assert not quality.passed
-    assert BenchReport.model_validate_json(report.model_dump_json()).contestants[1].quality[0].passed is False
+        benched(replace(unknown, metric="metric"), "stock", "O1", out=out, resume=True)
 
 
 def test_step_times_alone() -> None:
@@ -203,7 +190,7 @@ def test_an_interrupted_run_continues_where_it_stopped(tmp_path: Path, monkeypat
         return benched(None, *contestants, seeds=2, out=out, resume=True, planner=plan_for)
 
     whole = run(tmp_path / "whole.json", "stock", "O0")
-    original, calls = bench._curve, 0
+    original, calls = bench._Session.curve, 0
 
     def interrupted(*args: Any) -> Curve:
         nonlocal calls
@@ -212,7 +199,7 @@ def test_an_interrupted_run_continues_where_it_stopped(tmp_path: Path, monkeypat
             raise KeyboardInterrupt
         return original(*args)
 
-    monkeypatch.setattr(bench, "_curve", interrupted)
+    monkeypatch.setattr(bench._Session, "curve", interrupted)
     out = tmp_path / "report.json"
     with pytest.raises(KeyboardInterrupt):
         run(out, "stock", "O0")
@@ -281,12 +268,12 @@ def test_evaluation_gets_a_module_and_compiles_nothing() -> None:
 def decided(monkeypatch: pytest.MonkeyPatch) -> Callable[..., BenchReport]:
     """Benchmark with given final metrics per contestant and seed, until every promise is decided."""
 
-    def run(metrics: dict[str, list[float]], **more: Any) -> BenchReport:
+    def run(metrics: dict[str, list[float]], losses: Sequence[float] = range(99), **more: Any) -> BenchReport:
         def curve(session: Any, name: str, seed: int, share: Any) -> Curve:
-            values = metrics[name]
-            return Curve(seed=seed, epochs=[1], seconds=[1], train_loss=[seed], metric=[values[seed % len(values)]])
+            metric, loss = metrics[name][seed % len(metrics[name])], losses[seed % len(losses)]
+            return Curve(seed=seed, epochs=[1], seconds=[1], train_loss=[loss], metric=[metric])
 
-        monkeypatch.setattr(bench, "_curve", curve)
+        monkeypatch.setattr(bench._Session, "curve", curve)
         return benched(None, *metrics, **({"decide": 600.0} | more))
 
     return run
@@ -334,7 +321,7 @@ def test_the_progress_of_a_decision_is_never_above_its_total() -> None:
 
 
 def test_a_decision_is_resumed_and_stays_sequential(decided: Callable[..., BenchReport], tmp_path: Path) -> None:
-    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    first, second, third = (tmp_path / f"{name}.json" for name in ("first", "second", "third"))
     for out in (first, second):
         decided(CLOSE, decide=0.0, out=out)
     report = decided(CLOSE, out=first, resume=True)
@@ -344,29 +331,19 @@ def test_a_decision_is_resumed_and_stays_sequential(decided: Callable[..., Bench
     assert bench.SEQUENTIAL in report.notes
     look = SequentialTest(margin=0.005, most=bench.MOST_SEEDS).look([0.0005, 0.0005, 0.0, 0.0005])
     assert by_name(report)["O1"].quality[0].difference.low == pytest.approx(look.difference.low)
-
-
-def test_a_report_of_fixed_seeds_is_judged_sequentially_with_decide(
-    decided: Callable[..., BenchReport], tmp_path: Path
-) -> None:
-    fixed = decided(CLOSE, decide=None, seeds=4, out=tmp_path / "report.json")
-    report = decided(CLOSE, decide=0.0, out=tmp_path / "report.json", resume=True)
+    fixed = decided(CLOSE, decide=None, seeds=4, out=third)  # and fixed seeds are judged sequentially with it
+    report = decided(CLOSE, decide=0.0, out=third, resume=True)
     assert seeds_of(report) == seeds_of(fixed)
     assert by_name(report)["O1"].quality[0].difference.low < by_name(fixed)["O1"].quality[0].difference.low
 
 
-@pytest.mark.parametrize("more", [{"seeds": 3}, {"decide": 600.0}])
-def test_a_factory_that_ignores_its_seed_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, more: dict[str, Any]
-) -> None:
-    def equal(session: Any, name: str, seed: int, share: Any) -> Curve:
-        return Curve(seed=seed, epochs=[1], seconds=[1], train_loss=[0.5], metric=[0.9])
-
-    monkeypatch.setattr(bench, "_curve", equal)
-    out = tmp_path / "report.json"
-    with pytest.raises(FactoryError, match="the same losses and metric for the seeds 0 and 1"):
-        benched(None, "stock", "O1", out=out, **more)
-    assert by_name(BenchReport.load(out))["O1"].quality == []
+def test_a_factory_that_ignores_its_seed_is_refused(decided: Callable[..., BenchReport], tmp_path: Path) -> None:
+    """The stand-ins for its trainings have the same losses and metric."""
+    for more in ({"seeds": 3, "decide": None}, {"decide": 600.0}):
+        out = tmp_path / f"{len(more)}.json"
+        with pytest.raises(FactoryError, match="the same losses and metric for the seeds 0 and 1"):
+            decided({"stock": [0.9], "O1": [0.9]}, out=out, losses=[0.5], **more)
+        assert by_name(BenchReport.load(out))["O1"].quality == []
 
 
 def weights(name: str, **settings: Any) -> torch.Tensor:
@@ -408,10 +385,10 @@ def test_stock_is_the_loop_one_would_write_and_o0_the_same_bit_for_bit() -> None
     assert torch.equal(weights("O0"), expected)
 
 
-@pytest.mark.parametrize("name", ["stock", "hand", "O0", "O1"])
-def test_a_model_in_evaluation_mode_is_trained_in_training_mode(name: str) -> None:
-    loop = build_loop(Recipe.parse(name), tiny(train=False), seed=1, steps=8)
-    assert all(module.training for module in (*loop.parts.model.modules(), *loop.predict.modules()))
+def test_a_model_in_evaluation_mode_is_trained_in_training_mode() -> None:
+    for name in ("stock", "hand", "O0", "O1"):
+        loop = build_loop(Recipe.parse(name), tiny(train=False), seed=1, steps=8)
+        assert all(module.training for module in (*loop.parts.model.modules(), *loop.predict.modules()))
 
 
 def test_the_hand_loop_computes_the_same_and_in_bfloat16_only_where_that_is_fast(bfloat16: Callable[..., None]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,19 +12,8 @@ import torch
 
 from torchboost.bench import factory as module
 from torchboost.bench.contestants import Recipe, build_loop
-from torchboost.bench.factory import (
-    Epoch,
-    Factory,
-    function_at,
-    loss_of,
-    made_by,
-    metric_of,
-    one_epoch,
-    scheduled,
-    source_of,
-    with_flags,
-)
-from torchboost.errors import FactoryError, NoEffectWarning
+from torchboost.bench.factory import Epoch, Factory, function_at, loop_body, metric_of, one_epoch, source_of
+from torchboost.errors import FactoryError
 
 GOOD = """
     import torch
@@ -39,49 +29,46 @@ GOOD = """
         data = torch.utils.data.TensorDataset(x, y)
         loader = torch.utils.data.DataLoader(data, batch_size=5, shuffle=True)
         return model, optimizer, nn.functional.cross_entropy, loader, lambda m: (m(x).argmax(1) == y).float().mean()
-
-    def without(seed):
-        return make(seed)[:4]
-
-    def once(seed):
-        *first, batches, evaluate = make(seed)
-        return (*first, ((a, b) for a, b in batches), evaluate)
 """
 ODD = """
-    def wrong(seed):
-        return 3
+    def changed(**given):
+        names = ("model", "optimizer", "loss", "batches", "evaluate", "schedule")
+        return lambda seed: tuple(given.get(name, part) for name, part in zip(names, (*make(seed), None)))
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __init__(self, count):
+            self.count = count
+
+        def __iter__(self):
+            number = 0
+            while number != self.count:
+                yield torch.zeros(2), 0
+                number += 1
+
+    class Sized(Stream):
+        def __len__(self):
+            return self.count
+
+    wrong = lambda seed: 3
+    empty = changed(batches=[])
+    unpaired = changed(batches=[{"inputs": torch.zeros(5, 2)}])
+    other = changed(model=nn.Linear(2, 2))
+    number = changed(loss=lambda outputs, targets: 0.5)
+    words = changed(evaluate=lambda model: "good")
+    negative = changed(evaluate=lambda model: -0.5)
+    stepless = changed(schedule=lambda optimizer, steps: None)
+    loader = changed(batches=torch.utils.data.DataLoader(Stream(-1), batch_size=5))
+    sized = changed(batches=torch.utils.data.DataLoader(Sized(20), batch_size=5))
+
+    def generator(seed):
+        return changed(batches=iter(Stream(-1)))(seed)
+
+    def once(seed):
+        return changed(batches=(pair for pair in list(make(seed)[3])))(seed)
 
     def swapped(seed):
         model, optimizer, loss, batches, evaluate = make(seed)
         return optimizer, model, loss, batches
-
-    def empty(seed):
-        return (*make(seed)[:3], [])
-
-    def closure(seed):
-        model, *rest = make(seed)
-        return (model, torch.optim.LBFGS(model.parameters()), *rest[1:])
-
-    def unpaired(seed):
-        return (*make(seed)[:3], [{"inputs": torch.zeros(5, 2)}])
-
-    def plateau(seed):
-        return (*make(seed), lambda optimizer, steps: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
-
-    def stepless(seed):
-        return (*make(seed), lambda optimizer, steps: None)
-
-    def other(seed):
-        return (make(seed)[0], *make(seed)[1:])
-
-    def number(seed):
-        return (*make(seed)[:2], lambda outputs, targets: 0.5, *make(seed)[3:])
-
-    def words(seed):
-        return (*make(seed)[:4], lambda model: "good")
-
-    def negative(seed):
-        return (*make(seed)[:4], lambda model: -0.5)
 
     class Named(nn.Module):
         def __init__(self):
@@ -92,19 +79,17 @@ ODD = """
             return self.layer(inputs["x"])
 
     def named(seed):
-        _, _, loss, batches, evaluate = make(seed)
         model = Named()
-        batches = [({"x": x, "more": [x]}, y) for x, y in batches]
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return model, optimizer, loss, batches, lambda m: -loss(m(batches[0][0]), batches[0][1])
+        batches = [({"x": x, "more": [x]}, y) for x, y in make(seed)[3]]
+        return model, torch.optim.SGD(model.parameters(), lr=0.1), make(seed)[2], batches
 
     model, norm = None, nn.BatchNorm1d(2, affine=False)
 
     def shared(seed):
         global model
-        found = make(seed)
-        model = model or found[0]
-        return (model, torch.optim.SGD(model.parameters(), lr=0.1), *found[2:])
+        parts = make(seed)
+        model = model or parts[0]
+        return (model, torch.optim.SGD(model.parameters(), lr=0.1), *parts[2:])
 
     def normed(seed):
         model, _, *rest = make(seed)
@@ -115,28 +100,8 @@ ODD = """
         model, optimizer, loss, *rest = make(seed)
         size = lambda: sum(p.square().sum() for p in model.parameters())
         return (model, optimizer, lambda o, t: 0 * loss(o, t) + size(), *rest)
-
-    class Endless(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            while True:
-                yield torch.zeros(2), 0
-
-    class Sized(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            yield from [(torch.zeros(2), 0)] * 20
-
-        def __len__(self):
-            return 20
-
-    def loader(seed):
-        return (*make(seed)[:3], torch.utils.data.DataLoader(Endless(), batch_size=5), make(seed)[4])
-
-    def generator(seed):
-        return (*make(seed)[:3], iter(Endless()), make(seed)[4])
-
-    def sized(seed):
-        return (*make(seed)[:3], torch.utils.data.DataLoader(Sized(), batch_size=5), make(seed)[4])
 """
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -152,14 +117,18 @@ def at(file):
 
 
 def epoch(factory: Factory, seed: int, number: int) -> list[Any]:
-    return list(one_epoch(factory.build(seed).batches, seed=seed, epoch=number, device=torch.device("cpu")))
+    return list(one_epoch(factory.build(seed).batches, seed=seed, epoch=number, device=CPU))
 
 
 def test_a_factory_builds_its_parts_from_a_seed(at, file):
-    factory = at("make")
+    factory, before = at("make"), torch.get_rng_state()
     assert (factory.name, factory.title, factory.epochs) == (f"{file}:make", "train.py", 1)
     parts = factory.build(7)
-    assert factory.measured(parts) == Epoch(steps=4, batch=5, samples=20)
+    assert torch.equal(torch.get_rng_state(), before)
+    sizes = {limit: replace(factory, train_limit=limit).measured(parts) for limit in (11, 1, 20, 99, None)}
+    assert sizes[11] == Epoch(steps=2, batch=5, samples=10)
+    assert sizes[1].steps == 1
+    assert sizes[20] == sizes[99] == sizes[None] == Epoch(steps=4, batch=5, samples=20)
     assert 0.0 <= factory.evaluate(parts, parts.model) <= 1.0
     assert torch.equal(parts.model.weight, factory.build(7).model.weight)
     assert not torch.equal(parts.model.weight, factory.build(8).model.weight)
@@ -182,31 +151,11 @@ def test_the_metric_of_a_factory_is_an_accuracy_only_if_that_is_said(at):
     assert at("negative").evaluate(parts, parts.model) == -0.5
 
 
-def test_flags_keep_the_groups_of_the_user(at):
-    optimizer = at("make").build(0).optimizer
-    fused = with_flags(optimizer, fused=True)
-    assert type(fused) is torch.optim.SGD
-    assert [(g["lr"], g["momentum"], g["fused"]) for g in fused.param_groups] == [(0.5, 0.9, True), (0.1, 0.9, True)]
-    assert fused.param_groups[0]["params"][0] is optimizer.param_groups[0]["params"][0]
-    with pytest.warns(NoEffectWarning, match="SGD does not have the setting turbo"):
-        assert "turbo" not in with_flags(optimizer, turbo=True).defaults
-
-
 def test_the_batches_of_a_generator_are_there_in_every_epoch(at):
-    parts = at("once").build(0)
-    lengths = [len(list(one_epoch(parts.batches, seed=0, epoch=e, device=torch.device("cpu")))) for e in range(3)]
-    assert lengths == [4, 4, 4]
-    spent = iter(list(parts.batches)[:0])
+    batches = at("once").build(0).batches
+    assert [len(list(one_epoch(batches, seed=0, epoch=e, device=CPU))) for e in range(3)] == [4, 4, 4]
     with pytest.raises(FactoryError, match="gave nothing in pass 2"):
-        list(one_epoch(spent, seed=0, epoch=1, device=torch.device("cpu")))
-
-
-def test_fewer_samples(at):
-    parts = at("make").build(0)
-    sizes = {limit: at("make").limited(limit).measured(parts) for limit in (11, 1, 20, 99, None)}
-    assert sizes[11] == Epoch(steps=2, batch=5, samples=10)
-    assert sizes[1].steps == 1
-    assert sizes[20] == sizes[99] == sizes[None]
+        list(one_epoch(iter([]), seed=0, epoch=1, device=CPU))
 
 
 def test_what_does_not_fit_is_named(at):
@@ -214,30 +163,22 @@ def test_what_does_not_fit_is_named(at):
         "wrong": "returned int",
         "swapped": "model is a SGD",
         "empty": "batches are empty",
-        "closure": "LBFGS, whose step needs a closure",
         "unpaired": "found dict; needed: pairs",
         "other": "optimizer has no parameter of its model",
-        "gone": "does not define a function 'gone'; it defines: make, without",
+        "gone": "does not define a function 'gone'; it defines: make, changed",
         "shared": r"returned the same parameter twice \(weight\)",
         "normed": r"returned the same buffer twice \(1.running_mean\)",
+        "number": "loss returned a float",
+        "words": "evaluate returned a str",
+        "stepless": "schedule returned a NoneType, which has no step",
     }.items():
         with pytest.raises(ValueError, match=message):  # noqa: PT012
             factory = at(name)
-            factory.measured(factory.build(0))
+            parts = factory.build(0)
+            factory.measured(parts)
+            loop_body(parts, parts.model, parts.optimizer, 9)(*next(iter(parts.batches)))
+            metric_of(parts, parts.model)
             factory.build(1)
-
-
-def test_what_the_parts_return_is_checked(at):
-    parts = at("number").build(0)
-    with pytest.raises(FactoryError, match="loss returned a float"):
-        loss_of(parts.loss, torch.zeros(2, 2), torch.zeros(2))
-    with pytest.raises(FactoryError, match="evaluate returned a str"):
-        metric_of(at("words").build(0), torch.nn.Linear(2, 2))
-    for name, message in {"plateau": "ReduceLROnPlateau, whose step needs metrics", "stepless": "no step"}.items():
-        parts = at(name).build(0)
-        with pytest.raises(FactoryError, match=message):
-            scheduled(parts, parts.optimizer, 10)
-    assert scheduled(at("make").build(0), parts.optimizer, 10) is None
 
 
 def test_inputs_may_be_named_tensors(at):
@@ -296,15 +237,15 @@ def test_a_file_runs_as_a_program_would_and_its_faults_are_located(tmp_path, mon
     assert factory.evaluate(parts, parts.model) == 0.05
     assert factory.name.endswith("tr\\udcff.py:late")
     assert factory.title == "tr\\udcff.py"
-    with pytest.raises(ValueError, match="found no file"):
-        function_at(f"{tmp_path / 'none.py'}:make")
-    (tmp_path / "train.txt").write_text("")
-    with pytest.raises(ValueError, match="not a Python file"):
-        function_at(f"{tmp_path / 'train.txt'}:make")
-    broken = tmp_path / "broken.py"
-    broken.write_text("import torch\nraise KeyError('x')\n")
-    with pytest.raises(ValueError, match=r"broken.py, line 2: KeyError: 'x'"):
-        function_at(f"{broken}:make")
+    for name, content, message in (
+        ("none.py", None, "found no file"),
+        ("train.txt", "", "not a Python file"),
+        ("broken.py", "import torch\nraise KeyError('x')\n", r"broken.py, line 2: KeyError: 'x'"),
+    ):
+        if content is not None:
+            (tmp_path / name).write_text(content)
+        with pytest.raises(ValueError, match=message):
+            function_at(f"{tmp_path / name}:make")
 
 
 def test_the_source_tells_versions_functions_and_arguments_apart(at, file):
@@ -323,7 +264,7 @@ def test_the_source_tells_versions_functions_and_arguments_apart(at, file):
     again = functools.partial(wide, inner=make)
     """
     file.write_text(file.read_text() + textwrap.dedent(extra))
-    names = ("make", "without", "wide", "two", "twenty", "nested")
+    names = ("make", "swapped", "wide", "two", "twenty", "nested")
     sources = {name: at(name).source for name in (*names, "again", "decorated")}
     assert "" not in sources.values()
     assert len({sources[name] for name in names}) == len(names)
@@ -332,10 +273,3 @@ def test_the_source_tells_versions_functions_and_arguments_apart(at, file):
     file.write_text(file.read_text() + "\n# changed\n")
     assert at("make").source not in ("", sources["make"])
     assert source_of(print) == ""
-
-
-def test_what_a_factory_makes_is_seeded_and_leaves_the_generator_alone(at):
-    before = torch.get_rng_state()
-    parts = made_by(at("make").make, 3)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(parts.model.weight, at("make").build(3).model.weight)

@@ -281,8 +281,8 @@ def test_a_small_compilation_runs_in_a_process_with_an_empty_cache(monkeypatch):
         return subprocess.CompletedProcess(words, 0, "a line of the compiler\n2.5\n", "")
 
     monkeypatch.setattr(subprocess, "run", run)
-    assert doctor.compile_seconds(7.0) == (2.5, "")
-    assert (seen["program"], seen["timeout"]) == (sys.executable, 7.0)
+    assert doctor.compile_seconds() == (2.5, "")
+    assert (seen["program"], seen["timeout"]) == (sys.executable, 600.0)
     assert not seen["folder"].exists()
 
 
@@ -303,12 +303,11 @@ def test_a_compilation_that_fails_is_told(monkeypatch):
         (ended(1, compiler), "No working C++"),
         (ended(137, "killed\n"), "killed"),
         (ended(-9, ""), "the process ended with code -9"),
-        (raised(subprocess.TimeoutExpired("", 30.0)), "not finished after 30 s"),
-        (raised(OSError("no room")), "no room"),
+        (raised(subprocess.TimeoutExpired("", 30.0)), "not finished after 600 s"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(subprocess, "run", run)
-            seconds, fault = doctor.compile_seconds(30.0)
+            seconds, fault = doctor.compile_seconds()
         assert seconds is None
         assert said in fault
 

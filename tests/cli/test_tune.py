@@ -111,7 +111,6 @@ def test_mistakes_are_one_line(tmp_path):
     [
         ("constant", "for the seeds 0 and 1, so the factory ignores its seed"),
         ("wild", "the stock loop ended with the metric nan"),
-        ("plateau", "ReduceLROnPlateau, whose step needs metrics"),
     ],
 )
 def test_trainings_that_cannot_be_compared_are_one_line(name, said, factory, tmp_path):
@@ -123,9 +122,6 @@ def test_trainings_that_cannot_be_compared_are_one_line(name, said, factory, tmp
     def wild(seed):
         model, optimizer, *rest = make(seed)
         return (model, torch.optim.SGD(model.parameters(), lr=1e30), *rest)
-
-    def plateau(seed):
-        return (*make(seed), lambda optimizer, steps: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
     """
     (tmp_path / "train.py").write_text(FACTORY + textwrap.dedent(more), encoding="utf-8")
     result = run(f"{tmp_path / 'train.py'}:{name}", "--budget", "5s", "--out", str(tmp_path / "boost.json"))

@@ -1,7 +1,9 @@
+"""One training of a candidate, and what a tuning tries on a model."""
+
 from __future__ import annotations
 
 import math
-import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +13,25 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.support.ranks import run_ranks
-from torchboost.tuning.report import Candidate
+from torchboost.bench.factory import made_by, source_of
+from torchboost.errors import ConfigError, FactoryError
+from torchboost.measure.stopwatch import Clock
+from torchboost.registry import LEVELS, REGISTRY
+from torchboost.tuning import training as module
+from torchboost.tuning.candidates import (
+    fingerprint_of,
+    fresh,
+    looked_at,
+    named_candidates,
+    recipe_candidates,
+    standard_candidates,
+    try_levers,
+)
+from torchboost.tuning.report import Candidate, Finding, Run
 from torchboost.tuning.training import Training
 
 STEPS = 12
+STOCK = Candidate(name="stock")
 
 
 class Loader:
@@ -39,7 +56,7 @@ def make(seed: int) -> Any:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     loader = Loader()
-    made.append((model, loader))
+    built.append((model, loader))
 
     def evaluate(model: Any) -> float:
         assert not model.training
@@ -52,23 +69,27 @@ def make(seed: int) -> Any:
     return model, optimizer, F.cross_entropy, loader, evaluate, schedule
 
 
-made: list[Any] = []
+built: list[Any] = []
 lengths: list[int] = []
 
 
 @pytest.fixture(autouse=True)
-def nothing_made():
-    made.clear()
+def nothing_built():
+    built.clear()
     lengths.clear()
 
 
-def weights(model: nn.Module) -> list[Tensor]:
-    return [param.detach().clone() for param in model.parameters()]
+def trained(
+    make: Callable[[int], Any] = make, candidate: Candidate = STOCK, seed: int = 0, *limit: float, **more: Any
+) -> Run:
+    return Training(**({"make": make, "steps": STEPS, "device": torch.device("cpu")} | more))(candidate, seed, *limit)
 
 
-def test_stock_is_the_plain_loop():
-    run = Training(make=make, steps=STEPS, device=torch.device("cpu"))(Candidate(name="stock"), 3)
-    model, _ = made[-1]
+def test_stock_is_the_plain_loop_and_leaves_the_random_generators_where_they_were():
+    before = torch.get_rng_state()
+    run = trained(make, STOCK, 3)
+    assert torch.equal(torch.get_rng_state(), before)
+    model, _ = built[-1]
     torch.manual_seed(3)
     plain, optimizer, loss, loader, evaluate, schedule = make(3)
     scheduler, done = schedule(optimizer, STEPS), 0
@@ -81,58 +102,39 @@ def test_stock_is_the_plain_loop():
             optimizer.zero_grad()
             done += 1
     assert done == STEPS == run.steps
-    assert all(torch.equal(a, b) for a, b in zip(weights(model), weights(plain), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
     assert run.metric == evaluate(plain.eval())
     assert 0 < run.setup_seconds < run.wall_seconds
     assert 0 < run.seconds < run.wall_seconds
+    run = trained(make, Candidate(name="stock, 50%", share=0.5))  # fewer steps have a schedule of their own
+    assert (run.steps, lengths[-1]) == (6, 6)
 
 
 def test_a_candidate_gets_the_same_weights_and_batches_and_its_algorithms():
-    training = Training(make=make, steps=STEPS, device=torch.device("cpu"))
-    training(Candidate(name="stock"), 1)
-    training(Candidate(name="memory", extra={"channels_last": True}, share=1.0), 1)
-    (stock, first), (memory, second) = made
+    trained(make, STOCK, 1)
+    trained(make, Candidate(name="memory", extra={"channels_last": True}), 1)
+    (stock, first), (memory, second) = built
     assert first.orders == second.orders
     assert not stock[0].weight.is_contiguous(memory_format=torch.channels_last)
     assert memory[0].weight.is_contiguous(memory_format=torch.channels_last)
     torch.testing.assert_close(stock[0].weight, memory[0].weight, rtol=1e-3, atol=1e-4)
 
 
-def test_fewer_steps_have_a_schedule_of_their_own():
-    run = Training(make=make, steps=STEPS, device=torch.device("cpu"))(Candidate(name="stock, 50%", share=0.5), 0)
-    assert run.steps == 6
-    assert lengths == [6]
-
-
-def test_the_random_generators_stay_where_they_were():
-    torch.manual_seed(5)
-    wanted = torch.get_rng_state()
-    Training(make=make, steps=3, device=torch.device("cpu"))(Candidate(name="stock"), 0)
-    assert torch.equal(torch.get_rng_state(), wanted)
-
-
-def test_a_training_that_diverges_ends_early_with_nan():
+def test_a_training_that_diverges_or_takes_too_long_ends_early_with_nan():
     def wild(seed: int) -> Any:
         parts = make(seed)
         for group in parts[1].param_groups:
             group["lr"] = 1e30
         return parts[:5]
 
-    steps: list[float] = []
-    training = Training(
-        make=wild, steps=500, device=torch.device("cpu"), told=lambda candidate, seed, share: steps.append(share)
-    )
-    run = training(Candidate(name="stock"), 0)
-    assert math.isnan(run.metric)
-    assert steps == [19 / 500]
-
-
-def test_a_training_that_takes_too_long_is_stopped_after_the_step():
-    run = Training(make=make, steps=500, device=torch.device("cpu"))(Candidate(name="stock"), 0, 0.0)
+    told: list[int] = []
+    assert math.isnan(trained(wild, steps=500, told=lambda candidate, seed: told.append(seed)).metric)
+    assert told == [0]
+    run = trained(make, STOCK, 0, 0.0, steps=500)
     assert run.too_slow
     assert math.isnan(run.metric)
-    assert len(made[-1][1].orders) == 1
-    assert not Training(make=make, steps=40, device=torch.device("cpu"))(Candidate(name="stock"), 0, 1e9).too_slow
+    assert len(built[-1][1].orders) == 1
+    assert not trained(make, STOCK, 0, 1e9, steps=40).too_slow
 
 
 def test_a_generator_of_batches_is_read_once_and_repeated():
@@ -140,7 +142,7 @@ def test_a_generator_of_batches_is_read_once_and_repeated():
         parts = make(seed)
         return (*parts[:3], (batch for batch in list(parts[3])), parts[4])
 
-    run = Training(make=generated, steps=STEPS, device=torch.device("cpu"))(Candidate(name="stock"), 0)
+    run = trained(generated)
     assert run.steps == STEPS
     assert math.isfinite(run.metric)
 
@@ -153,8 +155,8 @@ def _on_ranks() -> tuple[float, float, float]:
         return (*parts[:4], lambda model: 0.25 + dist.get_rank())
 
     training = Training(make=uneven, steps=4, device=torch.device("cpu"))
-    assert replace(training, steps=100)(Candidate(name="stock"), 0, 0.0 if dist.get_rank() else 1e-9).too_slow
-    run = training(Candidate(name="stock"), 0)
+    assert replace(training, steps=100)(STOCK, 0, 0.0 if dist.get_rank() else 1e-9).too_slow
+    run = training(STOCK, 0)
     return run.metric, run.seconds, run.wall_seconds
 
 
@@ -176,17 +178,16 @@ def test_an_error_of_a_candidate_is_part_of_its_run_and_that_of_stock_is_raised(
         parts[0][0].register_forward_pre_hook(raises)
         return parts
 
-    training = Training(make=failing, steps=3, device=torch.device("cpu"))
-    run = training(Candidate(name="bits", extra={"autocast": True}), 0)
+    run = trained(failing, Candidate(name="bits", extra={"autocast": True}), steps=3)
     assert run.failure == "RuntimeError: boom"
     assert math.isnan(run.metric)
-    assert training(Candidate(name="stock"), 0).failure == ""
+    assert trained(failing, steps=3).failure == ""
 
     def broken(seed: int) -> Any:
         raise OSError("no data")
 
     with pytest.raises(OSError, match="no data"):
-        Training(make=broken, steps=3, device=torch.device("cpu"))(Candidate(name="stock"), 0)
+        trained(broken)
 
 
 def test_a_batch_without_a_label_does_not_end_a_training():
@@ -198,7 +199,7 @@ def test_a_batch_without_a_label_does_not_end_a_training():
         batches = list(zip(parts[3].inputs.split(4), parts[3].targets.split(4), strict=True))
         return (*parts[:3], batches, lambda model: 0.5)
 
-    run = Training(make=partly, steps=48, device=torch.device("cpu"))(Candidate(name="stock"), 0)
+    run = trained(partly, steps=48)
     assert run.metric == 0.5
     assert len(run.losses) == 2
     assert all(math.isfinite(loss) for loss in run.losses)
@@ -210,21 +211,172 @@ def two_shapes(seed: int) -> Any:
     return model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, batches, lambda model: 0.5
 
 
-def test_every_training_pays_for_its_compilation_and_no_step_does():
-    """Else the first training pays for all, and a smaller last batch counts as slow steps."""
-    compiled: list[Any] = []
+def test_every_training_pays_for_its_compilation_and_no_step_does(monkeypatch):
+    """Else the first training pays for all, and a smaller last batch counts as slow steps.
+
+    The clock shows an hour per compilation and a second per step.
+    """
+    now, compiled = [0.0], []
 
     def slow(graph: Any, inputs: Any) -> Any:
+        now[0] += 3600.0
         compiled.append(graph)
-        time.sleep(0.5)
-        return graph.forward
 
+        def forward(*args: Any) -> Any:
+            now[0] += 1.0
+            return graph.forward(*args)
+
+        return forward
+
+    class Planted:
+        @staticmethod
+        def of(device: torch.device) -> Clock:
+            return Clock(read=lambda: now[0])
+
+    monkeypatch.setattr(module, "Clock", Planted)
     torch._dynamo.register_backend(slow, name="slow_for_a_test")  # pyright: ignore[reportArgumentType]
-    training = Training(make=two_shapes, steps=40, device=torch.device("cpu"))
     candidate = Candidate(name="compile", extra={"compile": {"backend": "slow_for_a_test"}})
-    runs = [training(candidate, seed, 0.45) for seed in range(2)]
-    assert len(compiled) >= 4
-    for run in runs:
+    for seed in range(2):
+        compiled.clear()
+        run = trained(two_shapes, candidate, seed, 60.0, steps=40)
+        assert len(compiled) >= 2  # the first step, and the first smaller batch
         assert not run.too_slow
-        assert run.setup_seconds > 1.0
-        assert run.seconds < 0.45
+        assert run.setup_seconds // 3600.0 == len(compiled)
+        assert run.seconds == pytest.approx(39.0)
+
+
+def test_the_standard_candidates_are_the_settings_of_the_levels():
+    trial = try_levers(make, steps=2000, seconds=0.5)
+    assert {*trial.kept, *trial.left_out} == {name for name, entry in REGISTRY.items() if entry.lever}
+    assert all(trial.left_out.values())
+    candidates = {one.name: one for one in standard_candidates(["channels_last", "autocast"])}
+    both = "less_bn and gradient_centralization"
+    for level, name, called in (("O1", "less_bn", both), ("O2", "less_bn", both), ("O2", "grad_freeze", "grad_freeze")):
+        one = candidates[f"{called} as in {level}"]
+        assert one.skips_work
+        assert one.extra[name] == LEVELS[level][name]
+    assert "grad_freeze from 30 % on" in candidates
+    levers = [one for name, one in candidates.items() if name.startswith("levers")]
+    assert [one.extra for one in levers] == [{"channels_last": True, "autocast": True}, {"channels_last": True}]
+    assert not any(one.skips_work for one in levers)
+
+
+def test_named_candidates():
+    found = named_candidates({"fast": {"channels_last": True}, "both": {"channels_last": True, "less_bn": {}}})
+    assert [one.skips_work for one in found] == [False, True]
+    on = {"autocast": True}
+    names = ("stock", "stock, 50% of the steps", "a + b", "", 1, None)
+    for wrong in (*({name: on} for name in names), {"nothing": {"less_bn": False}}, {"empty": {}}, {"a": "autocast"}):
+        with pytest.raises(ValueError, match="give a name without ' \\+ ' that does not begin with 'stock', and a sec"):
+            named_candidates(wrong)  # pyright: ignore[reportArgumentType]
+
+
+def linear(seed: int) -> Any:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    data = [(torch.randn(8, 4), torch.randint(0, 2, (8,)))]
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, data, lambda model: 0.0
+
+
+def residual(blocks: int) -> Callable[[int], Any]:
+    """A factory of a network with so many residual blocks."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.branch = nn.Sequential(
+                *(nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()),
+                *(nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)),
+            )
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return F.relu(inputs + self.branch(inputs))
+
+    def factory(seed: int) -> Any:
+        stem = (nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+        body = (Block() for _ in range(blocks))
+        model = nn.Sequential(*stem, *body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, [], lambda model: 0.0
+
+    return factory
+
+
+def looked(make: Callable[[int], Any], **extras: Any) -> list[Finding]:
+    return looked_at(named_candidates(extras), make, 100)
+
+
+def test_what_cannot_work_here_has_a_reason_and_a_wrong_setting_is_an_error():
+    for extra, said in (
+        ({"less_bn": {"keep": "narrowest"}}, "less_bn"),
+        ({"channels_last": True}, "convolution"),
+        ({"fused_optimizer": True, "less_bn": {}}, "less_bn: "),  # whole, if a part of it cannot work
+    ):
+        (finding,) = looked(linear, a=extra)
+        assert finding.outcome == "not usable"
+        assert said in finding.reason
+    assert looked(linear, a={"fused_optimizer": True})[0].outcome is None
+    assert looked(make, a={"gradient_centralization": True})[0].outcome is None
+    for extra, said in (
+        ({"les_bn": True}, "Did you mean 'less_bn'"),
+        ({"grad_freeze": {"full_share": 3}}, "full_share"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            looked(linear, a=extra)
+
+
+def test_two_candidates_that_come_to_the_same_training_are_one():
+    """The levels keep one BatchNorm in every block or in one of eight, which is the same for a single block."""
+    mild, strong = ({"less_bn": dict(LEVELS[level]["less_bn"])} for level in ("O1", "O2"))
+    norms = {"gradient_centralization": {}}
+    for blocks, outcome in ((1, "duplicate"), (4, None)):
+        first, second, alone = looked(residual(blocks), mild={**mild, **norms}, strong={**strong, **norms}, alone=mild)
+        assert (first.outcome, second.outcome, alone.outcome) == (None, outcome, None)
+        assert second.reason == ("on this model it is the same as 'mild'" if outcome else "")
+    # What is done in the loop is told apart by its settings.
+    shares = {"early": 0.3, "late": 0.7, "again": 0.7}
+    given = {name: {"grad_freeze": {"pattern": "progressive", "full_share": share}} for name, share in shares.items()}
+    assert [one.outcome for one in looked(residual(4), **given)] == [None, None, "duplicate"]
+
+
+def test_recipes_are_candidates_that_must_beat_fewer_steps():
+    stock = made_by(make, 0)
+    recipes = recipe_candidates({"half": (make, 0.5), "more": (make, 0.5)}, stock)
+    fingerprint = f"{fingerprint_of(stock)} {source_of(make)}"
+    wanted = Candidate(name="half", recipe=True, share=0.5, skips_work=True, fingerprint=fingerprint)
+    assert recipes[0] == wanted
+    assert [one.outcome for one in looked_at(recipes, make, 10)] == [None, None]  # two are never taken for one
+    body = make(0)[0]
+
+    def around(seed: int) -> Any:
+        model = torch.nn.Sequential(body)
+        return (model, torch.optim.SGD(model.parameters(), lr=0.1), *make(seed)[2:])
+
+    outer = lambda seed: (torch.nn.Sequential(body), *around(seed)[1:])  # noqa: E731
+    for wrong, said in (
+        ({"": (make, 0.5)}, "a factory and a share above 0 and at most 1"),
+        ({"a": (make, 0.0)}, "a factory and a share above 0 and at most 1"),
+        ({"a": (make, 1.5)}, "a factory and a share above 0 and at most 1"),
+        ({"a": (make, "half")}, "with 'half'"),
+        ({"a": (lambda seed: make(seed)[:4], 0.5)}, "the factory of 'a' has no evaluate"),
+        ({"a": (outer, 0.5)}, r"the same parameter twice \(0.0.weight\)"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            recipe_candidates(wrong, made_by(around if "twice" in said else make, 0))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(FactoryError, match="the same parameter twice"):
+        fresh(around)
+
+
+def test_the_fingerprint_sees_modules_and_buffers():
+    def changed(change: Callable[[torch.nn.Module], object]) -> str:
+        parts = made_by(make, 0)
+        change(parts.model)
+        return fingerprint_of(parts)
+
+    same = changed(lambda model: None)
+    assert changed(lambda model: None) == same
+    for change in (
+        lambda model: setattr(model, "2", torch.nn.Dropout(0.9)),
+        lambda model: model.get_submodule("1").get_buffer("running_mean").add_(1),
+        lambda model: model.register_buffer("mask", torch.ones(3, dtype=torch.bool)),
+        lambda model: model.register_buffer("phase", torch.ones(3, dtype=torch.complex64)),
+    ):
+        assert changed(change) != same

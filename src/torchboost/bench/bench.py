@@ -15,13 +15,12 @@ from torch import Tensor
 
 from torchboost.bench.contestants import Loop, Planner, Recipe, build_loop, plan_for
 from torchboost.bench.factory import RETURNS, Epoch, Factory, ignored_seed, one_epoch
-from torchboost.bench.resume import check_same
 from torchboost.measure.evidence import AlgorithmRow, BenchReport, Contestant, Curve, Quality
 from torchboost.measure.machine import PeakMemory
 from torchboost.measure.statistics import SequentialTest, noninferiority
-from torchboost.measure.stopwatch import Clock, Progress, Stopwatch, Warmup, compare, environment
+from torchboost.measure.stopwatch import Clock, Progress, Stopwatch, compare, environment
 
-__all__ = ["CONTESTANTS", "run_bench"]
+__all__ = ["CONTESTANTS", "check_same", "run_bench"]
 
 CONTESTANTS = ("stock", "hand", "O1", "O2")
 
@@ -47,9 +46,7 @@ UNITS_UNKNOWN = (
 SAME = "turned on the same here, so their differences are chance"
 ENOUGH_ROUNDS = 6
 FEW_ROUNDS = "timed in fewer than six rounds: too few for a 95 % interval, the ones shown are too narrow"
-
-Share = Callable[[int], tuple[int, int]]
-"""Epoch of the present training -> how much of all trainings is done, and how much there is."""
+ENVIRONMENT = ("torch", "torchboost", "processor", "instructions", "device", "threads")
 
 
 def run_bench(
@@ -64,8 +61,6 @@ def run_bench(
     out: str | Path | None = None,
     resume: bool = False,
     decide: float | None = None,
-    warmup: Warmup | None = None,
-    clock: Clock | None = None,
     planner: Planner = plan_for,
     progress: Progress | None = None,
 ) -> BenchReport:
@@ -90,8 +85,6 @@ def run_bench(
         decide: Seconds for everything. Seeds are added until a sequential test has decided about the metric of every
             level, or the time is over; ``seeds`` does not count then. Contestants that promise nothing get two seeds.
             The drops of the factory must be known.
-        warmup: The rule by which a contestant counts as warm.
-        clock: By default that of ``device``.
         planner: Chooses the algorithms of levels and additions.
         progress: Called in every phase.
 
@@ -108,45 +101,44 @@ def run_bench(
         raise ValueError(f"found seeds={seeds}, epochs={epochs}; neither may be negative.")
     if decide is not None and factory.drops is None:
         raise ValueError(UNITS_UNKNOWN)
-    tell: Progress = _silent if progress is None else progress
+    tell: Progress = (lambda phase, done, total, note="": None) if progress is None else progress
     tell("data", 0, 1, factory.title)
     parts = factory.build(0)
     if epochs and parts.evaluate is None:
         raise ValueError(f"--epochs: found {epochs}, but the factory has no evaluate; needed: {RETURNS}.")
-    epoch = factory.measured(parts)
+    epoch, model = factory.measured(parts), factory.model_name or type(parts.model).__name__
     tell("data", 1, 1, factory.title)
-    device = torch.device(device)
+    epochs = 0 if parts.evaluate is None else factory.epochs if epochs is None else epochs
+    report = BenchReport(
+        title=f"{factory.title}: {model}",
+        workload=factory.name,
+        model=model,
+        parameters=sum(param.numel() for param in parts.model.parameters()),
+        batch=epoch.batch,
+        metric_name=factory.metric,
+        metric_higher_is_better=factory.higher_is_better,
+        epochs=epochs,
+        train_samples=epoch.samples,
+        environment=environment(device),
+        contestants=[],
+        source=factory.source,
+    )
+    del parts
     session = _Session(
         factory=factory,
         epoch=epoch,
-        epochs=0 if parts.evaluate is None else factory.epochs if epochs is None else epochs,
         total_steps=total_steps,
-        device=device,
-        clock=Clock.of(device) if clock is None else clock,
+        device=torch.device(device),
         planner=planner,
         tell=tell,
         out=None if out is None else Path(out),
-        report=BenchReport(
-            title=f"{factory.title}: {factory.model_name or type(parts.model).__name__}",
-            workload=factory.name,
-            model=factory.model_name or type(parts.model).__name__,
-            parameters=sum(param.numel() for param in parts.model.parameters()),
-            batch=epoch.batch,
-            metric_name=factory.metric,
-            metric_higher_is_better=factory.higher_is_better,
-            train_samples=epoch.samples,
-            environment=environment(device),
-            contestants=[],
-            source=factory.source,
-        ),
+        report=report,
     )
-    del parts
-    session.update(epochs=session.epochs)
     if resume:
         session.take_up()
     names = [contestant.name for contestant in session.report.contestants]
     if not recipes.keys() <= set(names):
-        session.time(list(dict.fromkeys([*names, *contestants])), pairs, warmup)
+        session.time(list(dict.fromkeys([*names, *contestants])), pairs)
         session.save()
     if decide is None:
         session.train(contestants, seeds)
@@ -155,20 +147,14 @@ def run_bench(
     return session.report
 
 
-def _silent(phase: str, done: int, total: int, note: str = "") -> None:
-    return None
-
-
 @dataclass(kw_only=True)
 class _Session:
     """A benchmark under way: its settings, and the report as far as it came."""
 
     factory: Factory
     epoch: Epoch
-    epochs: int
     total_steps: int | None
     device: torch.device
-    clock: Clock
     planner: Planner
     tell: Progress
     out: Path | None
@@ -187,7 +173,7 @@ class _Session:
             self.factory,
             seed=seed,
             steps=steps,
-            total_steps=self.total_steps or self.epochs * self.epoch.steps or steps,
+            total_steps=self.total_steps or self.report.epochs * self.epoch.steps or steps,
             device=self.device,
             planner=self.planner,
         )
@@ -197,11 +183,7 @@ class _Session:
         return one_epoch(some, seed=seed, epoch=epoch, device=self.device)
 
     def take_up(self) -> None:
-        """Continue the saved report, if there is one.
-
-        Raises:
-            ValueError: It belongs to another measurement.
-        """
+        """Continue the saved report, if there is one that belongs to this measurement."""
         path, now = self.out, self.report
         if path is None or not path.exists():
             return
@@ -219,7 +201,7 @@ class _Session:
         if saved.environment.commit != now.environment.commit and note not in saved.notes:
             self.update(notes=[*saved.notes, note])
 
-    def time(self, names: list[str], pairs: int, warmup: Warmup | None) -> None:
+    def time(self, names: list[str], pairs: int) -> None:
         """Put new step times of all ``names`` into the report. Its curves are kept."""
         loops = {name: self.loop(name, 0, TIMING_SCHEDULE) for name in names}
         batches = list(itertools.islice(self.batches(loops[names[0]], 0, 0), DISTINCT_BATCHES))
@@ -227,8 +209,7 @@ class _Session:
             {name: _stepper(loop, batches) for name, loop in loops.items()},
             baselines=[name for name in names if Recipe.parse(name).kind in ("stock", "hand")],
             pairs=pairs,
-            warmup=warmup,
-            clock=self.clock,
+            clock=Clock.of(self.device),
             progress=self.tell,
         )
         curves = {contestant.name: contestant.curves for contestant in self.report.contestants}
@@ -257,11 +238,12 @@ class _Session:
 
         A report whose seeds were added by a sequential test is judged by that test also after further seeds.
         """
-        runs = [(seed, name) for seed in range(seeds) for name in names] if self.epochs else []
+        epochs = self.report.epochs
+        runs = [(seed, name) for seed in range(seeds) for name in names] if epochs else []
         for number, (seed, name) in enumerate(runs):
-            self.add(name, seed, lambda epoch, k=number: (k * self.epochs + epoch, len(runs) * self.epochs))
+            self.add(name, seed, lambda epoch, k=number: (k * epochs + epoch, len(runs) * epochs))
         if runs:
-            self.tell("training", len(runs) * self.epochs, len(runs) * self.epochs)
+            self.tell("training", len(runs) * epochs, len(runs) * epochs)
 
     def decide(self, names: Sequence[str], end: float) -> None:
         """Add curves of as many seeds as the decisions need, begun before ``end`` on the clock."""
@@ -283,18 +265,43 @@ class _Session:
                     self.add(name, seed, share)
             longest = max(longest, time.monotonic() - now)
 
-    def add(self, name: str, seed: int, share: Share) -> None:
-        """Train a contestant, unless the report has the curve, and save the judged report."""
+    def add(self, name: str, seed: int, share: Callable[[int], tuple[int, int]]) -> None:
+        """Train a contestant, unless the report has the curve, and save the judged report.
+
+        ``share`` maps an epoch of this training to how much of all trainings is done, and how much there is.
+        """
         contestant = next(c for c in self.report.contestants if c.name == name)
         if any(curve.seed == seed for curve in contestant.curves):
             return
-        curve = _curve(self, name, seed, share)
-        more = contestant.model_copy(update={"curves": [*contestant.curves, curve]})
+        more = contestant.model_copy(update={"curves": [*contestant.curves, self.curve(name, seed, share)]})
         self.update(contestants=[more if c is contestant else c for c in self.report.contestants])
         if name == STOCK:
             _check_seeds(more)
         self.judge()
         self.save()
+
+    def curve(self, name: str, seed: int, share: Callable[[int], tuple[int, int]]) -> Curve:
+        """Train a contestant from scratch."""
+        curve, clock = Curve(seed=seed, epochs=[], seconds=[], train_loss=[], metric=[]), Clock.of(self.device)
+        setup, watch = Stopwatch(clock), Stopwatch(clock)
+        losses: list[Tensor] = []
+        with PeakMemory(self.device) as peak:
+            with setup:
+                loop = self.loop(name, seed, self.report.epochs * self.epoch.steps)
+            for epoch in range(self.report.epochs):
+                self.tell("training", *share(epoch), f"{name}, seed {seed}, epoch {epoch + 1}")
+                batches = self.batches(loop, seed, epoch)
+                if epoch == 0:
+                    with setup:
+                        losses.append(loop.step(*next(batches)))
+                with watch:
+                    for inputs, targets in batches:
+                        losses.append(loop.step(inputs, targets))
+                curve.epochs.append(epoch + 1.0)
+                curve.seconds.append(watch.seconds)
+                curve.train_loss.append(_smoothed(losses))
+                curve.metric.append(self.factory.evaluate(loop.parts, loop.predict))
+        return curve.model_copy(update={"setup_seconds": setup.seconds, "peak_bytes": peak.bytes})
 
     def undecided(self) -> list[str]:
         """Return the levels about which a sequential test has not decided."""
@@ -336,6 +343,30 @@ class _Session:
         return SequentialTest(margin=loose if Recipe.parse(contestant.name).base == "O2" else strict, most=MOST_SEEDS)
 
 
+def check_same(path: Path, saved: Any, now: Any, names: Sequence[str], history: str) -> None:
+    """Check that two reports agree about some attributes and about their environment.
+
+    Args:
+        path: File of the saved report.
+        saved: A report with an ``environment``. An old one may not tell its vector instructions.
+        now: The report that would be made.
+        names: Attributes of reports.
+        history: What the file was, such as ``"was made with"``.
+
+    Raises:
+        ValueError: They disagree.
+    """
+    environment = [name for name in ENVIRONMENT if name != "instructions" or saved.environment.instructions]
+    pairs = [(name, getattr(saved, name), getattr(now, name)) for name in names]
+    pairs += [(name, getattr(saved.environment, name), getattr(now.environment, name)) for name in environment]
+    for name, before, after in pairs:
+        if before != after:
+            raise ValueError(
+                f"{path} {history} {name} {before!r}, but now it is {after!r}; they cannot be mixed. Save to another "
+                "file, or do not resume."
+            )
+
+
 def _same_plans(contestants: list[Contestant]) -> list[str]:
     """Return a note about levels with the same algorithms and settings, as O1 and O2 have in short runs."""
     groups: dict[tuple[AlgorithmRow, ...], list[str]] = {}
@@ -362,40 +393,6 @@ def _check_seeds(stock: Contestant) -> None:
         same = seeds.setdefault((*curve.train_loss, *curve.metric), curve.seed)
         if same != curve.seed and math.isfinite(curve.train_loss[-1]):
             raise ignored_seed(same, curve.seed)
-
-
-def _curve(session: _Session, name: str, seed: int, share: Share) -> Curve:
-    """Train a contestant from scratch."""
-    curve = Curve(seed=seed, epochs=[], seconds=[], train_loss=[], metric=[])
-    setup, watch = Stopwatch(session.clock), Stopwatch(session.clock)
-    losses: list[Tensor] = []
-    with PeakMemory(session.device) as peak:
-        with setup:
-            loop = session.loop(name, seed, session.epochs * session.epoch.steps)
-        for epoch in range(session.epochs):
-            session.tell("training", *share(epoch), f"{name}, seed {seed}, epoch {epoch + 1}")
-            batches = session.batches(loop, seed, epoch)
-            if epoch == 0:
-                with setup:
-                    losses.append(loop.step(*next(batches)))
-            with watch:
-                for inputs, targets in batches:
-                    losses.append(loop.step(inputs, targets))
-            curve.epochs.append(epoch + 1.0)
-            curve.seconds.append(watch.seconds)
-            curve.train_loss.append(_smoothed(losses))
-            curve.metric.append(_evaluated(loop, session.factory))
-    return curve.model_copy(update={"setup_seconds": setup.seconds, "peak_bytes": peak.bytes})
-
-
-def _evaluated(loop: Loop, factory: Factory) -> float:
-    """Compute the metric without another compilation of the model."""
-    loop.parts.model.eval()
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            return factory.evaluate(loop.parts, loop.predict)
-    finally:
-        loop.parts.model.train()
 
 
 def _smoothed(losses: list[Tensor]) -> float:

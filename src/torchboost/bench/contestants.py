@@ -16,20 +16,22 @@ The name of a contestant is a base and, after plus signs, the additions to it.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchboost.bench.factory import Factory, Parts, loss_of, scheduled, with_flags
+from torchboost.bench.factory import Factory, Parts, loop_body
 from torchboost.core.algorithm import Target
 from torchboost.core.hardware import half_precision
 from torchboost.core.torch_private import AnyConv
-from torchboost.errors import nearest
+from torchboost.errors import IncompatibleError, nearest
 from torchboost.measure.evidence import AlgorithmRow, DroppedRow
+from torchboost.optim.rebuild import described_groups, rebuilt
 from torchboost.plan import Plan
 from torchboost.registry import Facts
 
@@ -40,15 +42,8 @@ BY_HAND = "compile"
 
 Kind = Literal["stock", "hand", "level", "algorithm"]
 
-
-class Planner(Protocol):
-    """Chooses the algorithms of a contestant."""
-
-    def __call__(
-        self, level: str, added: Sequence[str], model: nn.Module, optimizer: Optimizer, total_steps: int
-    ) -> Plan:
-        """Return the plan of ``level`` with the algorithms ``added`` for a run of ``total_steps``."""
-        ...
+Planner = Callable[[str, Sequence[str], nn.Module, Optimizer, int], Plan]
+"""Maps a level, the algorithms added to it, model, optimizer and the steps of the run to a plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +95,7 @@ class Loop:
     Args:
         parts: The model to train, its optimizer, and the batches.
         step: ``(inputs, targets) -> loss``: forward, backward, update, schedule.
-        predict: Maps inputs to outputs. Call ``parts.model.eval()`` first.
+        predict: Maps inputs to outputs.
         algorithms: The attached algorithms.
         dropped: The requested algorithms that are off, with the reasons.
         notes: Notes for the report.
@@ -146,13 +141,14 @@ def build_loop(
     Raises:
         ValueError: The plan has gradient accumulation, which these loops do not support.
     """
-    device = torch.device(device)
     parts = factory.build(seed)
     model = parts.model.to(device).train()
-    if by_hand := recipe.base == "hand":
-        parts = parts._replace(optimizer=with_flags(parts.optimizer, fused=True))
-    target = Target(model, parts.optimizer, seed=seed)
-    plan = None
+    by_hand = recipe.base == "hand"
+    notes = []
+    if by_hand:
+        parts = parts._replace(optimizer=_fused(parts.optimizer))
+        notes += ["fused optimizer"] * bool(parts.optimizer.defaults.get("fused"))
+    target, plan = Target(model, parts.optimizer, seed=seed), None
     if recipe.kind in ("level", "algorithm"):
         level = "O0" if recipe.kind == "algorithm" else recipe.base
         plan = planner(level, recipe.planned, model, parts.optimizer, total_steps or steps)
@@ -168,34 +164,31 @@ def build_loop(
         plan.attach(target)
         if target.accumulator is not None:
             raise ValueError("the plan accumulates gradients; the loops of a benchmark update after every batch.")
+    autocast = functools.partial(torch.autocast, torch.device(device).type, torch.bfloat16)
+    body = loop_body(parts, target.model, target.optimizer, steps, autocast if half else contextlib.nullcontext)
+
+    def channels_last_body(inputs: Tensor, targets: Any) -> Tensor:
+        return body(inputs.contiguous(memory_format=torch.channels_last), targets)
+
     options = {"channels-last": channels_last, "bfloat16 autocast": half, "torch.compile": recipe.compiled_by_hand}
-    names = ["fused optimizer", *(name for name, on in options.items() if on)]
+    notes += [name for name, on in options.items() if on]
     return Loop(
         parts=parts,
-        step=_body(parts, target, steps, device, channels_last=channels_last, half=half),
+        step=channels_last_body if channels_last else body,
         predict=target.model,
         algorithms=[AlgorithmRow(name=a.name, settings=repr(a)) for a in plan.algorithms] if plan else [],
         dropped=[DroppedRow(name=d.name, reason=d.reason) for d in plan.dropped] if plan else [],
-        notes=[f"by hand: {', '.join(names)}"] if by_hand else [],
+        notes=[f"by hand: {', '.join(notes)}"] if notes else [],
     )
 
 
-def _body(
-    parts: Parts, target: Target, steps: int, device: torch.device, *, channels_last: bool, half: bool
-) -> Callable[[Any, Any], Tensor]:
-    optimizer = target.optimizer
-    schedule = scheduled(parts, optimizer, steps)
-
-    def step(inputs: Any, targets: Any) -> Tensor:
-        if channels_last:
-            inputs = inputs.contiguous(memory_format=torch.channels_last)
-        with torch.autocast(device.type, torch.bfloat16) if half else contextlib.nullcontext():
-            loss = loss_of(parts.loss, target.model(inputs), targets)
-        loss.backward()
-        optimizer.step()
-        if schedule is not None:
-            schedule.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
+def _fused(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer rebuilt with ``fused=True`` for the same groups; one without a fused form as it is."""
+    groups = [
+        {k: v for k, v in group.items() if k not in ("fused", "foreach")} for group in described_groups(optimizer)
+    ]
+    changes = {"fused": True} | ({"foreach": None} if "foreach" in optimizer.defaults else {})
+    try:
+        return rebuilt(optimizer, groups, **changes)
+    except IncompatibleError:
+        return optimizer

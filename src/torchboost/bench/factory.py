@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.util
@@ -11,9 +12,8 @@ import re
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchboost.errors import FactoryError, IncompatibleError, NoEffectWarning
-from torchboost.optim.rebuild import described_groups, rebuilt
+from torchboost.errors import FactoryError
 
 __all__ = [
     "Epoch",
@@ -33,15 +32,11 @@ __all__ = [
     "count_of",
     "function_at",
     "ignored_seed",
-    "loss_of",
+    "loop_body",
     "made_by",
     "metric_of",
-    "on_device",
     "one_epoch",
-    "pair_of",
-    "scheduled",
     "source_of",
-    "with_flags",
 ]
 
 SECONDS_OF_AN_EPOCH = 60.0
@@ -141,10 +136,6 @@ class Factory:
             source=source_of(make),
         )
 
-    def limited(self, train_limit: int | None) -> Factory:
-        """Return the factory with only its first batches, with about this number of samples; all of them for None."""
-        return replace(self, train_limit=train_limit)
-
     def build(self, seed: int) -> Parts:
         """Return the parts for a seed. Their batches can be read again, which a generator cannot.
 
@@ -164,10 +155,8 @@ class Factory:
         Raises:
             FactoryError: It does not end, or has no batch.
         """
-        sizes = [_size(inputs) for inputs, _ in map(pair_of, _ending(parts.batches))]
-        if not sizes:
-            raise FactoryError("the factory's batches are empty; at least one batch is needed.")
-        steps, samples = len(sizes), sum(sizes)
+        sizes = [_size(inputs) for inputs, _ in map(_pair, _ending(parts.batches))]
+        steps, samples = _not_empty(len(sizes)), sum(sizes)
         if self.train_limit is not None and self.train_limit < samples:
             steps = max(1, steps * self.train_limit // samples)
             samples = samples * steps // len(sizes)
@@ -188,67 +177,6 @@ class Factory:
         return value if self.higher_is_better else -value
 
 
-def one_epoch(batches: Iterable[Any], *, seed: int, epoch: int, device: torch.device) -> Iterator[tuple[Any, Any]]:
-    """Yield the pairs of an epoch on a device, in an order that depends on seed and epoch alone.
-
-    A shuffling loader draws its order from torch's global generator, which is therefore seeded.
-
-    Raises:
-        FactoryError: There is no batch, or one that is not a pair.
-    """
-    torch.manual_seed(1_000_003 * seed + epoch)
-    empty = True
-    for inputs, targets in map(pair_of, batches):
-        empty = False
-        yield on_device(inputs, device), on_device(targets, device)
-    if empty:
-        raise FactoryError(
-            f"the factory's batches gave nothing in pass {epoch + 1}; give an iterable that starts again in every "
-            "pass, such as a list or a DataLoader."
-        )
-
-
-def count_of(batches: Iterable[Any], seconds: float) -> int:
-    """Return the number of batches of an epoch. Without a length they are read, which may take some seconds.
-
-    Raises:
-        FactoryError: There is none, or they do not end in time.
-    """
-    count = _length(batches)
-    if count is None:
-        count = sum(1 for _ in _ending(batches, seconds=seconds))
-    if not count:
-        raise FactoryError("the factory's batches are empty; at least one batch is needed.")
-    return count
-
-
-def _length(batches: Iterable[Any]) -> int | None:
-    try:
-        return len(batches)  # pyright: ignore[reportArgumentType]
-    except TypeError:
-        return None
-
-
-def _ending(batches: Iterable[Any], most: float = math.inf, seconds: float | None = None) -> Iterator[Any]:
-    """Yield the batches of an epoch. Without a length they must end in time, and after ``most``.
-
-    Raises:
-        FactoryError: They do not end.
-    """
-    limit = SECONDS_OF_AN_EPOCH if seconds is None else seconds
-    endless = _length(batches) is None
-    start = time.monotonic()
-    for number, batch in enumerate(batches, start=1):
-        spent = time.monotonic() - start
-        if endless and (spent > limit or number > most):
-            raise FactoryError(
-                f"the factory's batches did not end ({number:,} were read in {spent:.0f} s); give those of one "
-                "epoch, as a list or a loader that ends, such as list(itertools.islice(batches, 1000)). If an epoch "
-                f"takes longer than {limit:g} s to read, give batches with a length."
-            )
-        yield batch
-
-
 def made_by(make: Callable[[int], object], seed: int) -> Parts:
     """Call a factory with torch's generator seeded, and check what it returns.
 
@@ -257,10 +185,7 @@ def made_by(make: Callable[[int], object], seed: int) -> Parts:
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return _checked(make(seed))
-
-
-def _checked(result: object) -> Parts:
+        result = make(seed)
     if not isinstance(result, tuple) or len(result) not in (4, 5, 6):
         what = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
         raise FactoryError(f"the factory returned {what}; needed: {RETURNS}.")
@@ -276,11 +201,6 @@ def _checked(result: object) -> Parts:
     for name, fits in fitting.items():
         if not fits:
             raise FactoryError(f"the factory's {name} is a {type(getattr(parts, name)).__name__}; needed: {RETURNS}.")
-    if _needed(parts.optimizer.step):
-        raise FactoryError(
-            f"the factory's optimizer is a {type(parts.optimizer).__name__}, whose step needs a closure; needed: one "
-            "that steps once per backward pass."
-        )
     parameters = set(map(id, parts.model.parameters()))
     if not any(id(param) in parameters for group in parts.optimizer.param_groups for param in group["params"]):
         raise FactoryError(
@@ -291,11 +211,7 @@ def _checked(result: object) -> Parts:
 
 
 def check_fresh(parts: Parts, *others: Parts) -> None:
-    """Check that the model is not that of another call, so that no run continues the training of another.
-
-    Raises:
-        FactoryError: A parameter or buffer is one of the others'.
-    """
+    """Raise ``FactoryError`` if a run would continue the training of another call: they share a parameter or buffer."""
     known = {id(state) for other in others for state in (*other.model.parameters(), *other.model.buffers())}
     for kind, states in ("parameter", parts.model.named_parameters()), ("buffer", parts.model.named_buffers()):
         for name, state in states:
@@ -315,31 +231,145 @@ def ignored_seed(first: int, second: int) -> FactoryError:
     )
 
 
-def loss_of(loss: Callable[[Any, Any], Any], outputs: Any, targets: Any) -> Tensor:
-    """Compute a loss.
+def one_epoch(batches: Iterable[Any], *, seed: int, epoch: int, device: torch.device) -> Iterator[tuple[Any, Any]]:
+    """Yield the pairs of an epoch on a device, in an order that depends on seed and epoch alone.
 
-    Raises:
-        FactoryError: It is not a tensor.
+    A shuffling loader draws its order from torch's global generator, which is therefore seeded. Raises
+    ``FactoryError`` if there is no batch, or one that is not a pair.
     """
-    value = loss(outputs, targets)
-    if not isinstance(value, Tensor):
-        raise FactoryError(f"the factory's loss returned a {type(value).__name__}; needed: a tensor of one number.")
-    return value
+    torch.manual_seed(1_000_003 * seed + epoch)
+    empty = True
+    for inputs, targets in map(_pair, batches):
+        empty = False
+        yield _on_device(inputs, device), _on_device(targets, device)
+    if empty:
+        raise FactoryError(
+            f"the factory's batches gave nothing in pass {epoch + 1}; give an iterable that starts again in every "
+            "pass, such as a list or a DataLoader."
+        )
+
+
+def count_of(batches: Iterable[Any], seconds: float) -> int:
+    """Return the number of batches of an epoch, at least one. Without a length they are read, within some seconds."""
+    length = _length(batches)
+    return _not_empty(sum(1 for _ in _ending(batches, seconds=seconds)) if length is None else length)
+
+
+def _not_empty(count: int) -> int:
+    if not count:
+        raise FactoryError("the factory's batches are empty; at least one batch is needed.")
+    return count
+
+
+def _length(batches: Iterable[Any]) -> int | None:
+    try:
+        return len(batches)  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        return None
+
+
+def _ending(batches: Iterable[Any], most: float = math.inf, seconds: float | None = None) -> Iterator[Any]:
+    """Yield the batches of an epoch. Without a length they must end in time, and after ``most``."""
+    limit = SECONDS_OF_AN_EPOCH if seconds is None else seconds
+    endless, start = _length(batches) is None, time.monotonic()
+    for number, batch in enumerate(batches, start=1):
+        spent = time.monotonic() - start
+        if endless and (spent > limit or number > most):
+            raise FactoryError(
+                f"the factory's batches did not end ({number:,} were read in {spent:.0f} s); give those of one "
+                "epoch, as a list or a loader that ends, such as list(itertools.islice(batches, 1000)). If an epoch "
+                f"takes longer than {limit:g} s to read, give batches with a length."
+            )
+        yield batch
 
 
 def metric_of(parts: Parts, model: Callable[..., Any]) -> float:
-    """Compute the metric of a model, which is in evaluation mode.
+    """Compute the metric of a model in evaluation mode, without another compilation of it.
 
     Raises:
         FactoryError: It is not a number.
     """
     assert parts.evaluate is not None
-    with torch.no_grad():
-        value = parts.evaluate(model)
+    parts.model.eval()
+    try:
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            value = parts.evaluate(model)
+    finally:
+        parts.model.train()
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise FactoryError(f"the factory's evaluate returned a {type(value).__name__}; needed: a number.") from error
+
+
+def loop_body(
+    parts: Parts,
+    model: Callable[..., Any],
+    optimizer: Optimizer,
+    steps: int,
+    precision: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> Callable[[Any, Any], Tensor]:
+    """Return the body of a training loop, ``(inputs, targets) -> loss``: forward, backward, update, schedule.
+
+    Args:
+        parts: The factory's result.
+        model: The model, which may be a boosted one.
+        optimizer: The optimizer that is stepped, which may be a boosted one.
+        steps: Updates of the run, for the schedule.
+        precision: The context of the forward pass, such as autocast.
+
+    Raises:
+        FactoryError: The schedule has no ``step``; at a step, that the loss is not a tensor.
+    """
+    schedule = None if parts.schedule is None else parts.schedule(optimizer, steps)
+    if parts.schedule is not None and not hasattr(schedule, "step"):
+        raise FactoryError(
+            f"the factory's schedule returned a {type(schedule).__name__}, which has no step; needed: a scheduler of "
+            "torch that is stepped after every update."
+        )
+
+    def step(inputs: Any, targets: Any) -> Tensor:
+        with precision():
+            loss: object = parts.loss(model(inputs), targets)
+        if not isinstance(loss, Tensor):
+            raise FactoryError(f"the factory's loss returned a {type(loss).__name__}; needed: a tensor of one number.")
+        loss.backward()
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def _pair(batch: Any) -> tuple[Any, Any]:
+    """Return the inputs and targets of a batch, or raise ``FactoryError`` unless it is a pair."""
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[0], batch[1]
+    what = f"a {type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
+    raise FactoryError(
+        f"the factory's batches: found {what}; needed: pairs (inputs, targets). The model is called with the inputs, "
+        "as one argument, and loss with its output and the targets."
+    )
+
+
+def _on_device(value: Any, device: torch.device | str) -> Any:
+    """Return a tensor on a device, also within lists, tuples and dicts, and any other value unchanged."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {key: _on_device(each, device) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_on_device(each, device) for each in value)
+    return value
+
+
+def _size(inputs: Any) -> int:
+    """Return the number of samples, which is the length of the first tensor."""
+    while isinstance(inputs, (Mapping, list, tuple)) and inputs:
+        inputs = next(iter(inputs.values() if isinstance(inputs, Mapping) else inputs))
+    return len(inputs)
 
 
 def source_of(make: Callable[..., Any]) -> str:
@@ -353,99 +383,13 @@ def source_of(make: Callable[..., Any]) -> str:
         if isinstance(make, functools.partial):
             values = [*make.args, *sorted(make.keywords.items())]
             arguments += [re.sub(r"0x[0-9a-fA-F]+", "", repr(value)) for value in values]
-            make = make.func
-        else:
-            make = getattr(make, "__wrapped__")  # noqa: B009
+        make = make.func if isinstance(make, functools.partial) else inspect.unwrap(make)
     try:
-        file = inspect.getsourcefile(make)
-        content = b"" if file is None else Path(file).read_bytes()
+        content = Path(inspect.getsourcefile(make) or "").read_bytes()
     except (TypeError, OSError):
         return ""
     named = "\n".join([getattr(make, "__qualname__", ""), *arguments]).encode("utf-8", "backslashreplace")
-    return hashlib.sha256(named + b"\n" + content).hexdigest()[:16] if content else ""
-
-
-def scheduled(parts: Parts, optimizer: Optimizer, steps: int) -> LRScheduler | None:
-    """Return the schedule of a run, or None if the factory has none.
-
-    Args:
-        parts: The factory's result.
-        optimizer: The one that is stepped, which may be a boosted one.
-        steps: Updates of the run.
-
-    Raises:
-        FactoryError: The scheduler cannot be stepped after every update.
-    """
-    if parts.schedule is None:
-        return None
-    schedule = parts.schedule(optimizer, steps)
-    step = getattr(schedule, "step", None)
-    if step is None or _needed(step):
-        why = "whose step needs " + ", ".join(_needed(step)) if step is not None else "which has no step"
-        raise FactoryError(
-            f"the factory's schedule returned a {type(schedule).__name__}, {why}; needed: a scheduler of torch that is "
-            "stepped after every update."
-        )
-    return schedule
-
-
-def _needed(step: Callable[..., Any]) -> list[str]:
-    """Return the names of the arguments without which a function cannot be called."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    parameters = inspect.signature(step).parameters.values()
-    return [each.name for each in parameters if each.kind in kinds and each.default is inspect.Parameter.empty]
-
-
-def pair_of(batch: Any) -> tuple[Any, Any]:
-    """Return the inputs and targets of a batch.
-
-    Raises:
-        FactoryError: It is not a pair.
-    """
-    if isinstance(batch, (tuple, list)) and len(batch) == 2:
-        return batch[0], batch[1]
-    what = f"a {type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
-    raise FactoryError(
-        f"the factory's batches: found {what}; needed: pairs (inputs, targets). The model is called with the inputs, "
-        "as one argument, and loss with its output and the targets."
-    )
-
-
-def on_device(value: Any, device: torch.device | str) -> Any:
-    """Return a tensor on a device, also within lists, tuples and dicts, and any other value unchanged."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, Mapping):
-        return {key: on_device(each, device) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(on_device(each, device) for each in value)
-    return value
-
-
-def _size(inputs: Any) -> int:
-    """Return the number of samples, which is the length of the first tensor."""
-    while isinstance(inputs, (Mapping, list, tuple)) and inputs:
-        inputs = next(iter(inputs.values() if isinstance(inputs, Mapping) else inputs))
-    return len(inputs)
-
-
-def with_flags(optimizer: Optimizer, **flags: Any) -> Optimizer:
-    """Return the optimizer rebuilt with other settings, such as ``fused=True``, for the same groups.
-
-    An optimizer without such a setting is returned as it is, with :class:`NoEffectWarning`.
-    """
-    changes = {"foreach": None, **flags} if "foreach" in optimizer.defaults else flags
-    groups = [{k: v for k, v in group.items() if k not in changes} for group in described_groups(optimizer)]
-    try:
-        return rebuilt(optimizer, groups, **changes)
-    except IncompatibleError:
-        names = ", ".join(flags)
-        warnings.warn(
-            f"{type(optimizer).__name__} does not have the setting {names}; it is used unchanged.",
-            NoEffectWarning,
-            stacklevel=2,
-        )
-        return optimizer
+    return hashlib.sha256(named + b"\n" + content).hexdigest()[:16]
 
 
 def function_at(source: str) -> Callable[[int], object]:

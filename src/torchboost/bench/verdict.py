@@ -9,24 +9,20 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from torchboost.bench.factory import ACCURACY_DROPS
 from torchboost.bench.report import wording
-from torchboost.measure.evidence import BenchReport, Contestant, Interval, Quality, Ratio
-from torchboost.measure.statistics import mean_of, paired_difference, t_quantile
+from torchboost.measure.evidence import BenchReport, Contestant, Interval, Ratio
+from torchboost.measure.statistics import mean_of, paired_difference
 
 __all__ = [
-    "MARGIN",
-    "PROMISES",
     "Difference",
     "Sentence",
     "Summary",
     "best_hand",
     "headline",
-    "promise_of",
     "stock_of",
     "summarise",
     "target_of",
@@ -35,6 +31,9 @@ __all__ = [
 
 MARGIN = ACCURACY_DROPS[0]
 """Largest drop of a share metric that counts as unchanged, unless a level promises another: half a point."""
+
+PROMISES: dict[str, float] = dict(zip(("O1", "O2"), ACCURACY_DROPS, strict=True))
+"""Level -> the drop that it promises not to exceed. Besides, a level promises to be never slower than stock."""
 
 MIN_GAIN = 1.03
 """A gain of less than 3 % is not worth the complexity."""
@@ -46,10 +45,6 @@ COARSE = 0.2
 """A headline gives both ends of a ratio if its interval is wider than this share of the ratio."""
 
 Tone = Literal["good", "bad", "open"]
-
-
-PROMISES: dict[str, float] = dict(zip(("O1", "O2"), ACCURACY_DROPS, strict=True))
-"""Level -> the drop that it promises not to exceed. Besides, a level promises to be never slower than stock."""
 
 
 class Difference(NamedTuple):
@@ -78,7 +73,7 @@ class Summary:
         contestant: The contestant.
         stock: Ratio against the stock loop.
         hand: Ratio against the best hand-tuned loop.
-        final: Mean final metric over the seeds, with a 95 % interval if there are two or more.
+        final: Mean final metric over the seeds.
         difference: Final metric against stock.
         seconds_to_target: Training time including set-up until the mean metric reaches the target of the report.
         repaid_after: Number of steps that repay the longer warm-up compared with stock.
@@ -87,14 +82,14 @@ class Summary:
     """
 
     contestant: Contestant
-    stock: Ratio | None = None
-    hand: Ratio | None = None
-    final: Interval | None = None
-    difference: Difference | None = None
-    seconds_to_target: float | None = None
-    repaid_after: int | None = None
-    peak_bytes: float | None = None
-    stock_diverged: bool = False
+    stock: Ratio | None
+    hand: Ratio | None
+    final: float | None
+    difference: Difference | None
+    seconds_to_target: float | None
+    repaid_after: int | None
+    peak_bytes: float | None
+    stock_diverged: bool
 
 
 class Sentence(NamedTuple):
@@ -115,50 +110,6 @@ def best_hand(report: BenchReport) -> Contestant | None:
     return min(hands, key=lambda c: c.step_seconds.mid, default=None)
 
 
-def promise_of(contestant: Contestant) -> float | None:
-    """Return the drop that a level promises, also with additions such as ``O1+compile``; None for other contestants."""
-    return PROMISES.get(contestant.name.partition("+")[0]) if contestant.kind == "level" else None
-
-
-def _finals(contestant: Contestant) -> dict[int, float]:
-    return {curve.seed: curve.final for curve in contestant.curves if curve.metric}
-
-
-def _diverged(contestant: Contestant) -> bool:
-    return not all(map(math.isfinite, _finals(contestant).values()))
-
-
-def _mean_interval(values: Sequence[float]) -> Interval | None:
-    if not values:
-        return None
-    mean = mean_of(values)
-    if len(values) < 2 or not math.isfinite(mean):
-        return Interval(low=mean, mid=mean, high=mean)
-    half = t_quantile(0.975, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
-    return Interval(low=mean - half, mid=mean, high=mean + half)
-
-
-def _difference(contestant: Contestant, stock: Contestant, sign: float, share: bool) -> Difference | None:
-    if contestant is stock:
-        return None
-    judged: Quality | None = next((q for q in contestant.quality if q.baseline == stock.name), None)
-    if judged is not None and not _diverged(contestant) and not _diverged(stock):
-        found = judged.difference
-        return Difference(found.mid, found.low, found.high, judged.seeds, judged.margin)
-    margin = None
-    if share:
-        margin = promise_of(contestant) or MARGIN
-    ours, theirs = _finals(contestant), _finals(stock)
-    seeds = [seed for seed in ours if seed in theirs]
-    if not seeds:
-        return None
-    mean = sign * mean_of(ours[seed] - theirs[seed] for seed in seeds)
-    if len(seeds) < 2 or not math.isfinite(mean):
-        return Difference(mean, -math.inf, math.inf, len(seeds), margin)
-    found = paired_difference([sign * theirs[seed] for seed in seeds], [sign * ours[seed] for seed in seeds])
-    return Difference(found.mid, found.low, found.high, len(seeds), margin)
-
-
 def target_of(report: BenchReport) -> float | None:
     """Return the target metric: the mean final metric of stock, minus half a point for a share."""
     stock = stock_of(report)
@@ -169,27 +120,6 @@ def target_of(report: BenchReport) -> float | None:
     return target if math.isfinite(target) else None
 
 
-def _seconds_to(contestant: Contestant, target: float, sign: float) -> float | None:
-    points = min((len(curve.metric) for curve in contestant.curves), default=0)
-    for k in range(points):
-        if sign * mean_of(curve.metric[k] for curve in contestant.curves) >= sign * target:
-            return mean_of(curve.setup_seconds + curve.seconds[k] for curve in contestant.curves)
-    return None
-
-
-def _repaid_after(contestant: Contestant, stock: Contestant) -> int | None:
-    saved = stock.step_seconds.mid - contestant.step_seconds.mid
-    extra = contestant.warmup_seconds - stock.warmup_seconds
-    if contestant is stock or saved <= 0:
-        return None
-    return max(0, math.ceil(extra / saved))
-
-
-def _peak(contestant: Contestant) -> float | None:
-    known = [curve.peak_bytes for curve in contestant.curves if curve.peak_bytes is not None]
-    return statistics.median(known) if known else None
-
-
 def summarise(report: BenchReport) -> list[Summary]:
     """Return the derived figures of every contestant, in the order of the report."""
     stock, hand, target = stock_of(report), best_hand(report), target_of(report)
@@ -197,26 +127,93 @@ def summarise(report: BenchReport) -> list[Summary]:
     summaries = []
     for contestant in report.contestants:
         ratios = {r.baseline: r for r in contestant.ratios}
+        finals = list(_finals(contestant).values())
+        peaks = [curve.peak_bytes for curve in contestant.curves if curve.peak_bytes is not None]
+        other = stock is not None and contestant is not stock
         summaries.append(
             Summary(
                 contestant=contestant,
-                stock=ratios.get(stock.name) if stock and contestant is not stock else None,
+                stock=ratios.get(stock.name) if stock and other else None,
                 hand=ratios.get(hand.name) if hand and contestant is not hand else None,
-                final=_mean_interval(list(_finals(contestant).values())),
-                difference=_difference(contestant, stock, sign, share) if stock else None,
+                final=mean_of(finals) if finals else None,
+                difference=_difference(contestant, stock, sign, share) if stock and other else None,
                 seconds_to_target=None if target is None else _seconds_to(contestant, target, sign),
-                repaid_after=_repaid_after(contestant, stock) if stock else None,
-                peak_bytes=_peak(contestant),
+                repaid_after=_repaid_after(contestant, stock) if stock and other else None,
+                peak_bytes=statistics.median(peaks) if peaks else None,
                 stock_diverged=stock is not None and _diverged(stock),
             )
         )
     return summaries
 
 
-def _speed(name: str, ratio: Ratio, baseline: str) -> Sentence:
+def _finals(contestant: Contestant) -> dict[int, float]:
+    return {curve.seed: curve.final for curve in contestant.curves if curve.metric}
+
+
+def _diverged(contestant: Contestant) -> bool:
+    return not all(map(math.isfinite, _finals(contestant).values()))
+
+
+def _promise_of(contestant: Contestant) -> float | None:
+    """Return the drop that a level promises, also with additions such as ``O1+compile``; None for other contestants."""
+    return PROMISES.get(contestant.name.partition("+")[0]) if contestant.kind == "level" else None
+
+
+def _difference(contestant: Contestant, stock: Contestant, sign: float, share: bool) -> Difference | None:
+    judged = next((q for q in contestant.quality if q.baseline == stock.name), None)
+    if judged is not None and not _diverged(contestant) and not _diverged(stock):
+        bounds = judged.difference
+        return Difference(bounds.mid, bounds.low, bounds.high, judged.seeds, judged.margin)
+    margin = _promise_of(contestant) or MARGIN if share else None
+    ours, theirs = _finals(contestant), _finals(stock)
+    seeds = [seed for seed in ours if seed in theirs]
+    if not seeds:
+        return None
+    mean = sign * mean_of(ours[seed] - theirs[seed] for seed in seeds)
+    if len(seeds) < 2 or not math.isfinite(mean):
+        return Difference(mean, -math.inf, math.inf, len(seeds), margin)
+    bounds = paired_difference([sign * theirs[seed] for seed in seeds], [sign * ours[seed] for seed in seeds])
+    return Difference(bounds.mid, bounds.low, bounds.high, len(seeds), margin)
+
+
+def _seconds_to(contestant: Contestant, target: float, sign: float) -> float | None:
+    for k in range(min((len(curve.metric) for curve in contestant.curves), default=0)):
+        if sign * mean_of(curve.metric[k] for curve in contestant.curves) >= sign * target:
+            return mean_of(curve.setup_seconds + curve.seconds[k] for curve in contestant.curves)
+    return None
+
+
+def _repaid_after(contestant: Contestant, stock: Contestant) -> int | None:
+    saved = stock.step_seconds.mid - contestant.step_seconds.mid
+    return max(0, math.ceil((contestant.warmup_seconds - stock.warmup_seconds) / saved)) if saved > 0 else None
+
+
+def verdicts(report: BenchReport) -> dict[str, list[Sentence]]:
+    """Return contestant name -> sentences. A baseline that is compared only with itself has none."""
+    share, stock, hand = wording.is_share(report), stock_of(report), best_hand(report)
+    verdict: dict[str, list[Sentence]] = {}
+    for summary in summarise(report):
+        contestant = summary.contestant
+        sentences = [
+            _speed(contestant.name, summary.stock, "the stock loop"),
+            _speed(contestant.name, summary.hand, f"the best hand-tuned loop ({hand.name})")
+            if hand and contestant.kind == "level"
+            else None,
+            _metric(summary, report.metric_name, share),
+            _promise(summary, report.metric_name, share),
+            _setup(summary, stock),
+        ]
+        if any(sentences):
+            verdict[contestant.name] = [sentence for sentence in sentences if sentence is not None]
+    return verdict
+
+
+def _speed(name: str, ratio: Ratio | None, baseline: str) -> Sentence | None:
+    if ratio is None:
+        return None
     interval = ratio.interval
     shown = wording.ratio_interval(interval)
-    if interval.low > 1 and interval.mid >= MIN_GAIN:
+    if _pays(ratio):
         return Sentence("good", f"{name} runs at {shown} the speed of {baseline}.")
     if interval.high < 1:
         return Sentence("bad", f"{name} is slower than {baseline}: {shown}. Not worth it here.")
@@ -229,75 +226,73 @@ def _speed(name: str, ratio: Ratio, baseline: str) -> Sentence:
     return Sentence("open", text)
 
 
-def _metric(summary: Summary, name: str, share: bool) -> Sentence | None:
-    found, contestant = summary.difference, summary.contestant
-    if found is None:
+def _pays(ratio: Ratio | None) -> bool:
+    return ratio is not None and ratio.interval.low > 1 and ratio.interval.mid >= MIN_GAIN
+
+
+def _metric(summary: Summary, metric: str, share: bool) -> Sentence | None:
+    difference, name = summary.difference, summary.contestant.name
+    if difference is None:
         return None
     if summary.stock_diverged:
-        text = f"stock diverged on at least one seed, so the {name} of {contestant.name} cannot be compared with it."
+        text = f"stock diverged on at least one seed, so the {metric} of {name} cannot be compared with it."
         return Sentence("open", text)
-    if _diverged(contestant):
-        return Sentence("bad", f"{contestant.name} diverged on at least one seed: its loss or {name} is not a number.")
-    own = wording.has_own_units(name)
-    ends = f"{contestant.name} ends {wording.difference(found.mean, share=share)} from stock in "
-    ends += "the metric" if own else name
-    seeds = wording.count(found.seeds, "seed")
-    if found.seeds < 2:
+    if _diverged(summary.contestant):
+        return Sentence("bad", f"{name} diverged on at least one seed: its loss or {metric} is not a number.")
+    mean, worst, best = (wording.difference(value, share=share) for value in difference[:3])
+    own, seeds = wording.has_own_units(metric), wording.count(difference.seeds, "seed")
+    ends = f"{name} ends {mean} from stock in {'the metric' if own else metric}"
+    if difference.seeds < 2:
         return Sentence("open", f"{ends} on one seed: too few to say anything.")
-    if math.isinf(found.worst):
+    if math.isinf(difference.worst):
         text = f"{ends} over {seeds}. Fewer than three seeds decide nothing; give --decide more time."
         return Sentence("open", text)
-    mean, worst, best = (wording.difference(value, share=share) for value in (found.mean, found.worst, found.best))
-    if found.margin is None:
+    if difference.margin is None:
         text = f"{ends} over {seeds}, with 95 % bounds {worst} to {best}; above 0 is better."
-        return Sentence("bad" if found.best < 0 and not own else "open", text)
-    allowed = wording.amount(found.margin, share=share)
-    if found.worst > -found.margin:
-        text = f"{contestant.name} keeps {name} within {allowed} of stock: {mean}, at worst {worst} ({seeds})."
+        return Sentence("bad" if difference.best < 0 and not own else "open", text)
+    allowed = wording.amount(difference.margin, share=share)
+    if difference.worst > -difference.margin:
+        text = f"{name} keeps {metric} within {allowed} of stock: {mean}, at worst {worst} ({seeds})."
         return Sentence("good", text)
-    if found.best < -found.margin:
-        text = f"{contestant.name} costs more {name} than the {allowed} allowed: {mean} ({seeds})."
-        return Sentence("bad", text)
+    if difference.best < -difference.margin:
+        return Sentence("bad", f"{name} costs more {metric} than the {allowed} allowed: {mean} ({seeds}).")
     return Sentence("open", f"{ends}; {seeds} cannot rule out {worst}. Allowed: {allowed}.")
 
 
 def _promise(summary: Summary, metric: str, share: bool) -> Sentence | None:
-    name, found = summary.contestant.name, summary.difference
-    promise = promise_of(summary.contestant)
+    level, difference = summary.contestant.name.partition("+")[0], summary.difference
+    promise = _promise_of(summary.contestant)
     if promise is None or summary.stock is None:
         return None
-    margin = found.margin if found else None
-    asked = f"{name.partition('+')[0]} promises to be no slower than stock"
+    margin, interval = difference.margin if difference else None, summary.stock.interval
+    asked = f"{level} promises to be no slower than stock"
     if margin is not None:
         asked += f" and to lose at most {wording.amount(margin, share=share)}"
-    interval = summary.stock.interval
     if interval.high < 1:
         return Sentence("bad", f"{asked}: missed here, it is slower.")
     if summary.hand is not None and summary.hand.interval.high < 1 - BEHIND_HAND:
-        behind = f"{name.partition('+')[0]} promises to be at most {BEHIND_HAND:.0%} behind the best loop by hand"
+        behind = f"{level} promises to be at most {BEHIND_HAND:.0%} behind the best loop by hand"
         return Sentence("bad", f"{behind}: missed here.")
     if summary.stock_diverged:
         return Sentence("open", f"{asked}: not decided, since stock diverged.")
     if _diverged(summary.contestant):
         return Sentence("bad", f"{asked}: missed here, the training diverged.")
-    if found is not None and wording.has_own_units(metric):
-        limit = wording.amount(promise, share=True)
+    if difference is not None and wording.has_own_units(metric):
         text = (
-            f"{name.partition('+')[0]} promises to lose at most {limit} of accuracy, "
+            f"{level} promises to lose at most {wording.amount(promise, share=True)} of accuracy, "
             "which has no meaning in the units of this metric; `torchboost tune --drop` tests a limit of your own."
         )
         return Sentence("open", text)
-    if found is None or margin is None:
+    if difference is None or margin is None:
         return Sentence("open", f"{asked}, at nearly the same metric: this run did not judge the metric.")
-    if found.best < -margin:
+    if difference.best < -margin:
         return Sentence("bad", f"{asked}: missed here, the metric falls by more.")
-    if interval.low * MIN_GAIN >= 1 and found.worst > -margin:
+    if interval.low * MIN_GAIN >= 1 and difference.worst > -margin:
         return Sentence("good", f"{asked}: kept here.")
     return Sentence("open", f"{asked}: neither shown nor refuted by this run.")
 
 
-def _setup(summary: Summary, report: BenchReport) -> Sentence | None:
-    stock = stock_of(report)
+def _setup(summary: Summary, stock: Contestant | None) -> Sentence | None:
     if stock is None or summary.repaid_after is None or summary.stock is None or summary.stock.interval.low <= 1:
         return None
     extra = summary.contestant.warmup_seconds - stock.warmup_seconds
@@ -310,50 +305,43 @@ def _setup(summary: Summary, report: BenchReport) -> Sentence | None:
     return Sentence("open", text)
 
 
-def verdicts(report: BenchReport) -> dict[str, list[Sentence]]:
-    """Return contestant name -> sentences. A baseline that is compared only with itself has none."""
-    share, hand = wording.is_share(report), best_hand(report)
-    said: dict[str, list[Sentence]] = {}
-    for summary in summarise(report):
-        name = summary.contestant.name
-        found = [
-            _speed(name, summary.stock, "the stock loop") if summary.stock else None,
-            _speed(name, summary.hand, f"the best hand-tuned loop ({hand.name})")
-            if summary.hand and hand and summary.contestant.kind == "level"
-            else None,
-            _metric(summary, report.metric_name, share),
-            _promise(summary, report.metric_name, share),
-            _setup(summary, report),
-        ]
-        lines = [v for v in found if v is not None]
-        if lines:
-            said[name] = lines
-    return said
-
-
 def headline(report: BenchReport) -> Sentence:
     """Return the headline.
 
     Of the contestants that are measurably faster, it names the fastest that kept its metric, otherwise the fastest
     whose metric is undecided. If there is none, it says that nothing paid.
     """
-    share = wording.is_share(report)
-    paying = [s for s in summarise(report) if s.contestant.kind in ("level", "algorithm") and _pays(s.stock)]
-    heard = {s.contestant.name: _metric(s, report.metric_name, share) for s in paying}
-    tones = {name: "open" if verdict is None else verdict.tone for name, verdict in heard.items()}
-    for tone in ("good", "open"):
-        found = [s for s in paying if tones[s.contestant.name] == tone]
-        if found:
-            return _headline_of(max(found, key=_speed_against_stock), report, proven=tone == "good")
-    return Sentence("bad", "Nothing measured here is worth turning on.")
-
-
-def _pays(ratio: Ratio | None) -> bool:
-    return ratio is not None and ratio.interval.low > 1 and ratio.interval.mid >= MIN_GAIN
-
-
-def _speed_against_stock(summary: Summary) -> float:
-    return summary.stock.interval.mid if summary.stock else 0.0
+    share, metric = wording.is_share(report), report.metric_name
+    paying: dict[Tone, list[Summary]] = {"good": [], "open": [], "bad": []}
+    for summary in summarise(report):
+        if summary.contestant.kind in ("level", "algorithm") and _pays(summary.stock):
+            kept = _metric(summary, metric, share)
+            paying[kept.tone if kept else "open"].append(summary)
+    candidates = paying["good"] or paying["open"]
+    if not candidates:
+        return Sentence("bad", "Nothing measured here is worth turning on.")
+    best = max(candidates, key=lambda summary: summary.stock.interval.mid if summary.stock else 0.0)
+    assert best.stock is not None
+    chosen, hand = best.contestant, best.hand.interval if best.hand else None
+    same = [c.name for c in report.contestants if c.kind == "level" and c.algorithms == chosen.algorithms]
+    text = chosen.name
+    if chosen.kind == "level" and len(same) > 1:
+        text += f" ({' and '.join(same)} turned on the same)"
+    text += f" trains {_times(best.stock.interval)} as fast as the stock loop"
+    if hand is not None and hand.low > 1:
+        text += f" and {_times(hand)} as fast as the best hand-tuned one"
+    elif hand is not None:
+        slower = hand.high < 1
+        text += (
+            ", but a hand-tuned loop is faster still"
+            if slower
+            else "; no difference to the best hand-tuned one was shown"
+        )
+    if paying["good"]:
+        return Sentence("open" if hand is not None and hand.high < 1 else "good", f"{text}.")
+    if wording.has_own_units(metric):
+        return Sentence("open", f"{text}. How much of the metric it may cost is not known here, so that is not judged.")
+    return Sentence("open", f"{text}. Whether its {metric} holds is not decided.")
 
 
 def _times(interval: Interval) -> str:
@@ -361,27 +349,3 @@ def _times(interval: Interval) -> str:
     if interval.high < interval.low * (1 + COARSE):
         return wording.ratio(interval.mid)
     return f"{wording.ratio(interval.low)} to {wording.ratio(interval.high)}"
-
-
-def _same(chosen: Contestant, report: BenchReport) -> str:
-    """Say which levels turned on the same as this one; empty if none."""
-    found = [c.name for c in report.contestants if c.kind == "level" and c.algorithms == chosen.algorithms]
-    return f" ({' and '.join(found)} turned on the same)" if chosen.kind == "level" and len(found) > 1 else ""
-
-
-def _headline_of(summary: Summary, report: BenchReport, *, proven: bool) -> Sentence:
-    assert summary.stock is not None
-    metric, name = report.metric_name, summary.contestant.name + _same(summary.contestant, report)
-    text = f"{name} trains {_times(summary.stock.interval)} as fast as the stock loop"
-    against = summary.hand.interval if summary.hand else None
-    if against is not None and against.low > 1:
-        text += f" and {_times(against)} as fast as the best hand-tuned one"
-    elif against is not None and against.high < 1:
-        text += ", but a hand-tuned loop is faster still"
-    elif against is not None:
-        text += "; no difference to the best hand-tuned one was shown"
-    if not proven and wording.has_own_units(metric):
-        return Sentence("open", f"{text}. How much of the metric it may cost is not known here, so that is not judged.")
-    if not proven:
-        return Sentence("open", f"{text}. Whether its {metric} holds is not decided.")
-    return Sentence("open" if against is not None and against.high < 1 else "good", f"{text}.")

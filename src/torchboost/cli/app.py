@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import sys
 from collections.abc import Mapping
+from json import loads as json_of
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -23,16 +24,7 @@ from torchboost.bench.report.table import markdown, print_report
 from torchboost.bench.report.template import bench_page, write_page
 from torchboost.cli.bench import bench
 from torchboost.cli.doctor import doctor
-from torchboost.cli.output import (
-    display,
-    fail,
-    print_json,
-    print_table,
-    print_tuning,
-    settings_of,
-    summary_of,
-    user_errors,
-)
+from torchboost.cli.shared import Json, display, fail, print_json, print_table, print_tuning, summary_of, user_errors
 from torchboost.cli.tune import tune
 from torchboost.config import BoostConfig
 from torchboost.core.hardware import device_fault, half_precision
@@ -69,7 +61,6 @@ def _options(
     """Faster training of PyTorch models within a stated accuracy budget, measured."""
 
 
-Json = Annotated[bool, typer.Option("--json", help="Answer in JSON.")]
 EVERYTHING = Facts(world_size=8, nodes=2, devices_per_node=4, half_precision=True, convolutions=53)
 
 
@@ -77,25 +68,26 @@ EVERYTHING = Facts(world_size=8, nodes=2, devices_per_node=4, half_precision=Tru
 def levels(json: Json = False) -> None:
     """Show what each level turns on, and what each algorithm does."""
     table = {
-        level: {name: settings_of(REGISTRY[name].algorithm(**settings)) for name, settings in row.items()}
+        level: {name: _settings_of(REGISTRY[name].algorithm(**settings)) for name, settings in row.items()}
         for level, row in LEVELS.items()
     }
     if json:
         algorithms = [{"name": e.name, "summary": e.summary, "section": e.section} for e in REGISTRY.values()]
         print_json({"levels": table, "algorithms": algorithms})
         return
-    rows = []
-    for entry in REGISTRY.values():
-        marks = [_setting(row.get(entry.name)) for row in LEVELS.values()]
-        rows.append([entry.name, *marks, entry.summary])
+
+    def mark(settings: Mapping[str, Any] | None) -> str:
+        if settings is None:
+            return "-"
+        return ", ".join(f"{key}={value}" for key, value in settings.items()) or "on"
+
+    rows = [[e.name, *(mark(row.get(e.name)) for row in LEVELS.values()), e.summary] for e in REGISTRY.values()]
     print_table(["algorithm", *LEVELS, "what it does"], rows)
     typer.echo("A level leaves out what does not fit the model or the machine: see `torchboost explain`.")
 
 
-def _setting(settings: Mapping[str, Any] | None) -> str:
-    if settings is None:
-        return "-"
-    return ", ".join(f"{key}={value}" for key, value in settings.items()) or "on"
+def _settings_of(algorithm: Any) -> dict[str, Any]:
+    return {field.name: getattr(algorithm, field.name) for field in dataclasses.fields(algorithm) if field.init}
 
 
 @app.command()
@@ -119,22 +111,20 @@ def check(
 def _refuse(error: ConfigError, json: bool) -> NoReturn:
     if not json:
         fail(str(error))
-    found = {"path": error.path, "found": error.found, "allowed": error.allowed, "hint": error.hint}
-    print_json({"valid": False, **found, "message": str(error)})
+    parts = {name: getattr(error, name) for name in ("path", "found", "allowed", "hint")}
+    print_json({"valid": False, **parts, "message": str(error)})
     raise typer.Exit(1)
 
 
 def _load(config: str | None) -> BoostConfig:
-    if config == "-":
-        text = sys.stdin.read()
-        if not text.strip():
-            raise ConfigError("", found="nothing on standard input", allowed="a JSON object")
-        # BoostConfig.load takes text that is not a JSON object for a path; here it can only be a mistake.
-        if not text.lstrip().startswith("{"):
-            found = f"text on standard input that starts with {text.lstrip()[:20]!r}"
-            raise ConfigError("", found=found, allowed="a JSON object")
-        return BoostConfig.load(text)
-    return BoostConfig.load(Path(config) if config is not None else None)
+    if config != "-":
+        return BoostConfig.load(Path(config) if config is not None else None)
+    text = sys.stdin.read().lstrip()
+    # BoostConfig.load takes text that is not a JSON object for a path; here it can only be a mistake.
+    if not text.startswith("{"):
+        found = f"text on standard input that starts with {text[:20]!r}" if text else "nothing on standard input"
+        raise ConfigError("", found=found, allowed="a JSON object")
+    return BoostConfig.load(text)
 
 
 @app.command()
@@ -159,7 +149,7 @@ def explain(
     if not json:
         typer.echo(plan.explain())
         return
-    on = [{"name": a.name, "summary": REGISTRY[a.name].summary, "settings": settings_of(a)} for a in plan.algorithms]
+    on = [{"name": a.name, "summary": REGISTRY[a.name].summary, "settings": _settings_of(a)} for a in plan.algorithms]
     dropped = [{"name": d.name, "reason": d.reason} for d in plan.dropped]
     print_json({"level": plan.level, "mode": plan.mode, "algorithms": on, "dropped": dropped})
 
@@ -193,7 +183,11 @@ def report(
 ) -> None:
     """Show a saved report as a table, as Markdown or as an HTML page."""
     with user_errors():
-        loaded = _report_in(source)
+        try:
+            is_tuning = "findings" in json_of(source.read_bytes())
+        except (ValueError, TypeError):
+            is_tuning = False  # any other file is checked as a report of ``bench``
+        loaded = (TuneReport if is_tuning else BenchReport).load(source)
         if as_markdown and isinstance(loaded, TuneReport):
             fail(
                 "--markdown: this is a report of `torchboost tune`, which has no Markdown; leave it out, or use --html."
@@ -203,28 +197,15 @@ def report(
     if json:
         print_json({**summary_of(loaded), "html": str(page) if page else None})
         return
-    if page is None or as_markdown:
-        _print(loaded, as_markdown)
-    if page is not None:
-        typer.echo(f"wrote {page}", err=as_markdown)
-
-
-def _report_in(source: Path) -> BenchReport | TuneReport:
-    """Read a report. Only a tuning has findings; any other file is checked as a report of ``bench``."""
-    try:
-        content = json.loads(source.read_bytes())
-    except ValueError:
-        content = None
-    return (TuneReport if isinstance(content, dict) and "findings" in content else BenchReport).load(source)
-
-
-def _print(loaded: BenchReport | TuneReport, as_markdown: bool) -> None:
     if isinstance(loaded, TuneReport):
-        print_tuning(loaded)
+        if page is None:
+            print_tuning(loaded)
     elif as_markdown:
         typer.echo(markdown(loaded), nl=False)
-    else:
+    elif page is None:
         print_report(loaded)
+    if page is not None:
+        typer.echo(f"wrote {page}", err=as_markdown)
 
 
 @app.command()
@@ -256,18 +237,11 @@ def pca(
             explained = write_matrix(out, read_checkpoints(files, shapes), shapes, components, progress=progress)
         except ValueError as error:
             fail(str(error))
-    answer = {
-        "out": str(out),
-        "components": components,
-        "checkpoints": len(files),
-        "parameters": len(shapes),
-        "weights": length_of(shapes),
-        "explained": explained,
-    }
     if json:
-        print_json(answer)
+        counts = {"checkpoints": len(files), "parameters": len(shapes), "weights": length_of(shapes)}
+        print_json({"out": str(out), "components": components, **counts, "explained": explained})
         return
     typer.echo(
-        f"wrote {out}: {components} directions of {answer['weights']:,} weights in {answer['parameters']} parameters, "
+        f"wrote {out}: {components} directions of {length_of(shapes):,} weights in {len(shapes)} parameters, "
         f"from {len(files)} checkpoints; they explain {explained:.1%} of the variance"
     )

@@ -11,8 +11,7 @@ from torchboost.bench.bench import CONTESTANTS, run_bench
 from torchboost.bench.contestants import Recipe
 from torchboost.bench.report.table import print_report
 from torchboost.bench.report.template import bench_page, write_page
-from torchboost.cli.inputs import chosen, loaded, usable_device
-from torchboost.cli.output import display, input_errors, json_only, print_json, summary_of, user_errors
+from torchboost.cli import shared
 from torchboost.core.arguments import seconds_of
 from torchboost.measure.evidence import BenchReport
 from torchboost.workloads.named import WORKLOADS
@@ -24,16 +23,16 @@ NAMES = ", ".join(dict.fromkeys(workload.name.partition("-")[0] for workload in 
 
 def bench(
     workload: Annotated[str, typer.Argument(help=f"{NAMES}, or path/to/train.py:make.")] = "digits",
-    data: Annotated[Path | None, typer.Option(help="Path of the data, for workloads that need it.")] = None,
-    model: Annotated[str | None, typer.Option(help="Which model of the workload, such as resnet-basic.")] = None,
+    data: shared.Data = None,
+    model: shared.Model = None,
     contestants: Annotated[
         str, typer.Option(help="Names, comma-separated: stock, hand, O0, O1, O2, or with additions: hand+compile.")
     ] = ",".join(CONTESTANTS),
     pairs: Annotated[int, typer.Option(min=1, help="Interleaved rounds of step timing.")] = 20,
     seeds: Annotated[int, typer.Option(min=0, help="Training runs per contestant; 0: step times only.")] = 3,
     epochs: Annotated[int | None, typer.Option(min=0, help="Epochs per run. Default: the workload's.")] = None,
-    train_limit: Annotated[int | None, typer.Option(min=1, help="Use only so many training samples.")] = None,
-    device: Annotated[str, typer.Option(help="Where to train: cpu, cuda, cuda:1, ...")] = "cpu",
+    train_limit: shared.TrainLimit = None,
+    device: shared.Device = "cpu",
     out: Annotated[Path, typer.Option(help="Folder for report.json and report.html.")] = Path("out/bench"),
     decide: Annotated[
         str | None,
@@ -44,26 +43,25 @@ def bench(
     ] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the report in --out.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the report of another workload in --out.")] = False,
-    html: Annotated[bool, typer.Option("--html/--no-html", help="Write report.html.")] = True,
-    json: Annotated[bool, typer.Option("--json", help="Answer in JSON.")] = False,
+    html: shared.Html = True,
+    json: shared.Json = False,
 ) -> None:
     """Measure how fast and how well the levels train a workload, against the stock and the hand-tuned loop."""
     out = out.absolute()  # a factory's file may change the working directory
     path = out / "report.json"
     before = None if resume else _written(path)
     names = [name.strip() for name in contestants.split(",") if name.strip()]
-    with user_errors(), json_only(json), display() as progress:
+    with shared.user_errors(), shared.json_only(json), shared.display() as progress:
         try:
-            with input_errors(progress):
+            with shared.input_errors(progress):
                 for name in names:
                     Recipe.parse(name)
-                place = usable_device(device)
-                choice = chosen(workload, model=model, data=data, accuracy=accuracy)
+                place = shared.usable_device(device)
+                choice = shared.chosen(workload, model=model, data=data, accuracy=accuracy)
                 if not (resume or force):
                     _check_place(path, choice.name)
-                seconds = None if decide is None else seconds_of(decide, "--decide")
                 report = run_bench(
-                    loaded(choice, data, train_limit, place, progress),
+                    shared.loaded(choice, data, train_limit, place),
                     contestants=names,
                     pairs=pairs,
                     seeds=seeds,
@@ -71,7 +69,7 @@ def bench(
                     device=place,
                     out=path,
                     resume=resume,
-                    decide=seconds,
+                    decide=None if decide is None else seconds_of(decide, "--decide"),
                     progress=progress,
                 )
         except KeyboardInterrupt:
@@ -79,12 +77,10 @@ def bench(
         report.save(path)
         page = write_page(bench_page(report), out / "report.html") if html else None
     if json:
-        print_json({**summary_of(report), "report": str(path), "html": str(page) if page else None})
+        shared.print_json({**shared.summary_of(report), "report": str(path), "html": str(page) if page else None})
         return
     print_report(report)
-    for written in (path, page):
-        if written is not None:
-            typer.echo(f"wrote {written}")
+    typer.echo("\n".join(f"wrote {file}" for file in (path, page) if file is not None))
 
 
 def _check_place(path: Path, name: str) -> None:
@@ -108,15 +104,12 @@ def _written(path: Path) -> int | None:
 
 def _interrupted(path: Path, before: int | None) -> NoReturn:
     """Say what can be resumed. ``before`` is the time of an earlier report, or None if this run resumed it."""
+    message = "Stopped before anything was measured. Nothing was saved."
     if path.exists() and _written(path) == before:
-        typer.echo(f"\nStopped before anything was saved. {path} is from an earlier run.", err=True)
+        message = f"Stopped before anything was saved. {path} is from an earlier run."
     elif path.exists():
         runs = sum(len(contestant.curves) for contestant in BenchReport.load(path).contestants)
-        typer.echo(
-            f"\nStopped. {path} holds the step times and {runs} finished training runs; "
-            "repeat the command with --resume to continue.",
-            err=True,
-        )
-    else:
-        typer.echo("\nStopped before anything was measured. Nothing was saved.", err=True)
+        message = f"Stopped. {path} holds the step times and {runs} finished training runs; "
+        message += "repeat the command with --resume to continue."
+    typer.echo(f"\n{message}", err=True)
     raise typer.Exit(130)

@@ -20,8 +20,17 @@ from torch.utils.collect_env import get_env_info
 from torch.utils.data import DataLoader
 
 from torchboost.bench.factory import Parts, function_at, made_by
-from torchboost.cli.inputs import usable_device
-from torchboost.cli.output import EXTRAS, display, fail, print_json, print_table, user_errors
+from torchboost.cli.shared import (
+    EXTRAS,
+    Device,
+    Json,
+    display,
+    fail,
+    print_json,
+    print_table,
+    usable_device,
+    user_errors,
+)
 from torchboost.core.hardware import half_precision
 from torchboost.core.torch_private import compiler_follows_flags
 from torchboost.measure.machine import LOADING, Kind, StepParts, copy_bandwidth, products, time_step_parts
@@ -29,9 +38,9 @@ from torchboost.measure.stopwatch import Clock, Progress
 
 __all__ = ["compile_seconds", "cpp_compiler", "doctor", "examine", "measure_machine", "measure_step", "verdict"]
 
-GIGA = 1e9
 SECONDS = 3.0
 """Time limit of a kind of product. A machine that is not busy needs a tenth of it."""
+COMPILE_SECONDS = 600.0
 PACKAGES = ("torchboost", "torch", "pydantic", "numpy", "safetensors")
 PROGRAM = """
 import time, torch
@@ -50,11 +59,11 @@ def doctor(
         str | None, typer.Argument(help="Also time the parts of this training's step.", metavar="[TRAIN.PY:MAKE]")
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps of the factory's training to time.")] = 20,
-    device: Annotated[str, typer.Option(help="Where the factory's model trains: cpu, cuda, ...")] = "cpu",
+    device: Device = "cpu",
     measure: Annotated[
         bool, typer.Option("--measure/--no-measure", help="Whether to time the machine; about half a minute.")
     ] = True,
-    json: Annotated[bool, typer.Option("--json", help="Answer in JSON.")] = False,
+    json: Json = False,
 ) -> None:
     """Show what is installed, how fast this machine computes, and where the time of a training step goes."""
     with user_errors(), display() as progress:
@@ -64,14 +73,17 @@ def doctor(
         except ValueError as error:
             fail(str(error))
         facts = examine()
-        facts["measured"] = measure_machine(progress) if measure else None
-        facts["step"] = None if parts is None else measure_step(parts, steps=steps, device=place, progress=progress)
+        figures = measure_machine(progress) if measure else None
+        step = None if parts is None else measure_step(parts, steps=steps, device=place, progress=progress)
     if json:
-        print_json(facts)
+        print_json({**facts, "measured": figures, "step": step})
         return
-    print_table(["what", "found"], [*_installed(facts), *_measured(facts["measured"])])
-    if facts["step"] is not None:
-        _print_step(facts["step"])
+    print_table(["what", "found"], [*_installed(facts), *(_measured(figures) if figures else [])])
+    if step is not None:
+        rows = [[name, f"{part['median_ms']:.2f}", f"{part['share']:.0%}"] for name, part in step["parts"].items()]
+        typer.echo()
+        print_table([f"part of a step ({step['steps']} steps, {step['device']})", "median, ms", "share"], rows)
+        typer.echo(step["verdict"])
 
 
 def examine() -> dict[str, Any]:
@@ -102,6 +114,13 @@ def examine() -> dict[str, Any]:
     }
 
 
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def cpp_compiler() -> str | None:
     """Return the path of the C++ compiler that ``torch.compile`` calls on the CPU; None if it is not installed.
 
@@ -112,28 +131,21 @@ def cpp_compiler() -> str | None:
     return shutil.which(words[0]) if words else None
 
 
-def compile_seconds(timeout: float = 600.0) -> tuple[float | None, str]:
+def compile_seconds() -> tuple[float | None, str]:
     """Compile a model of two layers in a separate process, and return the time of its first step and the fault.
 
     The cache is a temporary folder, so that an earlier compilation does not shorten the time and none of this remains.
-
-    Args:
-        timeout: Seconds after which the process is stopped.
 
     Returns:
         The seconds, or None if it failed, and the last line of the error, or an empty text.
     """
     with tempfile.TemporaryDirectory() as folder:
-        caches = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": folder}
-        command = [sys.executable, "-c", PROGRAM]
+        variables = os.environ | {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": folder}
+        settings: dict[str, Any] = {"capture_output": True, "text": True, "timeout": COMPILE_SECONDS, "check": False}
         try:
-            process = subprocess.run(
-                command, env=os.environ | caches, capture_output=True, text=True, timeout=timeout, check=False
-            )
+            process = subprocess.run([sys.executable, "-c", PROGRAM], env=variables, **settings)
         except subprocess.TimeoutExpired:
-            return None, f"not finished after {timeout:.0f} s"
-        except OSError as error:
-            return None, str(error)
+            return None, f"not finished after {COMPILE_SECONDS:.0f} s"
     if process.returncode == 0:
         return float(process.stdout.split()[-1]), ""
     lines = process.stderr.splitlines()
@@ -148,36 +160,35 @@ def measure_machine(progress: Progress) -> dict[str, Any]:
     """
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     kinds: tuple[Kind, ...] = get_args(Kind)
-    total = len(devices) * (len(kinds) + 2) + 1
-    done = 0
+    names = [name for device in devices for name in (f"bfloat16 in plans, {device}", *kinds, f"copy, {device}")]
+    steps = enumerate([*names, "small compilation"])
 
-    def tell(what: str) -> None:
-        nonlocal done
-        progress("machine", done, total, what)
-        done += 1
+    def tell() -> None:
+        done, name = next(steps)
+        progress("machine", done, len(names) + 1, name)
 
     figures: dict[str, Any] = {"bfloat16": {}, "products": {}, "copy_gb_per_s": {}}
     for device in devices:
-        tell(f"bfloat16 in plans, {device}")
+        tell()
         figures["bfloat16"][device] = asdict(half_precision(device))
         figures["products"][device] = {}
         for kind in kinds:
-            tell(f"{kind}, {device}")
+            tell()
             speed = products(kind, device, seconds=SECONDS)
             figures["products"][device][kind] = {
                 "size": speed.size,
-                "float32_gflop_per_s": speed.float32 / GIGA,
-                "bfloat16_gflop_per_s": speed.bfloat16 / GIGA,
+                "float32_gflop_per_s": speed.float32 / 1e9,
+                "bfloat16_gflop_per_s": speed.bfloat16 / 1e9,
                 "ratio": speed.ratio,
                 "pairs": speed.pairs,
                 "fault": speed.fault,
             }
-        tell(f"copy, {device}")
-        figures["copy_gb_per_s"][device] = copy_bandwidth(device) / GIGA
-    progress("machine", done, total, "small compilation")
+        tell()
+        figures["copy_gb_per_s"][device] = copy_bandwidth(device) / 1e9
+    tell()
     seconds, fault = compile_seconds()
     figures["small_compile"] = {"seconds": seconds, "fault": fault}
-    progress("machine", total, total)
+    progress("machine", len(names) + 1, len(names) + 1)
     return figures
 
 
@@ -242,37 +253,28 @@ def verdict(times: StepParts, workers: int | None) -> str:
     return f"A level acts on forward, backward and optimizer, which take {1 - loading:.0%} of a step.{limit}"
 
 
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _installed(facts: dict[str, Any]) -> list[list[str]]:
-    backends = {"torch.distributed": "distributed", "gloo": "gloo", "NCCL": "nccl"}
+    environment, load = facts["environment"], facts["load"]
     return [
         *([name, version or "not installed"] for name, version in facts["versions"].items()),
-        ["python", facts["environment"]["python_version"]],
-        ["system", f"{facts['environment']['os']}, {facts['environment']['python_platform']}"],
+        ["python", environment["python_version"]],
+        ["system", f"{environment['os']}, {environment['python_platform']}"],
         ["cores", str(facts["cores"])],
         ["threads of torch", str(facts["threads"])],
-        ["load, last minute", "not known" if facts["load"] is None else f"{facts['load']:.1f} programs"],
+        ["load, last minute", "not known" if load is None else f"{load:.1f} programs"],
         ["GPUs", ", ".join(facts["gpus"]) or "none"],
-        ["GPU driver", facts["environment"]["nvidia_driver_version"] or "none"],
-        *([name, "yes" if facts[key] else "no"] for name, key in backends.items()),
+        ["GPU driver", environment["nvidia_driver_version"] or "none"],
+        *(
+            [n, "yes" if facts[k] else "no"]
+            for n, k in (("torch.distributed", "distributed"), ("gloo", "gloo"), ("NCCL", "nccl"))
+        ),
         ["torch.compile", facts["compile"]],
         ["C++ compiler", facts["cpp_compiler"] or "not found"],
-        *(
-            [f"extra {extra}", f"missing {', '.join(missing)}" if missing else "complete"]
-            for extra, missing in facts["extras"].items()
-        ),
+        *([f"extra {e}", f"missing {', '.join(gone)}" if gone else "complete"] for e, gone in facts["extras"].items()),
     ]
 
 
-def _measured(figures: dict[str, Any] | None) -> list[list[str]]:
-    if figures is None:
-        return []
+def _measured(figures: dict[str, Any]) -> list[list[str]]:
     rows = []
     for device, kinds in figures["products"].items():
         for kind, speed in kinds.items():
@@ -281,14 +283,5 @@ def _measured(figures: dict[str, Any] | None) -> list[list[str]]:
         half = figures["bfloat16"][device]
         rows.append([f"fast bfloat16, {device}", f"{'yes' if half['fast'] else 'no'}: {half['reason']}"])
         rows.append([f"copy, {device}", f"{figures['copy_gb_per_s'][device]:.1f} GB/s, read and written bytes"])
-    compilation = figures["small_compile"]
-    seconds = compilation["seconds"]
-    rows.append(["small compilation", compilation["fault"] if seconds is None else f"{seconds:.1f} s"])
-    return rows
-
-
-def _print_step(step: dict[str, Any]) -> None:
-    rows = [[name, f"{part['median_ms']:.2f}", f"{part['share']:.0%}"] for name, part in step["parts"].items()]
-    typer.echo()
-    print_table([f"part of a step ({step['steps']} steps, {step['device']})", "median, ms", "share"], rows)
-    typer.echo(step["verdict"])
+    seconds, fault = figures["small_compile"].values()
+    return [*rows, ["small compilation", fault if seconds is None else f"{seconds:.1f} s"]]

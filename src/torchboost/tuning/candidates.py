@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
 from typing import Any, NamedTuple
 
-from torchboost.bench.factory import Parts, check_fresh, loss_of, made_by, on_device, pair_of, source_of
+from torchboost.bench.factory import Parts, check_fresh, loop_body, made_by, one_epoch, source_of
 from torchboost.core.algorithm import Algorithm
 from torchboost.core.arguments import is_number
 from torchboost.errors import ConfigError, FactoryError, IncompatibleError
-from torchboost.front import Boosted, boost
+from torchboost.front import boost
 from torchboost.registry import LEVELS, REGISTRY
 from torchboost.tuning.report import STOCK, Candidate, Finding
 from torchboost.tuning.training import boosted_by
@@ -42,19 +41,18 @@ class TriedLevers(NamedTuple):
 
 def standard_candidates(levers: Sequence[str]) -> list[Candidate]:
     """Return the levers that a trial kept, LessBN as in the levels with centralised gradients, and freezing."""
-    found = [Candidate(name="levers: " + ", ".join(levers), extra=dict.fromkeys(levers, True))] if levers else []
-    if "autocast" in levers and len(levers) > 1:
-        exact = [name for name in levers if name != "autocast"]
-        found.append(Candidate(name="levers: " + ", ".join(exact), extra=dict.fromkeys(exact, True)))
+    exact = [name for name in levers if name != "autocast"]
+    sets = [list(levers), exact] if "autocast" in levers else [exact]
+    levered = [Candidate(name="levers: " + ", ".join(one), extra=dict.fromkeys(one, True)) for one in sets if one]
     gentle, strong = LEVELS["O1"], LEVELS["O2"]
-    norms = {"gradient_centralization": dict(gentle["gradient_centralization"])}
+    centralized = {"gradient_centralization": dict(gentle["gradient_centralization"])}
     algorithms = {
-        "less_bn and gradient_centralization as in O1": {"less_bn": dict(gentle["less_bn"]), **norms},
-        "less_bn and gradient_centralization as in O2": {"less_bn": dict(strong["less_bn"]), **norms},
+        "less_bn and gradient_centralization as in O1": {"less_bn": dict(gentle["less_bn"]), **centralized},
+        "less_bn and gradient_centralization as in O2": {"less_bn": dict(strong["less_bn"]), **centralized},
         "grad_freeze as in O2": {"grad_freeze": dict(strong["grad_freeze"])},
         "grad_freeze from 30 % on": {"grad_freeze": {"full_share": 0.3}},
     }
-    return found + [Candidate(name=name, extra=extra, skips_work=True) for name, extra in algorithms.items()]
+    return levered + [Candidate(name=name, extra=extra, skips_work=True) for name, extra in algorithms.items()]
 
 
 def try_levers(make: Make, *, steps: int, seconds: float) -> TriedLevers:
@@ -67,69 +65,49 @@ def try_levers(make: Make, *, steps: int, seconds: float) -> TriedLevers:
     """
     parts = made_by(make, 0)
     others = {name: False for name in LEVELS["O1"] if name not in LEVERS}
-    boosted = boost(
-        parts.model,
-        parts.optimizer,
-        level="O1",
-        config={"extra": others},
-        total_steps=steps,
-        calibrate=seconds,
-    )
-    for inputs, targets in map(pair_of, islice(iter(parts.batches), 1)):
-        device = next(parts.model.parameters()).device
-        loss_of(parts.loss, boosted.model(on_device(inputs, device)), on_device(targets, device)).backward()
-    boosted.optimizer.zero_grad()
-    on = list(boosted.attached)
+    model, optimizer = parts.model, parts.optimizer
+    boosted = boost(model, optimizer, level="O1", config={"extra": others}, total_steps=steps, calibrate=seconds)
+    batches = one_epoch(parts.batches, seed=0, epoch=0, device=next(model.parameters()).device)
+    loop_body(parts, boosted.model, boosted.optimizer, steps)(*next(batches))
+    kept = [name for name in LEVERS if name in boosted.attached]
     reasons = {one.name: one.reason for one in boosted.plan.dropped}
     boosted.remove()
-    absent = {name: reasons.get(name, "left out") for name in LEVERS if name not in on}
-    return TriedLevers([name for name in LEVERS if name in on], absent)
+    return TriedLevers(kept, {name: reasons.get(name, "left out") for name in LEVERS if name not in kept})
 
 
-def named_candidates(given: Mapping[str, Mapping[str, Any]]) -> list[Candidate]:
+def named_candidates(extras: Mapping[str, Mapping[str, Any]]) -> list[Candidate]:
     """Return candidates from names and sections ``extra``.
 
     A candidate skips work unless all of its algorithms are levers, which compute the same in less time.
 
     Raises:
-        ValueError: A name is empty, or a section turns nothing on.
+        ValueError: A name cannot be used, or a section turns nothing on.
     """
-    if not isinstance(given, Mapping):
-        raise ValueError(f"candidates: found a {type(given).__name__}; give a dict of names and sections extra.")
-    found = []
-    for name, extra in given.items():
-        if not isinstance(extra, Mapping):
-            raise ValueError(
-                f"candidates: found {extra!r} for {name!r}; give a section extra, such as {{'autocast': True}}."
-            )
-        on = [key for key, value in extra.items() if value is not False]
+    candidates = []
+    for name, extra in extras.items():
+        on = [key for key, value in extra.items() if value is not False] if isinstance(extra, Mapping) else []
         if not _is_free(name) or not on:
             raise ValueError(
-                f"candidates: found {name!r}: {dict(extra)!r}; give a name without ' + ' that does not begin with "
-                f"{STOCK!r}, and what it turns on."
+                f"candidates: found {name!r}: {extra!r}; give a name without ' + ' that does not begin with "
+                f"{STOCK!r}, and a section extra with what it turns on, such as {{'autocast': True}}."
             )
-        found.append(Candidate(name=name, extra=dict(extra), skips_work=not set(on) <= set(LEVERS)))
-    return found
+        candidates.append(Candidate(name=name, extra=dict(extra), skips_work=not set(on) <= set(LEVERS)))
+    return candidates
 
 
-def recipe_candidates(given: Mapping[str, tuple[Make, float]], stock: Parts) -> list[Candidate]:
+def recipe_candidates(recipes: Mapping[str, tuple[Make, float]], stock: Parts) -> list[Candidate]:
     """Return candidates that are trained by factories of their own, for a share of the steps.
 
     Args:
-        given: Name -> factory and share.
+        recipes: Name -> factory and share.
         stock: What the stock factory returned; no parameter of a recipe may be among its parameters.
 
     Raises:
         FactoryError: A factory has no ``evaluate``, or returns the same parameters twice.
-        ValueError: A name is empty, or a share is not above 0 and at most 1.
+        ValueError: A name cannot be used, or a share is not above 0 and at most 1.
     """
-    if not isinstance(given, Mapping):
-        raise ValueError(f"recipes: found a {type(given).__name__}; give a dict of names and (factory, share).")
-    found = []
-    for name, pair in given.items():
-        if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and callable(pair[0])):
-            raise ValueError(f"recipes: found {pair!r} for {name!r}; give a factory and a share of the steps.")
-        make, share = pair
+    candidates = []
+    for name, (make, share) in recipes.items():
         if not _is_free(name) or not is_number(share) or not 0 < share <= 1:
             raise ValueError(
                 f"recipes: found {name!r} with {share!r} of the steps; give a name without ' + ' that does not begin "
@@ -140,9 +118,14 @@ def recipe_candidates(given: Mapping[str, tuple[Make, float]], stock: Parts) -> 
             raise FactoryError(
                 f"recipes: the factory of {name!r} has no evaluate; it needs the same metric as the other."
             )
-        known = f"{fingerprint_of(parts)} {source_of(make)}".strip()
-        found.append(Candidate(name=name, recipe=True, share=share, skips_work=True, fingerprint=known))
-    return found
+        fingerprint = f"{fingerprint_of(parts)} {source_of(make)}".strip()
+        candidates.append(Candidate(name=name, recipe=True, share=share, skips_work=True, fingerprint=fingerprint))
+    return candidates
+
+
+def _is_free(name: object) -> bool:
+    """Whether a name cannot be taken for that of the stock loop or of a composition."""
+    return isinstance(name, str) and bool(name) and not name.startswith(STOCK) and " + " not in name
 
 
 def fresh(make: Make, *others: Parts) -> Parts:
@@ -171,11 +154,6 @@ def fingerprint_of(parts: Parts) -> str:
     return digest.hexdigest()[:16]
 
 
-def _is_free(name: object) -> bool:
-    """Whether a name cannot be taken for that of the stock loop or of a composition."""
-    return isinstance(name, str) and bool(name) and not name.startswith(STOCK) and " + " not in name
-
-
 def looked_at(candidates: Sequence[Candidate], make: Make, steps: int) -> list[Finding]:
     """Return a finding for each candidate, with an outcome for those that are not trained.
 
@@ -199,7 +177,10 @@ def _looked_at(candidate: Candidate, make: Make, steps: int, known: dict[str, st
         raise  # it is not the model that this cannot work on
     except (IncompatibleError, ValueError) as error:
         return Finding(candidate=candidate, outcome="not usable", reason=str(error))
-    plan, training = boosted.plan, _training_of(boosted, parts)
+    plan = boosted.plan
+    # If an algorithm only transforms modules, these tell what it did, and its settings do not count.
+    on = [one.name if type(one).attach is Algorithm.attach else repr(one) for one in plan.algorithms]
+    training = "; ".join([*on, fingerprint_of(parts)])
     boosted.remove()
     running = {one.name for one in plan.algorithms}
     absent = [name for name, value in candidate.extra.items() if value is not False and name not in running]
@@ -210,13 +191,3 @@ def _looked_at(candidate: Candidate, make: Make, steps: int, known: dict[str, st
     if same != candidate.name:
         return Finding(candidate=candidate, outcome="duplicate", reason=f"on this model it is the same as {same!r}")
     return Finding(candidate=candidate)
-
-
-def _training_of(boosted: Boosted, parts: Parts) -> str:
-    """Return a text that tells boosted trainings apart: by the algorithms, and the model and optimizer that they made.
-
-    If an algorithm only transforms modules, these tell what it did, and its settings do not count.
-    """
-    only = [type(one).attach is Algorithm.attach for one in boosted.plan.algorithms]
-    on = [one.name if alone else repr(one) for one, alone in zip(boosted.plan.algorithms, only, strict=True)]
-    return "; ".join([*on, fingerprint_of(parts)])

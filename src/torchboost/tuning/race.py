@@ -10,7 +10,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from torchboost.bench.factory import ignored_seed
 from torchboost.errors import FactoryError
@@ -40,18 +40,12 @@ GRID, FINE_GRID = 20, 50
 fiftieths."""
 
 
-class OverBudgetError(Exception):
-    """The next run does not fit into the budget."""
-
-
 TOO_SLOW = 2.0
 """A candidate is stopped if its steps take longer than this multiple of the time of stock's."""
 
 
-class Train(Protocol):
-    """Trains a candidate with a seed, and stops it if its steps take longer than so many seconds."""
-
-    def __call__(self, candidate: Candidate, seed: int, limit: float = math.inf, /) -> Run: ...
+class OverBudgetError(Exception):
+    """The next run does not fit into the budget."""
 
 
 @dataclass(kw_only=True)
@@ -59,7 +53,7 @@ class Race:
     """Candidates against stock, paired by seed.
 
     Args:
-        train: Trains a candidate with a seed.
+        train: Trains a candidate with a seed, and stops it if its steps take longer than so many seconds.
         candidates: Without stock.
         drop: Largest accepted drop of the metric.
         budget: Seconds of all runs together, at least those of the first.
@@ -70,7 +64,7 @@ class Race:
         told: Called after every run, with the findings so far.
     """
 
-    train: Train
+    train: Callable[[Candidate, int, float], Run]
     candidates: Sequence[Candidate]
     drop: float
     budget: float
@@ -97,8 +91,13 @@ class Race:
         except OverBudgetError as error:
             self._close("not shown", str(error))
         self._limit = self.budget
-        self._note_constant()
-        accepted = [found for found in self.findings.values() if found.outcome == "kept" and not found.candidate.recipe]
+        metrics = [run.metric for (name, seed), run in self.runs.items() if name == STOCK and seed < FRESH_SEED]
+        if len(metrics) > 2 and len(set(metrics)) == 1:
+            self.notes.append(
+                f"the metric of stock was {metrics[0]:g} for all {len(metrics)} seeds; if it does not depend on the "
+                "training, it cannot show a loss"
+            )
+        accepted = [one for one in self.findings.values() if one.outcome == "kept" and not one.candidate.recipe]
         return self._composed(_without_rivals(accepted))
 
     def _screen(self) -> None:
@@ -107,9 +106,13 @@ class Race:
             trying = [found.candidate for found in self.findings.values() if found.outcome is None]
             if not trying:
                 return
-            self._run(stock, seed)
-            if len(self.runs) == 1:  # a resumed tuning has shown that it can afford more
-                self._check_affordable()
+            run = self._run(stock, seed).wall_seconds
+            left = self.budget - self.spent
+            if len(self.runs) == 1 and (LEAST_RUNS - 1) * run > left:  # a resumed tuning has shown that it has enough
+                raise OverBudgetError(
+                    f"a run takes {run:.0f} s, and a decision needs at least six more, {(LEAST_RUNS - 1) * run:.0f} s; "
+                    f"{max(0.0, left):.0f} s are left. Shorten the run, or allow more time"
+                )
             self._limit = self.budget - self._aside()
             for candidate in trying:
                 self._run(candidate, seed)
@@ -121,30 +124,29 @@ class Race:
         runs = 2 if sum(not one.recipe for one in self.candidates) < 2 else 3
         return min(RESERVED * self.budget, runs * RESERVED_PAIRS * self.runs[STOCK, 0].wall_seconds)
 
-    def _check_affordable(self) -> None:
-        run = self.runs[STOCK, 0].wall_seconds
-        needed = (LEAST_RUNS - 1) * run
-        if needed > self.budget - self.spent:
-            raise OverBudgetError(
-                f"a run takes {run:.0f} s, and a decision needs at least six more, {needed:.0f} s; "
-                f"{max(0.0, self.budget - self.spent):.0f} s are left. Shorten the run, or allow more time"
-            )
-
     def _run(self, candidate: Candidate, seed: int) -> Run:
         key = candidate.name, seed
         if key in self.runs:
             return self.runs[key]
-        if self.spent + self._expected(candidate) > self._limit:
+        stock, ours = (
+            [run for (name, _), run in self.runs.items() if name == each] for each in (STOCK, candidate.name)
+        )
+        expected = [run.wall_seconds for run in ours] or [candidate.share * run.wall_seconds for run in stock]
+        if self.spent + max(expected, default=0.0) > self._limit:
             aside = self.budget - self._limit
             purpose = "its last attempt" if self.whole else "the final test"
             rest = f"; {aside:.0f} s are set aside for {purpose}" if aside > 0 else ""
             raise OverBudgetError(f"the budget of {self.budget:.0f} s does not allow another run{rest}")
-        most = self._most_seconds(candidate)
-        run = self.train(candidate, seed, most)
+        limit = math.inf
+        if not self.runs:
+            limit = (self.budget - self.spent) / LEAST_RUNS
+        elif stock and candidate.name in self.findings:
+            limit = TOO_SLOW * max(run.seconds for run in stock)
+        run = self.train(candidate, seed, limit)
         if candidate.name == STOCK and run.too_slow:
             self.spent += run.wall_seconds
             raise OverBudgetError(
-                f"a run takes more than {most:.0f} s, and a decision needs at least {LEAST_RUNS}; the budget is "
+                f"a run takes more than {limit:.0f} s, and a decision needs at least {LEAST_RUNS}; the budget is "
                 f"{self.budget:.0f} s. Shorten the run, or allow more time"
             )
         if candidate.name == STOCK and not math.isfinite(run.metric):
@@ -166,28 +168,6 @@ class Race:
                 if same != seed:
                     raise ignored_seed(same, seed)
 
-    def _expected(self, candidate: Candidate) -> float:
-        own = [run.wall_seconds for (name, _), run in self.runs.items() if name == candidate.name]
-        stock = [run.wall_seconds for (name, _), run in self.runs.items() if name == STOCK]
-        return max(own or [candidate.share * value for value in stock], default=0.0)
-
-    def _note_constant(self) -> None:
-        found = [run.metric for (name, seed), run in self.runs.items() if name == STOCK and seed < FRESH_SEED]
-        if len(found) > 2 and len(set(found)) == 1:
-            self.notes.append(
-                f"the metric of stock was {found[0]:g} for all {len(found)} seeds; if it does not depend on the "
-                "training, it cannot show a loss"
-            )
-
-    def _most_seconds(self, candidate: Candidate) -> float:
-        """Return when a training is stopped: the first one if the budget is too small for as many as are needed."""
-        if not self.runs:
-            return (self.budget - self.spent) / LEAST_RUNS
-        stock = [run.seconds for (name, _), run in self.runs.items() if name == STOCK]
-        if not stock or candidate.name not in self.findings:
-            return math.inf
-        return TOO_SLOW * max(stock)
-
     def _pairs(self, first: str, second: str, seeds: range) -> list[tuple[Run, Run]]:
         """Return the runs of both. Only these seeds count: a resumed tuning has runs of later ones already."""
         keys = [((first, seed), (second, seed)) for seed in seeds]
@@ -201,11 +181,6 @@ class Race:
         pairs = self._pairs(STOCK, candidate.name, seeds)
         stock = [run.projected(self.total_steps) for run, _ in pairs]
         return stock, [run.projected(self.total_steps, run.steps / whole.steps) for whole, run in pairs]
-
-    def _memory(self, name: str, seeds: range) -> float | None:
-        known = [(own.peak_bytes, stock.peak_bytes) for own, stock in self._pairs(name, STOCK, seeds)]
-        found = [own / stock for own, stock in known if own is not None and stock]
-        return statistics.median(found) if found else None
 
     def _judge(self, candidate: Candidate, seeds: range) -> None:
         name = candidate.name
@@ -241,12 +216,14 @@ class Race:
 
     def _noted(self, finding: Finding, look: Look, seeds: range) -> Finding:
         bounded = math.isfinite(look.difference.low) and look.pairs > 0
-        stock, own = self._times(finding.candidate, seeds)
+        stock, ours = self._times(finding.candidate, seeds)
+        pairs = [(stock.peak_bytes, run.peak_bytes) for stock, run in self._pairs(STOCK, finding.candidate.name, seeds)]
+        memory = [own / stock for stock, own in pairs if own is not None and stock]
         return finding.model_copy(
             update={
                 "seeds": look.pairs,
-                "speed": paired_ratio(stock, own) if own else None,
-                "memory": self._memory(finding.candidate.name, seeds),
+                "speed": paired_ratio(stock, ours) if ours else None,
+                "memory": statistics.median(memory) if memory else None,
                 "difference": look.difference if bounded else None,
                 "detectable": look.detectable if math.isfinite(look.detectable) else None,
             }
@@ -280,13 +257,10 @@ class Race:
         else:
             reason = f"stock trained for {share:.0%} of its steps takes as long, and is not shown to do worse"
             self._set(finding, "not better than fewer steps", reason)
-        self._note_rival(rival, seeds)
-
-    def _note_rival(self, rival: Candidate, seeds: range) -> None:
-        test = SequentialTest(margin=self.drop, most=self.most, error=self.error)
-        if test.look(self._differences(rival.name, STOCK, seeds)).state == "passed":
-            note = f"{rival.share:.0%} of the steps, with the schedule fitted to them, keep the metric of stock too"
-            self.notes += [] if note in self.notes else [note]
+        harmless = SequentialTest(margin=self.drop, most=self.most, error=self.error)
+        note = f"{share:.0%} of the steps, with the schedule fitted to them, keep the metric of stock too"
+        if harmless.look(self._differences(rival.name, STOCK, seeds)).state == "passed" and note not in self.notes:
+            self.notes.append(note)
 
     def _composed(self, accepted: Sequence[Finding]) -> dict[str, Any]:
         """Test the accepted candidates together with fresh seeds; if they fail, fewer of them.

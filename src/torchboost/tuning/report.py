@@ -183,25 +183,25 @@ def headline(report: TuneReport) -> str:
     """Return the answer in one sentence, or how far the tuning came."""
     if report.state != "complete":
         return f"Not finished: {len(report.runs)} runs in {report.spent_seconds:.0f} s; continue with --resume."
-    recipes = "".join(_of_recipe(found) for found in report.findings if found.candidate.recipe)
-    return _answer(report) + recipes
-
-
-def _of_recipe(found: Finding) -> str:
-    if found.outcome != "kept" or found.speed is None:
-        return ""
-    return f" The recipe {found.candidate.name} keeps the metric in {1 / found.speed.mid:.0%} of the time."
-
-
-def _answer(report: TuneReport) -> str:
-    proven = proven_whole(report)
+    proven, kept = proven_whole(report), [finding for finding in report.findings if finding.outcome == "kept"]
     if proven is not None:
         gain = "" if proven.speed is None else f" A training then takes {1 / proven.speed.mid:.0%} of the time."
-        return f"Turn on {proven.candidate.name}.{gain}"
-    if any(found.outcome == "kept" and not found.candidate.recipe for found in report.findings):
+        answer = f"Turn on {proven.candidate.name}.{gain}"
+    elif any(not finding.candidate.recipe for finding in kept):
         reason = report.whole[-1].reason if report.whole else "it was not tried"
-        return f"Nothing is turned on: what passed alone was not shown to keep the metric in the final test ({reason})."
-    return f"Nothing is turned on: no candidate was shown to save time and keep the metric within {report.drop:g}."
+        answer = (
+            f"Nothing is turned on: what passed alone was not shown to keep the metric in the final test ({reason})."
+        )
+    else:
+        answer = (
+            f"Nothing is turned on: no candidate was shown to save time and keep the metric within {report.drop:g}."
+        )
+    recipes = (
+        f"The recipe {finding.candidate.name} keeps the metric in {1 / finding.speed.mid:.0%} of the time."
+        for finding in kept
+        if finding.candidate.recipe and finding.speed is not None
+    )
+    return " ".join([answer, *recipes])
 
 
 def cost(report: TuneReport) -> str:
@@ -218,12 +218,12 @@ def cost(report: TuneReport) -> str:
 
 def proven_whole(report: TuneReport) -> Finding | None:
     """Return the final test that passed; None without one."""
-    return next((found for found in reversed(report.whole) if found.outcome == "kept"), None)
+    return next((finding for finding in reversed(report.whole) if finding.outcome == "kept"), None)
 
 
 def horizon(report: TuneReport) -> str:
     """Return for which runs the answer holds, and what it could have seen."""
-    seen = [found.detectable for found in report.findings if found.detectable is not None]
+    seen = [finding.detectable for finding in report.findings if finding.detectable is not None]
     power = f" The tests could see a drop of {max(seen):.3g} beyond the accepted one." if seen else ""
     return (
         f"Runs of {report.steps:,} steps, at most {report.most_seeds} seeds; the answer is for {report.total_steps:,} "
@@ -234,31 +234,23 @@ def horizon(report: TuneReport) -> str:
 def notes(report: TuneReport) -> list[str]:
     """Return what else a reader must know: which levers were no candidates, and the notes of the tuning."""
     left_out = "; ".join(f"{name} ({reason})" for name, reason in report.left_out.items())
-    said = [f"The trial of the levers left out {left_out}"] if left_out else []
-    return [f"{note}." for note in (*said, *report.notes)]
+    trial = [f"The trial of the levers left out {left_out}"] if left_out else []
+    return [f"{note}." for note in (*trial, *report.notes)]
 
 
 def rows(report: TuneReport) -> list[list[str]]:
     """Return a line of text per candidate and final test."""
-    lines = [_row(found, found.candidate.name) for found in report.findings]
-    for found in report.whole:
-        reason = f"{found.candidate.name}: {found.reason}"
-        lines.append(_row(found.model_copy(update={"reason": reason}), "together"))
-    return lines
 
+    def row(name: str, finding: Finding, reason: str) -> list[str]:
+        speed = "" if finding.speed is None else f"{finding.speed.mid:.2f}x"
+        memory = "" if finding.memory is None else f"{finding.memory:.2f}x"
+        change, metric = finding.difference, ""
+        if change is not None and math.isfinite(change.mid):
+            metric = f"{change.mid:+.4f} ({change.low:+.4f} to {change.high:+.4f})"
+        return [name, finding.outcome or "open", speed, memory, metric, str(finding.seeds or ""), reason]
 
-def _row(found: Finding, name: str) -> list[str]:
-    speed = "" if found.speed is None else f"{found.speed.mid:.2f}x"
-    memory = "" if found.memory is None else f"{found.memory:.2f}x"
-    shown = interval(found.difference)
-    return [name, found.outcome or "open", speed, memory, shown, str(found.seeds or ""), found.reason]
-
-
-def interval(found: Interval | None) -> str:
-    """Return a difference with its bounds."""
-    if found is None or not math.isfinite(found.mid):
-        return ""
-    return f"{found.mid:+.4f} ({found.low:+.4f} to {found.high:+.4f})"
+    together = [row("together", one, f"{one.candidate.name}: {one.reason}") for one in report.whole]
+    return [row(one.candidate.name, one, one.reason) for one in report.findings] + together
 
 
 def tune_page(report: TuneReport) -> str:

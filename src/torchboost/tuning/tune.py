@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchboost.bench.factory import Parts, count_of, made_by, source_of
-from torchboost.bench.resume import check_same
+from torchboost.bench.bench import check_same
+from torchboost.bench.factory import count_of, made_by, source_of
 from torchboost.core.arguments import check_count, check_number, is_number, seconds_of
-from torchboost.distributed.agreement import Agreement, from_first_rank, is_first_rank
+from torchboost.distributed.agreement import Agreement, from_first_rank, is_first_rank, several
 from torchboost.errors import FactoryError
 from torchboost.measure.stopwatch import Progress, environment
 from torchboost.plan import Plan
@@ -117,10 +117,16 @@ def tune(
         >>> report = torchboost.tune(make, drop=0.005, budget="30m", out="boost.json")  # doctest: +SKIP
         >>> model, optimizer = torchboost.boost(model, optimizer, config="boost.json")  # doctest: +SKIP
     """
-    _check_functions(make, progress)
-    _check_arguments(title=title, drop=drop, epochs=epochs, total_steps=total_steps, seeds=seeds, error=error)
-    started, seconds, place = time.perf_counter(), seconds_of(budget), torch.device(device)
-    path = None if out is None else Path(out)
+    check_number("drop", drop, above=True)
+    check_count("epochs", epochs, of="passes over the batches")
+    check_count("seeds", seeds, of="seeds per comparison")
+    if not LEAST_SEEDS <= seeds <= MOST_SEEDS:
+        raise ValueError(f"seeds: found {seeds}; give a number from {LEAST_SEEDS} to {MOST_SEEDS}.")
+    if total_steps is not None:
+        check_count("total_steps", total_steps, of="updates")
+    if not is_number(error) or not LEAST_ERROR <= error < MOST_ERROR:
+        raise ValueError(f"error: found {error!r}; give a number from {LEAST_ERROR} to below {MOST_ERROR}.")
+    started, seconds, path = time.perf_counter(), seconds_of(budget), None if out is None else Path(out)
     if path is not None:
         _check_free(path, resume)
     parts = fresh(make)
@@ -128,28 +134,36 @@ def tune(
         raise FactoryError(
             "the factory has no evaluate; tune needs it: return (model, optimizer, loss, batches, evaluate)."
         )
-    _check_building((time.perf_counter() - started) / 2, seconds)
-    report = _frame(
-        parts,
+    building = from_first_rank((time.perf_counter() - started) / 2)
+    if LEAST_CALLS * building > seconds:
+        raise FactoryError(
+            f"the factory takes {building:.1f} s, and a tuning calls it {LEAST_CALLS} times at least, but the budget "
+            f"is {seconds:.0f} s. Load data once, outside of the factory, or allow more time."
+        )
+    steps = epochs * count_of(parts.batches, seconds)
+    _check_steps(steps, total_steps)
+    report = TuneReport(
         title=title,
+        model=type(parts.model).__name__,
+        parameters=sum(param.numel() for param in parts.model.parameters()),
         drop=drop,
         budget_seconds=seconds,
-        steps=_agreed(_steps(epochs, parts, seconds)),
-        total_steps=total_steps,
+        steps=steps,
+        total_steps=steps if total_steps is None else total_steps,
         most_seeds=seeds,
         error=error,
-        device=place,
+        environment=environment(device),
+        fingerprint=fingerprint_of(parts),
         source=from_first_rank(source_of(make)),
     )
     session = _Session(
         started=started,
         make=make,
-        recipes=dict(recipes or {}),
+        recipes={name: recipe for name, (recipe, _) in (recipes or {}).items()},
         compared=recipe_candidates(recipes or {}, parts),
-        seconds=seconds,
-        device=place,
+        device=torch.device(device),
         out=path,
-        progress=_silent if progress is None else progress,
+        progress=(lambda phase, done, total, note="": None) if progress is None else progress,
         report=report,
     )
     del parts  # a model less in memory during the runs
@@ -176,18 +190,17 @@ class _Session:
 
     started: float
     make: Callable[[int], object]
-    recipes: Mapping[str, tuple[Callable[[int], object], float]]
+    recipes: Mapping[str, Callable[[int], object]]
     compared: list[Candidate]
-    seconds: float
     device: torch.device
     out: Path | None
     progress: Progress
     report: TuneReport
 
-    def tell(self, phase: str, done: int, total: int, note: str = "") -> None:
+    def tell(self, phase: str, done: float, total: float, note: str = "") -> None:
         """Tell the progress, on the first rank."""
         if is_first_rank():
-            self.progress(phase, done, total, note)
+            self.progress(phase, round(done), round(total), note)
 
     def take_up(self) -> None:
         """Continue the saved report.
@@ -195,41 +208,40 @@ class _Session:
         Raises:
             ValueError: It belongs to another tuning.
         """
-        path = None if self.out is None else report_path(self.out)
+        path, now = None if self.out is None else report_path(self.out), self.report
         there = path is not None and is_first_rank() and path.is_file()
         saved = from_first_rank(TuneReport.load(path) if path is not None and there else None)
         if path is None or saved is None:
             return
         names = ("title", "model", "parameters", "drop", "steps", "total_steps", "most_seeds", "error", "fingerprint")
-        check_same(path, saved, self.report, names, "was made with")
-        if saved.source and saved.source != self.report.source:
+        check_same(path, saved, now, names, "was made with")
+        if saved.source and saved.source != now.source:
             raise ValueError(
                 f"{path} was made with another factory, another version of its file, or other arguments of it; runs of "
                 "both cannot be mixed. Restore the factory, choose another file with out, or do not resume."
             )
-        self.report = saved.model_copy(update={"budget_seconds": self.seconds, "state": "running", "whole": []})
+        self.report = saved.model_copy(update={"budget_seconds": now.budget_seconds, "state": "running", "whole": []})
 
-    def run(self, given: Mapping[str, Mapping[str, Any]] | None) -> TuneReport:
-        findings = from_first_rank(self._candidates(given))
-        runs = {(run.name, run.seed): run for run in self.report.runs}
+    def run(self, extras: Mapping[str, Mapping[str, Any]] | None) -> TuneReport:
+        findings = from_first_rank(self._findings(extras))
         training = Training(
             make=self.make,
-            recipes={name: make for name, (make, _) in self.recipes.items()},
+            recipes=self.recipes,
             steps=self.report.steps,
             device=self.device,
-            told=self._within,
+            told=lambda candidate, seed: self._spent(self.report.spent_seconds, f"{candidate.name}, seed {seed}"),
         )
         race = Race(
             train=training,
-            candidates=[found.candidate for found in findings if found.outcome is None],
+            candidates=[finding.candidate for finding in findings if finding.outcome is None],
             drop=self.report.drop,
-            budget=self.seconds,
+            budget=self.report.budget_seconds,
             total_steps=self.report.total_steps,
             most=self.report.most_seeds,
             error=self.report.error,
             spent=from_first_rank(self.report.spent_seconds + time.perf_counter() - self.started),
             told=lambda race: self._note(race, findings),
-            runs=runs,
+            runs={(run.name, run.seed): run for run in self.report.runs},
         )
         try:
             extra = race.decide()
@@ -241,70 +253,49 @@ class _Session:
             self._write(self.out, extra)
         return self.report
 
-    def _candidates(self, given: Mapping[str, Mapping[str, Any]] | None) -> list[Finding]:
+    def _findings(self, extras: Mapping[str, Mapping[str, Any]] | None) -> list[Finding]:
         """Return a finding for each candidate, with an outcome for those that cannot work here."""
         if self.report.findings:
-            self._check_recipes()
-            if given is not None:
-                self._check_same(named_candidates(given))
-            kept = [found for found in self.report.findings if found.outcome in ("not usable", "duplicate")]
-            names = {found.candidate.name for found in kept}
-            return [
-                *kept,
-                *(Finding(candidate=f.candidate) for f in self.report.findings if f.candidate.name not in names),
-            ]
-        total = self.report.total_steps
-        if given is None:
-            self._check_names()
-            self.tell("trial of the levers", 0, 1)
-            trial = try_levers(self.make, steps=total, seconds=min(TRIAL_MOST, TRIAL_SHARE * self.seconds))
-            self.report = self.report.model_copy(update={"left_out": trial.left_out})
-            wanted = standard_candidates(trial.kept)
-            self.tell("trial of the levers", 1, 1)
-        else:
-            wanted = named_candidates(given)
-        wanted += self.compared
-        twice = [name for name, count in Counter(one.name for one in wanted).items() if count > 1]
+            self._check_same_candidates(extras)
+            kept = [finding for finding in self.report.findings if finding.outcome in ("not usable", "duplicate")]
+            others = [finding for finding in self.report.findings if finding not in kept]
+            return [*kept, *(Finding(candidate=finding.candidate) for finding in others)]
+        candidates = standard_candidates([]) if extras is None else named_candidates(extras)
+        names = Counter(one.name for one in (*candidates, *self.compared))
+        twice = [name for name in names if names[name] > 1 or (extras is None and name.startswith("levers: "))]
         if twice:
-            raise ValueError(f"found {twice[0]!r} among the candidates and the recipes; give each its own name.")
-        return looked_at(wanted, self.make, self.report.steps)
+            raise ValueError(
+                f"recipes: found {twice[0]!r}, which is also the name of a candidate; give each its own name."
+            )
+        if extras is None:
+            self.tell("trial of the levers", 0, 1)
+            seconds = min(TRIAL_MOST, TRIAL_SHARE * self.report.budget_seconds)
+            trial = try_levers(self.make, steps=self.report.total_steps, seconds=seconds)
+            self.report = self.report.model_copy(update={"left_out": trial.left_out})
+            candidates = standard_candidates(trial.kept)
+            self.tell("trial of the levers", 1, 1)
+        return looked_at([*candidates, *self.compared], self.make, self.report.steps)
 
-    def _check_names(self) -> None:
-        """Raise ``ValueError`` before the trial if a recipe has the name of a standard candidate."""
-        standard = {one.name for one in standard_candidates([])}
-        taken = [one.name for one in self.compared if one.name in standard or one.name.startswith("levers: ")]
-        if taken:
-            raise ValueError(f"recipes: found {taken[0]!r}, the name of a standard candidate; give it another one.")
-
-    def _check_same(self, given: list[Candidate]) -> None:
+    def _check_same_candidates(self, extras: Mapping[str, Mapping[str, Any]] | None) -> None:
         """Raise ``ValueError`` if the candidates are not those of the report that is continued."""
-        saved = [found.candidate for found in self.report.findings if not found.candidate.recipe]
-        if sorted(one.model_dump_json() for one in saved) != sorted(one.model_dump_json() for one in given):
-            known = ", ".join(repr(one.name) for one in saved)
+        saved = [finding.candidate for finding in self.report.findings]
+        own = [one for one in saved if not one.recipe] if extras is None else named_candidates(extras)
+        if sorted(map(repr, saved)) != sorted(map(repr, [*own, *self.compared])):
+            known = ", ".join(f"{one.name!r}{f' ({one.share:g})' if one.recipe else ''}" for one in saved)
             raise ValueError(
-                f"the report was made with other candidates or settings of them ({known}); give the same ones, or "
-                "choose another file."
+                f"the report was made with other candidates, recipes, or settings of them ({known}); give the same "
+                "ones, recipes from the same files and with the same optimizers and start weights, or choose another "
+                "file."
             )
 
-    def _check_recipes(self) -> None:
-        """Raise ``ValueError`` if the recipes are not those of the report that is continued."""
-        saved = [found.candidate for found in self.report.findings if found.candidate.recipe]
-        if saved != self.compared:
-            known = ", ".join(f"{one.name!r} ({one.share:g})" for one in saved) or "none"
-            raise ValueError(
-                f"the report was made with the recipes {known}; give the same ones, from the same files and with the "
-                "same optimizers and start weights, to continue it."
-            )
+    def _spent(self, seconds: float, note: str) -> None:
+        self.tell("tuning", seconds, self.report.budget_seconds, note)
 
-    def _within(self, candidate: Candidate, seed: int, share: float) -> None:
-        self.tell("tuning", round(self.report.spent_seconds), round(self.seconds), f"{candidate.name}, seed {seed}")
-
-    def _note(self, race: Race, given: list[Finding], **update: Any) -> None:
+    def _note(self, race: Race, known: list[Finding], **update: Any) -> None:
         """Put what the race knows into the report, and save it."""
-        findings = [race.findings.get(found.candidate.name, found) for found in given]
         self.report = self.report.model_copy(
             update={
-                "findings": findings,
+                "findings": [race.findings.get(finding.candidate.name, finding) for finding in known],
                 "whole": list(race.whole),
                 "runs": list(race.runs.values()),
                 "spent_seconds": race.spent,
@@ -315,44 +306,14 @@ class _Session:
         if self.out is not None and is_first_rank():
             self.report.save(report_path(self.out))
         last = self.report.runs[-1] if self.report.runs else None
-        note = "" if last is None else f"{last.name}, seed {last.seed}: {last.metric:.4g}"
-        self.tell("tuning", round(race.spent), round(self.seconds), note)
+        self._spent(race.spent, "" if last is None else f"{last.name}, seed {last.seed}: {last.metric:.4g}")
 
     def _write(self, out: Path, extra: dict[str, Any]) -> None:
         parts = made_by(self.make, 0)
         facts = Facts.measure(parts.model, total_steps=self.report.total_steps, loop="own")
         plan = Plan.of("O0", {"extra": extra}, facts).fit(parts.model, parts.optimizer)
         if is_first_rank():  # all ranks built the model, which a wrapper may do together
-            out.parent.mkdir(parents=True, exist_ok=True)
             plan.save(out)
-
-
-def _frame(parts: Parts, *, total_steps: int | None, steps: int, device: torch.device, **given: Any) -> TuneReport:
-    return TuneReport(
-        model=type(parts.model).__name__,
-        parameters=sum(param.numel() for param in parts.model.parameters()),
-        steps=steps,
-        total_steps=steps if total_steps is None else _checked_total(total_steps, steps),
-        environment=environment(device),
-        fingerprint=fingerprint_of(parts),
-        **given,
-    )
-
-
-def _check_building(seconds: float, budget: float) -> None:
-    """Raise ``FactoryError`` if calling the factory takes most of the budget."""
-    seconds = from_first_rank(seconds)
-    if LEAST_CALLS * seconds > budget:
-        raise FactoryError(
-            f"the factory takes {seconds:.1f} s, and a tuning calls it {LEAST_CALLS} times at least, but the budget is "
-            f"{budget:.0f} s. Load data once, outside of the factory, or allow more time."
-        )
-
-
-def _checked_total(total_steps: int, steps: int) -> int:
-    if total_steps < steps:
-        raise ValueError(f"total_steps: found {total_steps}; the runs that are made have {steps} steps.")
-    return total_steps
 
 
 def _check_free(out: Path, resume: bool) -> None:
@@ -360,62 +321,22 @@ def _check_free(out: Path, resume: bool) -> None:
     report = report_path(out)
     if not is_first_rank():
         return
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"out: {out.parent} cannot be a folder: {error.strerror}.") from error
+    out.parent.mkdir(parents=True, exist_ok=True)
     if not os.access(out.parent, os.W_OK):
         raise ValueError(f"out: {out.parent} cannot be written to; choose another folder.")
-    if report.is_dir():
-        raise ValueError(f"{report} is a folder, and the report must be saved there; choose another file.")
     if report.exists() and not resume:
         raise ValueError(f"{report} exists; continue it with resume=True, or choose another file.")
     if out.exists() and not report.exists():
         raise ValueError(f"{out} exists and is not from a tuning, since {report.name} is missing; choose another file.")
 
 
-def _check_functions(make: Any, progress: Any) -> None:
-    if not callable(make):
-        raise TypeError(f"make: found {make!r}; give a function of a seed.")
-    if progress is not None and not callable(progress):
-        raise TypeError(f"progress: found {progress!r}; give a function of (phase, done, total, note), or None.")
-
-
-def _check_arguments(
-    *, title: str, drop: float, epochs: int, total_steps: int | None, seeds: int, error: float
-) -> None:
-    if not isinstance(title, str):
-        raise TypeError(f"title: found {title!r}; give a text.")
-    check_number("drop", drop, above=True)
-    check_count("epochs", epochs, of="passes over the batches")
-    check_count("seeds", seeds, of="seeds per comparison")
-    if not LEAST_SEEDS <= seeds <= MOST_SEEDS:
-        raise ValueError(f"seeds: found {seeds}; give a number from {LEAST_SEEDS} to {MOST_SEEDS}.")
-    if total_steps is not None:
-        check_count("total_steps", total_steps, of="updates")
-    if not is_number(error) or not LEAST_ERROR <= error < MOST_ERROR:
-        raise ValueError(f"error: found {error!r}; give a number from {LEAST_ERROR} to below {MOST_ERROR}.")
-
-
-def _steps(epochs: int, parts: Parts, seconds: float) -> int:
-    steps = epochs * count_of(parts.batches, seconds)
+def _check_steps(steps: int, total_steps: int | None) -> None:
+    """Check the steps of a run, which must be those of all ranks: else they would wait for each other without end."""
     if steps < LEAST_STEPS:
         raise FactoryError("a run has one step, of which no speed is known; give more batches, or more epochs.")
-    return steps
-
-
-def _agreed(steps: int) -> int:
-    """Return the steps of a run, which must be those of all ranks.
-
-    Raises:
-        RankDisagreementError: They are not, so the ranks would wait for each other without end.
-    """
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if several():
         agreement = Agreement(range(dist.get_world_size()), subject="tune")
         agreement.check({"the number of steps of a run": steps}, hint="Give all ranks equally many batches.")
         agreement.close()
-    return steps
-
-
-def _silent(phase: str, done: int, total: int, note: str = "") -> None:
-    return None
+    if total_steps is not None and total_steps < steps:
+        raise ValueError(f"total_steps: found {total_steps}; the runs that are made have {steps} steps.")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import io
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -189,9 +188,8 @@ def digits(size: int = 16) -> Images:
     """
     if size < 8 or size % 8:
         raise ValueError(f"size: found {size}; the digits are 8 x 8, allowed are multiples of 8.")
-    with _needing("scikit-learn", "the digits data set"):
-        from sklearn.datasets import load_digits
-    pixels, targets = load_digits(return_X_y=True)
+    datasets = _imported("sklearn.datasets", "scikit-learn", "the digits data set")
+    pixels, targets = datasets.load_digits(return_X_y=True)
     images = torch.as_tensor(pixels).view(-1, 1, 8, 8).mul(255 / 16).round().to(torch.uint8)
     images = images.repeat_interleave(size // 8, 2).repeat_interleave(size // 8, 3)
     labels = torch.as_tensor(targets).long()
@@ -284,15 +282,10 @@ def _existing(path: Path, content: str) -> Path:
     return path
 
 
-@contextmanager
-def _needing(package: str, purpose: str, remedy: str = EXTRA) -> Iterator[None]:
-    """Say what to install if an import fails.
-
-    Raises:
-        ImportError: With the remedy.
-    """
+def _imported(module: str, package: str, purpose: str, remedy: str = EXTRA) -> Any:
+    """Import an optional module, or say what to install."""
     try:
-        yield
+        return importlib.import_module(module)
     except ImportError as error:
         raise ImportError(f"{purpose} needs {package}, which is not installed; install it {remedy}") from error
 
@@ -300,8 +293,7 @@ def _needing(package: str, purpose: str, remedy: str = EXTRA) -> Iterator[None]:
 def _parquet(path: Path, split: str) -> Mapping[str, Sequence[Any]]:
     folder = path if path.is_dir() else path.parent
     file = _existing(folder / f"{split}.parquet", "a folder with train.parquet and test.parquet")
-    with _needing("pyarrow", "reading a parquet file"):
-        from pyarrow import parquet
+    parquet = _imported("pyarrow.parquet", "pyarrow", "reading a parquet file")
     names = parquet.read_schema(file).names
     if not set(COLUMNS) <= set(names):
         raise ValueError(f"{file}: found columns {names}; needed are {list(COLUMNS)}.")
@@ -310,23 +302,14 @@ def _parquet(path: Path, split: str) -> Mapping[str, Sequence[Any]]:
 
 def _hub(split: str) -> Mapping[str, Sequence[Any]]:
     remedy = "with: pip install datasets; or give the path of a folder with train.parquet and test.parquet"
-    with _needing("datasets", "CIFAR-10 from the Hub", remedy):
-        datasets = importlib.import_module("datasets")
+    datasets = _imported("datasets", "datasets", "CIFAR-10 from the Hub", remedy)
     table = datasets.load_dataset(CIFAR10_ON_THE_HUB, split=split)
     return table.cast_column("img", datasets.Image(decode=False)).to_dict()
 
 
 def _decoded(table: Mapping[str, Sequence[Any]], limit: int | None) -> tuple[Tensor, Tensor]:
-    with _needing("pillow", "decoding images"):
-        from PIL import Image
-    encoded = table["img"][:limit]
-    pixels = [np.asarray(Image.open(io.BytesIO(_bytes(entry))).convert("RGB")) for entry in encoded]
+    image = _imported("PIL.Image", "pillow", "decoding images")
+    files = [entry["bytes"] if isinstance(entry, dict) else entry for entry in table["img"][:limit]]
+    pixels = [np.asarray(image.open(io.BytesIO(file)).convert("RGB")) for file in files]
     images = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).contiguous()
     return images, torch.tensor(table["label"][:limit])
-
-
-def _bytes(entry: Any) -> bytes:
-    content = entry.get("bytes") if isinstance(entry, dict) else entry
-    if not isinstance(content, bytes):
-        raise ValueError(f"column img: found {type(content).__name__}; needed are image bytes or a dict with 'bytes'.")
-    return content

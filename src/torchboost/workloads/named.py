@@ -156,14 +156,11 @@ def find_workload(name: str) -> Workload:
     Raises:
         ValueError: There is none. The message lists all of them.
     """
-    for workload in WORKLOADS:
-        if workload.name == name:
-            return workload
-    for workload in WORKLOADS:
-        if name and workload.name.startswith(name):
-            return workload
-    names = [workload.name for workload in WORKLOADS]
-    raise ValueError(f"found no workload '{name}'; there are {', '.join(names)}. {nearest(name, names)}".rstrip())
+    known = {workload.name: workload for workload in WORKLOADS}
+    matches = [workload for full, workload in known.items() if name and full.startswith(name)]
+    if not matches:
+        raise ValueError(f"found no workload '{name}'; there are {', '.join(known)}. {nearest(name, known)}".rstrip())
+    return known.get(name, matches[0])
 
 
 def _digits(path: str | Path | None, limit: int | None) -> Images:
@@ -172,34 +169,14 @@ def _digits(path: str | Path | None, limit: int | None) -> Images:
     return digits(16).limited(limit)
 
 
-def _cifar10(path: str | Path | None, limit: int | None) -> Images:
-    return cifar10(path, train_limit=limit)
-
-
-def _text(path: str | Path | None, limit: int | None) -> Text:
-    return text(path, context=128).limited(limit)
-
-
 def _resnet(block: type[BasicBlock | Bottleneck], layers: tuple[int, ...], data: Images) -> nn.Module:
     return ResNet(block, layers, width=16, classes=data.classes, in_channels=data.train_images.shape[1])
-
-
-def _vgg(data: Images) -> nn.Module:
-    return VGG(width=16, classes=data.classes, in_channels=data.train_images.shape[1])
-
-
-def _gpt(data: Text) -> nn.Module:
-    return GPT(len(data.characters), context=data.context, layers=4, heads=4, width=128)
-
-
-def _token_loss(scores: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(scores.flatten(0, 1), targets.flatten())
 
 
 _images = functools.partial(
     Workload,
     title="CIFAR-10",
-    load=_cifar10,
+    load=lambda path, limit: cifar10(path, train_limit=limit),
     optimizer=functools.partial(SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=5e-4),
     loss=F.cross_entropy,
     batch=64,
@@ -233,16 +210,16 @@ WORKLOADS: tuple[Workload, ...] = (
     _images(
         name="cifar10-vgg",
         model_name="VGG with BatchNorm (1, 1, 2, 2, 2), width 16",
-        build=_vgg,
+        build=lambda data: VGG(width=16, classes=data.classes, in_channels=data.train_images.shape[1]),
     ),
     Workload(
         name="text-gpt",
         title="English text, character by character",
         model_name="GPT, 4 layers, width 128, context 128",
-        load=_text,
-        build=_gpt,
+        load=lambda path, limit: text(path, context=128).limited(limit),
+        build=lambda data: GPT(len(data.characters), context=data.context, layers=4, heads=4, width=128),
         optimizer=functools.partial(AdamW, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1),
-        loss=_token_loss,
+        loss=lambda scores, targets: F.cross_entropy(scores.flatten(0, 1), targets.flatten()),
         batch=32,
         epochs=2,
         metric="bits per character",

@@ -1,4 +1,4 @@
-"""The figures of a report as positions in percent, which the templates draw: bars of step times, training curves.
+"""The figures of a report as positions in percent, which the templates draw: scales and training curves.
 
 A figure has one form for all screens: its marks scale with their container, its text does not.
 """
@@ -11,15 +11,14 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from torchboost.bench.report import wording
-from torchboost.bench.verdict import Summary, stock_of, summarise, target_of
-from torchboost.measure.evidence import BenchReport, Interval
+from torchboost.bench.verdict import target_of
+from torchboost.measure.evidence import BenchReport
 from torchboost.measure.statistics import mean_of
 
-__all__ = ["Bar", "Chart", "Line", "Scale", "Tick", "bars", "chart", "colours", "ticks"]
+__all__ = ["Chart", "Line", "Scale", "Tick", "chart", "ticks"]
 
 Points = list[tuple[float, float]]
 
-COLOURS = 7
 POINTS = 240
 """Points of a line at most; the eye sees no more."""
 LABEL_GAP = 7.0
@@ -57,9 +56,8 @@ class Scale:
         """Return the position of ``value``; NaN if it cannot be drawn, or if its logarithm does not exist."""
         if not _drawable(value) or (self.log and value <= 0):
             return math.nan
-        low, high = (math.log(self.low), math.log(self.high)) if self.log else (self.low, self.high)
-        share = ((math.log(value) if self.log else value) - low) / (high - low)
-        return self.start + share * (self.end - self.start)
+        low, value, high = map(math.log, (self.low, value, self.high)) if self.log else (self.low, value, self.high)
+        return self.start + (value - low) / (high - low) * (self.end - self.start)
 
     def marks(self, most: int, *, whole: bool = False) -> list[Tick]:
         """Return marks at round values, about ``most`` at most."""
@@ -89,40 +87,7 @@ def ticks(low: float, high: float, *, most: int = 6, log: bool = False, whole: b
     return [k * step for k in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def colours(report: BenchReport) -> dict[str, str]:
-    """Return contestant name -> style class. Stock is grey, the others take the colours of the palette in order."""
-    others = [c.name for c in report.contestants if c.kind != "stock"]
-    classes = {name: f"k{1 + k % COLOURS}" for k, name in enumerate(others)}
-    return {c.name: classes.get(c.name, "k0") for c in report.contestants}
-
-
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """A step time: the bar from 0 to ``mid`` and the whisker from ``low`` to ``high``, in percent of the longest."""
-
-    summary: Summary
-    low: float
-    mid: float
-    high: float
-
-
-def bars(report: BenchReport) -> tuple[list[Bar], float | None]:
-    """Return the step times of all contestants, and the position of stock's."""
-    longest = max(c.step_seconds.high for c in report.contestants)
-    scale, stock = Scale(0.0, longest), stock_of(report)
-
-    def bar(summary: Summary) -> Bar:
-        return Bar(summary, *_positions(summary.contestant.step_seconds, scale))
-
-    return [bar(summary) for summary in summarise(report)], None if stock is None else scale(stock.step_seconds.mid)
-
-
-def _positions(interval: Interval, scale: Scale) -> tuple[float, float, float]:
-    return scale(interval.low), scale(interval.mid), scale(interval.high)
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(NamedTuple):
     """The curve of a contestant.
 
     Args:
@@ -140,8 +105,7 @@ class Line:
     label: float
 
 
-@dataclass(frozen=True, slots=True)
-class Chart:
+class Chart(NamedTuple):
     """Curves in a frame. All positions are in percent from the upper left corner."""
 
     title: str
@@ -179,15 +143,16 @@ def chart(
         return None
     share = quantity == "metric" and wording.is_share(report)
     percent = 100.0 if share else 1.0
-    heights = sorted(y for _, y in points)
     losses = quantity == "train_loss" or not report.metric_higher_is_better
-    up, cut = _vertical([percent * y for y in heights], losses=losses, share=share)
+    up, cut = _vertical(sorted(percent * y for _, y in points), losses=losses, share=share)
     far = max(x for x, _ in points)
     factor, unit = wording.time_unit(far) if against == "seconds" else (1.0, "epochs")
     across = Scale(0.0, far * factor or 1.0)
 
     def place(line: Points) -> Points:
-        return [(across(x * factor), up(y * percent)) for x, y in _thin(line)]
+        stride = math.ceil(len(line) / POINTS)
+        thin = [*line[:-1:stride], line[-1]] if stride > 1 else line
+        return [(across(x * factor), up(y * percent)) for x, y in thin]
 
     name = report.metric_name if quantity == "metric" else "training loss"
     title = f"{name}, %" if share else f"{name}, logarithmic" if up.log else name
@@ -213,27 +178,15 @@ def _curves(report: BenchReport, quantity: str, against: str) -> dict[str, list[
     """Return the points of all seeds of each contestant, and as the last line those of their mean."""
     curves: dict[str, list[Points]] = {}
     for contestant in report.contestants:
-        seeds = [
-            list(
-                zip(
-                    curve.epochs if against == "epochs" else [curve.setup_seconds + s for s in curve.seconds],
-                    getattr(curve, quantity),
-                    strict=True,
-                )
-            )
-            for curve in contestant.curves
-            if curve.epochs
-        ]
+        seeds: list[Points] = []
+        for curve in contestant.curves:
+            where = curve.epochs if against == "epochs" else [curve.setup_seconds + s for s in curve.seconds]
+            seeds += [list(zip(where, getattr(curve, quantity), strict=True))] if curve.epochs else []
         if seeds:
             together = zip(*seeds, strict=False)
             mean = [(mean_of(x for x, _ in at), mean_of(y for _, y in at)) for at in together]
             curves[contestant.name] = [*seeds, mean]
     return curves
-
-
-def _thin(points: Points) -> Points:
-    stride = math.ceil(len(points) / POINTS)
-    return [*points[:-1:stride], points[-1]] if stride > 1 else points
 
 
 def _vertical(values: Sequence[float], *, losses: bool, share: bool) -> tuple[Scale, bool]:
@@ -255,14 +208,17 @@ def _vertical(values: Sequence[float], *, losses: bool, share: bool) -> tuple[Sc
 
 
 def _lines(places: dict[str, list[Points]]) -> list[Line]:
-    ends = {name: [p for p in lines[-1] if all(map(math.isfinite, p))][-1:] for name, lines in places.items()}
-    labels = iter(spread([min(max(end[0][1], 0.0), 100.0) for end in ends.values() if end], LABEL_GAP))
+    ends = {
+        name: next((p for p in reversed(lines[-1]) if all(map(math.isfinite, p))), None)
+        for name, lines in places.items()
+    }
+    labels = iter(spread([min(max(end[1], 0.0), 100.0) for end in ends.values() if end], LABEL_GAP))
     return [
         Line(
             name=name,
             seeds=[_path(seed) for seed in seeds] if len(seeds) > 1 else [],
             mean=_path(mean),
-            end=ends[name][0] if ends[name] else None,
+            end=ends[name],
             label=next(labels) if ends[name] else 0.0,
         )
         for name, (*seeds, mean) in places.items()
@@ -285,10 +241,9 @@ def spread(positions: Sequence[float], gap: float, low: float = 0.0, high: float
     """Move positions apart by at least ``gap`` within ``[low, high]``, each as little as possible."""
     order = sorted(range(len(positions)), key=lambda k: positions[k])
     places = [0.0] * len(positions)
-    previous = low - gap
+    previous, following = low - gap, high + gap
     for k in order:
         previous = places[k] = max(positions[k], previous + gap)
-    following = high + gap
     for k in reversed(order):
         following = places[k] = min(places[k], following - gap)
     return places

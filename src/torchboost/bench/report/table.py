@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
 from torchboost.bench.report import wording
 from torchboost.bench.verdict import Summary, headline, summarise, verdicts
-from torchboost.measure.evidence import BenchReport, Interval, Ratio
+from torchboost.measure.evidence import BenchReport
 
 __all__ = ["Table", "markdown", "plain", "print_report", "print_table", "result_table"]
 
@@ -35,62 +34,35 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
 
 
-def _ratio(ratio: Ratio | None) -> str:
-    return NOTHING if ratio is None else wording.ratio_interval(ratio.interval)
-
-
-def _metric(final: Interval | None, share: bool) -> str:
-    return NOTHING if final is None else wording.measure(final.mid, share=share)
-
-
-def _difference(summary: Summary, share: bool) -> str:
-    found = summary.difference
-    if found is None:
-        return NOTHING
-    mean = wording.difference(found.mean, share=share)
-    if math.isinf(found.worst):
-        return mean
-    return f"{mean} (at worst {wording.difference(found.worst, share=share).removesuffix(' points')})"
-
-
-def _cells(summary: Summary, share: bool) -> tuple[str, ...]:
-    to_target = summary.seconds_to_target
-    return (
-        summary.contestant.name,
-        wording.seconds_interval(summary.contestant.step_seconds),
-        _ratio(summary.stock),
-        _ratio(summary.hand),
-        _metric(summary.final, share),
-        _difference(summary, share),
-        NOTHING if to_target is None else wording.seconds(to_target),
-        wording.seconds(summary.contestant.warmup_seconds) if summary.contestant.warmup_seconds else NOTHING,
-        NOTHING if summary.peak_bytes is None else wording.size(summary.peak_bytes),
-    )
-
-
 def result_table(report: BenchReport) -> Table:
     """Return a row per contestant: step time, both ratios, metric, difference to stock, time to target, set-up, memory.
 
     Columns without entries, such as the metric if there was no training, are left out.
     """
     share = wording.is_share(report)
-    headings = (
-        "contestant",
-        "time per step",
-        "against stock",
-        "against best hand",
-        report.metric_name,
-        "difference to stock",
-        "time to target",
-        "set-up",
-        "memory",
-    )
-    rows = [_cells(summary, share) for summary in summarise(report)]
-    kept = [k for k in range(len(headings)) if k < 2 or any(row[k] != NOTHING for row in rows)]
-    return Table(
-        headings=tuple(headings[k] for k in kept),
-        rows=tuple(tuple(row[k] for k in kept) for row in rows),
-    )
+
+    def difference(summary: Summary) -> str:
+        if summary.difference is None:
+            return NOTHING
+        mean, worst = (wording.difference(value, share=share) for value in summary.difference[:2])
+        sure = math.isfinite(summary.difference.worst)
+        return f"{mean} (at worst {worst.removesuffix(' points')})" if sure else mean
+
+    columns: dict[str, Callable[[Summary], str]] = {
+        "contestant": lambda s: s.contestant.name,
+        "time per step": lambda s: wording.seconds_interval(s.contestant.step_seconds),
+        "against stock": lambda s: wording.ratio_interval(s.stock.interval) if s.stock else NOTHING,
+        "against best hand": lambda s: wording.ratio_interval(s.hand.interval) if s.hand else NOTHING,
+        report.metric_name: lambda s: NOTHING if s.final is None else wording.measure(s.final, share=share),
+        "difference to stock": difference,
+        "time to target": lambda s: NOTHING if s.seconds_to_target is None else wording.seconds(s.seconds_to_target),
+        "set-up": lambda s: wording.seconds(s.contestant.warmup_seconds) if s.contestant.warmup_seconds else NOTHING,
+        "memory": lambda s: NOTHING if s.peak_bytes is None else wording.size(s.peak_bytes),
+    }
+    summaries = summarise(report)
+    cells = {heading: [column(summary) for summary in summaries] for heading, column in columns.items()}
+    kept = [name for k, name in enumerate(cells) if k < 2 or set(cells[name]) != {NOTHING}]
+    return Table(headings=tuple(kept), rows=tuple(zip(*(cells[name] for name in kept), strict=True)))
 
 
 def plain(table: Table) -> str:
@@ -132,7 +104,7 @@ def markdown(report: BenchReport) -> str:
 
 
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], file: TextIO | None = None) -> None:
-    """Print a table: drawn on a terminal if rich is installed, plain text otherwise.
+    """Print a table: drawn by rich on a terminal, plain text otherwise.
 
     A narrow terminal gets no intervals, which stand in parentheses; the sentences below a table give them.
 
@@ -142,7 +114,7 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], file: Te
         file: By default standard output.
     """
     output = sys.stdout if file is None else file
-    if not output.isatty() or importlib.util.find_spec("rich") is None:
+    if not output.isatty():
         print(plain(Table(tuple(headings), tuple(map(tuple, rows)))), file=output)
         return
     from rich import box
@@ -162,12 +134,7 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], file: Te
 
 
 def print_report(report: BenchReport, file: TextIO | None = None) -> None:
-    """Print the headline, the table and the verdicts.
-
-    Args:
-        report: The report to print.
-        file: By default standard output.
-    """
+    """Print the headline, the table and the verdicts to a file, by default standard output."""
     table = result_table(report)
     print(f"{report.title}\n{headline(report).text}\n", file=file)
     print_table(table.headings, table.rows, file)

@@ -11,10 +11,9 @@ import torch
 import typer
 
 from tests.support.reports import winning_report
-from torchboost.algorithms.channels_last import ChannelsLast
 from torchboost.bench.factory import Factory
-from torchboost.cli import output
-from torchboost.cli.inputs import chosen, usable_device
+from torchboost.cli import shared
+from torchboost.cli.shared import chosen, usable_device
 from torchboost.errors import ConfigError, IncompatibleError
 
 
@@ -28,7 +27,7 @@ def test_errors_of_the_user_end_with_one_line(capsys):
         (ImportError("x is missing", name="datasets"), False),
         (ImportError("needs pyarrow"), False),
     ):
-        with pytest.raises(typer.Exit) as stopped, output.user_errors():
+        with pytest.raises(typer.Exit) as stopped, shared.user_errors():
             raise error
         assert stopped.value.exit_code == 1
         said = capsys.readouterr().err
@@ -39,34 +38,33 @@ def test_errors_of_the_user_end_with_one_line(capsys):
 
 @pytest.mark.parametrize("error", [KeyError("ours"), ModuleNotFoundError("x", name="torchboost.gone")])
 def test_faults_of_ours_keep_their_traceback(error):
-    with pytest.raises(type(error)), output.user_errors():
+    with pytest.raises(type(error)), shared.user_errors():
         raise error
 
 
 def test_tables_take_no_markup_from_data(capsys, monkeypatch):
-    output.print_table(["a", "b"], [["1", "[red]x"]])
+    shared.print_table(["a", "b"], [["1", "[red]x"]])
     assert capsys.readouterr().out.splitlines()[-1] == "1  [red]x"
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    output.print_table(["a", "b"], [["1", "[red]x"]])
+    shared.print_table(["a", "b"], [["1", "[red]x"]])
     assert "[red]x" in capsys.readouterr().out
 
 
-def test_settings_and_summary():
-    assert output.settings_of(ChannelsLast()) == {}
-    found = output.summary_of(winning_report())
+def test_summary():
+    found = shared.summary_of(winning_report())
     assert found["headline"].startswith("O2 trains")
     assert found["verdicts"]["O1"][0]["tone"] == "good"
 
 
 def test_json_is_valid_whatever_the_output_can_show(monkeypatch, capsys):
-    output.print_json({"dtype": torch.bfloat16})
+    shared.print_json({"dtype": torch.bfloat16})
     assert json.loads(capsys.readouterr().out) == {"dtype": "torch.bfloat16"}
     said = {"path": "pca \ud800", "name": "\xe9\u4e2d"}
     for encoding in ("utf-8", "ascii", "latin-1"):
         written = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
         with monkeypatch.context() as patch:
             patch.setattr(sys, "stdout", written)
-            output.print_json(said)
+            shared.print_json(said)
         written.flush()
         assert json.loads(written.buffer.getvalue()) == said
 
@@ -78,7 +76,7 @@ class Terminal(io.StringIO):
 
 def test_progress_is_a_few_lines_or_bars_on_a_terminal():
     for stream in (io.StringIO(), Terminal()):
-        with output.display(stream) as shown:
+        with shared.display(stream) as shown:
             shown("data", 0, 0)  # nothing to do is no division by zero
             for done in range(101):
                 shown("timing", done, 100)
