@@ -79,6 +79,7 @@ class Adam(UpdateRule):
         >>> optimizer = Adam(model.parameters(), lr=1e-3, fused=True)
     """
 
+    kept = (*UpdateRule.kept, "update_transforms")
     kernel_unscales = True
     packs_moments = True
     update_transforms: tuple[UpdateTransform, ...] = ()
@@ -107,9 +108,6 @@ class Adam(UpdateRule):
         self.update_transforms = tuple(arguments["defaults"].pop("update_transforms"))
         check_update_transforms(self.update_transforms)
         super().__init__(**arguments)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "update_transforms": self.update_transforms}
 
     def constructor_options(self) -> dict[str, Any]:
         """Return the constructor's arguments that the param groups do not hold, by name."""

@@ -60,9 +60,6 @@ SET_BY_SCHEDULE = "scheduled_"
 SEEDS = 2**20
 """Seeds per update, more than an optimizer has groups."""
 
-KEPT = ("transforms", "nonfinite", "_schedules", "_default_schedules")
-"""Attributes that a copy or a pickle includes, in addition to those of ``torch.optim.Optimizer``."""
-
 
 class UpdateRule(Optimizer):
     """Base class of the optimizers; a rule implements :meth:`init_state` and :meth:`update`.
@@ -104,6 +101,9 @@ class UpdateRule(Optimizer):
 
     numbers: tuple[str, ...] = ()
     """Entries of the state, other than ``"step"``, that are numbers and keep their precision when they are loaded."""
+
+    kept: tuple[str, ...] = ("transforms", "nonfinite", "_schedules", "_default_schedules")
+    """Attributes that a copy or a pickle includes, in addition to those of ``torch.optim.Optimizer``."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -337,8 +337,7 @@ class UpdateRule(Optimizer):
         return loss
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {key: self.__dict__[key] for key in KEPT if key in self.__dict__}
-        return {**super().__getstate__(), **own}
+        return super().__getstate__() | {key: self.__dict__[key] for key in self.kept if key in self.__dict__}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

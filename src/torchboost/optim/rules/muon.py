@@ -222,9 +222,7 @@ def _parts(group: Mapping[str, Any], batch: Batch) -> Iterator[tuple[_Layout, Ba
         layout = _layout(first, stacked=group["stacked"])
         length = len(positions) if layout.mesh else max(1, PIECE // first.numel())
         for start in range(0, len(positions), length):
-            part = positions[start : start + length]
-            params, grads = ([tensors[at] for at in part] for tensors in (batch.params, batch.grads))
-            yield layout, Batch(params, grads, [batch.states[at] for at in part])
+            yield layout, batch.select(positions[start : start + length])
 
 
 def _move(group: Mapping[str, Any], layout: _Layout, params: list[Tensor], directions: list[Tensor]) -> None:

@@ -304,8 +304,7 @@ def _alike(batch: Batch) -> Iterator[tuple[float, Batch]]:
         past = tuple(float(state[key]) for key in ("step", *_ScheduleFree.numbers))
         alike.setdefault(past, []).append(position)
     for (count, *_), at in sorted(alike.items()):
-        params, grads = ([values[i] for i in at] for values in (batch.params, batch.grads))
-        yield count, Batch(params, grads, [batch.states[i] for i in at])
+        yield count, batch.select(at)
 
 
 def _share(batch: Batch, lr: float) -> float:
