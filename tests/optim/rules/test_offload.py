@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.support.memory import live_tensors
 from tests.support.offload import (
     SMALL,
     Remote,
@@ -26,7 +25,7 @@ from tests.support.offload import (
     weights,
 )
 from torchboost.errors import IncompatibleError
-from torchboost.optim import Adam, AdamOffload, Centralize, ClipNorm, Coalesce, Decay, GradientPipeline
+from torchboost.optim import Adam, AdamOffload, Centralize, ClipNorm, Decay, GradientPipeline
 from torchboost.optim.rules.offload import _Lane
 
 KINDS = (AdamOffload, Remote)
@@ -309,23 +308,6 @@ def test_loading_never_makes_state_on_the_device():
     assert len(optimizer._optimizer_load_state_dict_pre_hooks) == 1
 
 
-def test_a_checkpoint_that_does_not_fit_changes_nothing():
-    model = small_network()
-    optimizer = Remote(model.parameters())
-    train(model, optimizer, range(1))
-    before = copy.deepcopy(optimizer.state_dict())
-    other = AdamOffload([nn.Parameter(torch.zeros(3))])
-    with pytest.raises(ValueError, match="parameter group"):
-        optimizer.load_state_dict(other.state_dict())
-    wrong = copy.deepcopy(before)
-    wrong["state"][0]["exp_avg"] = torch.zeros(77)
-    with pytest.raises(ValueError, match="exp_avg"):
-        optimizer.load_state_dict(wrong)
-    for index, entries in before["state"].items():
-        assert all(torch.equal(optimizer.state_dict()["state"][index][key], value) for key, value in entries.items())
-    assert not optimizer._optimizer_load_state_dict_pre_hooks
-
-
 def test_masters_another_optimizer_did_not_know_are_made_anew():
     model = small_network(torch.bfloat16)
     first = AdamOffload(model.parameters(), lr=0.1)
@@ -359,22 +341,6 @@ def test_transforms_run_where_the_gradients_are(kind):
     GradientPipeline(*chain).attach(optimizer)
     train(attached, optimizer, range(3))
     assert_same_weights(attached, plain)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_sparse_gradients_are_refused_first(kind):
-    table = nn.Embedding(5, 3, sparse=True)
-    dense = nn.Linear(3, 1)
-    dense(table(torch.tensor([1, 2]))).sum().backward()
-    params = [*dense.parameters(), *table.parameters()]
-    before = [param.detach().clone() for param in params]
-    for transforms in ((), (Coalesce(),)):
-        optimizer = kind(params, transforms=transforms)
-        with pytest.raises(IncompatibleError, match="dense"):
-            optimizer.step()
-        assert all(torch.equal(param, value) for param, value in zip(params, before, strict=True))
-    kind(params, transforms=(Coalesce(dense=True),)).step()
-    assert not any(torch.equal(param, value) for param, value in zip(params, before, strict=True))
 
 
 def test_options_and_choices_of_kernel_are_refused():
@@ -433,14 +399,3 @@ def test_the_plan_for_parameters_on_the_host():
     assert plan.bytes_to_host == plan.bytes_to_device == plan.staging_bytes == plan.chunks == 0
     moving = [param for param in model.parameters() if param.requires_grad]
     assert plan.state_bytes == sum(8 * param.numel() + 4 for param in moving)
-
-
-def test_no_memory_is_added_step_by_step():
-    model = small_network(torch.bfloat16)
-    optimizer = Remote(model.parameters(), chunk_mebibytes=SMALL)
-    train(model, optimizer, range(3))
-    count, size = live_tensors()
-    train(model, optimizer, range(20))
-    count_after, size_after = live_tensors()
-    assert count_after <= count
-    assert size_after <= size

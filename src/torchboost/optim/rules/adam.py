@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 from torchboost.core.torch_private import foreach
 from torchboost.core.torch_versions import foreach_lerp
 from torchboost.optim.rules.base import Batch, UpdateRule
-from torchboost.optim.rules.masters import IN_CACHE, check_packable, is_packed, packed_state, packs, pieces
+from torchboost.optim.rules.masters import IN_CACHE, check_packable, full_pieces, is_packed, packed_state, packs, pieces
 from torchboost.optim.rules.options import Common, check_capturable, check_fused, rule_arguments
 from torchboost.optim.updates import Updates, UpdateTransform, check_update_transforms
 
@@ -146,7 +146,7 @@ class Adam(UpdateRule):
     def update(self, group: dict[str, Any], batch: Batch) -> None:
         """Update in place."""
         if group["moments_8bit"] or any(map(is_packed, batch.states)):
-            for part in pieces(batch, IN_CACHE, packing=group, keys=self.state_keys(group)[1:]):
+            for part in full_pieces(batch, group, self.state_keys(group)[1:]):
                 self._update(group, part)
         else:
             self._update(group, batch)

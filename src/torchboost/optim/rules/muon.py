@@ -166,14 +166,12 @@ class _Layout:
     @property
     def matrices(self) -> tuple[int, ...]:
         """The shape as matrices: ``(..., m, n)``."""
-        return self.shape if self.stacked else (self.shape[0], -1)
+        return self.shape if self.stacked else (self.shape[0], math.prod(self.shape[1:]))
 
     @property
     def multiplications(self) -> int:
         """A number in proportion to the cost of an iteration."""
-        rows = self.shape[-2] if self.stacked else self.shape[0]
-        columns = self.shape[-1] if self.stacked else math.prod(self.shape[1:])
-        return math.prod(self.shape) * min(rows, columns)
+        return math.prod(self.shape) * min(self.matrices[-2:])
 
     def shards(self, ranks: int) -> list[tuple[int, ...]]:
         """Return the shape of the shard of each rank, as ``torch.chunk`` divides."""
