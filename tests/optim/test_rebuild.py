@@ -45,7 +45,7 @@ def test_every_rule_goes_on_as_it_was():
         assert text.startswith(f"{type(new).__name__} (\n")
         assert "ClipNorm(max_norm=0.5" in text
         assert "nonfinite: 'skip'" in text
-        assert (f"at this update, by {rate!r}" in text) == (rate is LR)
+        assert (f"lr: {rate!r}" in text) == (rate is LR)
         train(whole, mine, range(3, 6))
         train(new, other, range(3, 6))
         assert values(new)[1:] == values(whole)[1:]

@@ -99,20 +99,6 @@ def test_memory_order_of_weights_and_gradients(kind, form):
 
 
 @pytest.mark.parametrize("kind", [AdamOffload, Remote])
-def test_complex_parameters(kind):
-    values = [torch.randn(9, dtype=torch.complex64) for _ in range(4)]
-    results = []
-    for make in (kind, torch.optim.Adam):
-        param = nn.Parameter(values[0].clone())
-        optimizer = make([param], lr=0.1, amsgrad=True)
-        for grad in values[1:]:
-            param.grad = grad.clone()
-            optimizer.step()
-        results.append(param.detach())
-    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("kind", [AdamOffload, Remote])
 @pytest.mark.parametrize("fused", [True, None])
 def test_checkpoints_of_torch_go_both_ways(kind, fused):
     through, model = small_network(), small_network()

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPl
 
 from tests.support.optimizers import FORMS, frozen, parameters, train
 from torchboost.optim import SGD, Adam, AdamW, AdamWeightDecay, RMSprop
+from torchboost.optim.rules.options import miscomputes
 
 ADAM: list[dict[str, Any]] = [
     {},
@@ -97,6 +98,20 @@ def test_a_tensor_as_learning_rate():
             for optimizer in pair:
                 optimizer.param_groups[0]["lr"].mul_(0.5)
         assert contents(pair[0]) == contents(pair[1]), (theirs, options)
+
+
+def test_other_precisions_and_a_parameter_that_sits_out():
+    for ours, theirs, options in every():
+        for dtype in (torch.float64, torch.bfloat16, torch.float16, torch.complex64):
+            if options.get("fused") and (dtype.is_complex or miscomputes(theirs, dtype, torch.device("cpu"))):
+                continue  # refused
+            params = [parameters(dtype=dtype), parameters(dtype=dtype)]
+            pair = [make(p, lr=0.01, **options) for make, p in zip((ours, theirs), params, strict=True)]
+            for number in range(4):
+                step(pair, [own[number == 2 :] for own in params], number)
+                for own in params:
+                    own[0].grad = None
+            assert contents(pair[0]) == contents(pair[1]), (theirs, options, dtype)
 
 
 def test_a_cycle_of_rates_and_momenta():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-import pickle
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.support.memory import live_tensors
 from tests.support.offload import (
     SMALL,
     Remote,
@@ -27,31 +25,10 @@ from tests.support.offload import (
     weights,
 )
 from torchboost.errors import IncompatibleError
-from torchboost.optim import Adam, AdamOffload, Centralize, ClipNorm, Coalesce, Decay, GradientPipeline
-from torchboost.optim.rules.offload import SMALLEST_CHUNK, _Lane, _split
+from torchboost.optim import Adam, AdamOffload, Centralize, ClipNorm, Decay, GradientPipeline
+from torchboost.optim.rules.offload import _Lane
 
 KINDS = (AdamOffload, Remote)
-SIZES = st.lists(
-    st.tuples(st.integers(0, 20_000), st.sampled_from([(4, 4), (2, 2, 4), (8, 8), (4, 2), (2, 2)])), max_size=6
-)
-
-
-@given(sizes=SIZES, limit=st.integers(SMALLEST_CHUNK, 200_000))
-def test_pieces_cover_every_number_once_and_do_not_overlap(sizes, limit):
-    chunks, largest = _split(sizes, limit)
-    covered, ends = [0] * len(sizes), [0]
-    for chunk in chunks:
-        assert chunk
-        end = 0
-        for piece in chunk:
-            assert piece.offset == end
-            assert piece.offset % 64 == piece.start % 256 == 0
-            assert piece.start == covered[piece.job]
-            covered[piece.job] += piece.length
-            end += sum(-(-piece.length * size // 64) * 64 for size in sizes[piece.job][1])
-        ends.append(end)
-    assert max(ends) == largest <= limit
-    assert covered == [count for count, _ in sizes]
 
 
 @settings(max_examples=25)
@@ -77,14 +54,14 @@ def buffers(optimizer: AdamOffload) -> int:
     return sum(slot.numel() for slot in optimizer._lanes[torch.device("cpu")].slots)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_parameters_with_gaps_leave_what_lies_between(kind):
-    whole = torch.ones(6, 10)
-    param = nn.Parameter(whole[:, ::2])
-    param.grad = torch.ones(6, 5)
-    kind([param], lr=0.5).step()
-    torch.testing.assert_close(whole[:, ::2], torch.full((6, 5), 0.5))
-    assert torch.equal(whole[:, 1::2], torch.ones(6, 5))
+def test_complex_parameters_and_those_with_gaps_are_refused():
+    for start in (torch.ones(6, 10)[:, ::2], torch.ones(2, dtype=torch.complex64)):
+        param = nn.Parameter(start)
+        param.grad = torch.ones_like(start)
+        for kind in KINDS:
+            with pytest.raises(IncompatibleError, match="real parameters without gaps"):
+                kind([param]).step()
+    assert torch.equal(param, start)
 
 
 def test_buffers_are_kept_and_grow_to_the_limit_only():
@@ -97,7 +74,7 @@ def test_buffers_are_kept_and_grow_to_the_limit_only():
         optimizer.step()
         sizes.append(buffers(optimizer))
         slots.append([slot.data_ptr() for slot in optimizer._lanes[torch.device("cpu")].slots])
-    assert sizes[0] == 0 < sizes[1] < 500 < sizes[2] <= 4 * SMALLEST_CHUNK
+    assert sizes[0] == 0 < sizes[1] < 5000 < sizes[2] <= 4 * SMALL * 2**20
     assert slots[2] == slots[3] == slots[4]
     assert [float(optimizer.state[param]["step"]) for param in params] == [5, 4, 2]
 
@@ -331,23 +308,6 @@ def test_loading_never_makes_state_on_the_device():
     assert len(optimizer._optimizer_load_state_dict_pre_hooks) == 1
 
 
-def test_a_checkpoint_that_does_not_fit_changes_nothing():
-    model = small_network()
-    optimizer = Remote(model.parameters())
-    train(model, optimizer, range(1))
-    before = copy.deepcopy(optimizer.state_dict())
-    other = AdamOffload([nn.Parameter(torch.zeros(3))])
-    with pytest.raises(ValueError, match="parameter group"):
-        optimizer.load_state_dict(other.state_dict())
-    wrong = copy.deepcopy(before)
-    wrong["state"][0]["exp_avg"] = torch.zeros(77)
-    with pytest.raises(ValueError, match="exp_avg"):
-        optimizer.load_state_dict(wrong)
-    for index, entries in before["state"].items():
-        assert all(torch.equal(optimizer.state_dict()["state"][index][key], value) for key, value in entries.items())
-    assert not optimizer._optimizer_load_state_dict_pre_hooks
-
-
 def test_masters_another_optimizer_did_not_know_are_made_anew():
     model = small_network(torch.bfloat16)
     first = AdamOffload(model.parameters(), lr=0.1)
@@ -367,19 +327,6 @@ def test_masters_another_optimizer_did_not_know_are_made_anew():
             assert ours.state[param]["exp_avg"].dtype == torch.float32
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
-def test_copies_go_on_alike(copied):
-    model = small_network(torch.bfloat16)
-    optimizer = Remote(model.parameters(), lr=0.1, chunk_mebibytes=SMALL)
-    train(model, optimizer, range(2))
-    other, twin = copied((model, optimizer))
-    assert twin.chunk_mebibytes == SMALL
-    train(model, optimizer, range(2, 4))
-    train(other, twin, range(2, 4))
-    assert_same_weights(model, other)
-    assert_same_state(optimizer, twin)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_transforms_run_where_the_gradients_are(kind):
     chain = (Decay(0.1), Centralize(), ClipNorm(0.5))
@@ -394,22 +341,6 @@ def test_transforms_run_where_the_gradients_are(kind):
     GradientPipeline(*chain).attach(optimizer)
     train(attached, optimizer, range(3))
     assert_same_weights(attached, plain)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_sparse_gradients_are_refused_first(kind):
-    table = nn.Embedding(5, 3, sparse=True)
-    dense = nn.Linear(3, 1)
-    dense(table(torch.tensor([1, 2]))).sum().backward()
-    params = [*dense.parameters(), *table.parameters()]
-    before = [param.detach().clone() for param in params]
-    for transforms in ((), (Coalesce(),)):
-        optimizer = kind(params, transforms=transforms)
-        with pytest.raises(IncompatibleError, match="dense"):
-            optimizer.step()
-        assert all(torch.equal(param, value) for param, value in zip(params, before, strict=True))
-    kind(params, transforms=(Coalesce(dense=True),)).step()
-    assert not any(torch.equal(param, value) for param, value in zip(params, before, strict=True))
 
 
 def test_options_and_choices_of_kernel_are_refused():
@@ -468,14 +399,3 @@ def test_the_plan_for_parameters_on_the_host():
     assert plan.bytes_to_host == plan.bytes_to_device == plan.staging_bytes == plan.chunks == 0
     moving = [param for param in model.parameters() if param.requires_grad]
     assert plan.state_bytes == sum(8 * param.numel() + 4 for param in moving)
-
-
-def test_no_memory_is_added_step_by_step():
-    model = small_network(torch.bfloat16)
-    optimizer = Remote(model.parameters(), chunk_mebibytes=SMALL)
-    train(model, optimizer, range(3))
-    count, size = live_tensors()
-    train(model, optimizer, range(20))
-    count_after, size_after = live_tensors()
-    assert count_after <= count
-    assert size_after <= size

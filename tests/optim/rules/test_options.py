@@ -20,24 +20,6 @@ from torchboost.optim.rules.options import FLAGS, HERE, NOT_NEGATIVE, check_fuse
 
 COMPAT = ROOT / "docs" / "compat.md"
 
-GOOD: list[dict[str, Any]] = [
-    {},
-    {"lr": 0, "weight_decay": 0.0, "eps": 1, "momentum": np.float32(0.9)},
-    {"lr": torch.tensor(0.1)},
-    {"lr": torch.tensor([0.1]), "foreach": True},
-    {"lr": torch.tensor(0.1), "foreach": True, "capturable": True},
-    {"betas": (0.9, 0.999)},
-    {"betas": [0, 0.5]},
-    {"betas": (torch.tensor(0.9), torch.tensor(0.5))},
-    {"dampening": -1.5},
-    {"foreach": None, "fused": None},
-    {"foreach": False, "fused": True},
-    {"nesterov": True},
-    {"nesterov": True, "momentum": 0.9, "dampening": 0},
-    {"updates": 3},
-    {"differentiable": False},
-    {"anything": "else"},
-]
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"lr": None}, TypeError, "lr: found None"),
     ({"lr": "0.1"}, TypeError, "lr: found '0.1'"),
@@ -78,11 +60,6 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"updates": 1.5}, TypeError, "updates: found 1.5"),
     ({"updates": torch.tensor(True)}, TypeError, "updates: found"),
 ]
-
-
-def test_sensible_options_pass():
-    for options in GOOD:
-        check_options(options)
 
 
 def test_senseless_options_are_refused():
@@ -220,25 +197,15 @@ def test_the_verdict_is_that_of_a_step_in_double_precision():
         assert miscomputes(kind, dtype, CPU) == far
 
 
-def test_what_cannot_be_tried_is_left_to_torch():
-    assert not miscomputes(torch.optim.SGD, torch.float8_e4m3fn, CPU)
-
-
-def test_a_kernel_that_is_wrong_is_found():
+def test_a_kernel_that_is_wrong_is_found_in_inference_mode_too_and_no_numbers_are_drawn():
     class Wrong(torch.optim.SGD):
         def step(self, closure=None):
             super().step(closure)
             if self.param_groups[0]["fused"]:
                 self.param_groups[0]["params"][0].data[8:16] += 1
 
-    assert miscomputes(Wrong, torch.float32, CPU)
-
-
-def test_the_trial_works_in_inference_mode_and_draws_no_numbers():
-    class Own(torch.optim.SGD):
-        pass
-
     state = torch.get_rng_state()
     with torch.inference_mode():
-        assert not miscomputes(Own, torch.float32, CPU)
+        assert miscomputes(Wrong, torch.float32, CPU)
     assert torch.equal(state, torch.get_rng_state())
+    assert not miscomputes(torch.optim.SGD, torch.float8_e4m3fn, CPU)  # which cannot be tried

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
-from torch.optim.swa_utils import update_bn
 
 from tests.support.optimizers import give_grads, parameters, same, train, values
 from torchboost.errors import IncompatibleError
@@ -230,25 +229,3 @@ def test_complex_parameters_are_refused():
         with pytest.raises(IncompatibleError, match="needs real parameters"):
             rule([weight], lr=0.1).step()
         assert torch.equal(weight.detach(), torch.ones(2, dtype=torch.complex64))
-
-
-def test_batch_norm_is_estimated_again_for_the_average():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
-    data = torch.randn(256, 6)
-    target = data[:, :1] * data[:, 1:2]
-    optimizer = ScheduleFreeAdamW(model.parameters(), lr=0.05)
-    for _ in range(60):
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(data), target).backward()
-        optimizer.step()
-    optimizer.eval()
-
-    def loss() -> float:
-        model.eval()
-        with torch.no_grad():
-            return float(nn.functional.mse_loss(model(data), target))
-
-    before = loss()
-    update_bn([data], model)
-    assert loss() < before

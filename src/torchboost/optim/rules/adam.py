@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 from torchboost.core.torch_private import foreach, foreach_lerp
 from torchboost.optim.pipeline import check_transforms
 from torchboost.optim.rules.base import Batch, UpdateRule
-from torchboost.optim.rules.masters import IN_CACHE, check_packable, is_packed, packed_state, packs, pieces
+from torchboost.optim.rules.masters import IN_CACHE, check_packable, full_pieces, is_packed, packed_state, packs, pieces
 from torchboost.optim.rules.options import Common, check_capturable, check_fused, rule_arguments
 from torchboost.optim.transforms import Updates, UpdateTransform
 
@@ -79,6 +79,7 @@ class Adam(UpdateRule):
         >>> optimizer = Adam(model.parameters(), lr=1e-3, fused=True)
     """
 
+    kept = (*UpdateRule.kept, "update_transforms")
     kernel_unscales = True
     packs_moments = True
     update_transforms: tuple[UpdateTransform, ...] = ()
@@ -107,9 +108,6 @@ class Adam(UpdateRule):
         self.update_transforms = tuple(arguments["defaults"].pop("update_transforms"))
         check_transforms(self.update_transforms, Updates)
         super().__init__(**arguments)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "update_transforms": self.update_transforms}
 
     def constructor_options(self) -> dict[str, Any]:
         """Return the constructor's arguments that the param groups do not hold, by name."""
@@ -148,7 +146,7 @@ class Adam(UpdateRule):
     def update(self, group: dict[str, Any], batch: Batch) -> None:
         """Update in place."""
         if group["moments_8bit"] or any(map(is_packed, batch.states)):
-            for part in pieces(batch, IN_CACHE, packing=group, keys=self.state_keys(group)[1:]):
+            for part in full_pieces(batch, group, self.state_keys(group)[1:]):
                 self._update(group, part)
         else:
             self._update(group, batch)

@@ -34,7 +34,6 @@ from torchboost.optim.rules.masters import (
     local,
     pieces,
     rounds_at_random,
-    rows_widened,
     stochastic,
     widened,
     with_full_moments,
@@ -59,9 +58,6 @@ SET_BY_SCHEDULE = "scheduled_"
 
 SEEDS = 2**20
 """Seeds per update, more than an optimizer has groups."""
-
-KEPT = ("transforms", "nonfinite", "_schedules", "_default_schedules")
-"""Attributes that a copy or a pickle includes, in addition to those of ``torch.optim.Optimizer``."""
 
 
 class UpdateRule(Optimizer):
@@ -104,6 +100,9 @@ class UpdateRule(Optimizer):
 
     numbers: tuple[str, ...] = ()
     """Entries of the state, other than ``"step"``, that are numbers and keep their precision when they are loaded."""
+
+    kept: tuple[str, ...] = ("transforms", "nonfinite", "_schedules", "_default_schedules")
+    """Attributes that a copy or a pickle includes, in addition to those of ``torch.optim.Optimizer``."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -182,18 +181,12 @@ class UpdateRule(Optimizer):
         return described
 
     def __repr__(self) -> str:
-        own = {
-            key: value
-            for key, value in self.constructor_options().items()
-            if key not in self.defaults and value is not None
-        }
-        lines = [f"{type(self).__name__} (", *(f"{key}: {value!r}" for key, value in own.items())]
-        for number, (group, rules) in enumerate(zip(self.param_groups, self._schedules, strict=True)):
-            lines.append(f"Parameter Group {number}")
-            for key in sorted(key for key in group if key != "params" and not key.startswith(SET_BY_SCHEDULE)):
-                acts = key in rules and not _by_hand(group, key)
-                source = f" at this update, by {rules[key]!r}" if acts else ""
-                lines.append(f"    {key}: {group[key]}{source}")
+        arguments = self.constructor_options().items()
+        kept = {key: value for key, value in arguments if key not in self.defaults and value is not None}
+        lines = [f"{type(self).__name__} (", *(f"{key}: {value!r}" for key, value in kept.items())]
+        for number, group in enumerate(self.described_groups()):
+            options = [(key, group[key]) for key in sorted(group) if key != "params"]
+            lines += [f"Parameter Group {number}", *(f"    {key}: {value!r}" for key, value in options)]
         return "\n".join([*lines, ")"])
 
     def check_group(self, group: Mapping[str, Any]) -> None:
@@ -201,13 +194,6 @@ class UpdateRule(Optimizer):
 
         Raises:
             ValueError: Two options exclude each other.
-        """
-
-    def check_schedules(self, schedules: Mapping[str, Schedule]) -> None:
-        """Refuse schedules that the rule cannot follow, by name of the option.
-
-        Raises:
-            ValueError: The rule takes a number only.
         """
 
     def check_grad(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
@@ -260,15 +246,14 @@ class UpdateRule(Optimizer):
         group = {**param_group, "params": listed(param_group["params"])}
         schedules = {key: rule for key, rule in self._default_schedules.items() if key not in group}
         schedules |= take_schedules(group)
-        self.check_schedules(schedules)
         if schedules and "updates" not in group:
             steps = [state["step"] for state in self.state.values() if "step" in state]
             counted = [other["updates"] for other in self.param_groups if "updates" in other]
             group["updates"] = int(max(counted or steps, default=0))
-        complete = {**defaults, **group, "params": [bare(param) for param in group["params"]]}
-        self._check_values(complete)
-        group |= {SET_BY_SCHEDULE + key: complete[key] for key in schedules}
-        super().add_param_group({**defaults, **group})
+        complete = {**defaults, **group}
+        complete |= {SET_BY_SCHEDULE + key: complete[key] for key in schedules}
+        self._check_values({**complete, "params": [bare(param) for param in group["params"]]})
+        super().add_param_group(complete)
         self._schedules.append(schedules)
 
     @torch.no_grad()
@@ -297,10 +282,7 @@ class UpdateRule(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         scheduled = self._scheduled()
-        before = [
-            {key: group[key] for key in values if key in group}
-            for group, values in zip(self.param_groups, scheduled, strict=True)
-        ]
+        before = list(map(dict, self.param_groups))
         fresh: list[tuple[Tensor, dict[str, Any]]] = []
         perform = None
         share = self._shared()
@@ -321,9 +303,8 @@ class UpdateRule(Optimizer):
             raise
         finally:
             if perform is None:
-                for group, values, old in zip(self.param_groups, scheduled, before, strict=True):
-                    for key in values.keys() - old.keys():
-                        del group[key]
+                for group, old in zip(self.param_groups, before, strict=True):
+                    group.clear()
                     group.update(old)
         if perform is None:
             return loss
@@ -337,8 +318,7 @@ class UpdateRule(Optimizer):
         return loss
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {key: self.__dict__[key] for key in KEPT if key in self.__dict__}
-        return {**super().__getstate__(), **own}
+        return super().__getstate__() | {key: self.__dict__[key] for key in self.kept if key in self.__dict__}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -466,7 +446,9 @@ class UpdateRule(Optimizer):
             state = {key: widened(value) for key, value in state.items()} | {"master": param.detach().float()}
         elif (master := self._stamps.current(param, state["master"])) is not state["master"]:
             state = {**state, "master": master}
-        return state["master"], rows_widened(param.grad), state
+        # Merging rows loses less in float32; dense gradients are cast later, piece by piece.
+        grad = param.grad
+        return state["master"], widened(grad) if grad is not None and grad.is_sparse else grad, state
 
     def prepare(self, work: Sequence[Batch]) -> Callable[[], None] | None:
         """Do everything that can fail and return a function that does the update; None if it must be skipped."""
@@ -528,10 +510,10 @@ class UpdateRule(Optimizer):
 
     def _shared(self) -> Share | None:
         looks_across = self.nonfinite != "ignore" or any(not t.scale_free for t in self.transforms)
-        found = self._share or (share_of(self) if looks_across else None,)
+        share = self._share or (share_of(self) if looks_across else None,)
         if not torch.compiler.is_compiling():  # torch 2.9 cannot trace that it is kept
-            self._share = found
-        return found[0]
+            self._share = share
+        return share[0]
 
     def _check_grads(self, work: Sequence[Batch], grads: Sequence[Tensor]) -> None:
         """Run :meth:`check_grad` on each gradient as it will be; a master gets one of its precision."""

@@ -37,6 +37,11 @@ class Batch:
         """Return one entry of all states."""
         return [state[key] for state in self.states]
 
+    def select(self, places: Sequence[int]) -> Batch:
+        """Return the batch of some of the parameters, by position."""
+        params, grads, states = self.params, self.grads, self.states
+        return Batch([params[at] for at in places], [grads[at] for at in places], [states[at] for at in places])
+
     def align(self, keys: Sequence[str]) -> None:
         """Give gradients and the entries ``keys`` of the states the memory layout of their parameter.
 

@@ -130,11 +130,9 @@ class LazyAdam(Adam):
             super().check_grad(param, grad, group)
             return
         found = f"found a gradient of layout {grad.layout} for a parameter of shape {tuple(param.shape)}"
-        if grad.layout is not torch.sparse_coo:
-            raise IncompatibleError(f"LazyAdam needs dense gradients or rows in torch.sparse_coo, {found}; convert it.")
-        if grad.sparse_dim() != 1:
+        if grad.layout is not torch.sparse_coo or grad.sparse_dim() != 1:
             raise IncompatibleError(
-                f"LazyAdam needs sparse rows (sparse_dim 1), {found} with sparse_dim {grad.sparse_dim()}. "
+                f"LazyAdam needs dense gradients or sparse rows (torch.sparse_coo with sparse_dim 1), {found}. "
                 "Use transforms=(Coalesce(dense=True),)."
             )
         if group["capturable"]:
@@ -178,7 +176,7 @@ class LazyAdam(Adam):
                 for each in group["params"]:
                     self._catch_up(each)
             return
-        self._check_own(param)
+        self._check_held(param)
         self._catch_up(param, None if rows is None else _row_numbers(param, rows))
 
     def attach(self, module: nn.Embedding | nn.EmbeddingBag) -> Attachment:
@@ -205,7 +203,7 @@ class LazyAdam(Adam):
                 "the embedding has sparse=False, so its gradients are dense and no row falls behind; use sparse=True."
             )
         weight = module.weight
-        self._check_own(weight)
+        self._check_held(weight)
 
         @torch.no_grad()
         def before_forward(read: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -220,7 +218,12 @@ class LazyAdam(Adam):
         """Update in place; a sparse gradient is handled as a small dense one of its rows."""
         compact = Batch([], [], [])
         named: list[tuple[int, Tensor]] = []
-        for i, (owner, grad, state) in enumerate(zip(_owners(group), batch.grads, batch.states, strict=True)):
+        known = [param for param in group["params"] if param in self.state]
+        owners = {id(self.state[param].get("master", param)): param for param in known}
+        for i, (worked, grad, state) in enumerate(zip(batch.params, batch.grads, batch.states, strict=True)):
+            owner = owners[id(worked)]
+            if owner is not worked:
+                self._stamps.note(owner)  # catching up must not replace this master
             lazy = group["exact"] and grad.is_sparse
             if "past" in state and not (lazy and state["past"]["form"] == form_of(group)):
                 self._catch_up(owner)
@@ -231,19 +234,19 @@ class LazyAdam(Adam):
                     self._catch_up(owner, rows)
                 named.append((i, rows))
                 moments = {key: state[key].index_select(0, rows) for key in MOMENTS if key in state}
-                compact.params.append(batch.params[i].index_select(0, rows))
+                compact.params.append(worked.index_select(0, rows))
                 compact.grads.append(sparse_values(grad))
                 compact.states.append({"step": state["step"], **moments})
             else:
-                compact.params.append(batch.params[i])
+                compact.params.append(worked)
                 compact.grads.append(grad)
                 compact.states.append(state)
         super().update(group, compact)
-        owners = _owners(group)
         for i, rows in named:
-            batch.params[i].index_copy_(0, rows, compact.params[i])
-            if batch.params[i] is not owners[i]:
-                owners[i].index_copy_(0, rows, compact.params[i].to(owners[i].dtype))
+            worked, owner = batch.params[i], owners[id(batch.params[i])]
+            worked.index_copy_(0, rows, compact.params[i])
+            if owner is not worked:
+                owner.index_copy_(0, rows, compact.params[i].to(owner.dtype))
             state = batch.states[i]
             for key, value in compact.states[i].items():
                 if key != "step":
@@ -287,15 +290,10 @@ class LazyAdam(Adam):
             batch.grads[:] = [grad.coalesce() if grad.is_sparse else grad for grad in batch.grads]
         return super().prepare(work)
 
-    def _check_own(self, param: Tensor) -> None:
+    def _check_held(self, param: Tensor) -> None:
         if not any(param is own for group in self.param_groups for own in group["params"]):
             found = f"of shape {tuple(param.shape)}" if isinstance(param, Tensor) else repr(param)
             raise ValueError(f"this optimizer does not hold the parameter {found}; give one of its parameters.")
-
-
-def _owners(group: Mapping[str, Any]) -> list[Tensor]:
-    """Return the parameters that a batch of the group holds."""
-    return [param for param in group["params"] if param.grad is not None]
 
 
 def _made_step(group: Mapping[str, Any], state: dict[str, Any], rows: Tensor) -> None:

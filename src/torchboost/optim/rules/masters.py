@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from operator import attrgetter
 from typing import Any
@@ -22,6 +22,7 @@ __all__ = [
     "Stamps",
     "check_narrow",
     "check_packable",
+    "full_pieces",
     "has_master",
     "is_packed",
     "is_rounded",
@@ -30,7 +31,6 @@ __all__ = [
     "packs",
     "pieces",
     "rounds_at_random",
-    "rows_widened",
     "stochastic",
     "widened",
     "with_full_moments",
@@ -103,17 +103,14 @@ def check_narrow(param: Tensor, state: Mapping[str, Any], keys: Sequence[str]) -
     Raises:
         IncompatibleError: One of its shape is in float32.
     """
-    held = {key: state.get(key) for key in keys if key != "step"}  # a count, always in float32
-    wide = [key for key, value in held.items() if isinstance(value, Tensor) and _is_wide(value, param)]
+    entries = {key: state.get(key) for key in keys if key != "step"}  # a count, always in float32
+    tensors = {key: value for key, value in entries.items() if isinstance(value, Tensor)}
+    wide = [key for key, value in tensors.items() if value.dtype is torch.float32 and value.shape == param.shape]
     if wide:
         raise IncompatibleError(
             f"found {', '.join(wide)} in float32 for a parameter in {param.dtype} that would now be updated as it is; "
             "keep 'master_weights' and the precision of the model as they were."
         )
-
-
-def _is_wide(value: Tensor, param: Tensor) -> bool:
-    return value.dtype is torch.float32 and value.shape == param.shape
 
 
 def widened(value: Any) -> Any:
@@ -136,81 +133,79 @@ class Stamps:
         if not torch.compiler.is_compiling():
             self._seen[param] = memory_stamp(param)
 
-    def known(self, param: Tensor) -> bool:
-        """Whether the parameter has not changed since :meth:`note`."""
-        return torch.compiler.is_compiling() or self._seen.get(param) == memory_stamp(param)
-
     def current(self, param: Tensor, master: Tensor) -> Tensor:
         """Return the master, with entries taken from the parameter if they are no longer the rounded master.
 
         Entries that were not written keep the precision of the master. Cost: nothing if nothing was written, otherwise
         a new master.
         """
-        if self.known(param):
+        if torch.compiler.is_compiling() or self._seen.get(param) == memory_stamp(param):
             return master
         near = param.detach().to(master.device)
         return torch.where(master.to(near.dtype) == near, master.float(), near.float())
 
 
-def rows_widened(grad: Tensor | None) -> Tensor | None:
-    """Return sparse rows in float32, so that merging them loses less; dense gradients are cast later."""
-    return widened(grad) if grad is not None and grad.is_sparse else grad
-
-
-def pieces(
-    batch: Batch,
-    limit: int | None = None,
-    *,
-    seed: int | None = None,
-    packing: Mapping[str, Any] | None = None,
-    keys: Sequence[str] = (),
-) -> Iterator[Batch]:
+def pieces(batch: Batch, limit: int | None = None, *, seed: int | None = None) -> Iterator[Batch]:
     """Yield a batch in parts in the precision of the update; each is valid until the next one is requested.
-
-    The new weights are rounded and the moments packed when the next part is requested. Both are random, but the same
-    for the same seed or number of updates: all ranks get the same values, and a resumed run those of one that was not
-    interrupted.
 
     Args:
         batch: The tensors to update.
         limit: Entries per part on the CPU; a part may exceed it by one tensor. None makes parts only to cast tensors.
-        seed: Update in float32 and round the new weights with this seed, at least 0.
-        packing: The param group whose moments are unpacked, and packed again if they are to be in 8 bits; its
-            ``"updates"`` counts the updates.
+        seed: Update in float32, and round the new weights at random with this seed, at least 0, when the next part is
+            requested.
+    """
+    devices = {param.device for param in batch.params}
+    near = limit is not None and _on_cpu(devices)
+    low = not set(LOW_PRECISION).isdisjoint(map(_DTYPE, batch.grads))
+    if seed is None and not near and not (low and any("master" in state for state in batch.states)):
+        yield batch
+        return
+    generators = {} if seed is None else {device: torch.Generator(device).manual_seed(seed) for device in devices}
+    for part in _split(batch, limit if near and limit is not None else PIECE):
+        pairs = zip(part.grads, part.states, strict=True)
+        grads = [widened(grad) if seed is not None or "master" in state else grad for grad, state in pairs]
+        wide = part.params if seed is None else list(map(widened, part.params))
+        yield Batch(wide[:], grads, part.states)
+        grads.clear()  # before the next part is made
+        for param, new in zip(part.params, wide, strict=True):
+            if new is not param:
+                local(param).copy_(stochastically_rounded(local(new), generators[param.device]))
+
+
+def full_pieces(batch: Batch, group: Mapping[str, Any], keys: Sequence[str]) -> Iterator[Batch]:
+    """Yield a batch in parts with moments in full; each is packed again when the next one is requested.
+
+    The noise is the same for the same number of updates: all ranks get the same values, and a resumed run those of one
+    that was not interrupted.
+
+    Args:
+        batch: The tensors to update.
+        group: Its options; ``"updates"`` counts the updates.
         keys: The moments.
     """
     devices = {param.device for param in batch.params}
-    near = limit is not None and all(device.type == "cpu" for device in devices)
-    low = not set(LOW_PRECISION).isdisjoint(map(_DTYPE, batch.grads))
-    if seed is None and packing is None and not near and not (low and any("master" in s for s in batch.states)):
-        yield batch
-        return
-    size = limit if near and limit is not None else PIECE
-    generators = {} if seed is None else {device: torch.Generator(device).manual_seed(seed) for device in devices}
-    noises = {} if packing is None else {device: noise(packing.get("updates", 0), device) for device in devices}
+    noises = {device: noise(group.get("updates", 0), device) for device in devices}
+    for part in _split(batch, IN_CACHE if _on_cpu(devices) else PIECE):
+        full = list(map(unpacked_state, part.states, map(_DTYPE, part.params)))
+        yield Batch(part.params, part.grads, full[:])
+        for param, state, new in zip(part.params, part.states, full, strict=True):
+            for key in keys:
+                state.pop(key + SCALE, None)
+            state.update(packed_state(new, keys, noises[param.device]) if packs(param, group) else new)
+
+
+def _split(batch: Batch, size: int) -> Iterator[Batch]:
+    """Yield parts of at least ``size`` entries, as few tensors as possible."""
     start = entries = 0
-    for stop, last in enumerate(batch.params, 1):
-        entries += last.numel()
-        if entries < size and stop < len(batch.params):
-            continue
-        params, states = batch.params[start:stop], batch.states[start:stop]
-        pairs = zip(batch.grads[start:stop], states, strict=True)
-        grads = [widened(g) if seed is not None or "master" in s else g for g, s in pairs]
-        wide = params if seed is None else list(map(widened, params))
-        unpacked = states if packing is None else list(map(unpacked_state, states, map(_DTYPE, params)))
-        yield Batch(wide[:], grads, unpacked[:])
-        grads.clear()  # before the next part is made
-        start, entries = stop, 0
-        for param, new in zip(params, wide, strict=True):
-            if new is not param:
-                local(param).copy_(stochastically_rounded(local(new), generators[param.device]))
-        for param, state, full in zip(params, states, unpacked, strict=True):
-            if packing is not None and packs(param, packing):
-                state.update(packed_state(full, keys, noises[param.device]))
-            elif packing is not None:
-                state.update(full)
-                for key in keys:
-                    state.pop(key + SCALE, None)
+    for stop, param in enumerate(batch.params, 1):
+        entries += param.numel()
+        if entries >= size or stop == len(batch.params):
+            yield batch.select(range(start, stop))
+            start, entries = stop, 0
+
+
+def _on_cpu(devices: Iterable[torch.device]) -> bool:
+    return all(device.type == "cpu" for device in devices)
 
 
 def stochastically_rounded(values: Tensor, generator: torch.Generator | None = None) -> Tensor:

@@ -63,6 +63,8 @@ class MixedOptimizer(UpdateRule):
         ['muon', 'adamw']
     """
 
+    kept = (*UpdateRule.kept, "_rules")
+
     def __init__(
         self,
         params: Any,
@@ -78,9 +80,6 @@ class MixedOptimizer(UpdateRule):
         options = arguments["defaults"]
         arguments["defaults"] = {k: v for k, v in options.items() if v is not None or k not in ("lr", "weight_decay")}
         super().__init__(**arguments)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_rules": {}}
 
     def constructor_options(self) -> dict[str, Any]:
         """Return the constructor's arguments that the param groups do not hold, by name."""

@@ -165,14 +165,12 @@ class _Layout:
     @property
     def matrices(self) -> tuple[int, ...]:
         """The shape as matrices: ``(..., m, n)``."""
-        return self.shape if self.stacked else (self.shape[0], -1)
+        return self.shape if self.stacked else (self.shape[0], math.prod(self.shape[1:]))
 
     @property
     def multiplications(self) -> int:
         """A number in proportion to the cost of an iteration."""
-        rows = self.shape[-2] if self.stacked else self.shape[0]
-        columns = self.shape[-1] if self.stacked else math.prod(self.shape[1:])
-        return math.prod(self.shape) * min(rows, columns)
+        return math.prod(self.shape) * min(self.matrices[-2:])
 
     def shards(self, ranks: int) -> list[tuple[int, ...]]:
         """Return the shape of the shard of each rank, as ``torch.chunk`` divides."""
@@ -221,9 +219,7 @@ def _parts(group: Mapping[str, Any], batch: Batch) -> Iterator[tuple[_Layout, Ba
         layout = _layout(first, stacked=group["stacked"])
         length = len(positions) if layout.mesh else max(1, PIECE // first.numel())
         for start in range(0, len(positions), length):
-            part = positions[start : start + length]
-            params, grads = ([tensors[at] for at in part] for tensors in (batch.params, batch.grads))
-            yield layout, Batch(params, grads, [batch.states[at] for at in part])
+            yield layout, batch.select(positions[start : start + length])
 
 
 def _move(group: Mapping[str, Any], layout: _Layout, params: list[Tensor], directions: list[Tensor]) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,15 +14,13 @@ from typing_extensions import Unpack
 from torchboost.core.arguments import check_number
 from torchboost.core.torch_private import foreach
 from torchboost.errors import IncompatibleError
-from torchboost.optim.rules.adam import Adam, as_real
+from torchboost.optim.rules.adam import Adam
 from torchboost.optim.rules.base import Batch, UpdateRule
-from torchboost.optim.rules.masters import has_master, pieces
+from torchboost.optim.rules.masters import has_master, pieces, widened
 from torchboost.optim.rules.options import Pipeline, rule_arguments
-from torchboost.optim.tensors import is_dense, same_layout
+from torchboost.optim.tensors import aligned, is_dense, same_layout
 
 __all__ = ["AdamOffload", "OffloadPlan"]
-
-_KIND = attrgetter("dtype", "device")
 
 MEBIBYTE = 2**20
 
@@ -33,10 +30,8 @@ ON_HOST = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master")
 GRAIN = 256
 """Tensors are cut at multiples of this many entries, so that vector kernels round as for the whole tensor."""
 
-ALIGNMENT = 64
-
 SMALLEST_CHUNK = 8192
-"""Bytes that hold a grain of the widest type."""
+"""Bytes that hold a grain of the widest types."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +71,8 @@ class AdamOffload(Adam):
     on the device of the gradients; with master weights they see float32 copies of the gradients on the device, and the
     parameter instead of the master.
 
-    Limits: dense gradients; no DTensor on an accelerator (FSDP2 has ``CPUOffloadPolicy``); several devices are
-    processed one after another. ``GradScaler`` unscales before the step.
+    Limits: real parameters without gaps in memory; dense gradients; no DTensor on an accelerator (FSDP2 has
+    ``CPUOffloadPolicy``); several devices are processed one after another. ``GradScaler`` unscales before the step.
 
     Source: J. Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training", arXiv 2101.06840; MindSpore's
     ``AdamOffload``, whose epsilon is ``eps_uncorrected``.
@@ -111,6 +106,7 @@ class AdamOffload(Adam):
     """
 
     packs_moments = rounds = False
+    kept = (*Adam.kept, "chunk_mebibytes", "pin_memory")
 
     def __init__(
         self,
@@ -138,37 +134,35 @@ class AdamOffload(Adam):
             raise TypeError(f"pin_memory: found {pin_memory!r}; give True or False.")
         self.chunk_mebibytes = float(chunk_mebibytes)
         self.pin_memory = pin_memory
-        self._lanes: dict[torch.device, _Lane] = {}
         fused = None if nesterov or eps_uncorrected else True
         arguments = rule_arguments(locals(), foreach=None, capturable=False, moments_8bit=False)
-        for name in self._buffer_options():
-            del arguments["defaults"][name]
+        del arguments["defaults"]["chunk_mebibytes"], arguments["defaults"]["pin_memory"]
         UpdateRule.__init__(self, **arguments)
 
     def constructor_options(self) -> dict[str, Any]:
         """Return the constructor's arguments that the param groups do not hold, by name."""
-        return {**super().constructor_options(), **self._buffer_options()}
+        own = {"chunk_mebibytes": self.chunk_mebibytes, "pin_memory": self.pin_memory}
+        return {**super().constructor_options(), **own}
 
     def plan(self) -> OffloadPlan:
         """Return the cost of a step; needs neither gradients nor state."""
         down = up = state = staging = chunks = 0
-        sizes: dict[torch.device, list[tuple[int, list[int]]]] = {}
+        sizes: dict[torch.device, list[tuple[int, int]]] = {}
         for group in self.param_groups:
             for param in group["params"]:
                 if not param.requires_grad:
                     continue
-                master = has_master(param, group)
-                own, count = param.dtype.to_real(), param.numel() * (2 if param.is_complex() else 1)
-                worked = torch.float32 if master else own
+                master, count = has_master(param, group), param.numel()
+                worked = torch.float32 if master else param.dtype
                 state += 4 + count * worked.itemsize * (len(self.state_keys(group)) - 1 + master)
                 if self._far(param):
-                    grad = worked if self.chain else own
-                    down += count * (grad.itemsize if master else grad.itemsize + own.itemsize)
-                    up += count * own.itemsize
-                    regions = [dtype.itemsize for dtype in _regions(grad, own, worked)]
-                    sizes.setdefault(param.device, []).append((count, regions))
+                    grad = worked if self.chain else param.dtype
+                    down += count * (grad.itemsize if master else grad.itemsize + param.dtype.itemsize)
+                    up += count * param.dtype.itemsize
+                    width = sum(dtype.itemsize for dtype in _regions(grad, param.dtype, worked))
+                    sizes.setdefault(param.device, []).append((count, width))
         for tensors in sizes.values():
-            packed, largest = _split(tensors, self._chunk_bytes())
+            packed, largest = _packed(tensors, self.chunk_mebibytes)
             staging += min(len(packed), 2) * largest
             chunks += len(packed)
         return OffloadPlan(
@@ -187,14 +181,23 @@ class AdamOffload(Adam):
                 raise ValueError(f"{name}: found {refused}; {type(self).__name__} chooses its kernel; leave it out.")
 
     def check_grad(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
-        """Refuse sparse gradients, and DTensors on an accelerator."""
+        """Refuse sparse gradients, complex parameters or such with gaps, and DTensors on an accelerator."""
         if grad.layout is not torch.strided or not (self._far(param) and has_master(param, group)):
             UpdateRule.check_grad(self, param, grad, group)
+        if param.is_complex() or not is_dense(param):
+            raise IncompatibleError(
+                f"{type(self).__name__} needs real parameters without gaps in memory, found one of {param.dtype}, "
+                f"shape {tuple(param.shape)}, strides {param.stride()}. Give it to Adam."
+            )
         if self._far(param) and getattr(param, "placements", None) is not None:
             raise IncompatibleError(
                 f"{type(self).__name__} does not take a DTensor on {param.device}, found one of shape "
                 f"{tuple(param.shape)}. Use fully_shard(..., offload_policy=CPUOffloadPolicy()) with Adam."
             )
+
+    def adopted(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a saved group with the kernel that this class chooses."""
+        return {**super().adopted(group), **_kernel(group)}
 
     def init_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return a step of 0 and moments of 0, on the host."""
@@ -202,107 +205,72 @@ class AdamOffload(Adam):
         moments = {key: self._host_like(param, dtype).zero_() for key in self.state_keys(group)[1:]}
         return {"step": torch.zeros((), dtype=torch.float32, device="cpu"), **moments}
 
-    def update(self, group: dict[str, Any], batch: Batch) -> None:
-        """Update tensors on the host in place."""
-        super().update(group, as_real(batch, ON_HOST))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), **self._buffer_options()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update({key: state[key] for key in ("chunk_mebibytes", "pin_memory") if key in state})
-        super().__setstate__(state)
-        self.__dict__.setdefault("_lanes", {})
-        for group in self.param_groups:
-            group.update(_kernel(group))
-
-    def _loaded(self, param: Tensor, group: Mapping[str, Any], key: str, value: Any) -> Any:
-        if key not in ON_HOST or not isinstance(value, Tensor):
-            return super()._loaded(param, group, key, value)
-        kept = value.to("cpu", copy=True)
-        return kept.pin_memory() if kept.ndim and self._pins(param.device) else kept
-
-    def _buffer_options(self) -> dict[str, Any]:
-        return {"chunk_mebibytes": self.chunk_mebibytes, "pin_memory": self.pin_memory}
-
-    def _chunk_bytes(self) -> int:
-        return int(self.chunk_mebibytes * MEBIBYTE)
-
     def _far(self, param: Tensor) -> bool:
         """Whether the parameter is on a device other than the CPU."""
         return param.device.type != "cpu"
 
-    def _pins(self, device: torch.device) -> bool:
-        return self.pin_memory and _pinnable(device)
-
     def _host_like(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        return torch.empty_like(like, dtype=dtype, device="cpu", pin_memory=self._pins(like.device))
+        pinned = self.pin_memory and _pinnable(like.device)
+        return torch.empty_like(like, dtype=dtype, device="cpu", pin_memory=pinned)
+
+    def _loaded(self, param: Tensor, group: Mapping[str, Any], key: str, value: Any) -> Any:
+        if key not in ON_HOST[1:] or not isinstance(value, Tensor):
+            return super()._loaded(param, {**group, "fused": None}, key, value)
+        wide = key == "master" or has_master(param, group)
+        return self._host_like(param, torch.float32 if wide else param.dtype).copy_(value)
 
     def _worked(
         self, param: Tensor, state: dict[str, Any], group: Mapping[str, Any]
     ) -> tuple[Tensor, Any, dict[str, Any]]:
         """Return the parameter itself if it is on a device, because transforms cannot use its master on the host."""
-        wide = has_master(param, group)
-        if not self._far(param) or not wide:
+        if not self._far(param) or not has_master(param, group):
             return super()._worked(param, state, group)
         if "master" not in state:
-            state = {**state, "master": self._host_like(param, torch.float32).copy_(param)}
+            master = self._host_like(param, torch.float32).copy_(param)
+            state = {**{key: widened(value) for key, value in state.items()}, "master": master}
         elif (master := self._stamps.current(param, state["master"])) is not state["master"]:
             state = {**state, "master": self._host_like(param, torch.float32).copy_(master)}
         return param, param.grad, state
 
     def _update_all(self, work: Sequence[Batch]) -> None:
-        """Update in place what the kernel supports, and the rest in one pass per device over all groups."""
+        """Update tensors on the host in place, and the rest in one pass per device over all groups."""
         jobs: dict[torch.device, list[_Job]] = {}
         for group, batch in zip(self.param_groups, work, strict=True):
             options = _host_options(group)
-            near = batch if self._settled(batch, group) else self._divided(batch, group, options, jobs)
-            for part in pieces(near):
+            near, far = [], []
+            for place, param in enumerate(batch.params):
+                (far if self._far(param) else near).append(place)
+            for place in far:
+                param, grad, state = batch.params[place], batch.grads[place], batch.states[place]
+                job = self._job(options, param, grad, state, master=has_master(param, group))
+                jobs.setdefault(param.device, []).append(job)
+            for part in pieces(batch.select(near) if far else batch):
                 if part.params:
                     self.update(options, part)
+        lanes: dict[torch.device, _Lane] = self.__dict__.setdefault("_lanes", {})
         for device, listed in jobs.items():
-            if device not in self._lanes:
-                self._lanes[device] = self._lane(device)
-            self._stream(self._lanes[device], listed)
+            if device not in lanes:
+                lanes[device] = self._lane(device)
+            self._stream(lanes[device], listed)
 
-    def _settled(self, batch: Batch, group: Mapping[str, Any]) -> bool:
-        """Whether all of a batch is on the host in the kernel's layout; checked without a Python loop over tensors."""
-        lists = [batch.params, batch.grads, *map(batch.state, self.state_keys(group)[1:])]
-        kinds = list(map(_KIND, batch.params))
-        return not any(map(self._far, batch.params)) and all(
-            all(map(Tensor.is_contiguous, tensors)) and list(map(_KIND, tensors)) == kinds for tensors in lists
-        )
-
-    def _divided(
-        self, batch: Batch, group: Mapping[str, Any], options: dict[str, Any], jobs: dict[torch.device, list[_Job]]
-    ) -> Batch:
-        """Return what the kernel can update in place, and add the rest to the jobs of its device."""
-        near = Batch([], [], [])
-        keys = self.state_keys(group)[1:]
-        for param, grad, state in zip(batch.params, batch.grads, batch.states, strict=True):
-            master = has_master(param, group)
-            dtype = torch.float32 if master else param.dtype
-            model = param if is_dense(param) else torch.empty_like(param, device="meta")
-            for key in (*keys, "master") if master else keys:  # usually nothing is copied
-                if state[key].device.type != "cpu" or state[key].dtype != dtype or not same_layout(state[key], model):
-                    state[key] = self._host_like(param, dtype).copy_(state[key])
-            # torch's kernel reads memory in order and ignores the strides.
-            if self._far(param) or model is not param or not same_layout(param, grad):
-                jobs.setdefault(param.device, []).append(_job(options, param, grad, state, keys, master=master))
-            else:
-                near.params.append(param)
-                near.grads.append(grad)
-                near.states.append(state)
-        return near
+    def _job(
+        self, options: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any], *, master: bool
+    ) -> _Job:
+        keys = self.state_keys(options)[1:]
+        for key in (*keys, "master") if master else keys:
+            if not same_layout(state[key], param):
+                state[key] = self._host_like(param, state[key].dtype).copy_(state[key])
+        moments = {key: _flat(state[key]) for key in keys}
+        weight = _flat(state["master"]) if master else None
+        return _Job(options, _flat(param), _flat(aligned(grad, param)), state["step"], moments, weight)
 
     def _lane(self, device: torch.device) -> _Lane:
-        module = None if device.type == "cpu" else torch.get_device_module(device)
+        module = torch.get_device_module(device)
         return _Lane(device, module if hasattr(module, "Stream") else None)
 
     def _stream(self, lane: _Lane, jobs: Sequence[_Job]) -> None:
         """Update all jobs chunk by chunk; return when all copies are queued and ordered before the device's work."""
-        sizes = [(job.param.numel(), [dtype.itemsize for dtype in job.regions()]) for job in jobs]
-        chunks, largest = _split(sizes, self._chunk_bytes())
+        chunks, largest = _packed([(len(job.param), job.width) for job in jobs], self.chunk_mebibytes)
         lane.reserve(min(len(chunks), 2), largest)
         lane.begin()
         try:
@@ -317,9 +285,6 @@ class AdamOffload(Adam):
         finally:
             lane.end()
         foreach.add_([job.step for job in jobs], 1)
-        for job in jobs:
-            if job.gappy is not None:
-                job.gappy[0].copy_(job.gappy[1])
 
     def _update_staged(self, staged: Sequence[_Staged]) -> None:
         """Update the pieces of a chunk and leave the new weights in the buffer."""
@@ -337,7 +302,7 @@ class AdamOffload(Adam):
 
 @dataclass(slots=True)
 class _Job:
-    """A parameter to update on the host, as flat real tensors with one order of entries, most of them views.
+    """Entries of a parameter to update on the host, as flat views with one order of entries.
 
     Args:
         options: Of the update.
@@ -346,7 +311,6 @@ class _Job:
         step: Updates so far, on the host; incremented by 1.
         moments: State of the update by name, on the host.
         master: The tensor that the host updates in place of the parameter's value, if there is one.
-        gappy: A parameter with gaps and its copy without, of which ``param`` is a view.
     """
 
     options: dict[str, Any]
@@ -355,16 +319,19 @@ class _Job:
     step: Tensor
     moments: dict[str, Tensor]
     master: Tensor | None
-    gappy: tuple[Tensor, Tensor] | None = None
 
+    @property
     def regions(self) -> list[torch.dtype]:
-        """Return the types of its tensors in a buffer."""
+        """The types of its tensors in a buffer."""
         return _regions(self.grad.dtype, self.param.dtype, (self.param if self.master is None else self.master).dtype)
+
+    @property
+    def width(self) -> int:
+        """Bytes per entry in a buffer."""
+        return sum(dtype.itemsize for dtype in self.regions)
 
     def cut(self, start: int, stop: int) -> _Job:
         """Return the job of some of the entries."""
-        if stop - start == self.param.numel():
-            return self
         moments = {key: value[start:stop] for key, value in self.moments.items()}
         master = None if self.master is None else self.master[start:stop]
         return _Job(self.options, self.param[start:stop], self.grad[start:stop], self.step, moments, master)
@@ -373,14 +340,8 @@ class _Job:
 _Staged = tuple[_Job, list[Tensor]]
 """Some entries of a parameter, and their gradient, weight and perhaps cast gradient in a buffer."""
 
-
-class _Piece(NamedTuple):
-    """Some entries of a job, and their place in the buffer in bytes."""
-
-    job: int
-    start: int
-    length: int
-    offset: int
+_Piece = tuple[int, int, int]
+"""Number of a job, and the first and the last of its entries plus 1."""
 
 
 class _Lane:
@@ -442,33 +403,16 @@ class _Lane:
             target.copy_(source, non_blocking=self._module is not None)
 
 
-def _job(
-    options: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any], keys: Sequence[str], *, master: bool
-) -> _Job:
-    """Return the job of a parameter whose state is on the host in its order of entries."""
-    dense = param if is_dense(param) else torch.empty_like(param).copy_(param)
-    if not same_layout(grad, dense):
-        grad = torch.empty_like(dense, dtype=grad.dtype).copy_(grad)
-    return _Job(
-        options=options,
-        param=_flat(dense),
-        grad=_flat(grad),
-        step=state["step"],
-        moments={key: _flat(state[key]) for key in keys},
-        master=_flat(state["master"]) if master else None,
-        gappy=None if dense is param else (param, dense),
-    )
-
-
 def _fetched(lane: _Lane, slot: int, jobs: Sequence[_Job], chunk: Sequence[_Piece]) -> list[_Staged]:
     """Queue the copies of the gradients and weights of a chunk, and return its pieces."""
     staged: list[_Staged] = []
-    for index, start, length, offset in chunk:
+    offset = 0
+    for number, start, stop in chunk:
         regions = []
-        for dtype in jobs[index].regions():
-            regions.append(lane.slots[slot][offset : offset + length * dtype.itemsize].view(dtype))
-            offset += _padded(length * dtype.itemsize)
-        staged.append((jobs[index].cut(start, start + length), regions))
+        for dtype in jobs[number].regions:
+            regions.append(lane.slots[slot][offset : offset + (stop - start) * dtype.itemsize].view(dtype))
+            offset += _grains(stop - start) * GRAIN * dtype.itemsize
+        staged.append((jobs[number].cut(start, stop), regions))
     # If the host has a master, it does not need the weight.
     plain = [pair for pair in staged if pair[0].master is None]
     targets = [regions[0] for _, regions in staged] + [regions[1] for _, regions in plain]
@@ -476,32 +420,36 @@ def _fetched(lane: _Lane, slot: int, jobs: Sequence[_Job], chunk: Sequence[_Piec
     return staged
 
 
-def _split(sizes: Sequence[tuple[int, Sequence[int]]], limit: int) -> tuple[list[list[_Piece]], int]:
-    """Pack tensors into chunks of at most ``limit`` bytes; those that do not fit are cut at multiples of a grain.
+def _packed(sizes: Sequence[tuple[int, int]], mebibytes: float) -> tuple[list[list[_Piece]], int]:
+    """Pack tensors into chunks; those that do not fit are cut at multiples of a grain.
 
     Args:
-        sizes: Per tensor the number of entries, and the bytes per entry in each region of the buffer.
-        limit: Bytes, at least :data:`SMALLEST_CHUNK`.
+        sizes: Per tensor the number of entries, and the bytes per entry.
+        mebibytes: Size of a chunk.
 
     Returns:
         The chunks, and the bytes of the largest.
     """
     chunks: list[list[_Piece]] = []
+    limit = int(mebibytes * MEBIBYTE)
     used, largest = limit, 0
-    for job, (count, itemsizes) in enumerate(sizes):
+    for number, (count, width) in enumerate(sizes):
         start = 0
         while start < count:
-            room = max(limit - used - ALIGNMENT * len(itemsizes), 0) // sum(itemsizes)
-            length = count - start if count - start <= room else room // GRAIN * GRAIN
-            if length == 0:
+            grains = min((limit - used) // (GRAIN * width), _grains(count - start))
+            if not grains:
                 chunks.append([])
                 used = 0
                 continue
-            chunks[-1].append(_Piece(job, start, length, used))
-            used += sum(_padded(length * size) for size in itemsizes)
-            largest = max(largest, used)
-            start += length
+            stop = min(start + grains * GRAIN, count)
+            chunks[-1].append((number, start, stop))
+            used += grains * GRAIN * width
+            largest, start = max(largest, used), stop
     return chunks, largest
+
+
+def _grains(count: int) -> int:
+    return -(-count // GRAIN)
 
 
 def _regions(grad: torch.dtype, param: torch.dtype, worked: torch.dtype) -> list[torch.dtype]:
@@ -509,13 +457,8 @@ def _regions(grad: torch.dtype, param: torch.dtype, worked: torch.dtype) -> list
     return [grad, param] if grad == worked else [grad, param, worked]
 
 
-def _padded(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
 def _flat(tensor: Tensor) -> Tensor:
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return real.as_strided((real.numel(),), (1,))
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 def _pinnable(device: torch.device) -> bool:
@@ -524,7 +467,7 @@ def _pinnable(device: torch.device) -> bool:
 
 def _kernel(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that choose torch's fused kernel, or ours where torch has none."""
-    fused = None if group["nesterov"] or group["eps_uncorrected"] else True
+    fused = None if group.get("nesterov") or group.get("eps_uncorrected") else True
     return {"foreach": None, "fused": fused, "capturable": False}
 
 

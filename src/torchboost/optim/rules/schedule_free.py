@@ -90,14 +90,6 @@ class _ScheduleFree(UpdateRule):
                 stacklevel=2,
             )
 
-    def check_schedules(self, schedules: Mapping[str, Any]) -> None:
-        """Refuse a schedule of the learning rate."""
-        if "lr" in schedules:
-            raise ValueError(
-                f"lr: found a schedule; {type(self).__name__} takes a number, because its average takes the place of a "
-                "schedule. For a warm-up, set warmup_steps."
-            )
-
     def averaging(self, group: Mapping[str, Any]) -> float:
         """Return ``beta`` of a group: the share of the average in the weights of training."""
         raise NotImplementedError
@@ -109,6 +101,11 @@ class _ScheduleFree(UpdateRule):
             RuntimeError: The optimizer is in evaluation mode.
             IncompatibleError: A learning-rate scheduler is attached.
         """
+        if "scheduled_lr" in group:
+            raise ValueError(
+                f"lr: found a schedule; {type(self).__name__} takes a number, because its average takes the place of a "
+                "schedule. For a warm-up, set warmup_steps."
+            )
         whole("warmup_steps", group["warmup_steps"], least=0)
         if not 0 < self.averaging(group) < 1:
             raise ValueError(
@@ -304,8 +301,7 @@ def _alike(batch: Batch) -> Iterator[tuple[float, Batch]]:
         past = tuple(float(state[key]) for key in ("step", *_ScheduleFree.numbers))
         alike.setdefault(past, []).append(position)
     for (count, *_), at in sorted(alike.items()):
-        params, grads = ([values[i] for i in at] for values in (batch.params, batch.grads))
-        yield count, Batch(params, grads, [batch.states[i] for i in at])
+        yield count, batch.select(at)
 
 
 def _share(batch: Batch, lr: float) -> float:
