@@ -374,7 +374,7 @@ def test_compiling_after_freezing_began_warns_before_the_graphs_run_out() -> Non
 @pytest.mark.parametrize("first", ["compile", "freezing"])
 def test_what_a_level_compiles_is_trained_again_when_it_is_thawed(first: str, monkeypatch: Any) -> None:
     """A level attaches compile first, a trial that keeps it attaches it last. It needs no setting in any torch."""
-    monkeypatch.setattr("torchboost.algorithms.grad_freeze.freezer.compiler_follows_flags", lambda: False)
+    monkeypatch.setattr("torchboost.algorithms.grad_freeze.checks.compiler_follows_flags", lambda: False)
     model, optimizer = network()
     compilation = Compile(backend="aot_eager")
     if first == "compile":
@@ -471,6 +471,10 @@ def test_settings_that_do_not_fit_are_refused_before_anything_changes() -> None:
     with pytest.raises(ValueError, match="costs: found 2, the model has 4 blocks"):
         attach_all(Target(model, optimizer), [LessBn(keep="narrowest"), costs])
     assert [name for name, _ in model.named_modules()] == names
+    with pytest.raises(IncompatibleError, match="set cache_mebibytes=0"):
+        attach_all(
+            Target(nn.DataParallel(model), optimizer), [settings("fixed", norms="eval", cache_mebibytes=1, frozen=1)]
+        )
     with pytest.raises(IncompatibleError, match=r"LBFGS\.step needs a closure"):
         scheduled(model, torch.optim.LBFGS(model.parameters()), (1,))
     assert all(p.requires_grad for p in model.parameters())
@@ -520,40 +524,22 @@ def test_auto_boost_freezes_in_an_unmodified_loop() -> None:
     assert (state["step"], state["frozen"], state["closed"]) == (3, 3, [])
 
 
-def test_a_fixed_prefix_and_its_cache_train_alike(tmp_path: Any) -> None:
-    plain, _, slow = started("fixed", frozen=3, norms="eval", total_steps=None)
-    model, _, step = started("fixed", frozen=3, norms="eval", cache_mebibytes=1, cache_path=str(tmp_path))
-    fast = step.attached["grad_freeze"].fast
-    for _ in range(3):
-        for number in range(2):
-            assert sum(not p.requires_grad for p in plain.parameters()) == 24
-            expected = slow(*batch(number)).loss
-            with fast.samples(range(4 * number, 4 * number + 4)):
-                assert torch.equal(step(*batch(number)).loss, expected)
-    report = fast.report()
-    assert (report.rows, report.hit_rate) == (8, pytest.approx(2 / 3))
-    for a, b in zip(plain.parameters(), model.parameters(), strict=True):
-        assert torch.equal(a, b)
-    step.attached.remove()
-    assert "forward" not in vars(model)
-
-
-def test_the_cache_follows_a_schedule() -> None:
-    _, _, slow = started("progressive", norms="eval")
-    _, _, step = started("progressive", norms="eval", cache_mebibytes=1)
-    sizes = set()
-    for number in range(12):
-        expected = slow(*batch(number)).loss
-        with step.attached["grad_freeze"].fast.samples(range(4 * number, 4 * number + 4)):
-            assert torch.equal(step(*batch(number)).loss, expected)
-        sizes.add(step.attached["grad_freeze"].fast.report().parameters)
-    assert len(sizes) == 4
-
-
-@pytest.mark.usefixtures("followed_flags")
-def test_the_cache_needs_a_bare_model() -> None:
-    model, optimizer = network()
-    model.compile(backend="eager")
-    with pytest.raises(IncompatibleError, match="set cache_mebibytes=0"):
-        attach_all(Target(model, optimizer), [settings("fixed", norms="eval", cache_mebibytes=1)])
-    assert all(p.requires_grad for p in model.parameters())
+def test_the_cache_trains_as_without_it_on_any_schedule(tmp_path: Any) -> None:
+    for pattern, more, prefixes in (("fixed", {"frozen": 3}, 1), ("progressive", {}, 4)):
+        steps = 6 if pattern == "fixed" else 12
+        plain, _, slow = started(pattern, norms="eval", total_steps=steps, **more)
+        more |= {"cache_mebibytes": 1, "cache_path": str(tmp_path)}
+        model, _, step = started(pattern, norms="eval", total_steps=steps, **more)
+        fast, sizes = step.attached["grad_freeze"].fast, set()
+        for number in range(steps):
+            at = number % 2
+            expected = slow(*batch(at)).loss
+            with fast.samples(range(4 * at, 4 * at + 4)):
+                assert torch.equal(step(*batch(at)).loss, expected)
+            sizes.add(fast.report().parameters)
+        assert len(sizes) == prefixes
+        assert fast.report().hit_rate == pytest.approx(2 / 3) or pattern != "fixed"
+        for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+            assert torch.equal(a, b)
+        step.attached.remove()
+        assert "forward" not in vars(model)

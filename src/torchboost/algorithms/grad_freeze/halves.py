@@ -117,8 +117,9 @@ class Halves:
                 return f"{name} is not a tensor but {type(value).__name__}"
             if value.ndim == 0 or len(value) != count:
                 return f"{name}, of shape {tuple(value.shape)}, is not one row for each of {count} samples"
-        if len({value.untyped_storage().data_ptr() for value in values}) < len(values):
-            return f"{' and '.join(outputs)} share memory"
+        memory, inputs = ([t.untyped_storage().data_ptr() for t in some] for some in (values, tensors))
+        if len({*memory}.difference(inputs)) < len(values):
+            return f"{' and '.join(outputs)} share memory with each other or with an input"
         rows = list(range(count - 1, -1, -2)) if count > 1 else [0, 0]
         try:
             alone = self.border(self.select(tensors, rows))
