@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -17,7 +16,6 @@ from torch.nn import functional as F
 from tests.support.frozen_nets import scheduled
 from tests.support.models import BottleneckNet
 from torchboost import (
-    AutoBoost,
     Facts,
     IncompatibleError,
     NoEffectWarning,
@@ -289,19 +287,6 @@ def test_a_compiled_model_gets_as_many_graphs_as_announced(pattern: str, backend
     assert not counters["recompile_limit"]
 
 
-@pytest.mark.usefixtures("followed_flags")
-def test_compiled_training_follows_the_flags() -> None:
-    schedule = (0, 1, 3, 0)
-    eager, plain, _ = start(schedule, norms="eval")
-    model, optimizer = network()
-    model.compile(backend="aot_eager")
-    scheduled(model, optimizer, schedule, norms="eval")
-    train(eager, plain, range(6))
-    train(model, optimizer, range(6))
-    for a, b in zip(eager.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_compiling_before_the_first_update_that_freezes_limits_the_graphs(pattern: str) -> None:
     """A level decides about compilation at the first training call, after freezing was attached."""
@@ -505,23 +490,6 @@ def test_a_seed_gives_the_same_schedule_and_prefixes_may_be_set() -> None:
 
     assert indices(1) == indices(1) != indices(2)
     assert set(indices(pattern="continuous", full_share=0.0, prefixes=4)) == {0, 2, 5, 7}
-
-
-def test_auto_boost_freezes_in_an_unmodified_loop() -> None:
-    model, optimizer = network()
-    section = {"param_groups": 4, "freeze_type": 0, "freeze_p": 0.0, "total_steps": 8}
-    booster = AutoBoost("O0", {"boost": {"mode": "manual", "grad_freeze": True}, "grad_freeze": section})
-    model, optimizer = booster.network_auto_process_train(model, optimizer)
-    counts = []
-    for number in range(3):
-        x, y = batch(number)
-        F.cross_entropy(model(x), y).backward()
-        counts.append(sum(p.grad is None for p in model.parameters()))
-        optimizer.step()
-        optimizer.zero_grad()
-    assert counts == [3, 15, 24]
-    state = json.loads(json.dumps(booster.attached.state_dict()))["grad_freeze"]
-    assert (state["step"], state["frozen"], state["closed"]) == (3, 3, [])
 
 
 def test_the_cache_trains_as_without_it_on_any_schedule(tmp_path: Any) -> None:
