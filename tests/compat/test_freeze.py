@@ -89,7 +89,7 @@ def test_what_gradient_freeze_refuses():
     wrong: Any = "4"
     with pytest.raises(TypeError, match="list of lists of parameters"):
         GradientFreeze(wrong, 1, 0.5, 10)
-    with pytest.raises(TypeError, match="found one list of 18 parameters"):
+    with pytest.raises(TypeError, match=r"such as \[list\(network.parameters.*; found \[Parameter"):
         GradientFreeze(list(network().parameters()), 1, 0.7, 100)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="empty one"):
         GradientFreeze([[]], 1, 0.5, 10)
@@ -163,15 +163,14 @@ def test_what_freeze_opt_refuses():
     flat, every = list(net.parameters()), nested(net)
     stranger = [[*flat, nn.Parameter(torch.zeros(2))]]
     cases: list[tuple[tuple[Any, ...], type[Exception], str]] = [
-        ((sgd(net), every, "0"), TypeError, "found str"),
-        ((sgd(net), every, [0, 1.5]), ValueError, "not an integer"),
+        ((sgd(net), every, "0"), TypeError, "found '0'; give a list"),
+        ((sgd(net), every, [0, 1.5]), TypeError, r"found \[0, 1.5\]"),
         ((sgd(net), every, [0, 4]), ValueError, "below the number of groups, 4"),
         ((sgd(net), every, []), ValueError, "below the number of groups"),
-        ((sgd(net), every, torch.zeros(2, 2, dtype=torch.int32)), ValueError, r"shape \(2, 2\)"),
-        ((sgd(net), every, torch.zeros(2, dtype=torch.int64)), ValueError, r"torch\.int64"),
+        ((sgd(net), every, torch.zeros(2, 2, dtype=torch.int32)), TypeError, "a 1-D tensor of integers"),
         (("adam",), TypeError, r"torch\.optim\.Optimizer"),
         ((sgd(net), None, [0]), ValueError, "without train_parameter_groups"),
-        ((sgd(net), flat), TypeError, r"found one list of 18 parameters: give \[list\(network.parameters"),
+        ((sgd(net), flat), TypeError, r"found \[Parameter"),
         ((sgd(net), stranger), ValueError, "1 parameters that opt does not update"),
     ]
     for arguments, error, message in cases:

@@ -8,7 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.models import batch_for, mlp
 from tests.support.ranks import run_ranks
@@ -166,6 +169,40 @@ def test_ranks_whose_last_windows_differ_flush_together() -> None:
     for case, epochs in EPOCHS.items():
         for (counts, norm, _), weights in zip(WAYS, first[case], strict=True):
             assert norm or weights == pytest.approx(_uneven_alone(epochs, counts), abs=1e-6), case
+
+
+def _exchanged() -> list[int]:
+    """How often DDP reduces in each micro-step of a window of three, and refusals of what cannot skip that."""
+    model = DistributedDataParallel(mlp())
+    reduced: list[int] = []
+
+    def counted(state, bucket):  # DDP does not read annotations that are strings
+        reduced.append(bucket.index())
+        return allreduce_hook(None, bucket)
+
+    model.register_comm_hook(None, counted)
+    called = torch.compile(model, backend="eager")
+    accumulator, seen = Accumulator(3, called), []
+    for number in range(3):
+        x, y = data(4, number)
+        with accumulator.micro_step():
+            accumulator.share(F.cross_entropy(called(x), y)).backward()
+        seen.append(len(reduced))
+    static = DistributedDataParallel(mlp(), static_graph=True)
+    for refused, message in (
+        (static, "static_graph"),
+        (nn.Sequential(static), "static_graph"),
+        (nn.Sequential(model, DistributedDataParallel(mlp())), r"2 modules are wrapped .*; wrap"),
+        (FullyShardedDataParallel(mlp(), device_id=torch.device("cpu")), "use fully_shard"),
+    ):
+        with pytest.raises(IncompatibleError, match=message):
+            Accumulator(2, refused)
+    return seen
+
+
+@pytest.mark.dist
+def test_ddp_reduces_once_in_a_window_and_wrappers_that_cannot_wait_are_refused() -> None:
+    assert run_ranks(_exchanged, 2) == [[0, 0, 1]] * 2
 
 
 def _other_lengths() -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any, get_args
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -65,9 +65,9 @@ class GradientFreeze:
         seed: int = 0,
     ) -> None:
         self._groups = None if isinstance(param_groups, int) else _explicit(param_groups)
-        count = param_groups if isinstance(param_groups, int) else len(param_groups)
-        _check(count, freeze_type, freeze_p, total_steps)
-        self._count, self._type, self._share, self._steps, self._seed = count, freeze_type, freeze_p, total_steps, seed
+        number = param_groups if isinstance(param_groups, int) else len(param_groups)
+        _check(number, freeze_type, freeze_p, total_steps)
+        self._count, self._type, self._share, self._steps, self._seed = number, freeze_type, freeze_p, total_steps, seed
         self.freezing: Freezing | None = None
 
     def freeze_generate(self, network: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
@@ -148,16 +148,15 @@ class FreezeOpt(WrappingOptimizer):
         opt: Any ``torch.optim.Optimizer``.
         train_parameter_groups: Lists of parameters. The k-th list holds the parameters that train at index k; the first
             list holds all. By default ten nested groups of the optimizer's parameters.
-        train_strategy: Index of each update, repeated at the end: a list or tuple of integers, or a 1-D tensor of
-            int32. By default the groups in turn.
+        train_strategy: Index of each update, repeated at the end: a list, a tuple or a 1-D tensor of integers. By
+            default the groups in turn.
 
     Attributes:
         freezing: The attachment.
 
     Raises:
         TypeError: ``opt`` is not an optimizer, or the groups or the strategy have the wrong type.
-        ValueError: A strategy is given without groups, an index has no group, ``opt`` does not hold a parameter, or a
-            tensor has the wrong shape or dtype.
+        ValueError: A strategy is given without groups, an index has no group, or ``opt`` does not hold a parameter.
 
     Example:
         >>> import torch, torchboost
@@ -232,52 +231,34 @@ def freeze_cell(
         raise ValueError(f"max_accumulation_step: found {max_accumulation_step}; give 1 or more.")
     window = max_accumulation_step if use_grad_accumulation else 1
     divisor = (degree or dist.get_world_size()) if reducer_flag and mean else 1
-    return tuple(
-        _GroupStep(network, optimizer, index, sens=sens, window=window, reduced=reducer_flag, divisor=divisor)
-        for index in range(len(optimizer.groups))
-    )
+    scale = sens / window
 
+    def step_of(index: int, group: Sequence[nn.Parameter]) -> Callable[..., Tensor]:
+        gradients: dict[nn.Parameter, Tensor] = {}  # of a window that is not full
+        calls = count(1)
 
-class _GroupStep:
-    """A training step of one group. It keeps its gradients until the window is full."""
-
-    def __init__(
-        self,
-        network: nn.Module,
-        optimizer: FreezeOpt,
-        index: int,
-        *,
-        sens: float,
-        window: int,
-        reduced: bool,
-        divisor: int,
-    ) -> None:
-        self._network, self._optimizer, self._index = network, optimizer, index
-        self._sens, self._window, self._reduced, self._divisor = sens, window, reduced, divisor
-        self._gradients: dict[nn.Parameter, Tensor] = {}
-        self._calls = 0
-
-    def __call__(self, *inputs: Any) -> Tensor:
-        self._optimizer.freezing.freeze(self._index)
-        group = self._optimizer.groups[self._index]
-        for parameter in group:
-            parameter.grad = self._gradients.pop(parameter, None)
-        loss = self._network(*inputs)
-        (loss * (self._sens / self._window)).backward()
-        self._calls += 1
-        if self._calls % self._window:
-            self._gradients = {p: p.grad for p in group if p.grad is not None}
+        def step(*inputs: Any) -> Tensor:
+            optimizer.freezing.freeze(index)
             for parameter in group:
-                parameter.grad = None
+                parameter.grad = gradients.pop(parameter, None)
+            loss = network(*inputs)
+            (loss * scale).backward()
+            reached = {parameter: parameter.grad for parameter in group if parameter.grad is not None}
+            if next(calls) % window:
+                gradients.update(reached)
+                for parameter in group:
+                    parameter.grad = None
+                return loss.detach()
+            for gradient in reached.values() if reducer_flag else ():
+                dist.all_reduce(gradient)
+                gradient.div_(divisor)
+            optimizer.step()
+            optimizer.zero_grad()
             return loss.detach()
-        if self._reduced:
-            for parameter in group:
-                if parameter.grad is not None:
-                    dist.all_reduce(parameter.grad)
-                    parameter.grad.div_(self._divisor)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        return loss.detach()
+
+        return step
+
+    return tuple(step_of(index, group) for index, group in enumerate(optimizer.groups))
 
 
 def _prefixes(groups: Sequence[Sequence[nn.Parameter]]) -> tuple[Prefix, ...]:
@@ -306,16 +287,11 @@ def _split(parameters: list[nn.Parameter], groups: int) -> list[list[nn.Paramete
 
 
 def _explicit(groups: Any) -> list[list[nn.Parameter]]:
-    if isinstance(groups, (list, tuple)) and groups and all(isinstance(entry, Tensor) for entry in groups):
-        raise TypeError(
-            "the groups must be a list of lists of parameters, one list for each index; found one list of "
-            f"{len(groups)} parameters: give "
-            "[list(network.parameters()), list(network.head.parameters())], or None for ten groups."
-        )
     lists = isinstance(groups, (list, tuple)) and all(isinstance(group, (list, tuple)) for group in groups)
     if not lists or not all(isinstance(p, Tensor) for group in groups for p in group):
         raise TypeError(
-            f"the groups must be a list of lists of parameters, one list for each index; found {type(groups).__name__}."
+            "the groups must be a list of lists of parameters, one list for each index, such as "
+            f"[list(network.parameters()), list(network.head.parameters())]; found {groups!s:.60}."
         )
     if not groups or not all(groups):
         raise ValueError("the groups: found an empty one; each index must train at least one parameter.")
@@ -325,22 +301,14 @@ def _explicit(groups: Any) -> list[list[nn.Parameter]]:
 def _strategy(strategy: Any, groups: int) -> tuple[int, ...]:
     if strategy is None:
         return tuple(range(groups))
-    if isinstance(strategy, Tensor):
-        if strategy.ndim != 1 or strategy.dtype is not torch.int32:
-            raise ValueError(
-                f"train_strategy: found a tensor of shape {tuple(strategy.shape)} and {strategy.dtype}; it must have "
-                "one dimension and torch.int32."
-            )
-        strategy = strategy.tolist()
-    if not isinstance(strategy, (list, tuple)):
+    indices = strategy.tolist() if isinstance(strategy, Tensor) else strategy
+    if not isinstance(indices, (list, tuple)) or any(type(index) is not int for index in indices):
         raise TypeError(
-            f"train_strategy: found {type(strategy).__name__}; a list or tuple of integers, a 1-D int32 tensor or None."
+            f"train_strategy: found {strategy!r}; give a list, a tuple or a 1-D tensor of integers, or None."
         )
-    if any(type(index) is not int for index in strategy):
-        raise ValueError("train_strategy: found an entry that is not an integer; each entry is the index of a group.")
-    if not strategy or not all(0 <= index < groups for index in strategy):
+    if not indices or not all(0 <= index < groups for index in indices):
         raise ValueError(f"train_strategy: each entry must be at least 0 and below the number of groups, {groups}.")
-    return tuple(strategy)
+    return tuple(indices)
 
 
 def _check(groups: int, freeze_type: int, freeze_p: float, total_steps: int) -> None:

@@ -71,16 +71,6 @@ def test_any_ragged_split_has_the_gradient_of_the_full_batch(sizes: list[int], s
     assert distance(accumulated(sizes, model, counts=True, spare=spare, summed=summed), wanted) < 1e-6
 
 
-@settings(max_examples=40)
-@given(sizes=SIZES.filter(lambda sizes: max(sizes) >= 4 * min(sizes)))
-def test_equal_weights_miss_it_wherever_the_split_is_ragged(sizes: list[int]) -> None:
-    model = fresh()
-    wanted = full_batch(*data(sum(sizes)), model)
-    exact = distance(accumulated(sizes, model, counts=True), wanted)
-    naive = distance(accumulated(sizes, model, counts=False), wanted)
-    assert naive > 1e-2 > 1e-6 > exact
-
-
 def test_token_means_are_exact_by_their_tokens() -> None:
     torch.manual_seed(0)
     model = TinyGPT()
@@ -192,8 +182,7 @@ def test_another_length_holds_from_the_next_window_on() -> None:
     assert ready == [False, False, True, False, True, True, True]
 
 
-@pytest.mark.parametrize("stop", [1, 4, 5, 8, 11])
-def test_resume_in_and_between_windows_is_bit_identical(stop: int) -> None:
+def test_resume_in_and_between_windows_is_bit_identical() -> None:
     def start(seed: int) -> tuple[nn.Module, TrainStep]:
         model = fresh(seed)
         target = Target(model, torch.optim.AdamW(model.parameters(), lr=0.01))
@@ -202,20 +191,21 @@ def test_resume_in_and_between_windows_is_bit_identical(stop: int) -> None:
         return model, TrainStep(target, lambda x, y: (F.cross_entropy(model(x), y), len(y)), attached=attached)
 
     batches = [data(3 + i % 3, seed=i) for i in range(12)]
-    model, step = start(0)
-    for batch in batches[:stop]:
-        step(*batch)
-    saved = copy.deepcopy((model.state_dict(), step.target.optimizer.state_dict(), step.state_dict()))
-    again, resumed = start(1)
-    again.load_state_dict(saved[0])
-    resumed.target.optimizer.load_state_dict(saved[1])
-    resumed.load_state_dict(saved[2])
-    for batch in batches[stop:]:
-        step(*batch)
-        resumed(*batch)
-        assert snapshot(model) == snapshot(again)
-    assert (step.flush() is None) == (resumed.flush() is None)
-    assert snapshot(model) == snapshot(again)
+    for stop in (1, 4, 5, 8, 11):
+        model, step = start(0)
+        for batch in batches[:stop]:
+            step(*batch)
+        saved = copy.deepcopy((model.state_dict(), step.target.optimizer.state_dict(), step.state_dict()))
+        again, resumed = start(1)
+        again.load_state_dict(saved[0])
+        resumed.target.optimizer.load_state_dict(saved[1])
+        resumed.load_state_dict(saved[2])
+        for batch in batches[stop:]:
+            step(*batch)
+            resumed(*batch)
+            assert snapshot(model) == snapshot(again), stop
+        assert (step.flush() is None) == (resumed.flush() is None)
+        assert snapshot(model) == snapshot(again), stop
 
 
 def test_schedulers_and_scalers_advance_once_per_update() -> None:
@@ -341,8 +331,8 @@ def test_the_target_has_one_accumulator_and_gives_it_back() -> None:
     model = mlp()
     target = Target(model, torch.optim.SGD(model.parameters(), lr=0.1))
     attached = attach_all(target, [GradAccumulation(steps=2)])
-    accumulator = attached["grad_accumulation"].accumulator
-    assert target.accumulator is accumulator
+    accumulator = target.accumulator
+    assert isinstance(accumulator, Accumulator)
     with pytest.raises(IncompatibleError, match="already"):
         attach_all(target, [GradAccumulation(steps=2)])
     attached.remove()

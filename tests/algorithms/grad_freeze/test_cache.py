@@ -363,16 +363,6 @@ def test_rows_stay_while_only_trained_weights_change() -> None:
     assert fast.report().hit_rate == 0.5
 
 
-def test_hooks_put_on_later_fire() -> None:
-    model = frozen_mlp()
-    _, run = kept(model)
-    seen: list[int] = []
-    with model[0].register_forward_hook(lambda *_: seen.append(1)):
-        run()
-        run()
-    assert seen == [1, 1]
-
-
 def test_eval_mode_and_inputs_with_gradients_run_the_plain_forward() -> None:
     model = frozen_cnn()
     twin = copy.deepcopy(model)

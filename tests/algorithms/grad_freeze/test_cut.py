@@ -106,23 +106,10 @@ def border_written_after_it_is_read(n: Net, x: Tensor) -> Tensor:
     return y + n.a2(h)
 
 
-def written_through_a_view(n: Net, x: Tensor) -> Tensor:
-    h = n.a(x)
-    view = h.view(-1)
-    view.add_(n.b(x).view(-1))
-    return n.a2(h)
-
-
 def input_written(n: Net, x: Tensor) -> Tensor:
     x = x.clone().add_(1)
     before = n.a(x)
     return n.b(before) + n.b(x)
-
-
-def written_by_the_frozen_part(n: Net, x: Tensor) -> Tensor:
-    y = x.clone()
-    y.add_(n.a(x))
-    return n.b(y) + y
 
 
 def two_handles_on_what_is_written(n: Net, x: Tensor) -> Tensor:
@@ -173,12 +160,6 @@ def out_of(n: Net, x: Tensor) -> Tensor:
     return n.b(torch.add(h, 1, out=g) + torch.relu_(h))
 
 
-def border_added_to(n: Net, x: Tensor) -> Tensor:
-    skip = h = n.a(x)
-    h += n.b(torch.tanh(h))
-    return h + skip
-
-
 def everything_frozen(n: Net, x: Tensor) -> Tensor:
     return n.a2(n.a(x))
 
@@ -197,23 +178,31 @@ def functional_dropout(n: Net, x: Tensor) -> Tensor:
     return n.b(F.dropout(n.a(x), 0.5, n.training))
 
 
-def noise_for_both(n: Net, x: Tensor) -> Tensor:
-    noise = torch.rand_like(x)
-    return n.b(n.a(x) + noise) + noise
-
-
 def counts(n: Net, x: Tensor) -> Tensor:
     return n.b(n.a(x) + n.shift.add_(1))
 
 
+def view_of_the_input_written(n: Net, x: Tensor) -> Tensor:
+    h = n.a(x)
+    view = x.view_as(h)
+    return n.b(h) + view.add_(n.b(h)) + x
+
+
+def shape_changed_in_place(n: Net, x: Tensor) -> Tensor:
+    h = n.a(x)
+    dimensions = h.dim()
+    h.unsqueeze_(2)
+    return n.b(h.squeeze(2)) * dimensions
+
+
 FORWARDS = [
+    (shape_changed_in_place, {"a"}),
+    (view_of_the_input_written, set()),
     (plain, {"relu_1"}),
     (residual_in_place, {"relu_1"}),
     (border_written_after_it_is_read, {"a"}),
-    (written_by_the_frozen_part, {"a"}),
     (two_handles_on_what_is_written, set()),
     (mask_of_its_size, {"a"}),
-    (written_through_a_view, set()),
     (input_written, set()),
     (functional_in_place, {"add_1"}),
     (sizes_of_the_border, {"a"}),
@@ -221,12 +210,10 @@ FORWARDS = [
     (table_of_positions, {"add"}),
     (input_used_late, {"a"}),
     (out_of, {"add_1"}),
-    (border_added_to, {"a", "tanh"}),
     (everything_frozen, {"a2"}),
     (buffer_written, {"add"}),
     (constants_and_containers, {"a"}),
     (functional_dropout, {"a"}),
-    (noise_for_both, set()),
     (counts, {"a"}),
 ]
 

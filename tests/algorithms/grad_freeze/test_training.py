@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -17,7 +16,6 @@ from torch.nn import functional as F
 from tests.support.frozen_nets import scheduled
 from tests.support.models import BottleneckNet
 from torchboost import (
-    AutoBoost,
     Facts,
     IncompatibleError,
     NoEffectWarning,
@@ -289,19 +287,6 @@ def test_a_compiled_model_gets_as_many_graphs_as_announced(pattern: str, backend
     assert not counters["recompile_limit"]
 
 
-@pytest.mark.usefixtures("followed_flags")
-def test_compiled_training_follows_the_flags() -> None:
-    schedule = (0, 1, 3, 0)
-    eager, plain, _ = start(schedule, norms="eval")
-    model, optimizer = network()
-    model.compile(backend="aot_eager")
-    scheduled(model, optimizer, schedule, norms="eval")
-    train(eager, plain, range(6))
-    train(model, optimizer, range(6))
-    for a, b in zip(eager.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_compiling_before_the_first_update_that_freezes_limits_the_graphs(pattern: str) -> None:
     """A level decides about compilation at the first training call, after freezing was attached."""
@@ -374,7 +359,7 @@ def test_compiling_after_freezing_began_warns_before_the_graphs_run_out() -> Non
 @pytest.mark.parametrize("first", ["compile", "freezing"])
 def test_what_a_level_compiles_is_trained_again_when_it_is_thawed(first: str, monkeypatch: Any) -> None:
     """A level attaches compile first, a trial that keeps it attaches it last. It needs no setting in any torch."""
-    monkeypatch.setattr("torchboost.algorithms.grad_freeze.freezer.compiler_follows_flags", lambda: False)
+    monkeypatch.setattr("torchboost.algorithms.grad_freeze.checks.compiler_follows_flags", lambda: False)
     model, optimizer = network()
     compilation = Compile(backend="aot_eager")
     if first == "compile":
@@ -471,6 +456,10 @@ def test_settings_that_do_not_fit_are_refused_before_anything_changes() -> None:
     with pytest.raises(ValueError, match="costs: found 2, the model has 4 blocks"):
         attach_all(Target(model, optimizer), [LessBn(keep="narrowest"), costs])
     assert [name for name, _ in model.named_modules()] == names
+    with pytest.raises(IncompatibleError, match="set cache_mebibytes=0"):
+        attach_all(
+            Target(nn.DataParallel(model), optimizer), [settings("fixed", norms="eval", cache_mebibytes=1, frozen=1)]
+        )
     with pytest.raises(IncompatibleError, match=r"LBFGS\.step needs a closure"):
         scheduled(model, torch.optim.LBFGS(model.parameters()), (1,))
     assert all(p.requires_grad for p in model.parameters())
@@ -503,57 +492,22 @@ def test_a_seed_gives_the_same_schedule_and_prefixes_may_be_set() -> None:
     assert set(indices(pattern="continuous", full_share=0.0, prefixes=4)) == {0, 2, 5, 7}
 
 
-def test_auto_boost_freezes_in_an_unmodified_loop() -> None:
-    model, optimizer = network()
-    section = {"param_groups": 4, "freeze_type": 0, "freeze_p": 0.0, "total_steps": 8}
-    booster = AutoBoost("O0", {"boost": {"mode": "manual", "grad_freeze": True}, "grad_freeze": section})
-    model, optimizer = booster.network_auto_process_train(model, optimizer)
-    counts = []
-    for number in range(3):
-        x, y = batch(number)
-        F.cross_entropy(model(x), y).backward()
-        counts.append(sum(p.grad is None for p in model.parameters()))
-        optimizer.step()
-        optimizer.zero_grad()
-    assert counts == [3, 15, 24]
-    state = json.loads(json.dumps(booster.attached.state_dict()))["grad_freeze"]
-    assert (state["step"], state["frozen"], state["closed"]) == (3, 3, [])
-
-
-def test_a_fixed_prefix_and_its_cache_train_alike(tmp_path: Any) -> None:
-    plain, _, slow = started("fixed", frozen=3, norms="eval", total_steps=None)
-    model, _, step = started("fixed", frozen=3, norms="eval", cache_mebibytes=1, cache_path=str(tmp_path))
-    fast = step.attached["grad_freeze"].fast
-    for _ in range(3):
-        for number in range(2):
-            assert sum(not p.requires_grad for p in plain.parameters()) == 24
-            expected = slow(*batch(number)).loss
-            with fast.samples(range(4 * number, 4 * number + 4)):
-                assert torch.equal(step(*batch(number)).loss, expected)
-    report = fast.report()
-    assert (report.rows, report.hit_rate) == (8, pytest.approx(2 / 3))
-    for a, b in zip(plain.parameters(), model.parameters(), strict=True):
-        assert torch.equal(a, b)
-    step.attached.remove()
-    assert "forward" not in vars(model)
-
-
-def test_the_cache_follows_a_schedule() -> None:
-    _, _, slow = started("progressive", norms="eval")
-    _, _, step = started("progressive", norms="eval", cache_mebibytes=1)
-    sizes = set()
-    for number in range(12):
-        expected = slow(*batch(number)).loss
-        with step.attached["grad_freeze"].fast.samples(range(4 * number, 4 * number + 4)):
-            assert torch.equal(step(*batch(number)).loss, expected)
-        sizes.add(step.attached["grad_freeze"].fast.report().parameters)
-    assert len(sizes) == 4
-
-
-@pytest.mark.usefixtures("followed_flags")
-def test_the_cache_needs_a_bare_model() -> None:
-    model, optimizer = network()
-    model.compile(backend="eager")
-    with pytest.raises(IncompatibleError, match="set cache_mebibytes=0"):
-        attach_all(Target(model, optimizer), [settings("fixed", norms="eval", cache_mebibytes=1)])
-    assert all(p.requires_grad for p in model.parameters())
+def test_the_cache_trains_as_without_it_on_any_schedule(tmp_path: Any) -> None:
+    for pattern, more, prefixes in (("fixed", {"frozen": 3}, 1), ("progressive", {}, 4)):
+        steps = 6 if pattern == "fixed" else 12
+        plain, _, slow = started(pattern, norms="eval", total_steps=steps, **more)
+        more |= {"cache_mebibytes": 1, "cache_path": str(tmp_path)}
+        model, _, step = started(pattern, norms="eval", total_steps=steps, **more)
+        fast, sizes = step.attached["grad_freeze"].fast, set()
+        for number in range(steps):
+            at = number % 2
+            expected = slow(*batch(at)).loss
+            with fast.samples(range(4 * at, 4 * at + 4)):
+                assert torch.equal(step(*batch(at)).loss, expected)
+            sizes.add(fast.report().parameters)
+        assert len(sizes) == prefixes
+        assert fast.report().hit_rate == pytest.approx(2 / 3) or pattern != "fixed"
+        for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+            assert torch.equal(a, b)
+        step.attached.remove()
+        assert "forward" not in vars(model)

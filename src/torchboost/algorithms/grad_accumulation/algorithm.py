@@ -9,13 +9,15 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchboost.algorithms.grad_accumulation.synchronisation import GradientSync
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import is_integer
-from torchboost.core.torch_private import compiled_call
+from torchboost.core.averaging import only_ddp
+from torchboost.core.torch_private import compiled_call, exchange_of_a_pass, inside_compiled
+from torchboost.core.wrapping import wrapper_of
 from torchboost.errors import IncompatibleError
 
 __all__ = ["Accumulator", "GradAccumulation", "Window", "checked_steps"]
@@ -62,6 +64,92 @@ class Window:
         if weight == 0:
             raise ValueError("count: found 0 for every micro-batch of the window; leave such batches out.")
         return self.length / weight
+
+
+class _Ranks:
+    """The ranks that average the gradients of one model: by DDP, by FSDP2, or a single one.
+
+    Args:
+        model: As the loop calls it: wrapped by DDP, containing one as in ``WithLoss(DDP(model))``, or compiled.
+
+    Attributes:
+        sharded: Whether FSDP2 shards the model; gradients that are not yet reduced cannot be read then.
+
+    Raises:
+        IncompatibleError: DDP with ``static_graph=True``, several DDPs, or FSDP1.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        inside = inside_compiled(model)
+        outer = model if inside is None else inside
+        if wrapper_of(outer) == "FullyShardedDataParallel":
+            raise IncompatibleError(
+                "the model is sharded by FullyShardedDataParallel (FSDP1), which is not supported; use fully_shard "
+                "(FSDP2)."
+            )
+        self._model, self._ddp = model, only_ddp(outer)
+        if self._ddp is not None and self._ddp.static_graph:
+            raise IncompatibleError(
+                "DistributedDataParallel was built with static_graph=True, under which a backward pass without "
+                "synchronisation fails in torch; build it without static_graph."
+            )
+        self._units: list[Any] = [unit for unit in outer.modules() if hasattr(unit, "set_requires_gradient_sync")]
+        self._group = None if self._ddp is None else self._ddp.process_group
+        self.sharded = bool(self._units)
+        self._count = dist.get_world_size(self._group) if self._ddp is not None or self.sharded else 1
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Return a context in which gradients stay on their rank; the next pass outside it synchronises them."""
+        with nullcontext() if self._ddp is None else self._ddp.no_sync():
+            for unit in self._units:
+                unit.set_requires_gradient_sync(False, recurse=False)
+            try:
+                yield
+            finally:
+                for unit in self._units:
+                    unit.set_requires_gradient_sync(True, recurse=False)
+
+    def catch_up(self) -> None:
+        """Take part in what DDP exchanges at the start of a pass, if other ranks ran a pass and this one did not.
+
+        It does nothing on ranks that ran the pass. All ranks must call it.
+        """
+        if self._ddp is not None:
+            # The order of the buckets and the buffers, which torch exchanges in suspended passes too.
+            with torch.enable_grad(), self._ddp.no_sync():
+                exchange_of_a_pass(self._ddp)
+
+    def average(self) -> None:
+        """Average every gradient that any rank holds, after suspended passes. Not for FSDP2.
+
+        Parameters outside of DDP are left alone, as DDP does.
+        """
+        parameters = [p for p in (self._ddp or self._model).parameters() if p.requires_grad]
+        if self._count == 1 or not parameters:
+            return
+        held = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
+        dist.all_reduce(held, dist.ReduceOp.MAX, group=self._group)
+        for parameter, somewhere in zip(parameters, held.tolist(), strict=True):
+            if somewhere:
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                dist.all_reduce(gradient, group=self._group)
+                parameter.grad = gradient.div_(self._count)
+
+    def largest(self, value: float) -> float:
+        """Return the largest value of all ranks."""
+        return self._reduced(value, dist.ReduceOp.MAX)
+
+    def mean(self, value: float) -> float:
+        """Return the mean value of all ranks."""
+        return self._reduced(value, dist.ReduceOp.SUM) / self._count
+
+    def _reduced(self, value: float, operation: dist.ReduceOp.RedOpType) -> float:
+        if self._count == 1:
+            return value
+        shared = torch.tensor(value, dtype=torch.float64, device=next(self._model.parameters()).device)
+        dist.all_reduce(shared, operation, group=self._group)
+        return float(shared)
 
 
 class Accumulator:
@@ -126,7 +214,7 @@ class Accumulator:
     @model.setter
     def model(self, model: nn.Module) -> None:
         _check_graphs(model)
-        self._sync = GradientSync(model)
+        self._ranks = _Ranks(model)
         self._model = model
 
     @contextmanager
@@ -147,7 +235,7 @@ class Accumulator:
         closing = last or window.index + 1 >= window.length
         window.phase = "open"
         try:
-            with nullcontext() if closing else self._sync.suspended():
+            with nullcontext() if closing else self._ranks.suspended():
                 yield
         except BaseException:
             # A failure before share() leaves the gradients untouched; after it, they may hold part of a pass.
@@ -177,14 +265,23 @@ class Accumulator:
             RuntimeError: Called outside a micro-step, or twice in one.
         """
         window = self._in_phase("open")
-        number = self._checked_count(count, reduction, loss)
+        if reduction not in ("mean", "sum"):
+            raise ValueError(f"reduction: found {reduction!r}; allowed are 'mean' and 'sum'.")
+        number = window.checked(count)
+        if number is None and reduction == "sum":
+            raise ValueError("count: found none; pass the number of samples or tokens that the sum runs over.")
+        if number == 0 and not bool(torch.isfinite(loss)):
+            raise ValueError(
+                f"count: found 0 for a loss of {loss.item()}; the mean over nothing is undefined: pass the sum "
+                "(reduction='sum'), or divide by at least 1."
+            )
         if number is None:
             window.add(1.0, counted=False)
             part = loss
         else:
             if self._nominal is None:
                 # A typical count keeps losses at their usual size. Any number works if it is the same on all ranks.
-                self._nominal = self._sync.largest(max(number, 1.0))
+                self._nominal = self._ranks.largest(max(number, 1.0))
             window.add(number / self._nominal, counted=True)
             # The nominal count takes the path of a plain mean, so equal batches give the same bits as without counts.
             factor = (1.0 if reduction == "sum" else number) / self._nominal
@@ -204,13 +301,13 @@ class Accumulator:
             RuntimeError: The last micro-step failed half-way.
         """
         window = Window() if self.ready else self._in_phase("between")
-        self._sync.catch_up()
+        self._ranks.catch_up()
         length = self._longest(window)
         if not length:
             return False
         self._refuse_shards("completed by flush()", "mark its last pass with micro_step(last=True)")
         self.ready, self._window, window.length = False, window, length
-        self._sync.average()
+        self._ranks.average()
         self._complete()
         return True
 
@@ -275,25 +372,12 @@ class Accumulator:
             }[phase]
         )
 
-    def _checked_count(self, count: float | Tensor | None, reduction: Reduction, loss: Tensor) -> float | None:
-        if reduction not in ("mean", "sum"):
-            raise ValueError(f"reduction: found {reduction!r}; allowed are 'mean' and 'sum'.")
-        number = self._window.checked(count)
-        if number is None and reduction == "sum":
-            raise ValueError("count: found none; pass the number of samples or tokens that the sum runs over.")
-        if number == 0 and not bool(torch.isfinite(loss)):
-            raise ValueError(
-                f"count: found 0 for a loss of {loss.item()}; the mean over nothing is undefined: pass the sum "
-                "(reduction='sum'), or divide by at least 1."
-            )
-        return number
-
     def _complete(self) -> None:
         """Scale the gradients to the average over what the window holds, on all ranks."""
         window = self._window
         weight = window.weight
         if window.counted or window.index < window.length:
-            weight = self._sync.mean(weight)
+            weight = self._ranks.mean(weight)
         if weight == 0:
             self._window = Window()
         correction = window.correction(weight)
@@ -307,11 +391,11 @@ class Accumulator:
         """Return the length of the windows that are not empty, the same on all ranks; 0 if all are empty."""
         held = window.index > 0
         # A rank that has just shared its first count asks for the largest count, 1 or more; take part in that.
-        while (shortest := -self._sync.largest(-window.length if held else -math.inf)) < 0:
+        while (shortest := -self._ranks.largest(-window.length if held else -math.inf)) < 0:
             self._nominal = -shortest
         if shortest == math.inf:
             return 0
-        longest = self._sync.largest(window.length if held else 0.0)
+        longest = self._ranks.largest(window.length if held else 0.0)
         if longest != shortest:
             raise IncompatibleError(
                 f"flush() found windows of {shortest:g} micro-steps on one rank and of {longest:g} on another; set the "
@@ -320,7 +404,7 @@ class Accumulator:
         return int(longest)
 
     def _refuse_shards(self, what: str, instead: str) -> None:
-        if self._sync.sharded and self._window.index and not self.ready:
+        if self._ranks.sharded and self._window.index and not self.ready:
             raise IncompatibleError(
                 f"the unreduced gradients of FSDP2 cannot be read, so a window that is not full cannot be {what}; "
                 f"{instead}."
@@ -341,22 +425,6 @@ def _check_graphs(model: nn.Module) -> None:
                     "of the run before; compile it without mode 'reduce-overhead' or 'max-autotune' "
                     "('max-autotune-no-cudagraphs' works)."
                 )
-
-
-class Accumulating(Attachment):
-    """The accumulator of a target. After ``remove()`` every batch is a full window.
-
-    Its state is that of the accumulator; :class:`~torchboost.core.step.TrainStep` saves it with the rest.
-    """
-
-    def __init__(self, accumulator: Accumulator, target: Target) -> None:
-        super().__init__(undo=self._release)
-        self.accumulator = accumulator
-        self._target = target
-
-    def _release(self) -> None:
-        self._target.accumulator = None
-        self.accumulator.steps = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -392,8 +460,15 @@ class GradAccumulation(Algorithm):
             raise IncompatibleError("grad_accumulation: the target already has an accumulator; remove that one first.")
         Accumulator(self.steps, target.model)
 
-    def attach(self, target: Target) -> Accumulating:
-        """Give the target its accumulator."""
-        accumulator = Accumulator(self.steps, target.model)
-        target.accumulator = accumulator
-        return Accumulating(accumulator, target)
+    def attach(self, target: Target) -> Attachment:
+        """Give the target its accumulator. After ``remove()`` every batch is a full window.
+
+        The state is that of the accumulator; :class:`~torchboost.core.step.TrainStep` saves it with the rest.
+        """
+        accumulator = target.accumulator = Accumulator(self.steps, target.model)
+
+        def release() -> None:
+            target.accumulator = None
+            accumulator.steps = 1
+
+        return Attachment(undo=release)

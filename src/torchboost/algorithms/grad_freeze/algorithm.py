@@ -14,13 +14,8 @@ from torch.optim import Optimizer
 
 from torchboost.algorithms.grad_freeze import schedule as freeze_schedule
 from torchboost.algorithms.grad_freeze.cache import ActivationCache, FastPrefix, check_cacheable
-from torchboost.algorithms.grad_freeze.freezer import (
-    Freezing,
-    Norms,
-    check_freezable,
-    compiled_prefixes,
-    prefixes_of,
-)
+from torchboost.algorithms.grad_freeze.checks import check_freezable
+from torchboost.algorithms.grad_freeze.freezer import Freezing, Norms, compiled_prefixes, prefixes_of
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.errors import NoEffectWarning
 from torchboost.graph.blocks import Block, blocks_of, group_starts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -15,19 +14,20 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torchboost.algorithms.grad_freeze.cache import FastPrefix
-from torchboost.algorithms.grad_freeze.reach import GradientChecks, Reach
-from torchboost.algorithms.grad_freeze.replicas import Replicas, check_reducer, several_ranks
+from torchboost.algorithms.grad_freeze.checks import GradientChecks, check_freezable
+from torchboost.algorithms.grad_freeze.replicas import Replicas
 from torchboost.core.algorithm import Attachment, Removable
 from torchboost.core.covering import plain_hook
-from torchboost.core.torch_private import AnyBatchNorm, compiler_follows_flags, follows_flags, recompile_limit
-from torchboost.core.wrapping import compiled_parts, is_compiled
-from torchboost.errors import IncompatibleError, NoEffectWarning
+from torchboost.core.torch_private import AnyBatchNorm, recompile_limit, version
+from torchboost.core.wrapping import is_compiled
+from torchboost.distributed.agreement import several
+from torchboost.errors import NoEffectWarning
 from torchboost.graph.blocks import Block
 
-__all__ = ["Freezing", "Norms", "Prefix", "check_freezable", "compiled_prefixes", "prefixes_of"]
+__all__ = ["Freezing", "Norms", "Prefix", "compiled_prefixes", "prefixes_of"]
 
 Norms = Literal["update", "eval"]
-_NAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_NEVER = 1 << 62
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -67,31 +67,6 @@ def prefixes_of(blocks: Sequence[Block], starts: Sequence[int]) -> tuple[Prefix,
         )
         for start in starts
     )
-
-
-def check_freezable(model: nn.Module | None, optimizer: Optimizer) -> None:
-    """Refuse models and optimizers that do not support changing ``requires_grad``.
-
-    Raises:
-        IncompatibleError: The model is wrapped by DDP with ``static_graph=True``, or with a communication hook that has
-            a state or is built into the reducer; the program compiles the model, and this torch keeps using the graph
-            of the old flags; or the ``step`` of the optimizer needs a closure, as that of LBFGS, which moves parameters
-            without a gradient.
-    """
-    if model is not None:
-        check_reducer(model)
-        if not all(map(follows_flags, compiled_parts(model))) and not compiler_follows_flags():
-            raise IncompatibleError(
-                f"freezing: torch.compile of torch {torch.__version__} keeps using the old graph when requires_grad "
-                "changes (pytorch#139476), so unfrozen layers would never train; set torch._dynamo.config."
-                "skip_tensor_guards_with_matching_dict_tags = False at the start of the program, or update to 2.12."
-            )
-    closure = list(inspect.signature(type(optimizer).step).parameters.values())[1:2]
-    if closure and closure[0].default is inspect.Parameter.empty and closure[0].kind in _NAMED:
-        raise IncompatibleError(
-            f"freezing: {type(optimizer).__name__}.step needs a closure; such an optimizer, for example LBFGS, also "
-            "moves parameters without a gradient. Use an optimizer that skips them, or leave freezing out."
-        )
 
 
 def compiled_prefixes() -> int:
@@ -158,40 +133,39 @@ class Freezing(Attachment):
         agree_within: float = 600.0,
     ) -> None:
         check_freezable(model, optimizer)
-        trained = [p for group in optimizer.param_groups for p in group["params"]]
-        _release(trained)
-        self._model = model
-        self._optimizer = weakref.ref(optimizer)
-        self._prefixes = tuple(prefixes)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        _release(parameters)
+        self.step = self.index = 0
+        self.fast = fast
+        self._model, self._prefixes, self._total = model, tuple(prefixes), total_steps
         self._schedule, self._few = schedule, compiled
         self._for_compiled = None if compiled else False  # None until the first update that freezes
-        self._total = total_steps
-        self._flags = _Flags(self, trained)
-        cuts = {m: _Cut() for prefix in prefixes for m in prefix.cut}
-        self._reach = Reach(optimizer, [prefix.parameters for prefix in prefixes], cuts, self._flags.may_train)
-        # The fast path takes modules with hooks as they are, and refuses checkpointing.
-        self._checks: GradientChecks | None = GradientChecks(None if fast else model, trained)
-        self._settles = norms == "eval" and model is not None
-        self._settled: set[AnyBatchNorm] = set()  # put into eval mode here, and only those
-        self._cuts = cuts
-        self.fast = fast
         self._counted = model is None or is_compiled(model)  # the caller knew of the compiler
+        self._settles = norms == "eval"
+        self._settled = set[AnyBatchNorm]()  # put into eval mode here, and only those
         self._alike = dict(alike or {})
         self._freezable = len({id(p) for prefix in prefixes for p in prefix.parameters if p.requires_grad})
         self._flips = 0
-        self._replicas: Replicas | None = None
         self._warned = self._overran = False
-        self.step = 0
-        self.index = 0
         self._spared = frozenset[int]()
         self._in_force = self._prefixes[0]
+        self._held: dict[int, Tensor] = {}  # by id: hashing a tensor costs ten times as much as hashing a number
+        self._thawed_by_user = set[int]()
+        self._record = _Record(weakref.ref(self), set())
+        for parameter in parameters:
+            _RECORDS[parameter] = self._record
+        self._cuts = {module: _Cut() for prefix in prefixes for module in prefix.cut}
+        tied = {id(p) for module in self._cuts for p in module.parameters(recurse=False)}
+        self._reach = _Reach(optimizer, [prefix.parameters for prefix in prefixes], tied, self._may_train)
+        # The fast path takes modules with hooks as they are, and refuses checkpointing.
+        self._checks: GradientChecks | None = GradientChecks(None if fast else model, parameters)
+        self._replicas: Replicas | None = None
         handles: list[Removable] = [optimizer.register_step_post_hook(_untraced(self._updated)), self._checks]
-        handles += [plain_hook(module, module.register_forward_hook(cut)) for module, cut in cuts.items()]
-        if model is not None and self._settles and any(prefix.norms for prefix in prefixes):
-            handles.append(plain_hook(model, model.register_forward_pre_hook(_untraced(self._settle_norms))))
-        if fast is not None:
-            handles.append(fast)
+        handles += [plain_hook(module, module.register_forward_hook(cut)) for module, cut in self._cuts.items()]
+        handles += [fast] if fast is not None else []
         if model is not None:
+            if self._settles and any(prefix.norms for prefix in prefixes):
+                handles.append(plain_hook(model, model.register_forward_pre_hook(_untraced(self._settle_norms))))
             self._replicas = Replicas(model, lambda: self._flips, self._figures, within=agree_within)
             handles.append(self._replicas)
         super().__init__(*handles, undo=self._thaw)
@@ -211,7 +185,7 @@ class Freezing(Attachment):
     @property
     def frozen(self) -> tuple[nn.Parameter, ...]:
         """The parameters that this attachment freezes now."""
-        return tuple(p for p in self._in_force.parameters if id(p) in self._flags.held)
+        return tuple(p for p in self._in_force.parameters if id(p) in self._held)
 
     @property
     def graphs(self) -> int:
@@ -220,14 +194,12 @@ class Freezing(Attachment):
 
     def figures(self) -> dict[str, float]:
         """Return the share of the optimizer's weights that are frozen now."""
-        optimizer = self._optimizer()
-        groups = [] if optimizer is None else optimizer.param_groups
-        sizes = [param.numel() for group in groups for param in group["params"]]
-        return {"frozen": sum(param.numel() for param in self.frozen) / max(1, sum(sizes))}
+        sizes = sum(parameter.numel() for parameter in self._reach.parameters)
+        return {"frozen": sum(parameter.numel() for parameter in self.frozen) / max(1, sizes)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of updates, the unusable indices, and, as a check, the frozen parameters."""
-        index = self._reach.usable(self._scheduled(self.step, self._for_compiled)[0])
+        index = self._reach.usable(self._scheduled(self.step, self._for_compiled)[0], self._reach.closed)
         frozen = len(self._prefixes[index].parameters)
         return {"step": self.step, "frozen": frozen, "compiled": self._for_compiled, **self._reach.state_dict()}
 
@@ -239,7 +211,8 @@ class Freezing(Attachment):
         """
         step = int(state["step"])
         index, compiled = self._scheduled(step, state.get("compiled") if self._few else False)
-        index = self._reach.usable(index, state)
+        closed = {*state["closed"], *state.get("doubtful", ())}  # earlier versions had both
+        index = self._reach.usable(index, closed)
         frozen = len(self._prefixes[index].parameters)
         if frozen != state["frozen"]:
             raise ValueError(
@@ -247,7 +220,7 @@ class Freezing(Attachment):
                 f"{frozen}; attach with the settings, seed and model that the checkpoint was saved with."
             )
         self.step, self._for_compiled = step, compiled
-        self._reach.load_state_dict(state)
+        self._reach.load_state_dict(state, closed)
         self._apply(index)
 
     def _scheduled(self, step: int, compiled: bool | None) -> tuple[int, bool | None]:
@@ -267,19 +240,12 @@ class Freezing(Attachment):
         if _learns_nothing(optimizer):
             return
         self._watch()
-        self._look_at_gradients()
-        self.step += 1
-        self._follow()
-        self._warn_after_the_end()
-
-    def _look_at_gradients(self) -> None:
         self._reach.observe(self.index)
         accumulated = None if self._checks is None else self._checks.observe(self.index > 0)
-        if accumulated is None:
-            return
-        self._checks = None
-        if not accumulated:
-            self._reach.close()
+        if accumulated is not None:
+            self._checks = None
+        if accumulated is False:
+            self._reach.closed.update(range(1, len(self._prefixes)))
             warnings.warn(
                 "freezing: found gradients that no backward pass accumulated, such as those of "
                 "torch.autograd.grad(loss, parameters), which fails for frozen parameters; nothing is frozen. Call "
@@ -287,17 +253,16 @@ class Freezing(Attachment):
                 NoEffectWarning,
                 stacklevel=2,
             )
-
-    def _warn_after_the_end(self) -> None:
-        if self._overran or self._total is None or self.step <= self._total:
-            return
-        self._overran = True
-        warnings.warn(
-            f"freezing: update {self.step} comes after the end of the run, total_steps={self._total}; everything "
-            "trains from then on. Set total_steps to the number of updates of the whole run.",
-            NoEffectWarning,
-            stacklevel=2,
-        )
+        self.step += 1
+        self._follow()
+        if self._total is not None and self.step > self._total and not self._overran:
+            self._overran = True
+            warnings.warn(
+                f"freezing: update {self.step} comes after the end of the run, total_steps={self._total}; everything "
+                "trains from then on. Set total_steps to the number of updates of the whole run.",
+                NoEffectWarning,
+                stacklevel=2,
+            )
 
     def _figures(self) -> dict[str, int]:
         """The numbers that must be equal on all ranks before a pass."""
@@ -308,7 +273,7 @@ class Freezing(Attachment):
         """Look for other ranks; they may have been set up after this was attached."""
         if self._replicas is not None:
             self._replicas.watch()
-        elif not self._warned and several_ranks():
+        elif not self._warned and several() and torch.distributed.get_world_size() > 1:
             self._warned = True
             warnings.warn(
                 "freezing: found several ranks and only parameters, no model, so DistributedDataParallel cannot learn "
@@ -325,23 +290,50 @@ class Freezing(Attachment):
 
     def _apply(self, index: int) -> None:
         """Apply the largest usable index up to ``index``; change only what differs."""
-        index = self._reach.usable(index)
+        index = self._reach.usable(index, self._reach.closed)
         spared = self._reach.spared(index)
         if index == self.index and spared == self._spared:
             return
         self._check_graphs()
-        before, after = self._in_force, self._prefixes[index].without(spared)
+        after = self._prefixes[index].without(spared)
         self.index, self._spared, self._in_force = index, spared, after
-        known = set(map(id, self._reach.known))  # others belong to other optimizers, or to none
-        self._flags.change(p for p in after.parameters if id(p) in known)
+        known = set(map(id, self._reach.parameters))  # others belong to other optimizers, or to none
+        self._hold({id(p): p for p in after.parameters if id(p) in known})
         self._flips += 1
         for module, hook in self._cuts.items():
             hook.active = module in after.cut
         if self._settles and self._model is not None:
-            for norm in self._settled.intersection(before.norms).difference(after.norms):
+            for norm in self._settled.difference(after.norms):
                 norm.training = self._model.training
                 self._settled.discard(norm)
             self._settle_norms()
+
+    def _hold(self, after: Mapping[int, Tensor]) -> None:
+        """Freeze exactly those parameters that train now, and thaw all others that were frozen here.
+
+        A parameter that other code has frozen is never thawed. If other code thaws a parameter that is held, it is no
+        longer held. A second ``requires_grad_(False)`` on it cannot be detected.
+        """
+        for key, parameter in list(self._held.items()):
+            if parameter.requires_grad:
+                self._thawed_by_user.add(key)
+            elif key not in after:
+                parameter.requires_grad_(True)
+            else:
+                continue
+            del self._held[key]
+        for key, parameter in after.items():
+            if parameter.requires_grad and key not in self._thawed_by_user:
+                parameter.requires_grad_(False)
+                parameter.grad = None
+                self._held[key] = parameter
+                _RECORDS[parameter] = self._record
+        self._record.held.clear()
+        self._record.held.update(self._held)
+
+    def _may_train(self, parameter: Tensor) -> bool:
+        """Whether a parameter would train if nothing were frozen here."""
+        return parameter.requires_grad or id(parameter) in self._held
 
     def _check_graphs(self) -> None:
         """Warn once if the model was compiled later and the schedule needs more graphs than torch allows."""
@@ -363,51 +355,6 @@ class Freezing(Attachment):
             if norm.training:
                 norm.training = False
                 self._settled.add(norm)
-
-
-class _Flags:
-    """Freezes parameters (``requires_grad=False``) and remembers which ones, so that only these are thawed.
-
-    A parameter that other code has frozen is not held and never thawed. If other code thaws a held parameter, it is no
-    longer held. A second ``requires_grad_(False)`` on a held parameter cannot be detected; it is thawed with the
-    others.
-
-    Args:
-        owner: Has ``remove()``, which is called if another owner takes over the same parameters. Held weakly.
-        parameters: Parameters that may be held.
-    """
-
-    def __init__(self, owner: Freezing, parameters: Iterable[Tensor]) -> None:
-        self.held: dict[int, Tensor] = {}
-        """By ``id``: hashing a tensor costs ten times as much as hashing a number."""
-        self._left: set[int] = set()
-        self._record = _Record(weakref.ref(owner), set())
-        for parameter in parameters:
-            _RECORDS[parameter] = self._record
-
-    def change(self, frozen: Iterable[Tensor]) -> None:
-        """Hold exactly those parameters of ``frozen`` that train now, and release all others."""
-        after = {id(parameter): parameter for parameter in frozen}
-        for key, parameter in list(self.held.items()):
-            if parameter.requires_grad:  # thawed by other code
-                self._left.add(key)
-            elif key not in after:
-                parameter.requires_grad_(True)
-            else:
-                continue
-            del self.held[key]
-        for key, parameter in after.items():
-            if key not in self.held and key not in self._left and parameter.requires_grad:
-                parameter.requires_grad_(False)
-                parameter.grad = None
-                self.held[key] = parameter
-                _RECORDS[parameter] = self._record
-        self._record.held.clear()
-        self._record.held.update(self.held)
-
-    def may_train(self, parameter: Tensor) -> bool:
-        """Whether a parameter would train if nothing were held here."""
-        return parameter.requires_grad or id(parameter) in self.held
 
 
 @dataclass(frozen=True, slots=True)
@@ -464,3 +411,112 @@ class _Cut:
         if self.active and isinstance(output, Tensor):
             return output.detach()
         return output
+
+
+class _Reach:
+    """Records for each index of a schedule whether something trains there, from the gradients so far.
+
+    An index is usable if the optimizer has a parameter after its prefix that the user trains, and if every informative
+    update gave one of those a gradient. A module that the forward pass does not use, one that no loss depends on, and a
+    head that only some batches use therefore never become the last part that trains. A weight that also has a use that
+    is cut off does not count, since its gradient may have come from there.
+
+    Later updates may reach parameters that none has reached yet, such as a head that is used in turns. These stay
+    trainable at every index (:meth:`spared`). This costs nothing while they have no gradients.
+
+    A gradient of zeros left by ``zero_grad(set_to_none=False)`` does not count. Checking this synchronises the device
+    once per update; on several ranks it is not checked.
+
+    Args:
+        optimizer: The optimizer whose parameters count. Held weakly.
+        frozen: The parameters of the prefix of each index.
+        tied: Parameters, by ``id``, that do not count.
+        may_train: Whether the user trains a parameter.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        frozen: Sequence[Sequence[Tensor]],
+        tied: set[int],
+        may_train: Callable[[Tensor], bool],
+    ) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._frozen = [frozenset(map(id, parameters)) for parameters in frozen]
+        self._tied, self._may_train = tied, may_train
+        self._parameters: list[Tensor] = []
+        self._versions: dict[int, int] = {}
+        self._unreached = frozenset[int]()  # could have been reached
+        self._pending: list[Tensor] = []  # not reached yet, whether or not they could have been
+        self.closed = set[int]()
+        """Indices that are not usable."""
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters of the optimizer, in its order; the last known ones if it is gone."""
+        optimizer, known = self._optimizer(), len(self._parameters)
+        if optimizer is not None and known != sum(len(group["params"]) for group in optimizer.param_groups):
+            self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            self._pending += self._parameters[known:]  # groups that are added come last
+        return self._parameters
+
+    def usable(self, index: int, closed: Collection[int]) -> int:
+        """Return the largest index up to ``index`` that is not closed and trains something; 0 always is usable."""
+        last_first = self.parameters[::-1]
+        while index:
+            frozen = self._frozen[index]
+            if index not in closed and any(id(p) not in frozen and self._may_train(p) for p in last_first):
+                break
+            index -= 1
+        return index
+
+    def spared(self, index: int) -> frozenset[int]:
+        """Return the ``id`` of what stays trainable at ``index``: it could have had a gradient but never did."""
+        return self._frozen[index] & self._unreached
+
+    def observe(self, index: int) -> None:
+        """Record the gradients of an update made at ``index``.
+
+        Cost: microseconds; the parameters are read from the last one back, until all open indices have a gradient.
+        """
+        parameters = self.parameters
+        if not any(p.grad is not None and p.requires_grad for p in parameters):
+            return
+        self._pending = [p for p in self._pending if p.grad is None]
+        self._unreached = frozenset(id(p) for p in self._pending if p.requires_grad)
+        # At other indices parts of what trains there are frozen now.
+        waiting = {at for at, frozen in enumerate(self._frozen) if at and self._frozen[index] <= frozen} - self.closed
+        for parameter in reversed(parameters):
+            behind = {at for at in waiting if id(parameter) not in self._frozen[at]}
+            if behind and self._has_gradient(parameter):
+                waiting -= behind
+            if not waiting:
+                break
+        self.closed |= waiting
+
+    def _has_gradient(self, parameter: Tensor) -> bool:
+        key, grad = id(parameter), parameter.grad
+        if grad is None or not parameter.requires_grad or key in self._tied:
+            return False
+        # A gradient tensor that is kept is written in place at each update; a new one starts again.
+        before, now = self._versions.get(key, _NEVER), version(grad)
+        self._versions[key] = now
+        readable = now > before and grad.layout is torch.strided and not several()
+        return not readable or bool(grad.any())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return which indices are not usable, and which parameters of the optimizer were not reached."""
+        places = dict(enumerate(map(id, self.parameters)))
+        pending = set(map(id, self._pending))
+        return {
+            "closed": sorted(self.closed),
+            "pending": [place for place, key in places.items() if key in pending],
+            "unreached": [place for place, key in places.items() if key in self._unreached],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], closed: set[int]) -> None:
+        """Resume from :meth:`state_dict`, with these indices closed."""
+        self.closed = closed
+        parameters = self.parameters
+        self._pending = [parameters[place] for place in state.get("pending", ())]
+        self._unreached = frozenset(id(parameters[place]) for place in state.get("unreached", ()))

@@ -117,8 +117,9 @@ class Halves:
                 return f"{name} is not a tensor but {type(value).__name__}"
             if value.ndim == 0 or len(value) != count:
                 return f"{name}, of shape {tuple(value.shape)}, is not one row for each of {count} samples"
-        if len({value.untyped_storage().data_ptr() for value in values}) < len(values):
-            return f"{' and '.join(outputs)} share memory"
+        memory, inputs = ([t.untyped_storage().data_ptr() for t in some] for some in (values, tensors))
+        if len({*memory}.difference(inputs)) < len(values):
+            return f"{' and '.join(outputs)} share memory with each other or with an input"
         rows = list(range(count - 1, -1, -2)) if count > 1 else [0, 0]
         try:
             alone = self.border(self.select(tensors, rows))
@@ -196,11 +197,14 @@ def _front(graph: fx.Graph, targets: dict[str, Any], tensors: tuple[Tensor, ...]
         if node.op == "output" or _trains(node, targets):
             break
         front[node] = None
-    module = fx.GraphModule(targets, _part(graph, set(front), results=[]))
+    mixed = _mixed(front, targets)
+    # What is needed later or compared is kept to the end; other activations are freed after their last use.
+    results = [node for node in front if node not in mixed or any(user not in front for user in node.users)]
+    module = fx.GraphModule(targets, _part(graph, set(front), results=results))
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     devices = accelerators((*tensors, *module.parameters()))
-    mixed = {node.name for node in _mixed(front, targets)}
-    trial = _Trial(module, lambda: _random_state(devices), [buffer for buffer, _ in buffers], mixed)
+    names = {node.name for node in mixed}
+    trial = _Trial(module, lambda: _random_state(devices), [buffer for buffer, _ in buffers], names)
     with torch.no_grad(), generators_kept(devices):
         trial.run(*(tensor.clone() for tensor in tensors))
     for buffer, value in buffers:
@@ -219,7 +223,7 @@ class _Trial(fx.Interpreter):
     def __init__(
         self, module: fx.GraphModule, random: Callable[[], Any], buffers: list[Tensor], mixed: set[str]
     ) -> None:
-        super().__init__(module, garbage_collect_values=False)
+        super().__init__(module)
         self.quiet: set[str] = set()
         self._random, self._buffers, self._mixed, self._over = random, buffers, mixed, False
 

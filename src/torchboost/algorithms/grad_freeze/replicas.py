@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,7 +18,7 @@ from torchboost.core.torch_private import active_ddp, build_again, built_in_comm
 from torchboost.distributed.agreement import Agreement, ranks_of_shards, several
 from torchboost.errors import IncompatibleError
 
-__all__ = ["Replicas", "check_reducer", "rebuild_reducer", "several_ranks"]
+__all__ = ["Replicas", "check_reducer", "rebuild_reducer"]
 
 _HINT = (
     "Flags must change on all ranks at the same update: use the same settings, seed and checkpoint on all ranks, and "
@@ -99,19 +100,16 @@ class Replicas(Attachment):
         self._version, self._figures, self._within = version, figures, within
         self._built: WeakKeyDictionary[DistributedDataParallel, int] = WeakKeyDictionary()
         self._agreements: dict[tuple[int, ...], Agreement] = {}
-        self._sharded_over: list[int] | None = None
         self._trained = False  # whether there was a pass in training mode since the last update
         self._trains_in_eval = True
-        self._watching = False
         super().__init__()
         self.watch()
 
     def watch(self) -> None:
         """Register the hook once there is a process group. Call it after each update."""
         self._trains_in_eval, self._trained = not self._trained, False
-        if self._watching or not several():
+        if self._handles or not several():
             return
-        self._watching = True
         hook: Callable[..., None] = torch.compiler.disable(self._before_pass)  # pyright: ignore
         for module in _replicas_in(self._model) or [self._model]:
             self._handles.append(plain_hook(module, module.register_forward_pre_hook(hook, prepend=True)))
@@ -125,54 +123,34 @@ class Replicas(Attachment):
         for agreement in self._agreements.values():
             agreement.close()
 
+    @cached_property
+    def _shards(self) -> list[int]:
+        return ranks_of_shards(self._model.parameters())
+
     def _before_pass(self, module: nn.Module, *_: Any) -> None:
         if not torch.is_grad_enabled():
             return
-        ddp = module if isinstance(module, DistributedDataParallel) else self._around()
+        ddp = module if isinstance(module, DistributedDataParallel) else active_ddp()
         if module.training:
             self._trained, self._trains_in_eval = True, False
+        if ddp is not None and ddp not in self._built:
+            check_reducer(ddp)
         # All ranks run a pass that sends gradients together; other passes may run on one rank.
         trains = module.training or self._trains_in_eval
         if self._within and trains and (ddp is None or ddp.require_backward_grad_sync):
-            ranks = self._ranks_of(ddp)
+            ranks = tuple(self._shards if ddp is None else dist.get_process_group_ranks(ddp.process_group))
             if len(ranks) > 1:
-                self._agreement_of(ranks).check(self._figures(), hint=_HINT)
+                if ranks not in self._agreements:
+                    self._agreements[ranks] = Agreement(ranks, subject="freezing", timeout=self._within)
+                self._agreements[ranks].check(self._figures(), hint=_HINT)
         if ddp is not None:
             self._follow(ddp)
-
-    def _around(self) -> DistributedDataParallel | None:
-        """The DDP whose forward pass is running, as it tells the compiler."""
-        ddp = active_ddp()
-        if ddp is not None and ddp not in self._built:
-            check_reducer(ddp)
-        return ddp
 
     def _follow(self, ddp: DistributedDataParallel) -> None:
         # A DDP that is seen for the first time may have been built with other flags.
         if self._built.get(ddp) != self._version():
             rebuild_reducer(ddp)
             self._built[ddp] = self._version()
-
-    def _ranks_of(self, ddp: DistributedDataParallel | None) -> Sequence[int]:
-        return self._sharding() if ddp is None else dist.get_process_group_ranks(ddp.process_group)
-
-    def _agreement_of(self, ranks: Sequence[int]) -> Agreement:
-        key = tuple(ranks)
-        if key not in self._agreements:
-            self._agreements[key] = Agreement(ranks, subject="freezing", timeout=self._within)
-        return self._agreements[key]
-
-    def _sharding(self) -> list[int]:
-        """The ranks that FSDP2 shards the parameters over; empty if nothing is sharded."""
-        if self._sharded_over is not None:
-            return self._sharded_over
-        self._sharded_over = ranks_of_shards(self._model.parameters())
-        return self._sharded_over
-
-
-def several_ranks() -> bool:
-    """Whether this process is one of several ranks; they need not train one model."""
-    return several() and dist.get_world_size() > 1
 
 
 def _replicas_in(model: nn.Module) -> list[DistributedDataParallel]:
