@@ -223,8 +223,7 @@ def _convert(model: nn.Module, *optimizers: Optimizer | None) -> Callable[[], No
     """Convert the kernels that are in another format; return a function that restores their strides."""
     before = [(weight, weight.stride()) for weight in _pending(model)]
     for weight, strides in before:
-        layout = _FORMATS[weight.ndim]
-        _rewrite(weight, optimizers, lambda tensor, layout=layout: tensor.to(memory_format=layout))
+        _rewrite(weight, optimizers, _strides(weight.shape))
         _BEFORE[weight] = strides
     return functools.partial(_restride, before, optimizers)
 
@@ -260,13 +259,11 @@ def _belongs(value: Any, weight: Tensor) -> bool:
 
 def _restride(before: list[tuple[nn.Parameter, tuple[int, ...]]], optimizers: tuple[Optimizer | None, ...]) -> None:
     for weight, strides in before:
-        _rewrite(weight, optimizers, functools.partial(_restrided, strides=strides))
+        _rewrite(weight, optimizers, strides)
         _BEFORE.pop(weight, None)
 
 
-def _rewrite(
-    weight: nn.Parameter, optimizers: tuple[Optimizer | None, ...], change: Callable[[Tensor], Tensor]
-) -> None:
+def _rewrite(weight: nn.Parameter, optimizers: tuple[Optimizer | None, ...], strides: tuple[int, ...]) -> None:
     """Change the strides of a parameter and of everything that belongs to it element by element."""
     states = [optimizer.state.get(weight, {}) for optimizer in optimizers if optimizer is not None]
     entries = [value for state in states for value in state.values()]
@@ -274,7 +271,7 @@ def _rewrite(
     if weight.grad is not None and _may_move(weight.grad):
         followers.append(weight.grad)
     for tensor in (weight, *followers):
-        tensor.data = change(tensor.data)
+        tensor.data = _restrided(tensor.data, strides)
 
 
 def _restrided(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
