@@ -249,8 +249,8 @@ def test_it_is_a_boosted():
 
 def test_the_model_is_traced_once_before_it_is_changed_and_once_after(monkeypatch):
     traces = []
-    record = trace._Symbols.run
-    monkeypatch.setattr(trace._Symbols, "run", lambda *args: traces.append(1) or record(*args))
+    record = trace.trace_paths
+    monkeypatch.setattr(trace, "trace_paths", lambda *args, **kwargs: traces.append(1) or record(*args, **kwargs))
     boosted = boost(*pair(lambda: ResNet(Bottleneck, [1, 1], width=8)), level="O2", total_steps=10_000)
     assert {"less_bn", "grad_freeze"} <= set(boosted.attached)
     assert len(traces) == 2

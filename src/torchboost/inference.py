@@ -71,32 +71,27 @@ def fast_copy(network: nn.Module, *, sample: Any = None, pick: Pick | None = Non
     """
     bare = unwrap(network)
     with copies_of(bare):
-        return _fast_copy(bare, sample, pick)
-
-
-def _fast_copy(bare: nn.Module, sample: Any, pick: Pick | None) -> nn.Module:
-    plain, fast = _as_torch(twin(bare)), twin(bare)
-    try:
-        folded = None in fold_batch_norms(fast, sample=sample).values()
-    except IncompatibleError as error:
-        warnings.warn(f"the copy for inference is not folded: {error}", NoEffectWarning, stacklevel=3)
-        folded = False
-    _as_torch(fast)
-    layout = ChannelsLast()
-    forms = {"plain": plain} | ({"folded": fast} if folded else {})
-    if sample is None:
-        if layout.needs_transform(fast):
+        plain, fast = _as_torch(twin(bare)), twin(bare)
+        try:
+            folded = bool(fold_batch_norms(fast, sample=sample).folded)
+        except IncompatibleError as error:
+            warnings.warn(f"the copy for inference is not folded: {error}", NoEffectWarning, stacklevel=2)
+            folded = False
+        _as_torch(fast)
+        layout = ChannelsLast()
+        forms = {"plain": plain} | ({"folded": fast} if folded else {})
+        if sample is None:
             layout.transform(fast)
-        _Check(fast, plain, bare)
-        return fast
-    if layout.needs_transform(fast):
-        forms["channels-last"] = twin(fast)
-        layout.transform(forms["channels-last"])
-    expected = evaluate(plain, sample)
-    right = {name: form for name, form in forms.items() if form is plain or _equal(form, sample, expected)}
-    if folded and "folded" not in right:
-        _warn_of_difference(4)
-    return right[pick(right, sample) if pick is not None and len(right) > 1 else next(reversed(right))]
+            _Check(fast, plain, bare)
+            return fast
+        if layout.needs_transform(fast):
+            forms["channels-last"] = twin(fast)
+            layout.transform(forms["channels-last"])
+        expected = evaluate(plain, sample)
+        right = {name: form for name, form in forms.items() if form is plain or _equal(form, sample, expected)}
+        if folded and "folded" not in right:
+            _warn_of_difference(3)
+        return right[pick(right, sample) if pick is not None and len(right) > 1 else next(reversed(right))]
 
 
 def _as_torch(model: nn.Module) -> nn.Module:
@@ -116,12 +111,12 @@ def _as_torch(model: nn.Module) -> nn.Module:
 
 def _equal(form: nn.Module, sample: Any, expected: list[Tensor]) -> bool:
     try:
-        found = evaluate(form, sample)
+        outputs = evaluate(form, sample)
     except RuntimeError:  # such as a view that channels-last does not allow
         return False
-    kinds = [outputs.dtype for outputs in expected if outputs.is_floating_point()]
+    kinds = [one.dtype for one in expected if one.is_floating_point()]
     allowed = max([_TOLERANCE, *(64 * torch.finfo(kind).eps for kind in kinds)])
-    return largest_difference(expected, found) <= allowed
+    return largest_difference(expected, outputs) <= allowed
 
 
 def _warn_of_difference(level: int) -> None:
@@ -171,13 +166,9 @@ def _compare(fast: nn.Module, plain: nn.Module, sample: Arguments) -> bool | Non
         return None
     if _equal(fast, sample, expected):
         return True
-    _contiguous(fast)
-    return _equal(fast, sample, expected)
-
-
-def _contiguous(model: nn.Module) -> None:
-    for parameter in model.parameters():
+    for parameter in fast.parameters():
         parameter.data = parameter.data.contiguous()
+    return _equal(fast, sample, expected)
 
 
 def fastest(forms: Mapping[str, nn.Module], sample: Any) -> str:

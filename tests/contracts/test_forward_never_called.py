@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from torchboost.algorithms.autocast import Autocast
-from torchboost.algorithms.channels_last import ChannelsLast
 from torchboost.core.algorithm import Algorithm, Target, attach_all
 from torchboost.errors import NoEffectWarning
 
@@ -24,7 +23,7 @@ class Outer(nn.Module):
         return self.net(x)
 
 
-@pytest.mark.parametrize("algorithm", [Autocast(), ChannelsLast()])
+@pytest.mark.parametrize("algorithm", [Autocast()])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_first_update_says_so(algorithm: Algorithm, compiled: bool) -> None:
     torch.compiler.reset()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import types
-from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -24,8 +23,8 @@ from tests.support.conv_nets import (
 )
 from tests.support.portraits import changes, portrait
 from tests.support.removal_nets import NormAct
+from torchboost import fold_batch_norms
 from torchboost.errors import IncompatibleError
-from torchboost.graph.folding import Fold, fold_pairs, plan_folds
 
 
 def shaken(model: nn.Module) -> nn.Module:
@@ -38,22 +37,6 @@ def shaken(model: nn.Module) -> nn.Module:
                 nn.init.uniform_(module.weight, -2, 2)
                 nn.init.uniform_(module.bias, -1, 1)
     return model.eval()
-
-
-class Report(NamedTuple):
-    folded: tuple[str, ...]
-    kept: dict[str, str]
-    largest_difference: float | None
-
-
-def fold(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, sample: Any = None) -> Report:
-    """Fold all that can be, as :func:`torchboost.less_bn` and the copy for inference do."""
-    names = {module: name for name, module in model.named_modules()}
-    plan = plan_folds(model, sample=sample)
-    folds = [found for found in plan.values() if isinstance(found, Fold)]
-    difference = fold_pairs(model, folds, optimizer=optimizer, sample=sample)
-    kept = {names[norm]: found for norm, found in plan.items() if isinstance(found, str)}
-    return Report(tuple(names[one.norm] for one in folds), kept, difference)
 
 
 def norms(model: nn.Module) -> int:
@@ -76,7 +59,7 @@ def test_folds_behind_every_kind_of_convolution():
             model = shaken(nn.Sequential(kind(4, 8, 3, bias=bias, **options), norm(8), nn.ReLU()).double())
             x = torch.randn(2, 4, *[9] * sides, dtype=torch.float64)
             before = model(x)
-            report = fold(model, sample=x)
+            report = fold_batch_norms(model, sample=x)
             assert report.folded == ("1",)
             assert report.largest_difference < 1e-12
             torch.testing.assert_close(model(x), before)
@@ -88,7 +71,7 @@ def test_a_linear_layer_without_a_bias_gets_one_and_the_optimizer_follows():
     optimizer = torch.optim.SGD(shaken(model).parameters(), lr=0.1)
     affine, x = list(model[1].parameters()), torch.randn(3, 5)
     before = model(x)
-    report = fold(model, optimizer)
+    report = fold_batch_norms(model, optimizer)
     assert report.folded == ("3",)
     assert "no convolution" in report.kept["1"]
     torch.testing.assert_close(model(x), before)
@@ -104,11 +87,11 @@ def test_folds_networks_that_were_trained_a_little():
         train_a_little(model)
         x = torch.randn(4, 3, 16, 16)
         before, total = model.eval()(x), norms(model)
-        report = fold(model, sample=x)
+        report = fold_batch_norms(model, sample=x)
         assert len(report.folded) == gone == total - norms(model)
         assert report.largest_difference < 1e-4
         assert (model(x) - before).abs().max() / before.abs().max() < 1e-4
-        assert fold(model).folded == ()
+        assert fold_batch_norms(model).folded == ()
 
 
 class _Twice(nn.Module):
@@ -152,7 +135,7 @@ def test_says_why_a_layer_stays():
             if isinstance(module, _BatchNorm) and module.running_mean is not None:
                 nn.init.uniform_(module.running_mean)
         before = copy.deepcopy(model.eval().state_dict())
-        report = fold(model)
+        report = fold_batch_norms(model)
         assert report.folded == ()
         assert all(reason in text for text in report.kept.values())
         assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
@@ -229,29 +212,29 @@ def test_what_was_altered_on_the_instance_stays():
         alteration(model)
         inputs = (torch.randn(2, 3, 8, 8), torch.randn(2, 2))[: 1 + (build is _TwoInputs)]
         before = model(*inputs)
-        assert fold(model).folded == ()
-        assert fold(model, sample=inputs).folded == ()
+        assert fold_batch_norms(model).folded == ()
+        assert fold_batch_norms(model, sample=inputs).folded == ()
         assert torch.equal(model(*inputs), before)
 
 
 def test_a_hook_on_a_module_around_the_layer_counts_as_an_operation():
     model = shaken(nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 1)), nn.BatchNorm2d(4)))
-    assert fold(copy.deepcopy(model)).folded == ("1",)
+    assert fold_batch_norms(copy.deepcopy(model)).folded == ("1",)
     model[0].register_forward_hook(lambda module, args, output: output.relu())
-    assert "no convolution" in fold(model).kept["1"]
+    assert "no convolution" in fold_batch_norms(model).kept["1"]
 
 
 def test_optional_arguments_must_be_settled_by_a_sample():
     model, x, shift = shaken(_Conditional()), torch.randn(2, 3, 8, 8), torch.randn(2, 4, 8, 8)
-    assert "optional arguments" in fold(model).kept["norm"]
-    assert "no convolution" in fold(model, sample=(x, shift)).kept["norm"]
-    assert fold(model, sample={"x": x}).folded == ("norm",)
+    assert "optional arguments" in fold_batch_norms(model).kept["norm"]
+    assert "no convolution" in fold_batch_norms(model, sample=(x, shift)).kept["norm"]
+    assert fold_batch_norms(model, sample={"x": x}).folded == ("norm",)
 
 
 def test_a_decision_by_the_shape_is_refused_with_a_sample_too():
     model = shaken(_SmallImagesAreNotNormalised())
-    assert "depends on values or shapes" in fold(model).kept["norm"]
-    assert fold(model, sample=torch.randn(2, 3, 32, 32)).folded == ()
+    assert "depends on values or shapes" in fold_batch_norms(model).kept["norm"]
+    assert fold_batch_norms(model, sample=torch.randn(2, 3, 32, 32)).folded == ()
 
 
 def test_every_path_is_followed():
@@ -267,7 +250,7 @@ def test_every_path_is_followed():
 
     model, x = shaken(Pads()), torch.randn(2, 3, 9, 8)
     before = model(x)
-    assert fold(model).folded == ("norm",)
+    assert fold_batch_norms(model).folded == ("norm",)
     torch.testing.assert_close(model(x), before, rtol=1e-4, atol=1e-5)
 
 
@@ -276,7 +259,7 @@ def test_what_computes_with_shapes_outside_of_torch_stays():
         def forward(self, x):
             return super().forward(F.pad(x, (0, int(x.shape[-1]) % 2)))
 
-    report = fold(shaken(Counts()))
+    report = fold_batch_norms(shaken(Counts()))
     assert report.folded == ()
     assert "cannot be traced" in report.kept["norm"]
 
@@ -284,7 +267,7 @@ def test_what_computes_with_shapes_outside_of_torch_stays():
 def test_parts_whose_forward_is_fixed_are_folded_in_one_that_is_not():
     model, x = shaken(_Around()), torch.randn(2, 3, 8, 8)
     plain, features = model(x), model(x, features=True)
-    report = fold(model)
+    report = fold_batch_norms(model)
     assert report.folded == ("body.0.norm", "body.1.norm")
     assert list(report.kept) == ["tapped.1"]
     torch.testing.assert_close(model(x), plain, rtol=1e-4, atol=1e-5)
@@ -293,9 +276,9 @@ def test_parts_whose_forward_is_fixed_are_folded_in_one_that_is_not():
 
 def test_behind_a_linear_layer_there_must_be_two_dimensions():
     model, rows = shaken(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))), torch.randn(2, 6)
-    assert "number of dimensions" in fold(model).kept["1"]
-    assert fold(model, sample=torch.randn(2, 6, 6)).folded == ()
-    assert fold(model, sample=rows).folded == ("1",)
+    assert "number of dimensions" in fold_batch_norms(model).kept["1"]
+    assert fold_batch_norms(model, sample=torch.randn(2, 6, 6)).folded == ()
+    assert fold_batch_norms(model, sample=rows).folded == ("1",)
 
 
 def test_a_convolution_that_computes_otherwise_inside_stays():
@@ -304,7 +287,7 @@ def test_a_convolution_that_computes_otherwise_inside_stays():
             return super()._conv_forward(input, weight - weight.mean((1, 2, 3), keepdim=True), bias)
 
     model = shaken(nn.Sequential(Standardised(3, 4, 3), nn.BatchNorm2d(4)))
-    assert "computes its weight" in fold(model).kept["1"]
+    assert "computes its weight" in fold_batch_norms(model).kept["1"]
 
 
 def test_what_the_class_of_a_norm_runs_behind_it_stays():
@@ -313,7 +296,7 @@ def test_what_the_class_of_a_norm_runs_behind_it_stays():
         torch.randn(2, 3, 4, 4),
     )
     before = model(x)
-    assert fold(model).folded == ("1",)
+    assert fold_batch_norms(model).folded == ("1",)
     assert any(isinstance(module, nn.ReLU) for module in model[1].modules())
     torch.testing.assert_close(model(x), before, rtol=1e-4, atol=1e-5)
 
@@ -334,7 +317,7 @@ def test_a_norm_that_a_plain_list_calls_stays_and_the_others_go():
 
     model, x = shaken(Lists()), torch.randn(2, 3, 8, 8)
     before = model(x)
-    report = fold(model)
+    report = fold_batch_norms(model)
     assert report.folded == ("stem.norm",)
     assert report.kept == dict.fromkeys(("norms.0", "norms.1"), "'order' of the model also holds it")
     torch.testing.assert_close(model(x), before, rtol=1e-4, atol=1e-5)
@@ -361,7 +344,7 @@ def test_an_error_an_interrupt_or_a_wrong_trace_leave_everything_as_it_was():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         before, parameters = portrait(model), list(model.parameters())
         with pytest.raises(error or IncompatibleError, match=message):
-            fold(model, optimizer)
+            fold_batch_norms(model, optimizer)
         assert not changes(before, portrait(model))
         assert list(map(id, optimizer.param_groups[0]["params"])) == list(map(id, parameters))
 
@@ -372,13 +355,13 @@ def test_an_optimizer_that_cannot_follow_leaves_the_model_as_it_was():
     optimizer.param_groups[0]["param_names"].pop()
     before = portrait(model)
     with pytest.raises(ValueError, match="names"):
-        fold(model, optimizer)
+        fold_batch_norms(model, optimizer)
     assert not changes(before, portrait(model))
 
 
 def test_half_precision():
     model = shaken(nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU())).bfloat16()
-    report = fold(model)
+    report = fold_batch_norms(model)
     assert report.folded == ("1",)
     assert model[0].bias.dtype == torch.bfloat16
     assert report.largest_difference < 0.05
@@ -390,5 +373,14 @@ def test_a_diverged_network_is_said_to_be_one():
     next(model.parameters()).data.fill_(float("nan"))
     norms = sum(isinstance(module, _BatchNorm) for module in model.modules())
     with pytest.raises(ValueError, match="NaN or infinities"):
-        fold(model.eval())
+        fold_batch_norms(model.eval())
     assert sum(isinstance(module, _BatchNorm) for module in model.modules()) == norms
+
+
+def test_what_is_wrapped_or_trains_stays_and_nothing_to_fold_is_no_warning():
+    model = shaken(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)))
+    with pytest.raises(IncompatibleError, match="DataParallel"):
+        fold_batch_norms(nn.DataParallel(model))
+    model[1].train()
+    assert "training mode" in fold_batch_norms(model).kept["1"]
+    assert "0 of 0" in str(fold_batch_norms(nn.Linear(2, 2)))

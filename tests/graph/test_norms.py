@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.support.conv_nets import Basic, ForeignNames, InvertedResidual, PreActNet, vgg
+from tests.support.conv_nets import Basic, ForeignNames, InvertedResidual, vgg
 from tests.support.removal_nets import NormAct
 from torchboost.graph.normalized_linear import NormalizedLinear
 from torchboost.graph.norms import (
@@ -37,14 +37,6 @@ def test_main_branch_and_shortcut_by_weight_not_by_name():
     assert [labels(flow, norms) for norms in block.norms] == [["linear", "conv1"]]
     assert labels(flow, block.shortcut_norms) == ["main"]
     assert block.projects
-
-
-def test_identity_shortcuts_project_nothing():
-    assert [b.projects for b in residual_blocks(trace(nn.Sequential(Basic(3, 3), Basic(3, 4), Basic(4, 4, 2))))] == [
-        False,
-        True,
-        True,
-    ]
 
 
 def test_an_addition_around_a_block_is_no_block():
@@ -105,12 +97,6 @@ def kept(model, **settings):
     default = {"keep": "last", "keep_shortcut": False, "keep_every": 2, "blocks_per_norm": 1}
     reasons = reasons_to_stay(flow, residual_blocks(flow), **default | settings)
     return {flow.nodes[i].label: r for i, r in sorted(reasons.items())}
-
-
-def test_pre_activation_keeps_the_last_of_the_branch():
-    found = kept(PreActNet())
-    assert {name for name, reason in found.items() if reason} == {"blocks.0.bn2", "blocks.1.bn2", "blocks.2.bn2"}
-    assert [name for name, reason in found.items() if not reason] == ["blocks.0.bn1", "blocks.2.bn1"]
 
 
 def test_every_nth_block_counts_from_the_last_that_kept():
@@ -375,33 +361,12 @@ def test_a_whole_model_says_what_it_needs_to_load_and_a_copy_says_nothing(tmp_pa
     assert type(again[1]) is RemovedNorm
 
 
-def reference(x, weight, bias, multiplier):
-    def unit(t):
-        return t / t.square().sum(-1, keepdim=True).clamp(min=1e-4).sqrt()
-
-    out = unit(x) @ unit(weight).T
-    return multiplier * (out if bias is None else out + bias)
-
-
-def test_equals_the_formula_and_shares_the_parameters():
-    for bias in [True, False]:
-        linear = nn.Linear(5, 3, bias=bias).eval()
-        head = NormalizedLinear.from_linear(linear)
-        assert head.weight is linear.weight
-        assert head.bias is linear.bias
-        assert not head.training
-        with torch.no_grad():
-            head.multiplier.fill_(3.5)
-        x = torch.randn(7, 5)
-        torch.testing.assert_close(head(x), reference(x, linear.weight, linear.bias, 3.5))
-
-
-def test_taking_a_layer_over_draws_no_random_number():
-    linear = torch.nn.Linear(5, 3, dtype=torch.float64)
+def test_taking_a_layer_over_shares_its_parameters_and_draws_no_random_number():
+    linear = torch.nn.Linear(5, 3, dtype=torch.float64).eval()
     before = torch.get_rng_state()
     head = NormalizedLinear.from_linear(linear)
     assert torch.equal(torch.get_rng_state(), before)
-    assert head.weight is linear.weight
+    assert (head.weight is linear.weight, head.bias is linear.bias, head.training) == (True, True, False)
     assert head.multiplier.dtype is torch.float64
     assert head.multiplier.tolist() == [1.0]
 
@@ -422,23 +387,3 @@ def test_the_head_can_be_scripted_traced_and_exported():
         assert torch.equal(torch.jit.script(head)(x), expected)
         assert torch.equal(torch.jit.trace(head, x)(x), expected)
         assert torch.equal(torch.export.export(head, (x,)).module()(x), expected)
-
-
-def test_repr_names_the_sizes():
-    assert repr(NormalizedLinear(5, 3)) == "NormalizedLinear(in_features=5, out_features=3, bias=True)"
-
-
-def test_equals_the_oracle(oracle):
-    for case in ["common_head_last_fn_nobias", "common_head_last_fn_bias"]:
-        meta, arrays = oracle[case]
-        bias = "bias" in arrays
-        head = NormalizedLinear(meta["hyper"]["in_channels"], meta["hyper"]["out_channels"], bias=bias)
-        with torch.no_grad():
-            for name, parameter in head.named_parameters():
-                parameter.copy_(torch.from_numpy(arrays[name]))
-        x = torch.from_numpy(arrays["x"]).requires_grad_()
-        out = head(x)
-        out.backward(torch.from_numpy(arrays["dout"]))
-        got = {"out": out.detach(), "grad_x": x.grad} | {f"grad_{n}": p.grad for n, p in head.named_parameters()}
-        for name, value in got.items():
-            torch.testing.assert_close(value, torch.from_numpy(arrays[name]), **meta["tolerance"])

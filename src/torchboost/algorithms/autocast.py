@@ -140,7 +140,7 @@ class _Ends(Attachment):
         super().__init__(undo=self._uncover)
         self._model, self._device_type = model, device_type
         self._known = heads is not None or isinstance(model, DataParallel)  # replicas run in threads
-        self._found: Heads | None = None
+        self._heads: Heads | None = None
         self._open: list[weakref.ref[_Open]] = []
         self._covers: list[Attachment] = []
         self._cover(guessed_heads(model) if heads is None else heads)
@@ -150,26 +150,26 @@ class _Ends(Attachment):
         # A cover beneath, such as that of a frozen prefix, may look at the hooks that a search sets.
         if self._known or torch.compiler.is_compiling() or is_cover(forward) or not self._is_usual(module):
             return forward(module, *args, **kwargs)
-        if self._found is not None:
-            self._use(self._found)
+        if self._heads is not None:
+            self._use(self._heads)
         if self._known or not torch.is_grad_enabled():
             return forward(module, *args, **kwargs)
-        if self._found is None:
+        if self._heads is None:
             with HeadSearch(module) as search:
                 outputs = forward(module, *args, **kwargs)
-            self._found = search.heads(outputs)
+            self._heads = search.heads(outputs)
         else:
             outputs = forward(module, *args, **kwargs)
         self._open += [_Open.of(output) for output in tensors_in(outputs) if output.requires_grad]
         return outputs
 
-    def _use(self, found: Heads) -> None:
-        """Cover what was found, unless an earlier pass has still to go backward or this one is inside a checkpoint."""
+    def _use(self, heads: Heads) -> None:
+        """Cover these heads, unless an earlier pass has still to go backward or this one is inside a checkpoint."""
         self._open = [ref for ref in self._open if (one := ref()) is not None and not one.begun]
         if not self._open and not has_saved_tensor_hooks():
             self._known = True
             self._uncover()
-            self._cover(found)
+            self._cover(heads)
 
     def _is_usual(self, module: nn.Module) -> bool:
         return module is self._model and not (is_tracing() or inside_function_transform())

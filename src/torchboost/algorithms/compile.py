@@ -108,27 +108,27 @@ class Compile(Algorithm):
 
     def idle(self, model: nn.Module, optimizer: Optimizer) -> str | None:
         """Explain that the model is already compiled, or that oneDNN would crash on one of its convolutions."""
-        found = _compiled_part(model)
-        return f"the model is already compiled ({found})" if found else self._unsafe(model)
+        part = _compiled_part(model)
+        return f"the model is already compiled ({part})" if part else self._unsafe(model)
 
     def check(self, target: Target) -> None:
         """Refuse a target that :meth:`attach` cannot work on.
 
         Raises:
-            IncompatibleError: The model or a part of it is already compiled, the backend does not exist, inductor finds
-                no C++ compiler for CPU code, oneDNN would crash on a convolution of the compiled model, or the model is
+            IncompatibleError: The model or a part of it is already compiled, inductor finds no C++ compiler for CPU
+                code, oneDNN would crash on a convolution of the compiled model, or the model is
                 a sharded ``nn.Sequential``.
         """
         model = target.model
-        found = _compiled_part(model)
-        if found:
+        part = _compiled_part(model)
+        if part:
             raise IncompatibleError(
-                f"compile: the model is already compiled ({found}); leave out one of the two compilations."
+                f"compile: the model is already compiled ({part}); leave out one of the two compilations."
             )
         unsafe = self._unsafe(model)
         if unsafe is not None:
             raise IncompatibleError(f"compile: {unsafe}; leave compile out.")
-        self._check_backend(model)
+        self._check_compiler(model)
         inner = unwrap(model)
         if _is_library_code(inner) and wrapper_of(inner) == "fully_shard":
             raise IncompatibleError(
@@ -185,11 +185,7 @@ class Compile(Algorithm):
         """Inductor runs convolutions channels-last."""
         return unsafe_channels_last(model) if self.backend == "inductor" else None
 
-    def _check_backend(self, model: nn.Module) -> None:
-        known = torch.compiler.list_backends(exclude_tags=())
-        if self.backend not in known:
-            allowed = ", ".join(known)
-            raise IncompatibleError(f"compile: backend={self.backend!r} does not exist here; allowed: {allowed}.")
+    def _check_compiler(self, model: nn.Module) -> None:
         on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
         compiler = os.environ.get("CXX", "cl" if os.name == "nt" else "g++")
         if self.backend == "inductor" and on_cpu and not (shutil.which(compiler) or shutil.which("clang++")):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
@@ -24,7 +24,6 @@ from torchboost.graph.normalized_linear import NormalizedLinear
 from torchboost.graph.norms import (
     WEIGHTED,
     Keep,
-    ResidualBlock,
     is_customised,
     norm_tail,
     reasons_to_stay,
@@ -286,26 +285,38 @@ def _reduce(
     model: nn.Module, optimizer: Optimizer | None, settings: LessBn, sample: Any, *, dry_run: bool = False
 ) -> LessBnReport:
     plan = _plan(model, settings, sample)
+    rescaled: tuple[str, ...] = ()
+    difference = None
     if not plan.changes:
-        wanted = " and no linear layer to normalise" if settings.normalize_head else ""
-        warnings.warn(f"less_bn: found no BatchNorm that can go{wanted}; nothing was changed.", NoEffectWarning, 3)
-        return _report(plan)
-    before = set(model.parameters())
-    averages = [] if dry_run else averages_of(model)
-    with undone_on_error(model, optimizer, written=_in_front(plan)):
-        rescaled: tuple[str, ...] = ()
-        difference = None
-        if plan.trained:
-            difference = _fold(model, plan, optimizer, sample)
-        else:
-            rescaled = _drop(model, plan, optimizer, settings)
-        if plan.head is not None:
-            _normalize(model, plan.head, optimizer, settings)
-        if optimizer is None:
-            _announce(model, before)
-        if averages and before != set(model.parameters()):
-            _warn_of_averages(model, len(before))
-    return _report(plan, rescaled, difference)
+        also = " and no linear layer to normalise" if settings.normalize_head else ""
+        warnings.warn(f"less_bn: found no BatchNorm that can go{also}; nothing was changed.", NoEffectWarning, 3)
+    else:
+        before = set(model.parameters())
+        averages = [] if dry_run else averages_of(model)
+        with undone_on_error(model, optimizer, written=_in_front(plan)):
+            if plan.trained:
+                chosen = [fold for norm in plan.removed if isinstance(fold := plan.folds.get(norm), Fold)]
+                folds = [fold._replace(copies=fold.copies or fold.norm in plan.copies) for fold in chosen]
+                difference = fold_pairs(model, folds, optimizer=optimizer, sample=sample)
+            else:
+                rescaled = _drop(model, plan, optimizer, settings)
+            if plan.head is not None:
+                head = NormalizedLinear.from_linear(plan.head)
+                nn.init.constant_(head.multiplier, settings.head_multiplier)
+                replace_module(model, plan.head, head)
+                if optimizer is not None and isinstance(head.weight, nn.Parameter):
+                    rebind_optimizer(optimizer, added=[(head.multiplier, head.weight, "multiplier")])
+            _tell_others(model, before, optimizer, averages)
+    return LessBnReport(
+        found=tuple(name for module, name in plan.names.items() if isinstance(module, AnyBatchNorm)),
+        removed=tuple(plan.names[norm] for norm in plan.removed),
+        kept={plan.names[norm]: reason for norm, reason in plan.kept.items()},
+        folded=plan.trained and bool(plan.removed),
+        rescaled=rescaled,
+        head=None if plan.head is None else plan.names[plan.head],
+        largest_difference=difference,
+        traced="-" if plan.flow is None else plan.flow.traced,
+    )
 
 
 def _added(model: nn.Module, before: set[nn.Parameter]) -> list[tuple[nn.Parameter, nn.Parameter, str]]:
@@ -313,9 +324,9 @@ def _added(model: nn.Module, before: set[nn.Parameter]) -> list[tuple[nn.Paramet
     slots = [parameter_slots(module) for module in model.modules()]
     return [
         (new, weight, name)
-        for found in slots
-        for name, new in found.items()
-        if new is not None and new not in before and (weight := found.get("weight")) is not None
+        for parameters in slots
+        for name, new in parameters.items()
+        if new is not None and new not in before and (weight := parameters.get("weight")) is not None
     ]
 
 
@@ -328,18 +339,12 @@ def _in_front(plan: _Plan) -> list[Tensor]:
     return [parameter for layer in weighted for parameter in parameter_slots(layer).values() if parameter is not None]
 
 
-def _normalize(model: nn.Module, linear: nn.Linear, optimizer: Optimizer | None, settings: LessBn) -> None:
-    head = NormalizedLinear.from_linear(linear)
-    nn.init.constant_(head.multiplier, settings.head_multiplier)
-    replace_module(model, linear, head)
-    if optimizer is not None and isinstance(head.weight, nn.Parameter):
-        rebind_optimizer(optimizer, added=[(head.multiplier, head.weight, "multiplier")])
-
-
-def _announce(model: nn.Module, before: set[nn.Parameter]) -> None:
-    """Warn about new parameters that an existing optimizer does not train."""
+def _tell_others(
+    model: nn.Module, before: set[nn.Parameter], optimizer: Optimizer | None, averages: Collection[nn.Module]
+) -> None:
+    """Warn about an optimizer that does not train new parameters, and an average that pairs them wrongly."""
     new = [name for name, parameter in model.named_parameters() if parameter not in before]
-    if new and optimizers_holding(before):
+    if optimizer is None and new and optimizers_holding(before):
         names = ", ".join(new[:3]) + (", ..." if len(new) > 3 else "")
         warnings.warn(
             f"less_bn: the existing optimizer of this model does not hold its new parameters ({names}), so they will "
@@ -347,16 +352,15 @@ def _announce(model: nn.Module, before: set[nn.Parameter]) -> None:
             NoEffectWarning,
             4,
         )
-
-
-def _warn_of_averages(model: nn.Module, count: int) -> None:
-    warnings.warn(
-        f"less_bn: found an AveragedModel over a {type(model).__name__} with the {count} parameters that this one had, "
-        f"and this one now has {len(set(model.parameters()))}. If it averages this model, make it after this change: "
-        "update_parameters pairs the parameters by position, so it would fail, or average wrong ones.",
-        UserWarning,
-        4,
-    )
+    after = set(model.parameters())
+    if averages and before != after:
+        warnings.warn(
+            f"less_bn: found an AveragedModel over a {type(model).__name__} with the {len(before)} parameters that "
+            f"this one had, and this one now has {len(after)}. If it averages this model, make it after this change: "
+            "update_parameters pairs the parameters by position, so it would fail, or average wrong ones.",
+            UserWarning,
+            4,
+        )
 
 
 def _check(model: nn.Module) -> None:
@@ -369,20 +373,6 @@ def _check(model: nn.Module) -> None:
         )
 
 
-def _report(plan: _Plan, rescaled: tuple[str, ...] = (), difference: float | None = None) -> LessBnReport:
-    names = plan.names
-    return LessBnReport(
-        found=tuple(name for module, name in names.items() if isinstance(module, AnyBatchNorm)),
-        removed=tuple(names[norm] for norm in plan.removed),
-        kept={names[norm]: reason for norm, reason in plan.kept.items()},
-        folded=plan.trained and bool(plan.removed),
-        rescaled=rescaled,
-        head=None if plan.head is None else names[plan.head],
-        largest_difference=difference,
-        traced="-" if plan.flow is None else plan.flow.traced,
-    )
-
-
 def _plan(model: nn.Module, settings: LessBn, sample: Any) -> _Plan:
     """Decide everything and change nothing."""
     names = {module: name for name, module in model.named_modules()}
@@ -390,8 +380,7 @@ def _plan(model: nn.Module, settings: LessBn, sample: Any) -> _Plan:
     if not norms and not (settings.normalize_head and any(isinstance(m, nn.Linear) for m in names)):
         return _Plan(None, names, {}, [], set(), {}, False, None, {})
     flow = trace(model, sample=sample)
-    order = {norm: (flow.calls(norm) or [len(flow.nodes)])[0] for norm in norms}
-    norms.sort(key=order.__getitem__)
+    norms.sort(key=lambda norm: next(iter(flow.calls(norm)), len(flow.nodes)))
     names = {m: names[m] for m in norms} | names
     trained = bool(was_trained(model))
     blocks = residual_blocks(flow)
@@ -403,24 +392,28 @@ def _plan(model: nn.Module, settings: LessBn, sample: Any) -> _Plan:
         keep_every=settings.keep_every,
         blocks_per_norm=settings.blocks_per_norm,
     )
-    if flow.traced == "structure":
-        reasons = dict.fromkeys(range(len(flow.nodes)), "the data flow could not be traced; pass an input as sample=")
     folds = plan_folds(model, flow=flow, sample=sample) if trained else {}
     elsewhere = held_elsewhere(model)
     kept: dict[nn.Module, str] = {}
     removed: list[AnyBatchNorm] = []
     for norm in norms:
         reason = f"{elsewhere[norm]} also holds it" if norm in elsewhere else _reason(flow, norm, reasons)
-        found = folds.get(norm)
-        reason = reason or (found if isinstance(found, str) else None)
+        if reason is None and isinstance(fold := folds.get(norm), str):
+            reason = fold
         if reason is None and norm is not model:
             removed.append(norm)
         else:
             kept[norm] = reason or "it is the model itself"
     gone = {flow.calls(norm)[0] for norm in removed}
     copies = {norm for norm in removed if may_collide(flow, flow.calls(norm)[0], gone)}
-    ends, head = _bare_ends(blocks, gone), _head(flow, model, settings, elsewhere)
-    return _Plan(flow, names, kept, removed, copies, ends, trained, head, folds)
+    bare_ends = {  # last layers of branches whose sum is no longer normalised -> the variance that they start with
+        layers[-1]: 1 / len(blocks)
+        for block in blocks
+        for layers, norms in zip(block.mains, block.norms, strict=True)
+        if norms and (gone.issuperset(norms) or (norms[-1] in gone and norms[-1] > layers[-1]))
+    }
+    head = _head(flow, model, elsewhere) if settings.normalize_head else None
+    return _Plan(flow, names, kept, removed, copies, bare_ends, trained, head, folds)
 
 
 def _reason(flow: Dataflow, norm: AnyBatchNorm, reasons: Mapping[int, str | None]) -> str | None:
@@ -432,22 +425,14 @@ def _reason(flow: Dataflow, norm: AnyBatchNorm, reasons: Mapping[int, str | None
         return f"it is used {len(calls)} times" if calls else "the traced pass does not reach it"
     if norm.running_mean is None:
         return "it keeps no running statistics"
+    if flow.traced == "structure":
+        return "the data flow could not be traced; pass an input as sample="
     return reasons.get(calls[0], "not directly after a convolution or linear layer")
 
 
-def _bare_ends(blocks: list[ResidualBlock], gone: set[int]) -> dict[int, float]:
-    """Last layers of branches whose sum is no longer normalised -> variance that they should start with."""
-    return {
-        layers[-1]: 1 / len(blocks)
-        for block in blocks
-        for layers, norms in zip(block.mains, block.norms, strict=True)
-        if norms and (gone.issuperset(norms) or (norms[-1] in gone and norms[-1] > layers[-1]))
-    }
-
-
-def _head(flow: Dataflow, model: nn.Module, settings: LessBn, elsewhere: Mapping[nn.Module, str]) -> nn.Linear | None:
-    """The last linear layer of the forward pass, if it must be normalised and can be replaced."""
-    layers = flow.instances((nn.Linear, NormalizedLinear)) if settings.normalize_head else []
+def _head(flow: Dataflow, model: nn.Module, elsewhere: Mapping[nn.Module, str]) -> nn.Linear | None:
+    """The last linear layer of the forward pass, if it can be replaced by a normalised one."""
+    layers = flow.instances((nn.Linear, NormalizedLinear))
     last = layers[-1].module if layers else None
     if not isinstance(last, nn.Linear) or type(last).forward is not nn.Linear.forward or last is model:
         return None
@@ -456,23 +441,17 @@ def _head(flow: Dataflow, model: nn.Module, settings: LessBn, elsewhere: Mapping
     return last if parameter_slots(last).get("weight") is not None else None
 
 
-def _fold(model: nn.Module, plan: _Plan, optimizer: Optimizer | None, sample: Any) -> float | None:
-    found = [plan.folds.get(norm) for norm in plan.removed]
-    folds = [fold._replace(copies=fold.copies or fold.norm in plan.copies) for fold in found if isinstance(fold, Fold)]
-    return fold_pairs(model, folds, optimizer=optimizer, sample=sample) if folds else None
-
-
 def _drop(model: nn.Module, plan: _Plan, optimizer: Optimizer | None, settings: LessBn) -> tuple[str, ...]:
+    """Remove the BatchNorms of an untrained network; return the names of the layers that were rescaled."""
     assert plan.flow is not None
     flow, before, shared = plan.flow, set(model.parameters()), shared_weights(model)
+    fronts = {norm: _only_layer_before(flow, flow.calls(norm)[0], shared) for norm in plan.removed}
     rescaled: tuple[str, ...] = ()
     if settings.init == "unit_variance":
+        targets = {layer: plan.bare_ends.get(layer, 1.0) for layer in fronts.values() if layer is not None}
         gone = {flow.calls(norm)[0] for norm in plan.removed}
-        targets = {layer: 1.0 for index in gone if (layer := _only_layer_before(flow, index, shared)) is not None}
-        targets |= {layer: variance for layer, variance in plan.bare_ends.items() if layer in targets}
         rescaled = tuple(plan.names[module] for module in rescale_layers(flow, targets, gone))
-    for norm in plan.removed:
-        front = _only_layer_before(flow, flow.calls(norm)[0], shared)
+    for norm, front in fronts.items():
         layer = None if front is None else flow.nodes[front].module
         put_removed_norm(model, norm, copies=norm in plan.copies, layer=layer)
     if optimizer is not None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 from torchboost.core.arguments import check_module
 from torchboost.core.covering import own_forward
 from torchboost.core.torch_private import AnyBatchNorm, AnyConv, conv_forward, parameter_slots
+from torchboost.core.wrapping import wrapper_of
 from torchboost.errors import IncompatibleError
 from torchboost.graph.copies import ReachesOriginal
 from torchboost.graph.flow import Dataflow
@@ -24,7 +26,7 @@ from torchboost.graph.removed_norm import fused_weights, put_removed_norm
 from torchboost.graph.surgery import held_elsewhere, may_collide, rebind_optimizer, undone_on_error
 from torchboost.graph.trace import evaluate, runnable, trace, trace_paths, trace_run
 
-__all__ = ["Fold", "fold_batch_norms", "fold_pairs", "largest_difference", "plan_folds", "shared_weights"]
+__all__ = ["Fold", "FoldReport", "fold_batch_norms", "fold_pairs", "largest_difference", "plan_folds", "shared_weights"]
 
 _STOCK_FORWARDS = (
     nn.Linear.forward,
@@ -32,6 +34,32 @@ _STOCK_FORWARDS = (
     *(kind.forward for kind in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)),
     *(conv_forward(kind) for kind in (AnyConv, nn.Conv1d, nn.Conv2d, nn.Conv3d)),
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoldReport:
+    """Result of :func:`fold_batch_norms`.
+
+    Args:
+        folded: Names of the BatchNorms that were folded.
+        kept: Name of every other BatchNorm -> the reason why it was kept.
+        largest_difference: Largest difference of the outputs before and after in eval mode, relative to the largest
+            output; None if nothing was folded or the network could not be run on ``sample`` or a guessed input.
+        traced: How the data flow was found: ``"fx"``, ``"run"``, ``"structure"``, or ``"-"`` without BatchNorms.
+    """
+
+    folded: tuple[str, ...] = ()
+    kept: Mapping[str, str] = field(default_factory=dict)
+    largest_difference: float | None = None
+    traced: str = "-"
+
+    def __str__(self) -> str:
+        difference = "not measured" if self.largest_difference is None else f"{self.largest_difference:.1e}"
+        lines = [
+            f"folded {len(self.folded)} of {len(self.folded) + len(self.kept)} BatchNorm layers; "
+            f"largest relative difference {difference}; data flow from {self.traced}"
+        ]
+        return "\n".join(lines + [f"  kept {name}: {reason}" for name, reason in self.kept.items()])
 
 
 class Fold(NamedTuple):
@@ -46,19 +74,47 @@ class Fold(NamedTuple):
     copies: bool = True
 
 
-def fold_batch_norms(model: nn.Module, *, sample: Any = None) -> dict[str, str | None]:
-    """Fold every BatchNorm of a model in eval mode, in place, for which that is certain.
+def fold_batch_norms(model: nn.Module, optimizer: Optimizer | None = None, *, sample: Any = None) -> FoldReport:
+    """Fold every BatchNorm in eval mode into the convolution or linear layer before it, exactly and in place.
 
-    Arguments and errors are those of :func:`plan_folds` and :func:`fold_pairs`.
+    A BatchNorm is folded if it is certain that in every call it is the only consumer of a layer's output; see
+    :func:`plan_folds`. The scale is multiplied into the weight and the shift added to the bias
+    (``w' = w g / sqrt(v + eps)``, ``b' = (b - m) g / sqrt(v + eps) + beta``, computed in float64). What a subclass of
+    BatchNorm runs after the normalisation, such as a dropout and an activation, stays. The outputs before and after
+    are compared; if they differ by more than rounding, everything is restored.
 
-    Returns:
-        For the name of every BatchNorm None if it was folded, otherwise the reason why not.
+    Limits: arguments without a default are assumed to be tensors, and Python attributes that the forward reads are
+    assumed not to change.
+
+    Args:
+        model: Changed in place. BatchNorms in training mode stay.
+        optimizer: The parameters of folded layers are removed from it; new biases join the group of their weight.
+        sample: Input for the trace and the comparison, of the kind that the model will be called with: the same
+            arguments with the same number of dimensions. Without it only folds that hold for every kind of input are
+            made, and the comparison uses a guessed input.
+
+    Raises:
+        TypeError: Not a module.
+        IncompatibleError: The model is wrapped or sharded, or folding changed its outputs (the model is then restored).
+        ValueError: The model does not run on ``sample``.
     """
     check_module(model)
-    names = {module: name for name, module in model.named_modules()}
-    plan = plan_folds(model, sample=sample)
-    fold_pairs(model, [fold for fold in plan.values() if isinstance(fold, Fold)], sample=sample)
-    return {names[norm]: None if isinstance(fold, Fold) else fold for norm, fold in plan.items()}
+    wrapper = wrapper_of(model)
+    if wrapper is not None:
+        raise IncompatibleError(f"found a model wrapped by {wrapper}; fold the bare model, then wrap it.")
+    norms: dict[nn.Module, str] = {m: name for name, m in model.named_modules() if isinstance(m, AnyBatchNorm)}
+    if not norms:
+        return FoldReport()
+    flow = trace(model, sample=sample)
+    plan = plan_folds(model, flow=flow, sample=sample)
+    plan |= {norm: "it is in training mode; call model.eval() first" for norm in norms if norm.training}
+    folds = [fold for fold in plan.values() if isinstance(fold, Fold)]
+    return FoldReport(
+        folded=tuple(norms[fold.norm] for fold in folds),
+        kept={norms[norm]: reason for norm, reason in plan.items() if isinstance(reason, str)},
+        largest_difference=fold_pairs(model, folds, optimizer=optimizer, sample=sample),
+        traced=flow.traced,
+    )
 
 
 def plan_folds(model: nn.Module, *, flow: Dataflow | None = None, sample: Any = None) -> dict[nn.Module, Fold | str]:
@@ -211,15 +267,7 @@ def fold_pairs(
 ) -> float | None:
     """Fold the given pairs and compare the outputs in eval mode; restore everything if they differ or on an error.
 
-    The scale is multiplied into the weight and the shift added to the bias (``w' = w g / sqrt(v + eps)``,
-    ``b' = (b - m) g / sqrt(v + eps) + beta``, computed in float64). What a subclass of BatchNorm runs after the
-    normalisation, such as a dropout and an activation, stays.
-
-    Args:
-        model: Changed in place.
-        folds: Of :func:`plan_folds`.
-        optimizer: The parameters of the BatchNorms are removed from it; new biases join the group of their weight.
-        sample: Input for the comparison; without it a guessed input.
+    Arguments are those of :func:`fold_batch_norms`.
 
     Returns:
         The largest difference relative to the largest output, or None if the model could not be run.

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import partial
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
 from torchboost.core.containers import tensors_in
@@ -109,26 +107,23 @@ class HeadSearch:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._eager: AbstractContextManager[Any] = nullcontext()
-        self._handles: list[RemovableHandle] = []
+        self._cleanup = ExitStack()
         self._stack = [""]
         self._starts, self._names = [0], [""]
         self._work: dict[str, float] = defaultdict(float)
 
     def __enter__(self) -> Self:
         if is_compiled(self._model):
-            self._eager = torch.compiler.set_stance("force_eager")
-        self._eager.__enter__()
+            self._cleanup.enter_context(torch.compiler.set_stance("force_eager"))
         for name, module in unwrap(self._model).named_modules():
             if name and not isinstance(module, torch.jit.ScriptModule):  # pyright: ignore[reportPrivateImportUsage]
-                self._handles.append(module.register_forward_pre_hook(partial(self._enter, name)))
-                self._handles.append(module.register_forward_hook(partial(self._leave, name), always_call=True))
+                self._cleanup.enter_context(module.register_forward_pre_hook(partial(self._enter, name)))
+                leaving = partial(self._leave, name)
+                self._cleanup.enter_context(module.register_forward_hook(leaving, always_call=True))
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, trace: TracebackType | None) -> None:
-        while self._handles:
-            self._handles.pop().remove()
-        self._eager.__exit__(kind, _, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._cleanup.close()
 
     def _enter(self, name: str, module: nn.Module, args: Any) -> None:
         self._stack.append(name)
@@ -147,13 +142,13 @@ class HeadSearch:
 
     def heads(self, outputs: Any) -> Heads | None:
         """Return the heads, from what the pass returned."""
-        found, products = self._reached([tensor for tensor in tensors_in(outputs) if tensor.grad_fn is not None])
-        if not found:
+        ends, products = self._reached([tensor for tensor in tensors_in(outputs) if tensor.grad_fn is not None])
+        if not ends:
             return None
         total = sum(self._work[name] for name in products)
         modules = dict(unwrap(self._model).named_modules())
         computed, cast = [], []
-        for name, behind in found.items():
+        for name, behind in ends.items():
             share = sum(self._work[other] for other in products if _is_inside(other, name)) / total if total else 1.0
             cheap = share <= _CHEAP or _has_few_outputs(modules[name])
             (computed if behind or (name and cheap) else cast).append(name)
@@ -164,8 +159,14 @@ class HeadSearch:
 
         What leads to a loss, an output without dimensions, does not count as such: a cast of the results is enough.
         """
-        found: dict[str, bool] = {}
-        products = {self._owner(node) for node in _all_nodes(outputs) if _is_product(node)}
+        ends: dict[str, bool] = {}
+        nodes: dict[Any, None] = dict.fromkeys(tensor.grad_fn for tensor in outputs)
+        unread = list(nodes)
+        while unread:
+            after = [node for node, _ in unread.pop().next_functions if node is not None and node not in nodes]
+            nodes |= dict.fromkeys(after)
+            unread += after
+        products = {self._owner(node) for node in nodes if _is_product(node)}
         seen: set[Any] = set()
         waiting: list[tuple[Any, Any, bool]] = [
             (tensor.grad_fn, _MANY if _is_large(tensor) else None, tensor.ndim == 0) for tensor in outputs
@@ -178,29 +179,18 @@ class HeadSearch:
             seen.add(entry)
             if _is_product(node):
                 owner = self._owner(node)
-                own = by is owner and not any(_is_inside(other, owner) for other in products - {owner})
-                found[owner] = found.get(owner, False) or not (loss or by is None or (own and owner))
+                alone = by is owner and not any(_is_inside(other, owner) for other in products - {owner})
+                ends[owner] = ends.get(owner, False) or not (loss or by is None or (alone and owner))
                 continue
             if _kind(node) not in _MOVING:
                 owner = self._owner(node)
                 by = owner if by is None or by is owner else _MANY
             waiting += [(after, by, loss) for after, _ in node.next_functions if after is not None]
-        return found, products
+        return ends, products
 
     def _owner(self, node: Any) -> str:
         """Return the innermost module that was running when an operation was recorded."""
         return self._names[bisect_right(self._starts, node_number(node)) - 1]
-
-
-def _all_nodes(outputs: list[Tensor]) -> Iterator[Any]:
-    waiting: list[Any] = [tensor.grad_fn for tensor in outputs]
-    seen: set[Any] = set()
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            yield node
-            waiting += [after for after, _ in node.next_functions]
 
 
 def _kind(node: Any) -> str:
@@ -228,14 +218,14 @@ def _is_large(tensor: Tensor) -> bool:
 
 def _entries(module: nn.Module) -> int:
     """Return the size of the matrices of a module itself."""
-    own = [p for p in parameter_slots(module).values() if p is not None]
-    return sum(p.numel() for p in own if not isinstance(p, nn.parameter.UninitializedParameter) and p.ndim > 1)
+    parameters = [p for p in parameter_slots(module).values() if p is not None]
+    return sum(p.numel() for p in parameters if not isinstance(p, nn.parameter.UninitializedParameter) and p.ndim > 1)
 
 
 def _multiplications(module: nn.Module, outputs: Any) -> float:
     entries = 0 if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) else _entries(module)
-    found = tensors_in(outputs)
-    if not entries or not found or not found[0].ndim:
+    tensors = tensors_in(outputs)
+    if not entries or not tensors or not tensors[0].ndim:
         return 0.0
-    channels = found[0].shape[1 if isinstance(module, AnyConv) and found[0].ndim > 1 else -1]
-    return entries * found[0].numel() / max(1, channels)
+    channels = tensors[0].shape[1 if isinstance(module, AnyConv) and tensors[0].ndim > 1 else -1]
+    return entries * tensors[0].numel() / max(1, channels)
