@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from pydantic import TypeAdapter
@@ -188,10 +188,10 @@ class Guard:
         if state.metric_pause > 0:
             state.metric_pause -= 1
             return None
-        best = state.metric_trend.add(-value) if wanted is None else _Level(-float(wanted), 0.0)
+        best = state.metric_trend.add(-value) if wanted is None else (-float(wanted), 0.0)
         if best is None or self._is_over():
             return None
-        if not state.metric_test.add(-value - best.mean - _SPREADS * best.spread - self._drop):
+        if not state.metric_test.add(-value - best[0] - _SPREADS * best[1] - self._drop):
             return None
         test = state.metric_test.leading
         beyond = test.total / test.count
@@ -244,10 +244,20 @@ class Guard:
         if state.pause > 0:
             state.pause -= 1
             return None
-        compared = self._compared(mean)
-        if compared is None:
-            return None
-        state.excess, accepted = compared
+        if self._reference is None:
+            lowest = state.trend.add(mean)
+            if lowest is None:
+                return None
+            level, spread = lowest
+            scale = max(abs(level) + spread, _TINY)
+            accepted = (self._tolerance * abs(level) + _SPREADS * spread) / scale
+        else:
+            part = self._reference[state.step - self._block : state.step]
+            if len(part) < self._block:
+                return None
+            level, accepted = sum(part) / len(part), self._tolerance
+            scale = max(abs(level), self._scale)
+        state.excess = (mean - level) / scale
         if self._is_over() or not state.test.add(max(-1.0, min(1.0, state.excess - accepted))):
             return None
         test = state.test.leading
@@ -260,21 +270,6 @@ class Guard:
         )
         steps = test.count * self._block
         return self._withdraw(f"the loss is {least}{text}, on average over {steps} steps, at step {state.step}")
-
-    def _compared(self, mean: float) -> tuple[float, float] | None:
-        """Return the excess of this block and the accepted excess. Return None without a reference."""
-        if self._reference is None:
-            lowest = self._state.trend.add(mean)
-            if lowest is None:
-                return None
-            size = abs(lowest.mean)
-            scale = max(size + lowest.spread, _TINY)
-            return (mean - lowest.mean) / scale, (self._tolerance * size + _SPREADS * lowest.spread) / scale
-        part = self._reference[self._state.step - self._block : self._state.step]
-        if len(part) < self._block:
-            return None
-        stock = sum(part) / len(part)
-        return (mean - stock) / max(abs(stock), self._scale), self._tolerance
 
     def _live(self) -> list[Algorithm]:
         return [
@@ -306,11 +301,6 @@ class Guard:
         return name
 
 
-class _Level(NamedTuple):
-    mean: float
-    spread: float
-
-
 @dataclass
 class _Trend:
     """The lowest mean of five values in a row, and the spread of single values about their trend."""
@@ -318,8 +308,8 @@ class _Trend:
     lowest: float = math.inf
     recent: list[float] = field(default_factory=list)
 
-    def add(self, value: float) -> _Level | None:
-        """Take a value, and return what the ones before it had as their level; None if they were too few."""
+    def add(self, value: float) -> tuple[float, float] | None:
+        """Take a value, and return the level and the spread of those before it; None if they were too few."""
         self.recent = [*self.recent, value][-_MEMORY:]
         before = self.lowest
         if len(self.recent) >= _WINDOW:
@@ -327,7 +317,7 @@ class _Trend:
         if before == math.inf:
             return None
         steps = [abs(after - ahead) for ahead, after in pairwise(self.recent)]
-        return _Level(before, sum(steps) / len(steps) / _NORMAL)
+        return before, sum(steps) / len(steps) / _NORMAL
 
 
 @dataclass

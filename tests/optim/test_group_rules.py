@@ -104,15 +104,12 @@ def test_no_norm_decays():
         assert {name for name, decay in decays.items() if decay} == {"0.weight"}, norm
 
 
-def test_structure_decides_not_the_name():
+def test_structure_decides_not_the_name_and_embeddings_decay_unless_they_are_named():
     model = nn.Sequential(nn.ParameterDict({"bias": torch.zeros(3, 3)}), ScaleNorm(1, 4, 1))
     free, rest = param_groups(model, no_decay())
     assert (free["param_names"], rest["param_names"]) == (["1.temperature"], ["0.bias", "1.gain"])
     decays = options_by_name(param_groups(model, no_decay(also=ScaleNorm)), "weight_decay")
     assert decays == {"0.bias": None, "1.gain": 0.0, "1.temperature": 0.0}
-
-
-def test_embeddings_decay_unless_they_are_named():
     model = TinyGPT()
     assert options_by_name(param_groups(model, no_decay()), "weight_decay")["tokens.weight"] is None
     decays = options_by_name(param_groups(model, no_decay(also=nn.Embedding)), "weight_decay")
@@ -253,7 +250,7 @@ def test_any_rules_put_every_trainable_parameter_into_exactly_one_group(model, r
     torch.optim.AdamW(groups)
 
 
-def test_options_are_copied():
+def test_options_are_copied_a_rate_has_any_form_and_an_optional_rule_may_match_nothing():
     options = {"lr": 0.1}
     rule = GroupRule(options, name="0")
     options["lr"] = 5.0
@@ -261,9 +258,6 @@ def test_options_are_copied():
     first["lr"] = 3.0
     assert (rule.options, again["lr"]) == ({"lr": 0.1}, 0.1)
     assert len({rule, GroupRule({"lr": 0.1}, name="0"), GroupRule({"lr": 0.1}, name="1")}) == 2
-
-
-def test_a_learning_rate_may_be_of_any_form_and_an_optional_rule_may_match_nothing():
     for lr in (torch.tensor(0.1), [0.1, 0.2], lambda step: 0.1):
         assert param_groups(mlp(), [], defaults={"lr": lr})[0]["lr"] is lr
     rule = GroupRule({"lr": 0.1}, name="nothing", optional=True)

@@ -171,14 +171,7 @@ def test_gradients_that_share_memory_are_each_changed_once():
             optimizer.step()
             weights.append(weight.detach())
         assert torch.equal(*weights)
-    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))]
-    params[0].grad = params[1].grad = torch.full((3,), 8.0)
-    pipelined(torch.optim.SGD(params, lr=1.0), Unscale(8.0)).step()
-    assert [param.tolist() for param in params] == [[0.0] * 3] * 2
-
-
-def test_gradients_that_are_not_finite_reach_the_weights_as_in_torch():
-    for bad in [math.nan, math.inf]:
+    for bad in [math.nan, math.inf]:  # gradients that are not finite reach the weights as in torch
         params = [nn.Parameter(torch.ones(4, 3)) for _ in range(2)]
         for param in params:
             param.grad = torch.ones(4, 3)
@@ -187,6 +180,10 @@ def test_gradients_that_are_not_finite_reach_the_weights_as_in_torch():
         nn.utils.clip_grad_norm_(params[1:], 1.0)
         torch.optim.SGD(params[1:], lr=0.1, fused=True).step()
         torch.testing.assert_close(params[0], params[1], equal_nan=True)
+    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))]
+    params[0].grad = params[1].grad = torch.full((3,), 8.0)
+    pipelined(torch.optim.SGD(params, lr=1.0), Unscale(8.0)).step()
+    assert [param.tolist() for param in params] == [[0.0] * 3] * 2
 
 
 def test_a_step_that_calls_the_step_of_its_base_class_is_transformed_once():
@@ -326,25 +323,21 @@ def test_under_grad_scaler_the_transforms_see_true_gradients():
         torch.testing.assert_close(list(model.parameters()), list(twin.parameters()), rtol=1e-5, atol=1e-6)
 
 
-def test_scale_free_transforms_leave_the_scale_to_the_kernel():
+def test_scale_free_transforms_leave_the_scale_to_the_kernel_and_after_a_refusal_the_run_can_go_on():
     model, optimizer = build(torch.optim.SGD, fused=True)
     twin, plain = build(torch.optim.SGD, fused=True)
     scales = []
-    GradientPipeline(Centralize()).attach(optimizer)
-    GradientPipeline(Centralize()).attach(plain)
-    optimizer.register_step_post_hook(lambda *_: scales.append(float(optimizer.grad_scale)))
+    pipelined(optimizer, Centralize()).register_step_post_hook(lambda one, *_: scales.append(float(one.grad_scale)))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     backward(model, 0, scaler)
     scaler.step(optimizer)
     backward(twin, 0)
-    plain.step()
+    pipelined(plain, Centralize()).step()
     assert scales == [1024.0]
     torch.testing.assert_close(list(model.parameters()), list(twin.parameters()))
 
-
-def test_after_a_refusal_under_grad_scaler_the_run_can_go_on():
     model, optimizer = build(fused=True)
-    GradientPipeline(ClipNorm(1.0, error_if_nonfinite=True)).attach(optimizer)
+    pipelined(optimizer, ClipNorm(1.0, error_if_nonfinite=True))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     before = snapshot(model)
     backward(model, 0, scaler)

@@ -7,7 +7,7 @@ from .lr_scheduler import ScheduleLR as ScheduleLR
 from .lr_scheduler import factor as factor
 from .muon_groups import MuonSplit as MuonSplit
 from .muon_groups import muon_groups as muon_groups
-from .named import named_optimizer as named_optimizer
+from .muon_groups import named_optimizer as named_optimizer
 from .pipeline import GradientPipeline as GradientPipeline
 from .pipeline import Gradients as Gradients
 from .pipeline import GradientTransform as GradientTransform

@@ -103,18 +103,17 @@ class Fusion(Attachment):
                     self._give_up(index, group, "has sparse gradients, which the fused kernels do not support")
                     continue
                 strides = [None if plain else p.stride() for p, plain in zip(moving, contiguous, strict=True)]
-                self._align_gradients(moving)
-                for p, stride in zip(moving, strides, strict=True):  # the loop may have written state since
-                    values = state[p].values() if stride is not None and p in state else ()
-                    if any(isinstance(v, Tensor) and v.dim() == p.dim() and v.stride() != stride for v in values):
-                        _align_state(state[p], p)
+                self._align(moving)
             kinds = {(p.dtype, p.device) for p in moving}
             look = list(map(id, moving)), kinds, strides
             if self._seen.get(index) != (*look, len(state)) and self._is_sound(index, group, moving, kinds):
                 self._seen[index] = (*look, len(state))  # the buffers of a first step do not exist yet
 
-    def _align_gradients(self, parameters: list[Tensor]) -> None:
-        """Replace gradients in another layout; note those to put back, as other code may hold their memory."""
+    def _align(self, parameters: list[Tensor]) -> None:
+        """Replace gradients in another layout, and note those to put back, as other code may hold their memory.
+
+        State that the loop has written since the last step gets the layout of its parameter too.
+        """
         for p in parameters:
             grad: Any = p.grad
             arranged = aligned(grad, p)
@@ -122,6 +121,11 @@ class Fusion(Attachment):
                 p.grad = arranged
                 if not grad.requires_grad and writable(grad) is grad:
                     self._lent.append((p, grad, arranged))
+            if not p.is_contiguous() and p in self._optimizer.state:
+                for value in self._optimizer.state[p].values():
+                    if isinstance(value, Tensor) and value.dim() == p.dim() and value.stride() != p.stride():
+                        _align_state(self._optimizer.state[p], p)
+                        break
 
     @torch.no_grad()
     def _give_back(self, *_: Any) -> None:
@@ -136,9 +140,9 @@ class Fusion(Attachment):
         """Prepare the state of a group that has changed; unfuse it if the kernel would compute wrong steps for it."""
         gap = next((p for p in parameters if not is_dense(p)), None)
         kind = fused_class(self._optimizer, group)
-        wrong = [text for pair in kinds if kind and (text := _wrong(_FUSABLE[kind], *pair))]
+        wrong = "" if kind is None else next(filter(None, [_wrong(_FUSABLE[kind], *pair) for pair in kinds]), "")
         if gap is not None or wrong:
-            self._give_up(index, group, f"can no longer be fused: {wrong[0] if gap is None else _gaps(gap)}")
+            self._give_up(index, group, f"can no longer be fused: {wrong if gap is None else _gaps(gap)}")
             return False
         state = self._optimizer.state
         for p in parameters:

@@ -209,12 +209,13 @@ class Decay:
 
     def __call__(self, gradients: Gradients) -> None:
         """Add the decay in place."""
-        by_factor: dict[float, list[tuple[Tensor, Tensor]]] = {}
+        by_factor: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
         for param, grad, group in zip(gradients.params, gradients.grads, gradients.groups, strict=True):
-            by_factor.setdefault(self.of(group), []).append((grad, param))
-        for factor, pairs in by_factor.items():
+            params, grads = by_factor.setdefault(self.of(group), ([], []))
+            params.append(param)
+            grads.append(grad)
+        for factor, (params, grads) in by_factor.items():
             if factor:
-                grads, params = map(list, zip(*pairs, strict=True))
                 foreach.add_(grads, params, alpha=factor)
 
 
