@@ -74,11 +74,9 @@ def test_gradients_under_ddp_follow_the_formula_per_parameter(two, four):
 
 def every_bucket_size() -> list[list[list[float]]]:
     found = []
-    for megabytes in (25, 1e-3, 1e-4, 1e-6):
-        for view in (False, True):
-            for unused in (False, True):
-                options = {"gradient_as_bucket_view": view, "find_unused_parameters": unused}
-                found.append(trained("ddp", "gradient", 2, sgd, bucket_cap_mb=megabytes, **options))
+    for megabytes, view, unused in ((25, False, False), (1e-3, True, False), (1e-4, False, True), (1e-6, True, True)):
+        options = {"gradient_as_bucket_view": view, "find_unused_parameters": unused}
+        found.append(trained("ddp", "gradient", 2, sgd, bucket_cap_mb=megabytes, **options))
     return found
 
 

@@ -21,7 +21,7 @@ from torchboost.core.wrapping import unwrap
 from torchboost.errors import IncompatibleError
 from torchboost.front import boosted_of
 
-__all__ = ["BoostTrainOneStepCell", "WithLoss", "optimizer_and_scaler"]
+__all__ = ["BoostTrainOneStepCell", "WithLoss"]
 
 
 class WithLoss(nn.Module):
@@ -112,22 +112,30 @@ class BoostTrainOneStepCell:
     """
 
     def __init__(self, network: nn.Module, optimizer: Optimizer, sens: float = 1.0) -> None:
-        check_pair(network, optimizer, name="network")
         check_sens(sens)
-        optimizer, scaler = optimizer_and_scaler(optimizer)
         self.sens = float(sens)
-        if self.sens != 1.0:
-            if scaler is not None:
-                raise IncompatibleError(
-                    f"sens={self.sens}: group loss scaling already scales the loss of this optimizer; leave sens at 1."
-                )
-            scaler = _Sens(self.sens)
-        self._build(network, optimizer, scaler)
+        scaler = None if self.sens == 1.0 else _Sens(self.sens)
+        advice = f"sens={sens}: group loss scaling already scales the loss of this optimizer; leave sens at 1."
+        self._build(network, optimizer, scaler, advice)
 
-    def _build(self, network: nn.Module, optimizer: Optimizer, scaler: Scaler | None) -> None:
-        self._summing = _summing_of(optimizer)
-        if self._summing is not None:
-            self._summing.check_scaler(scaler)
+    def _build(self, network: nn.Module, optimizer: Optimizer, scaler: Scaler | None, advice: str) -> None:
+        """Build the step; ``advice`` tells what to do if boosting has added another scaler than this one.
+
+        MindSpore's API passes only the network and the optimizer from ``AutoBoost`` to the cell.
+        """
+        check_pair(network, optimizer, name="network")
+        boosted = boosted_of(optimizer)
+        self._summing: AdaptiveSumming | None = None
+        if boosted is not None:
+            optimizer = boosted.optimizer
+            if boosted.brings_scaler and scaler is not None and scaler is not boosted.scaler:
+                raise IncompatibleError(advice)
+            scaler = boosted.scaler if boosted.brings_scaler else scaler
+            if AdaptiveSum.name in boosted.attached:
+                summing = boosted.attached[AdaptiveSum.name]
+                assert isinstance(summing, AdaptiveSumming)
+                summing.check_scaler(scaler)
+                self._summing = summing
         self.network = network
         self.optimizer = optimizer
         self.updated = False
@@ -230,27 +238,6 @@ class BoostTrainOneStepCell:
         :class:`~torchboost.FreezeOpt`. Without any of them everything trains.
         """
         return self(*inputs).loss
-
-
-def optimizer_and_scaler(optimizer: Optimizer) -> tuple[Optimizer, Scaler | None]:
-    """Return the optimizer to step instead of a boosted one, and the scaler that boosting added.
-
-    MindSpore's API passes only the network and the optimizer from ``AutoBoost`` to the training cell.
-    """
-    boosted = boosted_of(optimizer)
-    if boosted is None:
-        return optimizer, None
-    return boosted.optimizer, boosted.scaler if boosted.brings_scaler else None
-
-
-def _summing_of(optimizer: Optimizer) -> AdaptiveSumming | None:
-    """Return the AdaSum attachment that acts on the updates of an optimizer."""
-    boosted = boosted_of(optimizer)
-    if boosted is None or AdaptiveSum.name not in boosted.attached:
-        return None
-    summing = boosted.attached[AdaptiveSum.name]
-    assert isinstance(summing, AdaptiveSumming)
-    return summing
 
 
 def _check_inputs(network: nn.Module, inputs: tuple[Any, ...], error: TypeError) -> None:

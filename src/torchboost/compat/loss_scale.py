@@ -13,10 +13,9 @@ from torch.optim import Optimizer
 from torchboost.algorithms.loss_scale_group.algorithm import GROUP_RULE, GroupScaler, Scales, checked_scales
 from torchboost.algorithms.loss_scale_group.borders import change_scale
 from torchboost.algorithms.loss_scale_group.scalers import FixedLossScale, LossScaler, ScaleRule, check_scale
-from torchboost.compat.cells import BoostTrainOneStepCell, optimizer_and_scaler
+from torchboost.compat.cells import BoostTrainOneStepCell
 from torchboost.core.algorithm import Scaler
-from torchboost.core.arguments import check_number, check_pair, check_scaler, is_integer
-from torchboost.errors import IncompatibleError
+from torchboost.core.arguments import check_number, check_scaler, is_integer
 
 __all__ = ["BoostTrainOneStepWithLossScaleCell", "GroupLossScaleManager"]
 
@@ -57,16 +56,12 @@ class BoostTrainOneStepWithLossScaleCell(BoostTrainOneStepCell):
     """
 
     def __init__(self, network: nn.Module, optimizer: Optimizer, scale_sense: Any) -> None:
-        check_pair(network, optimizer, name="network")
-        optimizer, added = optimizer_and_scaler(optimizer)
-        scaler = _scaler(scale_sense)
-        if added is not None and added is not scaler:
-            raise IncompatibleError(
-                f"scale_sense: found a {type(scale_sense).__name__}, but AutoBoost added a {type(added).__name__} "
-                "for this optimizer; give booster.scaler, or leave loss_scale_group out."
-            )
-        self.scaler: Scaler = scaler
-        self._build(network, optimizer, scaler)
+        self.scaler: Scaler = _scaler(scale_sense)
+        advice = (
+            f"scale_sense: found a {type(scale_sense).__name__}, but AutoBoost added another scaler for this "
+            "optimizer; give booster.scaler, or leave loss_scale_group out."
+        )
+        self._build(network, optimizer, self.scaler, advice)
 
     @property
     def sens(self) -> float:

@@ -94,19 +94,17 @@ class NodeGroups:
     across: dist.ProcessGroup
 
     @classmethod
-    def of(cls, topology: Topology, *, checked: bool = False) -> NodeGroups:
+    def of(cls, topology: Topology) -> NodeGroups:
         """Create both groups; all ranks of the job must call this at the same point.
 
         Args:
             topology: Of this rank.
-            checked: Whether all ranks have called :meth:`Topology.check_full` before, which this otherwise does.
 
         Raises:
             IncompatibleError: The nodes do not all have the same number of ranks.
         """
         ranks, per_node = topology.world_size, topology.devices_per_node
-        if not checked:
-            topology.check_full()
+        topology.check_full()
         inside, _ = dist.new_subgroups_by_enumeration(
             [list(range(first, first + per_node)) for first in range(0, ranks, per_node)]
         )

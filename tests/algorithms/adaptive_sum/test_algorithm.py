@@ -300,24 +300,6 @@ def test_split_groups_decide_the_number_of_collectives(two):
         assert found == {"one": 2, "two": 4, "three": 6, "three of small buckets": 6, "behind the end": 2}
 
 
-def sizes_asked() -> list[int]:
-    """How often ranks ask each other for the size of their nodes, when called directly and from a plan."""
-    asked = []
-    for attach in (
-        lambda model: adasum(model, sgd(model), devices_per_node=1).remove(),
-        lambda model: attach_all(Target(model, sgd(model)), [AdaptiveSum(devices_per_node=1)]).remove(),
-    ):
-        with mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as gather:
-            attach(mlp())
-            asked.append(gather.call_count)
-    return asked
-
-
-@pytest.mark.dist
-def test_ranks_ask_once_for_the_size_of_nodes(two):
-    assert two["sizes_asked"] == [[1, 1], [1, 1]]
-
-
 class Held(nn.Module):
     """A module that holds parameters."""
 
@@ -446,7 +428,7 @@ def test_the_hook_of_ddp_averages_once_it_is_removed_and_begins_anew_with_each_p
 
 def on_two() -> dict[str, Any]:
     forms: list[Any] = ["delta", "gradient"]
-    plain = (one_node, same_update_everywhere, sizes_asked, memory_and_buffers, groups_and_freezing)
+    plain = (one_node, same_update_everywhere, memory_and_buffers, groups_and_freezing)
     found: dict[str, Any] = {fn.__name__: fn() for fn in (*plain, ddp_hooks, first_steps)}
     found |= {fn.__name__: {on: fn(on) for on in forms} for fn in (agreement,)}
     return found | {"collectives": [collectives("bare", "delta"), collectives("ddp", "gradient")]}

@@ -48,9 +48,9 @@ def adasum(
     Args:
         model: The model as the loop calls it.
         optimizer: The optimizer of the model.
-        on: Combine the updates (``"delta"``) or the gradients (``"gradient"``).
-        split_groups: Positions in the model's list of parameters at which a new pack of collectives begins.
-        devices_per_node: Ranks per node; None takes it from the launcher.
+        on: See :class:`AdaptiveSum`, as for the following.
+        split_groups: Likewise.
+        devices_per_node: Likewise.
 
     Raises:
         IncompatibleError, TypeError, ValueError: See :class:`AdaptiveSum`.
@@ -283,7 +283,7 @@ class AdaptiveSum(Algorithm):
         for param in _parameters(target.optimizer):
             named.setdefault(param, f"parameter {len(named)}")
         places = {param: place for place, param in enumerate(named)}
-        groups = NodeGroups.of(topology, checked=True)
+        groups = NodeGroups.of(topology)
         points = self.split_groups if isinstance(self.split_groups, tuple) else ()
         summing, ddp = AdaptiveSumming(self.on, list(named.values()), points, groups), data_parallel(target.model)
         if self.on == "delta":

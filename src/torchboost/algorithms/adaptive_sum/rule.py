@@ -135,13 +135,13 @@ def _combine(
 
 
 def _exchange(sent: Sequence[Tensor], received: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Send and receive one tensor to and from each other rank."""
+    """Send and receive one tensor to and from each other rank; the sizes agree, and empty ones do not travel."""
     rank = dist.get_rank(group)
     calls = [
         dist.P2POp(way, tensor, group=group, group_peer=peer)
         for way, tensors in ((dist.isend, sent), (dist.irecv, received))
         for peer, tensor in enumerate(tensors)
-        if peer != rank
+        if peer != rank and tensor.numel()
     ]
     for work in dist.batch_isend_irecv(calls) if calls else ():
         work.wait()

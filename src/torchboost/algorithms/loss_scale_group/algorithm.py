@@ -44,14 +44,7 @@ GROUP_RULE = ScaleRule(growth=2.0 ** (1 / 1000), shrink=2.0**-0.5, window=1, flo
 
 
 class GroupStatus(NamedTuple):
-    """The status of a group.
-
-    Args:
-        name: Of the group.
-        scale: Its scale.
-        overflows: Updates at which a gradient in it was not finite.
-        in_a_row: How many of the last updates without a clean one between.
-    """
+    """The name and scale of a group, the updates at which a gradient in it was not finite, and how many in a row."""
 
     name: str
     scale: float
@@ -65,17 +58,12 @@ class GroupScaler(LossScaler):
     Args:
         names: Of the groups; the first is the rest of the model, whose scale multiplies the loss.
         scales: At the beginning, one per name.
-        parameters: Returns the parameters of each group but the first. Sharding and surgery replace parameters, so it
-            is called again when those of the optimizer change.
+        parameters: Returns the parameters of each group but the first; called again when those of the optimizer change.
         rule: Moves each scale.
         pinned: Whether the first scale is always 1, as nothing would tell of its overflows.
         exact: Use the scales as they are, and from the start; otherwise the power of two below, between the first
             :meth:`scale` and :meth:`update`.
-        agree: See :class:`~torchboost.algorithms.loss_scale_group.scalers.LossScaler`.
-        process_group: Likewise.
-
-    Attributes:
-        ratios: The factors of the borders.
+        agree, process_group: See :class:`~torchboost.algorithms.loss_scale_group.scalers.LossScaler`.
     """
 
     def __init__(
@@ -227,6 +215,8 @@ class GroupGradScaler(GroupScaler):
         >>> scaler.step(optimizer); scaler.update(); optimizer.zero_grad()
     """
 
+    _borders: ScaleBorders | None = None  # also if the groups are refused
+
     def __init__(
         self,
         model: nn.Module,
@@ -254,8 +244,6 @@ class GroupGradScaler(GroupScaler):
             process_group=process_group,
         )
         self._borders = ScaleBorders(self._groups, self.ratios)
-
-    _borders: ScaleBorders | None = None
 
     def __del__(self) -> None:
         if self._borders is not None:

@@ -25,9 +25,6 @@ class Ratios:
 
     The numbers are read when the backward pass comes to a border, so they can be set after the forward pass, also in
     a compiled model, which keeps the memory they stand in and not their values.
-
-    Args:
-        groups: Number of groups, the rest of the model among them.
     """
 
     def __init__(self, groups: int) -> None:
@@ -68,15 +65,10 @@ class LossScaleGroupBorder(torch.autograd.Function):
 
 
 def change_scale(x: Tensor, ratio: Tensor, *, widen: bool = False, leaves: int = 0) -> Tensor:
-    """Return ``x``; its gradient will be multiplied by ``ratio``.
+    """Return ``x``; its gradient will be multiplied by ``ratio``, which is read in the backward pass.
 
-    Args:
-        x: Any tensor.
-        ratio: Of shape ``()``, float32, on the host; read in the backward pass.
-        widen: Return float16 in float32, so that gradients outside may be of any size.
-        leaves: The group that ``x`` comes from; 0 if it comes from none.
-
-    Cost: forward nothing (with ``widen`` a copy of float16), backward one pass over the gradient of ``x``.
+    With ``widen`` float16 is returned in float32, so that gradients outside may be of any size. ``leaves`` is the group
+    that ``x`` comes from, 0 if it comes from none.
     """
     if not torch.is_grad_enabled() or not x.requires_grad:
         return x
@@ -120,9 +112,7 @@ class _Gate:
 class ScaleBorders:
     """The borders of a model, as hooks on modules. A copy of the model has some if this object was copied with it.
 
-    Args:
-        groups: For each group its modules, with their names.
-        ratios: What the borders multiply by; group 0 is the rest of the model, the groups count from 1.
+    Groups count from 1; group 0 of the ratios is the rest of the model.
     """
 
     def __init__(self, groups: Sequence[Mapping[str, nn.Module]], ratios: Ratios) -> None:

@@ -126,17 +126,7 @@ class MovingScale:
     """A scale that a rule moves. It counts its overflows, and warns once if it collapses.
 
     It collapses when eight updates in a row overflow, or when it is nearer to its floor than to its start (on a
-    logarithmic scale).
-
-    Args:
-        rule: Moves the scale.
-        start: The state at the beginning.
-        title: The scale in words, such as ``"the loss scale of group 'stem'"``.
-
-    Attributes:
-        state: The scale, and where it is in its window.
-        overflows: Number of overflows so far.
-        in_a_row: Number of consecutive overflows up to the last update.
+    logarithmic scale). ``title`` is the scale in words, such as ``"the loss scale of group 'stem'"``.
     """
 
     ROW = 8
