@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import torchboost
 from tests.support.boosted import batch, hooks, pair, small_net, train
 from tests.support.conv_nets import vgg
-from torchboost import Boosted, ConfigError, IncompatibleError, NoEffectWarning, Target, boost, prepare
+from torchboost import ConfigError, IncompatibleError, NoEffectWarning, Target, boost, prepare
 from torchboost.front import Host, boosted_of
 from torchboost.graph import trace
 from torchboost.inference import fastest
@@ -243,10 +243,6 @@ def test_the_fastest_form_is_named():
     assert fastest({"wide": wide, "thin": nn.Linear(512, 1)}, torch.randn(8, 512)) == "thin"
 
 
-def test_it_is_a_boosted():
-    assert isinstance(boost(*pair(), level="O0"), Boosted)
-
-
 def test_the_model_is_traced_once_before_it_is_changed_and_once_after(monkeypatch):
     traces = []
     record = trace.trace_paths
@@ -358,12 +354,6 @@ def test_a_prepared_model_is_attached_later():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     attached = plan.attach(Target(torch.compile(model, backend="eager"), optimizer))  # pyright: ignore
     assert "less_bn" in attached
-
-
-def test_a_wrapped_model_is_refused():
-    model = ResNet(Bottleneck, [1, 1], width=8)
-    with pytest.raises(IncompatibleError, match="already wrapped"):
-        prepare(torch.compile(model, backend="eager"), total_steps=1000)  # pyright: ignore
 
 
 def test_what_has_nothing_to_change_is_left_out_and_nothing_is_said_to_be_measured():

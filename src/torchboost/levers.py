@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, Literal
@@ -13,7 +13,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from torchboost.calibration.calibration import UNSEEN, Calibrate, Calibration, decide, deciding_ranks, device_of
+from torchboost.calibration.calibration import (
+    UNSEEN,
+    Calibrate,
+    Calibration,
+    changes_model,
+    decide,
+    deciding_ranks,
+    device_of,
+)
 from torchboost.calibration.choice import Choice, Machine, Verdict, key_of, load_choice, store_choice
 from torchboost.calibration.snapshot import streams_kept
 from torchboost.calibration.watch import Call, Gate, StepWatch, entries_in, is_training_call, shapes_of
@@ -97,7 +105,9 @@ class Levers:
                 self._decisions[lever.name] = on, reasons.get(lever.name, _WAITS)
         plan = self.plan
         self.attached = plan.attach(target)
-        self.attached.with_undo(self._note_removal).with_levers(self._saved, self._load)
+        self.attached.with_undo(self._note_removal).with_levers(
+            self._saved, lambda levers: self.follow(Choice.saved({"levers": levers}))
+        )
         aside = wrapper is not None and self._calibration is None
         if aside or not verify:
             why = f"measured or checked: wrapped by {wrapper} before boost" if aside else "checked: verify=False"
@@ -162,8 +172,12 @@ class Levers:
             calibration = replace(calibration, prior=frozenset(self.attached))
         elif ranks is not None and not calibration.sharded:
             calibration = calibration.with_formats_as(self.attached)
-        key = self._key or (_key(calibration, target, call) if ranks is None and self._measures else "")
-        choice = self._loaded
+        key, choice = self._key, self._loaded
+        if not key and ranks is None and self._measures and record_folder("choices") is not None:
+            conditions = {"total_steps": calibration.total_steps, "calibrate": calibration.calibrate}
+            machine = Machine.of(device_of(target.model))
+            options: dict[str, Any] = {"machine": machine, "conditions": conditions}
+            key = key_of(target.model, target.optimizers, call, candidates=calibration.levers, **options)
         if choice is None and key and not self._again:
             choice = load_choice(key)
         with self._changed() as (kept, detach):
@@ -284,27 +298,22 @@ class Levers:
         """The choice that a checkpoint holds."""
         return self._loaded or self.choice
 
-    def _load(self, levers: Mapping[str, bool | str]) -> None:
-        self.follow(Choice.saved({"levers": levers}))
-
     def follow(self, choice: Choice | None) -> None:
         """Compute as a checkpoint did, without a trial: bfloat16 may be found faster or slower here."""
         measures = self._measures
         if choice is None or self.state == "removed" or (measures and not self.due):
             return
-        levers: Sequence[Algorithm] = self.asked.levers
         if measures:
             self._look_at(self._waiting)
-            calibration = self._calibration
-            if calibration is None:
+            if (calibration := self._calibration) is None:
                 return
             self.state, self._loaded = "decided", choice.only(calibration.levers)
-            levers = calibration.in_form(choice, device_of(self._target.model)).levers
-            levers = [lever for lever in levers if lever.name not in calibration.fixed]
-            if text := choice.measured_elsewhere(device_of(self._target.model)):
+            device = device_of(self._target.model)
+            levers = [a for a in calibration.in_form(choice, device).levers if a.name not in calibration.fixed]
+            if text := choice.measured_elsewhere(device):
                 _LOG.warning("%s: %s", self.asked.level, text)
         else:
-            levers = [a for a in levers if type(a).transform is Algorithm.transform and not REGISTRY[a.name].once]
+            levers = [a for a in self.asked.levers if not (changes_model(a) or REGISTRY[a.name].once)]
         written = {verdict.lever: verdict.kept for verdict in choice.verdicts}
         levers = [lever for lever in levers if lever.name in written and lever.name not in self.withdrawn]
         changes = [lever for lever in levers if written[lever.name] is not (lever.name in self.attached)]
@@ -312,12 +321,8 @@ class Levers:
         self._decisions |= {lever.name: (written[lever.name], reason) for lever in (levers if measures else changes)}
         self._forms = levers
         for lever in changes:
-            _LOG.info(
-                "%s: %s is %s, as in the checkpoint.",
-                self.asked.level,
-                lever.name,
-                "on" if written[lever.name] else "off",
-            )
+            on_or_off = "on" if written[lever.name] else "off"
+            _LOG.info("%s: %s is %s, as in the checkpoint.", self.asked.level, lever.name, on_or_off)
         off = {lever.name for lever in changes if not written[lever.name]}
         stays = [a for a in self.attached.algorithms if REGISTRY[a.name].lever and a.name not in off]
         self._put_on([*stays, *(lever for lever in changes if written[lever.name])])
@@ -351,20 +356,6 @@ class Levers:
             self._decisions |= dict.fromkeys(self._waiting, (False, "removed before the first training call"))
         self._stop()
         self.state = "removed"
-
-
-def _key(calibration: Calibration, target: Target, call: Call) -> str:
-    """Return the name of the choice in the cache, from the pair without its levers; empty without a cache."""
-    if record_folder("choices") is None:
-        return ""
-    return key_of(
-        target.model,
-        target.optimizers,
-        call,
-        candidates=calibration.levers,
-        machine=Machine.of(device_of(target.model)),
-        conditions={"total_steps": calibration.total_steps, "calibrate": calibration.calibrate},
-    )
 
 
 def _back_into(memory: Sequence[tuple[nn.Parameter, Tensor]]) -> None:

@@ -6,12 +6,14 @@ import copy
 import random
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import torchboost
+from torchboost import Boosted
 from torchboost.calibration import calibration as module
 from torchboost.calibration import watch as watch_module
 from torchboost.calibration.calibration import check_calibrate, resolved
@@ -26,7 +28,6 @@ def empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 CUT = {"extra": {"compile": False}}
-UNFROZEN = {"extra": {"compile": False, "grad_freeze": False}}
 
 
 def network() -> nn.Sequential:
@@ -70,6 +71,17 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 8, sc
     return [*losses, *model.state_dict().values(), *average.state_dict().values(), *state, *rest]
 
 
+def boosted(config: Any = None, *, calibrate: Any = 5.0, steps: int | None = 9, **options: Any) -> Boosted:
+    model = network()
+    return torchboost.boost(
+        model, adamw(model), total_steps=steps, config=config or CUT, calibrate=calibrate, **options
+    )
+
+
+def on(pair: Boosted) -> set[str]:
+    return set(LEVERS) & set(pair.attached)
+
+
 def choose(monkeypatch: pytest.MonkeyPatch, kept: set[str]) -> None:
     """Let the search find what a test wants, after it has run real trial steps."""
 
@@ -93,16 +105,12 @@ def test_a_calibrated_run_is_the_run_that_was_given_the_plan(monkeypatch, level,
     choose(monkeypatch, kept)
     results = []
     for calibrate in (5.0, False):
-        model = network()
-        optimizer = adamw(model)
         scaler = torch.amp.GradScaler("cpu", init_scale=128.0) if scaled else None
         config = CUT if calibrate else {"extra": {"compile": False, **{lever: lever in kept for lever in LEVERS}}}
-        boosted = torchboost.boost(
-            model, optimizer, level=level, total_steps=8, config=config, scaler=scaler, calibrate=calibrate
-        )
-        results.append(train(*boosted, scaler=scaler))
-        assert set(LEVERS) & set(boosted.attached) == kept
-        assert {a.name for a in boosted.plan.algorithms} >= kept
+        pair = boosted(config, calibrate=calibrate, steps=8, level=level, scaler=scaler)
+        results.append(train(*pair, scaler=scaler))
+        assert on(pair) == kept
+        assert {a.name for a in pair.plan.algorithms} >= kept
     assert len(results[0]) == len(results[1])
     assert all(map(torch.equal, *results))
 
@@ -111,38 +119,32 @@ def test_accumulation_and_the_training_step_stay(monkeypatch):
     choose(monkeypatch, {"fused_optimizer"})
     results = []
     for calibrate in (5.0, False):
-        model = network()
-        optimizer = adamw(model)
         extra = {"compile": False, "grad_accumulation": {"steps": 2}}
         if not calibrate:
             extra |= {lever: lever == "fused_optimizer" for lever in LEVERS}
-        boosted = torchboost.boost(model, optimizer, total_steps=8, config={"extra": extra}, calibrate=calibrate)
-        step = boosted.step(nn.functional.cross_entropy)
+        pair = boosted({"extra": extra}, calibrate=calibrate, steps=8)
+        step = pair.step(nn.functional.cross_entropy)
         torch.manual_seed(7)
         losses = [step(x, y).loss for x, y in batches()]
-        results.append([*losses, *model.state_dict().values()])
+        results.append([*losses, *pair.model.state_dict().values()])
     assert all(map(torch.equal, *results))
 
 
 def test_a_real_trial_decides_and_explains():
-    model = network()
-    boosted = torchboost.boost(model, adamw(model), total_steps=10_000, config=CUT, calibrate=3.0)
-    assert boosted.choice is None
-    assert "the trial at the first training call decides" not in [d.reason for d in boosted.plan.dropped if d in LEVERS]
-    train(*boosted, steps=2)
-    assert boosted.choice is not None
-    assert boosted.choice.source == "trial"
-    assert {verdict.lever for verdict in boosted.choice.verdicts} == set(LEVERS)
-    assert set(LEVERS) & set(boosted.attached) == boosted.choice.kept
-    for verdict in boosted.choice.verdicts:
-        assert f"{verdict.lever}  {'on' if verdict.kept else 'off'}: {verdict.reason}" in boosted.explain()
+    pair = boosted(calibrate=3.0, steps=10_000)
+    assert pair.choice is None
+    train(*pair, steps=2)
+    assert pair.choice.source == "trial"
+    assert {verdict.lever for verdict in pair.choice.verdicts} == set(LEVERS)
+    assert on(pair) == pair.choice.kept
+    for verdict in pair.choice.verdicts:
+        assert f"{verdict.lever}  {'on' if verdict.kept else 'off'}: {verdict.reason}" in pair.explain()
 
 
 def test_the_choice_is_logged(monkeypatch, caplog):
     choose(monkeypatch, {"autocast"})
-    model = network()
     with caplog.at_level("INFO", logger="torchboost"):
-        train(*torchboost.boost(model, adamw(model), config=CUT, total_steps=9, calibrate=5.0), steps=1)
+        train(*boosted(), steps=1)
     (record,) = caplog.records
     assert "autocast on (planted)" in record.message
     assert "channels_last off (planted)" in record.message
@@ -150,8 +152,8 @@ def test_the_choice_is_logged(monkeypatch, caplog):
 
 def test_calls_without_training_are_not_the_first_call(monkeypatch):
     choose(monkeypatch, set())
-    model, x = network(), batches(1)[0][0]
-    boosted = torchboost.boost(model, adamw(model), total_steps=9, config=CUT, calibrate=5.0)
+    pair, x = boosted(), batches(1)[0][0]
+    model = pair.model
     with torch.no_grad():
         model(x)
     model.eval()(x)
@@ -159,20 +161,19 @@ def test_calls_without_training_are_not_the_first_call(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch deprecates it
         torch.jit.trace(model, x)
-    assert boosted.choice is None
+    assert pair.choice is None
     assert compiled_call(model) is None
     model.train()(x)
-    assert boosted.choice is not None
+    assert pair.choice is not None
     assert interceptor_of(model) is None
 
 
 def test_an_interrupt_leaves_the_pair_as_it_was_and_the_next_call_decides(monkeypatch):
-    model, x = network(), batches(1)[0][0]
-    optimizer = adamw(model)
-    boosted = torchboost.boost(model, optimizer, total_steps=9, config=CUT, calibrate=5.0)
+    pair, x = boosted(), batches(1)[0][0]
+    model, optimizer = pair
     before = [value.clone() for value in model.state_dict().values()]
     strides = [parameter.stride() for parameter in model.parameters()]
-    flags, on = [group["fused"] for group in optimizer.param_groups], set(boosted.attached)
+    flags, attached = [group["fused"] for group in optimizer.param_groups], set(pair.attached)
     streams = torch.get_rng_state(), random.getstate()
 
     def interrupted(*_, **__):
@@ -186,189 +187,127 @@ def test_an_interrupt_leaves_the_pair_as_it_was_and_the_next_call_decides(monkey
     assert all(map(torch.equal, before, model.state_dict().values()))
     assert [parameter.stride() for parameter in model.parameters()] == strides
     assert [group["fused"] for group in optimizer.param_groups] == flags
-    assert set(boosted.attached) == on
+    assert set(pair.attached) == attached
     assert torch.equal(torch.get_rng_state(), streams[0])
     assert random.getstate() == streams[1]
     choose(monkeypatch, set())
     model(x)
-    assert boosted.choice is not None
+    assert pair.choice is not None
 
 
-def test_a_trial_that_raises_leaves_the_prior(monkeypatch):
+def test_a_trial_that_raises_or_has_no_memory_leaves_the_prior(monkeypatch):
     def broken(*_, **__):
         raise RuntimeError("planted")
 
     monkeypatch.setattr(module, "search", broken)
-    model = network()
-    boosted = torchboost.boost(model, adamw(model), total_steps=9, config=CUT, calibrate=5.0)
-    train(*boosted, steps=1)
-    assert set(LEVERS) <= set(boosted.attached)
-    assert boosted.choice is not None
-    assert boosted.choice.source == "prior"
-    assert "the trial raised RuntimeError: planted" in boosted.explain()
-
-
-def test_too_little_memory_is_said_before_anything_is_copied(monkeypatch):
+    pair = boosted()
+    train(*pair, steps=1)
+    assert on(pair) == set(LEVERS)
+    assert pair.choice.source == "prior"
+    assert "the trial raised RuntimeError: planted" in pair.explain()
     monkeypatch.setattr(module, "free_bytes", lambda device: 1000)
-    monkeypatch.setattr(module, "Trial", None)
-    model = network()
-    boosted = torchboost.boost(model, adamw(model), total_steps=9, config=CUT, calibrate=5.0)
-    train(*boosted, steps=1)
-    assert "not measured: a snapshot and the gradients need about" in boosted.explain()
+    monkeypatch.setattr(module, "Trial", None)  # nothing is copied
+    pair = boosted()
+    train(*pair, steps=1)
+    assert "not measured: a snapshot and the gradients need about" in pair.explain()
 
 
-def test_a_resumed_run_does_not_measure_again(monkeypatch):
+def test_a_resumed_run_and_a_second_start_do_not_measure_again(monkeypatch):
     choose(monkeypatch, {"fused_optimizer"})
-    model = network()
-    boosted = torchboost.boost(model, adamw(model), total_steps=9, config=CUT, calibrate=5.0)
-    train(*boosted, steps=2)
-    state = boosted.state_dict()
+    first = boosted()
+    result = train(*first, steps=2)
+    assert first.choice.source == "trial"
     monkeypatch.setattr(module, "Trial", None)
-    again = network()
-    resumed = torchboost.boost(again, adamw(again), total_steps=9, config=CUT, calibrate=5.0)
-    resumed.load_state_dict(state)
-    train(*resumed, steps=1)
-    assert resumed.choice is not None
-    assert resumed.choice.source == "checkpoint"
-    assert set(LEVERS) & set(resumed.attached) == {"fused_optimizer"}
+    for source in ("cache", "checkpoint"):
+        again = boosted()
+        if source == "checkpoint":
+            again.load_state_dict(first.state_dict())
+        assert all(map(torch.equal, result, train(*again, steps=2)))
+        assert again.choice.source == source
+        assert on(again) == {"fused_optimizer"}
 
 
-def test_the_second_start_takes_the_choice_from_the_cache(monkeypatch):
-    choose(monkeypatch, {"fused_optimizer"})
-    results = []
-    for start in range(2):
-        if start:
-            monkeypatch.setattr(module, "Trial", None)
-        model = network()
-        boosted = torchboost.boost(model, adamw(model), total_steps=9, config=CUT, calibrate=5.0)
-        results.append(train(*boosted, steps=2))
-        assert boosted.choice is not None
-        assert boosted.choice.source == ("cache" if start else "trial")
-        assert set(LEVERS) & set(boosted.attached) == {"fused_optimizer"}
-    assert all(map(torch.equal, *results))
+def test_what_is_measured_again(monkeypatch):
+    """A choice whose time was over, another length of the run, and what is reported to have changed."""
 
+    def source(steps: int) -> str:
+        pair = boosted(steps=steps)
+        pair.model(batches()[0][0])
+        return pair.choice.source
 
-def test_a_choice_whose_time_was_over_is_not_kept_for_the_next_start(monkeypatch):
     cut = Verdict(lever="fused_optimizer", kept=False, reason="planted", interrupted=True)
     monkeypatch.setattr(module, "search", lambda *_, **__: ((cut,), None))
-    sources = []
-    for _ in range(2):
-        model = network()
-        boosted = torchboost.boost(model, adamw(model), total_steps=9, config=CUT, calibrate=5.0)
-        boosted.model(batches()[0][0])
-        assert boosted.choice is not None
-        sources.append(boosted.choice.source)
-    assert sources == ["trial", "trial"]
-
-
-def test_a_choice_that_is_measured_again_replaces_the_one_in_the_cache(monkeypatch):
-    model = network()
+    assert [source(9), source(9)] == ["trial", "trial"]
+    choose(monkeypatch, set())
+    assert [source(9), source(9), source(10)] == ["trial", "cache", "trial"]
     choose(monkeypatch, {"fused_optimizer"})
-    boosted = torchboost.boost(model, adamw(model), total_steps=9, config=CUT, calibrate=5.0)
-    report = []
+    pair, report = boosted(steps=11), []
     monkeypatch.setattr(watch_module.StepWatch, "_look", lambda watch, *_: report.append(watch._report))
-    train(*boosted, steps=1)
+    train(*pair, steps=1)
     choose(monkeypatch, {"channels_last"})
     report[0]("steps have become slower")
-    train(*boosted, steps=1)
+    train(*pair, steps=1)
     monkeypatch.setattr(module, "Trial", None)
-    again = network()
-    boosted = torchboost.boost(again, adamw(again), total_steps=9, config=CUT, calibrate=5.0)
-    train(*boosted, steps=1)
-    assert boosted.choice is not None
-    assert boosted.choice.source == "cache"
-    assert boosted.choice.kept == {"channels_last"}
-
-
-def test_another_length_of_the_run_is_measured_again(monkeypatch):
-    sources = []
-    for steps in (9, 10):
-        choose(monkeypatch, set())
-        model = network()
-        boosted = torchboost.boost(model, adamw(model), total_steps=steps, config=CUT, calibrate=5.0)
-        train(*boosted, steps=1)
-        assert boosted.choice is not None
-        sources.append(boosted.choice.source)
-    assert sources == ["trial", "trial"]
+    again = boosted(steps=11)
+    train(*again, steps=1)
+    assert (again.choice.source, again.choice.kept) == ("cache", {"channels_last"})
 
 
 def test_a_saved_plan_is_the_choice_and_measures_nothing(monkeypatch, tmp_path):
     choose(monkeypatch, {"channels_last"})
-    model = network()
-    boosted = torchboost.boost(model, adamw(model), total_steps=9, config=CUT, calibrate=5.0)
-    first = train(*boosted)
-    boosted.plan.save(tmp_path / "boost.json")
+    pair = boosted()
+    first = train(*pair)
+    pair.plan.save(tmp_path / "boost.json")
     monkeypatch.setattr(module, "Trial", None)
-    model = network()
-    again = torchboost.boost(model, adamw(model), total_steps=9, config=str(tmp_path / "boost.json"), calibrate=5.0)
+    again = boosted(str(tmp_path / "boost.json"))
     assert all(map(torch.equal, first, train(*again)))
     assert again.choice is None
     assert again.checks.keys() == {"channels_last"}
 
 
 def test_removal_before_the_first_call_leaves_nothing(monkeypatch):
-    model = network()
-    strides = [parameter.stride() for parameter in model.parameters()]
-    boosted = torchboost.boost(model, adamw(model), total_steps=9, config=CUT, calibrate=5.0)
-    boosted.remove()
-    assert interceptor_of(model) is None
-    assert [parameter.stride() for parameter in model.parameters()] == strides
+    strides = [parameter.stride() for parameter in network().parameters()]
+    pair = boosted()
+    pair.remove()
+    assert interceptor_of(pair.model) is None
+    assert [parameter.stride() for parameter in pair.model.parameters()] == strides
     monkeypatch.setattr(module, "Trial", None)
-    model(batches(1)[0][0])
-    assert boosted.choice is None
+    pair.model(batches(1)[0][0])
+    assert pair.choice is None
 
 
 def test_a_compiled_model_keeps_the_prior(monkeypatch):
     monkeypatch.setattr(module, "Trial", None)
-    model, x = network(), batches(1)[0][0]
-    boosted = torchboost.boost(model, adamw(model), total_steps=9, config=CUT, calibrate=5.0)
-    torch.compile(model, backend="eager")(x).sum().backward()
-    assert boosted.choice is None
-
-
-def test_a_compilation_that_was_asked_for_stays(monkeypatch):
-    monkeypatch.setattr(module, "Trial", None)
-    model, x = network(), batches(1)[0][0]
-    config = {"extra": {"compile": {"backend": "eager"}}}
-    boosted = torchboost.boost(model, adamw(model), total_steps=9, config=config, calibrate=5.0, verify=False)
-    model.eval()(x)
-    model.train()(x).sum().backward()
-    assert compiled_call(model) is not None
-    assert boosted.attached["compile"].graphs == 2
-    assert boosted.choice is not None
-    assert all("compile was asked for" in verdict.reason for verdict in boosted.choice.verdicts)
-    boosted.remove()
-    assert compiled_call(model) is None
+    x = batches(1)[0][0]
+    pair = boosted()
+    torch.compile(pair.model, backend="eager")(x).sum().backward()
+    assert pair.choice is None
+    pair = boosted({"extra": {"compile": {"backend": "eager"}}}, verify=False)
+    pair.model.eval()(x)
+    pair.model.train()(x).sum().backward()
+    assert compiled_call(pair.model) is not None
+    assert pair.attached["compile"].graphs == 2
+    assert all("compile was asked for" in verdict.reason for verdict in pair.choice.verdicts)
+    pair.remove()
+    assert compiled_call(pair.model) is None
 
 
 def test_a_compilation_that_was_withdrawn_does_not_keep_the_trial_away(monkeypatch):
     choose(monkeypatch, {"fused_optimizer"})
-    model = network()
-    config = {"extra": {"compile": {"backend": "eager"}}}
-    boosted = torchboost.boost(model, adamw(model), total_steps=9, config=config, calibrate=5.0)
-    boosted.withdraw("compile", "a test")
-    train(*boosted, steps=1)
-    assert compiled_call(model) is None
-    assert boosted.choice is not None
-    assert boosted.choice.source == "trial"
+    pair = boosted({"extra": {"compile": {"backend": "eager"}}})
+    pair.withdraw("compile", "a test")
+    train(*pair, steps=1)
+    assert compiled_call(pair.model) is None
+    assert pair.choice.source == "trial"
 
 
-@pytest.mark.parametrize("level", ["O0"])
-def test_o0_measures_nothing(level):
-    model = network()
-    torchboost.boost(model, adamw(model), level=level, calibrate="auto")
-    assert interceptor_of(model) is None
-
-
-def test_named_levers_are_not_measured(monkeypatch):
+def test_o0_and_named_levers_are_not_measured(monkeypatch):
+    assert interceptor_of(boosted(level="O0", calibrate="auto").model) is None
     choose(monkeypatch, set())
-    model = network()
-    config = {"extra": {"autocast": True, "compile": False}}
-    boosted = torchboost.boost(model, adamw(model), total_steps=9, config=config, calibrate=5.0)
-    train(*boosted, steps=1)
-    assert "autocast" in boosted.attached
-    assert boosted.choice is not None
-    assert "autocast" not in {verdict.lever for verdict in boosted.choice.verdicts}
+    pair = boosted({"extra": {"autocast": True, "compile": False}})
+    train(*pair, steps=1)
+    assert "autocast" in pair.attached
+    assert "autocast" not in {verdict.lever for verdict in pair.choice.verdicts}
 
 
 def test_auto_boost_calibrates_too(monkeypatch):
@@ -380,156 +319,91 @@ def test_auto_boost_calibrates_too(monkeypatch):
     assert set(LEVERS) & set(booster.attached) == {"channels_last"}
 
 
-@pytest.mark.parametrize("value", ["yes", 0, -1.0, float("inf"), None, [1]])
-def test_bad_values_are_refused(value):
-    with pytest.raises(ValueError, match=r'calibrate: found .* pass "auto"'):
-        check_calibrate(value)
+def test_bad_values_are_refused_and_the_environment_switches_auto_off(monkeypatch):
+    for value in ("yes", 0, -1.0, float("inf"), None, [1]):
+        with pytest.raises(ValueError, match=r'calibrate: found .* pass "auto"'):
+            check_calibrate(value)
+    monkeypatch.setenv("TORCHBOOST_CALIBRATE", "0")
+    assert (resolved("auto"), resolved(3.0)) == (False, 3.0)
+    monkeypatch.delenv("TORCHBOOST_CALIBRATE")
+    assert resolved("auto") == "auto"
 
 
-def test_slower_steps_are_measured_again_once(monkeypatch, caplog):
+@pytest.mark.parametrize("change", ["time", "size"])
+def test_slower_steps_and_inputs_of_another_size_are_measured_again_once(monkeypatch, caplog, change):
     choose(monkeypatch, {"fused_optimizer"})
-    model = network()
-    boosted = torchboost.boost(model, adamw(model), total_steps=900, config=CUT, calibrate=5.0)
+    pair, now = boosted(steps=900), [0.0]
     x, y = batches(1)[0]
-    now = [0.0]
 
-    def steps(count: int, seconds: float) -> None:
+    def steps(count: int, seconds: float, samples: int = 4) -> None:
         for _ in range(count):
             now[0] += seconds
-            nn.functional.cross_entropy(boosted.model(x), y).backward()
-            boosted.optimizer.step()
-            boosted.optimizer.zero_grad()
+            nn.functional.cross_entropy(pair.model(x[:samples]), y[:samples]).backward()
+            pair.optimizer.step()
+            pair.optimizer.zero_grad()
 
     monkeypatch.setattr(watch_module.StepWatch.__init__, "__kwdefaults__", {"entries": None, "read": lambda: now[0]})
     steps(60, 0.1)
     choose(monkeypatch, {"channels_last"})
     with caplog.at_level("INFO", logger="torchboost"):
-        steps(120, 0.2)
-    assert any("measures the levers again, once" in record.message for record in caplog.records)
-    assert set(LEVERS) & set(boosted.attached) == {"channels_last"}
+        steps(*((120, 0.2) if change == "time" else (300, 0.1, 2)))
+    (said,) = [record.message for record in caplog.records if "measures the levers again, once" in record.message]
+    assert change == "time" or said.startswith("O1: the inputs have 864 entries, at the trial 1,728; the next call")
+    assert on(pair) == {"channels_last"}
     choose(monkeypatch, set())
-    steps(250, 0.9)
-    assert set(LEVERS) & set(boosted.attached) == {"channels_last"}
-    boosted.remove()
-    assert not boosted.optimizer._optimizer_step_post_hooks
+    steps(300, 0.9)
+    assert on(pair) == {"channels_last"}
+    assert interceptor_of(pair.model) is None or change == "time"
+    pair.remove()
+    assert not pair.optimizer._optimizer_step_post_hooks
 
 
-def test_inputs_of_another_size_are_measured_again_once(monkeypatch, caplog):
+def test_a_choice_from_another_machine_is_used_with_one_warning(monkeypatch, caplog, tmp_path):
     choose(monkeypatch, {"fused_optimizer"})
-    model = network()
-    boosted = torchboost.boost(model, adamw(model), total_steps=900, config=CUT, calibrate=5.0)
-    x, y = batches(1)[0]
-
-    def steps(count: int, x: Tensor, y: Tensor) -> None:
-        for _ in range(count):
-            nn.functional.cross_entropy(boosted.model(x), y).backward()
-            boosted.optimizer.step()
-            boosted.optimizer.zero_grad()
-
-    monkeypatch.setattr(watch_module.StepWatch.__init__, "__kwdefaults__", {"entries": None, "read": lambda: 0.0})
-    steps(60, x, y)
-    choose(monkeypatch, {"channels_last"})
-    with caplog.at_level("INFO", logger="torchboost"):
-        steps(300, x[:2], y[:2])
-    expected = "O1: the inputs have 864 entries, at the trial 1,728; the next call measures the levers again, once."
-    assert [record.message for record in caplog.records if "once" in record.message] == [expected]
-    assert set(LEVERS) & set(boosted.attached) == {"channels_last"}
-    choose(monkeypatch, set())
-    steps(300, x, y)
-    assert set(LEVERS) & set(boosted.attached) == {"channels_last"}
-    assert interceptor_of(model) is None
-    boosted.remove()
-    assert not boosted.optimizer._optimizer_step_post_hooks
-
-
-def resumed(monkeypatch, state):
-    monkeypatch.setattr(module, "Trial", None)
-    model = network()
-    boosted = torchboost.boost(model, adamw(model), total_steps=9, config=CUT, calibrate=5.0)
-    boosted.load_state_dict(state)
-    return boosted
-
-
-@pytest.fixture
-def state(monkeypatch):
-    choose(monkeypatch, {"fused_optimizer"})
-    model = network()
-    boosted = torchboost.boost(model, adamw(model), total_steps=9, config=CUT, calibrate=5.0)
-    train(*boosted, steps=2)
-    return boosted.state_dict()
-
-
-def test_a_choice_from_another_machine_is_used_with_one_warning(monkeypatch, caplog, state):
+    pair = boosted()
+    train(*pair, steps=2)
+    state = pair.state_dict()
     here = Choice.model_validate_json(state["choice"])
-    assert here.machine is not None
-    there = here.machine.model_copy(update={"torch": "1.2.3", "threads": 96})
-    state["choice"] = here.model_copy(update={"machine": there}).model_dump_json()
-    boosted = resumed(monkeypatch, state)
-    (record,) = caplog.records
-    assert (record.name, record.levelname) == ("torchboost", "WARNING")
-    assert f"threads: found 96, here 1; torch: found 1.2.3, here {torch.__version__})" in record.message
-    assert "processor" not in record.message
-    train(*boosted, steps=1)
-    assert boosted.choice is not None
-    assert boosted.choice.source == "checkpoint"
-    assert set(LEVERS) & set(boosted.attached) == {"fused_optimizer"}
-
-
-def test_a_choice_from_this_machine_or_without_a_machine_does_not_warn(monkeypatch, caplog, state):
-    resumed(monkeypatch, state)
-    unknown = Choice.model_validate_json(state["choice"]).model_copy(update={"machine": None})
-    resumed(monkeypatch, state | {"choice": unknown.model_dump_json()})
-    assert caplog.records == []
-
-
-def test_a_state_without_the_choice_is_measured_here(monkeypatch, state, tmp_path):
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "Trial", None)
+        boosted().load_state_dict(state)
+        unknown = here.model_copy(update={"machine": None})
+        boosted().load_state_dict(state | {"choice": unknown.model_dump_json()})
+        assert caplog.records == []
+        there = here.machine.model_copy(update={"torch": "1.2.3", "threads": 96})
+        resumed = boosted()
+        resumed.load_state_dict(state | {"choice": here.model_copy(update={"machine": there}).model_dump_json()})
+        (record,) = caplog.records
+        assert (record.name, record.levelname) == ("torchboost", "WARNING")
+        assert f"threads: found 96, here 1; torch: found 1.2.3, here {torch.__version__})" in record.message
+        assert "processor" not in record.message
+        train(*resumed, steps=1)
+        assert (resumed.choice.source, on(resumed)) == ("checkpoint", {"fused_optimizer"})
     monkeypatch.setenv("TORCHBOOST_CACHE", str(tmp_path / "here"))
     del state["choice"]
-    model = network()
-    boosted = torchboost.boost(model, adamw(model), total_steps=9, config=CUT, calibrate=5.0)
-    boosted.load_state_dict(state)
-    train(*boosted, steps=1)
-    assert boosted.choice is not None
-    assert boosted.choice.source == "trial"
+    measured = boosted()
+    measured.load_state_dict(state)
+    train(*measured, steps=1)
+    assert measured.choice.source == "trial"
 
 
-def test_the_environment_switches_auto_off(monkeypatch):
-    monkeypatch.setenv("TORCHBOOST_CALIBRATE", "0")
-    assert resolved("auto") is False
-    assert resolved(3.0) == 3.0
+def test_a_run_that_is_too_short_for_a_trial_has_none(monkeypatch):
     monkeypatch.delenv("TORCHBOOST_CALIBRATE")
-    assert resolved("auto") == "auto"
+    for calibrate, steps, measured in (("auto", 299, False), ("auto", 300, True), (5.0, 100, True)):
+        choose(monkeypatch, set())
+        pair = boosted(calibrate=calibrate, steps=steps)
+        pair.model(batches()[0][0])
+        assert (pair.choice.source == "trial") is measured
+        assert measured or "calibrate=seconds" in pair.choice.verdicts[0].reason
 
 
-@pytest.mark.parametrize(
-    ("calibrate", "steps", "measured"), [("auto", 299, False), ("auto", 300, True), (5.0, 100, True)]
-)
-def test_a_run_that_is_too_short_for_a_trial_has_none(calibrate, steps, measured, monkeypatch):
-    monkeypatch.delenv("TORCHBOOST_CALIBRATE")
-    model = network()
-    boosted = torchboost.boost(model, adamw(model), level="O1", total_steps=steps, calibrate=calibrate, config=CUT)
-    boosted.model(batches()[0][0])
-    assert boosted.choice is not None
-    assert (boosted.choice.source == "trial") is measured
-    assert measured or "calibrate=seconds" in boosted.choice.verdicts[0].reason
-
-
-@pytest.mark.parametrize(
-    ("calibrate", "steps", "expected"),
-    [
-        ("auto", None, 3.0),
-        ("auto", 500, 2.0),
-        ("auto", 1000, 4.0),
-        ("auto", 4000, 4.0),
-        ("auto", 10_000, 10.0),
-        ("auto", 10**6, 60.0),
-        (True, 1000, 4.0),
-        (7.5, 10, 7.5),
-    ],
-)
-def test_the_price_follows_the_length_of_the_run(calibrate, steps, expected):
-    made = module.Calibration(levers=(), prior=frozenset(), calibrate=calibrate, total_steps=steps)
-    assert made.seconds(0.1) == pytest.approx(expected)
+def test_the_price_follows_the_length_of_the_run():
+    for calibrate, steps, expected in (
+        *(("auto", None, 3.0), ("auto", 500, 2.0), ("auto", 1000, 4.0), ("auto", 4000, 4.0), ("auto", 10_000, 10.0)),
+        *(("auto", 10**6, 60.0), (True, 1000, 4.0), (7.5, 10, 7.5)),
+    ):
+        made = module.Calibration(levers=(), prior=frozenset(), calibrate=calibrate, total_steps=steps)
+        assert made.seconds(0.1) == pytest.approx(expected)
 
 
 def test_a_trial_on_the_cpu_is_not_longer_for_the_price_of_compilation(monkeypatch):
@@ -537,25 +411,20 @@ def test_a_trial_on_the_cpu_is_not_longer_for_the_price_of_compilation(monkeypat
     asked = []
     monkeypatch.setattr(module.Calibration, "seconds", lambda self, step, price=None: asked.append(price) or 0.3)
     model = network()
-    boosted = torchboost.boost(model, adamw(model), level="O1", total_steps=10_000)
-    boosted.model(batches()[0][0])
+    torchboost.boost(model, adamw(model), level="O1", total_steps=10_000).model(batches()[0][0])
     assert asked == [None]
 
 
-def test_a_choice_from_the_cache_keeps_what_is_attached_already(tmp_path, monkeypatch):
+def test_a_choice_from_the_cache_keeps_what_is_attached_already():
     """Unless the levers are checked, which needs the plain model."""
-    monkeypatch.setenv("TORCHBOOST_CACHE", str(tmp_path))
     sources = []
     for _ in range(2):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        boosted = torchboost.boost(model, optimizer, level="O1", total_steps=10_000, calibrate=2.0, verify=False)
-        before = {name: boosted.attached[name] for name in boosted.attached}
+        pair = torchboost.boost(model, adamw(model), total_steps=10_000, calibrate=2.0, verify=False)
+        before = {name: pair.attached[name] for name in pair.attached}
         model(torch.randn(8, 64)).sum().backward()
-        assert boosted.choice is not None
-        sources.append(boosted.choice.source)
+        sources.append(pair.choice.source)
     assert sources == ["trial", "cache"]
-    stayed = boosted.choice.kept & before.keys()
-    assert all(boosted.attached[name] is before[name] for name in stayed)
-    assert set(boosted.attached) == boosted.choice.kept
+    assert all(pair.attached[name] is before[name] for name in pair.choice.kept & before.keys())
+    assert set(pair.attached) == pair.choice.kept

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchboost.calibration.certificate import verified
-from torchboost.calibration.choice import Choice, Machine, Source, Verdict, in_a_line
+from torchboost.calibration.choice import Choice, Machine, Verdict, in_a_line
 from torchboost.calibration.passes import Passes, on_real_inputs, reshard
 from torchboost.calibration.search import SET_ASIDE, Price, search
 from torchboost.calibration.trial import Reduce, Trial, free_bytes, needed_bytes
@@ -38,6 +38,7 @@ __all__ = [
     "UNSEEN",
     "Calibrate",
     "Calibration",
+    "changes_model",
     "check_calibrate",
     "decide",
     "deciding_ranks",
@@ -133,9 +134,9 @@ class Calibration:
             better = REGISTRY[lever.name].instead_of
             if better in on - levers:
                 fixed[lever.name] = f"{better} is on and leaves it little to do"
-            elif sharded and (REGISTRY[lever.name].once or _changes_model(lever)):
+            elif sharded and (REGISTRY[lever.name].once or changes_model(lever)):
                 fixed[lever.name] = _SHARDED
-            elif Topology.current().world_size > 1 and _changes_model(lever):
+            elif Topology.current().world_size > 1 and changes_model(lever):
                 fixed[lever.name] = _BUCKETS
         verify = verify and not sharded
         checks = verify and (asked or levers & on)
@@ -167,7 +168,7 @@ class Calibration:
 
     def with_formats_as(self, on: Iterable[str]) -> Calibration:
         """Return the same with the memory formats as they are, for DDP has laid out its buckets."""
-        formats = frozenset(lever.name for lever in self.levers if _changes_model(lever))
+        formats = frozenset(lever.name for lever in self.levers if changes_model(lever))
         return replace(
             self,
             fixed={**self.fixed, **dict.fromkeys(formats, _BUCKETS)},
@@ -239,14 +240,12 @@ class Calibration:
             )
         return exchange_in(model)
 
-    def without_trial(self, reason: str, source: Source = "prior") -> Choice:
+    def without_trial(self, reason: str) -> Choice:
         """Return the choice of the prior, with the reason why nothing was measured."""
-        levers = self.levers if self.calibrate is not False else [a for a in self.levers if a.name in self.prior]
-        return Choice(verdicts=tuple(self._unmeasured(lever, reason) for lever in levers), source=source)
-
-    def _unmeasured(self, lever: Algorithm, reason: str) -> Verdict:
-        reason = self.fixed.get(lever.name, reason)
-        return Verdict(lever=lever.name, kept=lever.name in self.prior, reason=f"not measured: {reason}")
+        levers = [a.name for a in self.levers if self.calibrate is not False or a.name in self.prior]
+        reasons = {name: f"not measured: {self.fixed.get(name, reason)}" for name in levers}
+        verdicts = tuple(Verdict(lever=name, kept=name in self.prior, reason=reasons[name]) for name in levers)
+        return Choice(verdicts=verdicts, source="prior")
 
     def measure(self, target: Target, passes: Passes, reduce: Reduce = list) -> Choice:
         """Try the levers on the plain pair, which does not change.
@@ -259,14 +258,17 @@ class Calibration:
         model, device = target.model, device_of(target.model)
         levers = {lever.name: lever for lever in self.levers if lever.name not in self.fixed}
         base = [lever for lever in self.levers if lever.name in self.fixed and lever.name in self.prior]
-        prices = {name: _price(model, self.graphs) for name in levers if REGISTRY[name].once}
+        leaves = sum(1 for module in model.modules() if not any(True for _ in module.children()))
+        expected = _COMPILE_SECONDS + _COMPILE_SECONDS_PER_MODULE * leaves
+        compilation = Price(expected=expected, best_ratio=_COMPILE_RATIO, times=self.graphs)
+        prices = {name: compilation for name in levers if REGISTRY[name].once}
         # On a GPU a trial may take longer to try compilation: there a step takes less time, and the price does not.
-        granted = next(iter(prices.values()), None) if device.type in ("cuda", "xpu") else None
+        granted = compilation if prices and device.type in ("cuda", "xpu") else None
         tried, forms, budgets = dict(levers), dict[str, list[str]](), list[float]()
-        for name, price in list(prices.items()):
+        for name in list(prices):
             for label, (current, form) in _forms_of(levers[name], device).items():
                 tried[label] = form.algorithm
-                prices[label] = replace(price, expected=price.expected * form.price, best_ratio=form.best_ratio)
+                prices[label] = replace(compilation, expected=expected * form.price, best_ratio=form.best_ratio)
                 forms.setdefault(current, []).append(label)
 
         def longer(spent: float, step_seconds: float, price: Price) -> float:
@@ -297,7 +299,7 @@ class Calibration:
             return self.without_trial(f"the trial raised {in_a_line(error)}")
         measured = {verdict.lever: verdict for verdict in verdicts}
         return Choice(
-            verdicts=tuple(measured.get(lever.name) or self._unmeasured(lever, "") for lever in self.levers),
+            verdicts=tuple(measured.get(fixed.lever, fixed) for fixed in self.without_trial("").verdicts),
             source="trial",
             seconds=trial.elapsed(),
             budget=max(budgets),
@@ -451,7 +453,8 @@ def _obstacle(target: Target) -> str | None:
     )
 
 
-def _changes_model(lever: Algorithm) -> bool:
+def changes_model(lever: Algorithm) -> bool:
+    """Whether a lever changes the memory of parameters."""
     return type(lever).transform is not Algorithm.transform
 
 
@@ -494,19 +497,13 @@ def resolved(calibrate: Calibrate) -> Calibrate:
     return False if calibrate == "auto" and os.environ.get(_SWITCH, "").strip() == "0" else calibrate
 
 
-def _price(model: nn.Module, graphs: int) -> Price:
-    leaves = sum(1 for module in model.modules() if not any(True for _ in module.children()))
-    expected = _COMPILE_SECONDS + _COMPILE_SECONDS_PER_MODULE * leaves
-    return Price(expected=expected, best_ratio=_COMPILE_RATIO, times=graphs)
-
-
 def _forms_of(lever: Algorithm, device: torch.device, name: str = "") -> dict[str, tuple[str, Form]]:
     """Return every form that may replace a lever, by its name, with the name of what it is tried against."""
-    found: dict[str, tuple[str, Form]] = {}
+    forms: dict[str, tuple[str, Form]] = {}
     for form in lever.forms(device):
         label = f"{lever.name}({own_settings(form.algorithm)})"
-        found |= {label: (name or lever.name, form), **_forms_of(form.algorithm, device, label)}
-    return found
+        forms |= {label: (name or lever.name, form), **_forms_of(form.algorithm, device, label)}
+    return forms
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -153,9 +153,9 @@ class Certificate:
         self._sized += self._plain.outputs
         self._norms = _distances(self._plain, None)
         self._whole = _norm(self._norms.gradients)
-        self._response = _distances(self._plain, self._changed(noise(self._size, 0)))
-        self._wide: list[_Distances] = []
-        if max(self._relative(self._response), self._of_outputs(self._response)) > _LARGE:
+        response = _distances(self._plain, self._changed(noise(self._size, 0)))
+        self._responses = [(1.0, response)]
+        if max(self._relative(response), self._of_outputs(response)) > _LARGE:
             passes.compare(self._plain.outputs, self._run().outputs)
 
     def check(self, levers: Sequence[Algorithm], *, rounding: float = 0.0) -> Finding:
@@ -177,9 +177,9 @@ class Certificate:
             return Finding(distances.strange)
         worst, hopeless = self._excess(distances, bounds), bounds[-1][0].hopeless
         gradient, outputs = self._relative(distances), self._of_outputs(distances)
-        while worst and max(gradient, outputs) <= hopeless and len(self._wide) < _ATTEMPTS:
-            change = noise(_STEPS_OF_ROUNDING * self._size, 1 + len(self._wide))
-            self._wide.append(_distances(self._plain, self._changed(change)))
+        while worst and max(gradient, outputs) <= hopeless and len(self._responses) <= _ATTEMPTS:
+            change = noise(_STEPS_OF_ROUNDING * self._size, len(self._responses))
+            self._responses.append((_WIDE_SHARE, _distances(self._plain, self._changed(change))))
             worst = self._excess(distances, bounds)
         return Finding(worst, gradient, outputs)
 
@@ -218,19 +218,14 @@ class Certificate:
 
     def _excess(self, distances: _Distances, bounds: Sequence[tuple[Bound, float]]) -> str:
         """Return which tensor is too far away from all bounds, each with its scale, in words; empty if none is."""
-        for index, (distance, norm) in enumerate(zip(distances.outputs, self._norms.outputs, strict=True)):
-            response = max(self._responses(lambda d, i=index: d.outputs[i]))
-            if distance > max(bound.of(scale * response, norm, None) for bound, scale in bounds):
-                return f"an output differs by {distance / norm if norm else math.inf:.1e} of its size"
-        for index, (distance, norm) in enumerate(zip(distances.gradients, self._norms.gradients, strict=True)):
-            response = max(self._responses(lambda d, i=index: d.gradients[i]))
-            if distance > max(bound.of(scale * response, norm, self._whole) for bound, scale in bounds):
-                share = distance / norm if norm else math.inf
-                return f"the gradient of {self._name(index)} differs by {share:.1e} of its size"
+        for kind, whole in (("outputs", None), ("gradients", self._whole)):
+            norms: list[float] = getattr(self._norms, kind)
+            for index, (distance, norm) in enumerate(zip(getattr(distances, kind), norms, strict=True)):
+                response = max(share * getattr(moved, kind)[index] for share, moved in self._responses)
+                if distance > max(bound.of(scale * response, norm, whole) for bound, scale in bounds):
+                    name = "an output" if whole is None else f"the gradient of {self._name(index)}"
+                    return f"{name} differs by {distance / norm if norm else math.inf:.1e} of its size"
         return ""
-
-    def _responses(self, read: Callable[[_Distances], float]) -> list[float]:
-        return [read(self._response), *(_WIDE_SHARE * read(wide) for wide in self._wide)]
 
     def _relative(self, distances: _Distances) -> float:
         return _norm(distances.gradients) / self._whole if self._whole else 0.0
@@ -290,11 +285,7 @@ def _distance(plain: Tensor, other: Tensor | None) -> float:
 
 
 def _norm(values: Sequence[float]) -> float:
-    return (
-        math.sqrt(math.fsum(value * value for value in values if math.isfinite(value)))
-        if all(map(math.isfinite, values))
-        else math.inf
-    )
+    return math.sqrt(math.fsum(value * value for value in values)) if all(map(math.isfinite, values)) else math.inf
 
 
 @contextmanager

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from torchboost.calibration.choice import Verdict, in_a_line
+from torchboost.calibration.trial import Trial
 from torchboost.measure.evidence import Interval
 from torchboost.measure.statistics import exact_median
 
-__all__ = ["SET_ASIDE", "Bench", "Price", "search"]
+__all__ = ["SET_ASIDE", "Price", "search"]
 
 _LOOKS = (7, 11, 15, 20, 28, 40, 60, 90)
 """Numbers of pairs at which a lever may be decided."""
@@ -64,31 +64,6 @@ class Price:
     times: int = 1
 
 
-class Bench(Protocol):
-    """Builds two contestants and times them in turns, as :class:`~torchboost.calibration.trial.Trial` does.
-
-    With several ranks, every number comes from the slowest rank. What takes longer than ``within`` seconds is
-    interrupted. If building raises, the incumbent is unchanged. It raises ``TimeoutError`` if it takes too long, and
-    otherwise what the levers raise.
-    """
-
-    def build(self, levers: Sequence[str], *, within: float) -> float:
-        """Warm the challenger up: a step with these levers. Return the seconds above what as many steps take."""
-        ...
-
-    def sample(self, *, within: float) -> tuple[float, float]:
-        """Return the seconds of a step of each, incumbent first; infinity for one without an end."""
-        ...
-
-    def promote(self) -> None:
-        """Make the challenger the incumbent."""
-        ...
-
-    def elapsed(self) -> float:
-        """Return the seconds since the trial began."""
-        ...
-
-
 @dataclass(slots=True)
 class _Sample:
     ratios: list[float] = field(default_factory=list)
@@ -114,7 +89,7 @@ class _Sample:
 
 def search(
     levers: Sequence[str],
-    bench: Bench,
+    bench: Trial,
     *,
     seconds: float,
     steps: int | None = None,
@@ -138,7 +113,7 @@ def search(
 
     Args:
         levers: Names, in the order of the trial, except that levers with a price come last.
-        bench: Its incumbent is the plain step.
+        bench: Its incumbent is the plain step. With several ranks, every number comes from the slowest rank.
         seconds: Budget of the trial.
         steps: Updates that remain in the run; None if unknown. Levers with a price are then not tried.
         prices: Lever -> what it costs once.
@@ -167,7 +142,7 @@ def _is_clearly_slower(ratios: Sequence[float]) -> bool:
 @dataclass(slots=True)
 class _Search:
     levers: list[str]
-    bench: Bench
+    bench: Trial
     seconds: float
     steps: int | None
     prices: dict[str, Price]
@@ -268,12 +243,12 @@ class _Search:
         if (better := self.instead_of.get(lever, "")) in self.kept:
             self._decide(lever, False, f"{better} is on and leaves it little to do", None)
             return
-        refusal, within = self._too_dear(lever, share), self._left()
-        if refusal is not None:
-            if within <= 0:
-                self._leave_open(lever, refusal)
-            else:
-                self._decide(lever, False, refusal, None)
+        within = self._left()
+        if within <= 0:
+            self._leave_open(lever, "the time for the trial was used up")
+            return
+        if lever in self.prices and (refusal := self._dear(lever, share)) is not None:
+            self._decide(lever, False, refusal, None)
             return
         began = self.bench.elapsed()
         try:
@@ -388,11 +363,6 @@ class _Search:
         if kept:
             self.kept.append(lever)
             self.bench.promote()
-
-    def _too_dear(self, lever: str, share: float) -> str | None:
-        if self._left() <= 0:
-            return "the time for the trial was used up"
-        return self._dear(lever, share) if lever in self.prices else None
 
     def _dear(self, lever: str, share: float) -> str | None:
         """Return why the price of a lever is not paid; None if it is."""

@@ -274,8 +274,10 @@ class Snapshot:
         if kind is not None:
             read, write = _WAYS[kind]
             self._hold(value, read, write, hops)
-        elif isinstance(value, (tuple, frozenset)):
-            self._follow((tuple if isinstance(value, tuple) else frozenset).__iter__(value), hops)
+        elif isinstance(value, tuple):
+            self._follow(tuple.__iter__(value), hops)
+        elif isinstance(value, frozenset):
+            self._follow(frozenset.__iter__(value), hops)
         elif _is_array(value):
             if value.flags.writeable and self._copied_bytes + value.nbytes <= _MOST_BYTES:
                 self._copied_bytes += value.nbytes

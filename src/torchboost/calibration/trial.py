@@ -80,7 +80,12 @@ class Trial:
         self._challenger = self._incumbent
 
     def build(self, levers: Sequence[str], *, within: float) -> float:
-        """Attach levers and run the first steps; return the seconds above what later steps take."""
+        """Make a challenger with levers and run its first steps; return the seconds above what later steps take.
+
+        Raises:
+            TimeoutError: It takes longer than ``within`` seconds. The incumbent is unchanged.
+            Exception: Whatever the levers raise.
+        """
         self.built |= {*levers}
         self._challenger = self._incumbent
         self._challenger, spent, steady = self._warmed(levers, within)
