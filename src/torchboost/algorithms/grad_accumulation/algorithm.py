@@ -15,9 +15,8 @@ from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import is_integer
-from torchboost.core.averaging import only_ddp
 from torchboost.core.torch_private import compiled_call, exchange_of_a_pass, inside_compiled
-from torchboost.core.wrapping import wrapper_of
+from torchboost.core.wrapping import only_ddp, wrapper_of
 from torchboost.errors import IncompatibleError
 
 __all__ = ["Accumulator", "GradAccumulation", "Window", "checked_steps"]
