@@ -117,7 +117,7 @@ def test_trainings_that_cannot_be_compared_are_one_line_and_their_errors_keep_th
         ("broken", ""),
     ):
         out = str(tmp_path / f"{name}.json")
-        result = run(f"{tmp_path / 'train.py'}:{name}", "--budget", "3s", "--out", out)
+        result = run(f"{tmp_path / 'train.py'}:{name}", "--budget", "10s", "--out", out)
         assert result.exit_code == 1
         assert isinstance(result.exception, SystemExit if said else ValueError)
         assert said in result.stderr
