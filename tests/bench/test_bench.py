@@ -405,6 +405,22 @@ def test_the_hand_loop_computes_the_same_and_in_bfloat16_only_where_that_is_fast
     torch.testing.assert_close(weights("hand"), weights("stock"), rtol=1e-3, atol=1e-5)
 
 
+def test_the_hand_loop_keeps_the_groups_of_the_user_and_is_fused_where_that_exists() -> None:
+    for kind, fused in ((torch.optim.SGD, True), (torch.optim.Rprop, False)):
+
+        def make(seed: int, kind: Any = kind) -> Parts:
+            model = network()
+            groups = [{"params": [model.get_parameter("0.weight")], "lr": 0.5}, {"params": [model[4].weight]}]
+            return Parts(model, kind(groups, lr=0.1), F.cross_entropy, BATCHES)
+
+        loop = build_loop(Recipe.parse("hand"), replace(tiny(), make=make), seed=1, steps=8)
+        assert type(loop.parts.optimizer) is kind
+        groups = loop.parts.optimizer.param_groups
+        assert [(group["lr"], bool(group.get("fused"))) for group in groups] == [(0.5, fused), (0.1, fused)]
+        assert groups[0]["params"][0] is loop.parts.model.get_parameter("0.weight")
+        assert ("fused optimizer" in loop.notes[0]) is fused
+
+
 def test_levels_and_additions_go_through_the_planner() -> None:
     loop = build_loop(Recipe.parse("O1"), tiny(), seed=1, steps=8, planner=HALVING)
     assert [(row.name, row.settings) for row in loop.algorithms] == [("halved", "Halved()")]

@@ -25,28 +25,25 @@ def task(folder: Path, **settings: Any) -> Any:
     return zoo_cells.Task(**{"network": "tiny", **files, "pairs": 2, "grid": "eager", **settings})
 
 
-@pytest.mark.parametrize(
-    ("images", "grid", "count"),
-    [(True, "eager", 8), (True, "some", 12), (True, "all", 16), (False, "eager", 4), (False, "all", 8)],
-)
-def test_the_grid_holds_every_combination_once(images: bool, grid: str, count: int):
-    names = [zoo_cells.cell_name(cell) for cell in zoo_cells.cells(images=images, grid=grid)]
-    assert names[0] == "stock"
-    assert len(set(names)) == len(names) == count
-    assert images == any("channels_last" in name for name in names)
-    assert [name for name in names if "compile" in name and grid == "some" and "fused_optimizer" not in name] == []
+def test_the_grid_holds_every_combination_once():
+    for images, grid, count in (
+        *((True, "eager", 8), (True, "some", 12), (True, "all", 16)),
+        *((False, "eager", 4), (False, "all", 8)),
+    ):
+        names = [zoo_cells.cell_name(cell) for cell in zoo_cells.cells(images=images, grid=grid)]
+        assert names[0] == "stock"
+        assert len(set(names)) == len(names) == count
+        assert images == any("channels_last" in name for name in names)
+        assert grid != "some" or not [name for name in names if "compile" in name and "fused_optimizer" not in name]
 
 
-def test_a_task_travels_as_text(tmp_path: Path):
+def test_each_cell_trains_as_stock_does(tmp_path: Path):
+    expected = trained(())
+    assert not torch.equal(expected, TINY.training().model[0].weight)
+    for cell in (("channels_last",), ("fused_optimizer",), ("channels_last", "fused_optimizer")):
+        torch.testing.assert_close(trained(cell), expected)
     sent = task(tmp_path, left_out={"autocast": "crashed with SIGSEGV"}, notes=["simulated"])
     assert zoo_cells.Task.from_json(sent.to_json()) == sent
-
-
-@pytest.mark.parametrize("cell", [(), ("channels_last",), ("fused_optimizer",), ("channels_last", "fused_optimizer")])
-def test_each_cell_trains_as_stock_does(cell: tuple[str, ...]):
-    expected, found = trained(()), trained(cell)
-    assert not torch.equal(expected, TINY.training().model[0].weight)
-    torch.testing.assert_close(found, expected)
 
 
 def trained(cell: tuple[str, ...]) -> torch.Tensor:

@@ -56,15 +56,6 @@ def test_levels():
     assert all(name in shown for name in [*LEVELS, *REGISTRY])
 
 
-def test_explain_says_what_was_measured(bfloat16):
-    bfloat16(0.48, 2.0)
-    shown = run("explain", "--level", "O1", "--convolutions", "0").stdout
-    assert "a bfloat16 matrix product takes 2.1 times the time of a float32 one here" in shown
-    bfloat16(1.5, 0.5)
-    assert "autocast" in [a["name"] for a in answer("explain", "--convolutions", "0", "--json")["algorithms"]]
-    assert "a bfloat16 convolution takes 2.0 times" in run("explain", "--convolutions", "9").stdout
-
-
 def test_check_accepts(tmp_path):
     path = tmp_path / "boost.json"
     path.write_text('{"boost": {"mode": "manual", "less_bn": true}}')
@@ -97,16 +88,19 @@ def test_check_refuses_with_one_message(tmp_path):
         assert found["message"]
 
 
-def test_explain():
+def test_explain(bfloat16, monkeypatch):
     shown = run("explain", "--level", "O1", "--convolutions", "0").stdout
     assert "the model has no convolution" in shown
     found = answer("explain", "--level", "O1", "--convolutions", "0", "--nodes", "2", "--json")
     assert "channels_last" in [d["name"] for d in found["dropped"]]
     assert {a["name"] for a in found["algorithms"]}.isdisjoint(d["name"] for d in found["dropped"])
     assert answer("explain", "--level", "O0", "--json")["algorithms"] == []
-
-
-def test_a_device_that_is_not_here_is_said_to_be_unknown(monkeypatch):
+    bfloat16(0.48, 2.0)  # it says what was measured
+    shown = run("explain", "--level", "O1", "--convolutions", "0").stdout
+    assert "a bfloat16 matrix product takes 2.1 times the time of a float32 one here" in shown
+    bfloat16(1.5, 0.5)
+    assert "autocast" in [a["name"] for a in answer("explain", "--convolutions", "0", "--json")["algorithms"]]
+    assert "a bfloat16 convolution takes 2.0 times" in run("explain", "--convolutions", "9").stdout
     monkeypatch.setattr("torchboost.cli.app.device_fault", lambda device: "not here")
     shown = run("explain", "--level", "O1", "--device", "cuda").stdout
     assert "cuda is not available here, so it is not known whether it computes faster in bfloat16" in shown
@@ -161,8 +155,8 @@ def test_report_of_a_tuning(tmp_path):
 
 
 def test_report_refuses_other_files(tmp_path):
-    for content in (b"not json", b'{"format": 2}', b"[]", b'{"title": "\xff\xfe"}', "{}".encode("utf-16")):
-        path = tmp_path / "report.json"
+    path = tmp_path / "report.json"
+    for content in (b"not json", b'{"format": 2}', b"[]", b"5", b'{"title": "\xff\xfe"}', "{}".encode("utf-16")):
         path.write_bytes(content)
         result = run("report", str(path))
         assert result.exit_code == 1
@@ -176,34 +170,24 @@ def test_the_package_runs_as_a_module():
     assert "Usage: torchboost" in said
 
 
-def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys):
-    def refuse(name, *rest, **more):
-        assert name not in ("typer", "rich")
-        return imported(name, *rest, **more)
+def test_without_the_extra_or_stopped_while_torch_is_imported(monkeypatch, capsys):
+    def imported(name, *rest, **more):
+        if name == "torchboost.cli.app":
+            raise KeyboardInterrupt
+        return real(name, *rest, **more)
 
-    find, imported = importlib.util.find_spec, builtins.__import__
+    real, find = builtins.__import__, importlib.util.find_spec
+    monkeypatch.setattr(builtins, "__import__", imported)
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert (stopped.value.code, capsys.readouterr().err) == (130, "\nStopped.\n")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "rich" else find(name))
-    monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(SystemExit) as stopped:
         main()
     assert stopped.value.code == 1
     said = capsys.readouterr().err
     assert "needs rich" in said
     assert said.endswith("install it from the folder of the project: pip install '.[cli]'\n")
-
-
-def test_stopped_while_torch_is_imported(monkeypatch, capsys):
-    def interrupted(name, *rest, **more):
-        if name == "torchboost.cli.app":
-            raise KeyboardInterrupt
-        return real(name, *rest, **more)
-
-    real = builtins.__import__
-    monkeypatch.setattr(builtins, "__import__", interrupted)
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    assert stopped.value.code == 130
-    assert capsys.readouterr().err == "\nStopped.\n"
 
 
 def test_output_that_cannot_be_shown_is_escaped(saved, monkeypatch):
@@ -246,12 +230,10 @@ def test_pca_writes_the_directions_and_says_what_they_hold(folder: Path, tmp_pat
 
 
 def test_pca_in_json_and_with_statistics_where_nobody_excludes_them(folder: Path, tmp_path: Path) -> None:
-    out = tmp_path / "basis.npy"
-    found = json.loads(pca(folder, "--components", 2, "--out", out, "--json").stdout)
-    assert (found["checkpoints"], found["weights"]) == (4, 12)
-    assert 0 < found["explained"] <= 1
-    again = pca(folder, "--components", 2, "--out", out, "--exclude", "", "--json", "--force")
-    assert json.loads(again.stdout)["weights"] == 16
+    for more, weights in ((), 12), (("--exclude", "", "--force"), 16):
+        found = json.loads(pca(folder, "--components", 2, "--out", tmp_path / "basis.npy", *more, "--json").stdout)
+        assert (found["checkpoints"], found["weights"]) == (4, weights)
+        assert 0 < found["explained"] <= 1
 
 
 def test_pca_what_is_wrong_is_said_in_one_line(folder: Path, tmp_path: Path) -> None:
@@ -267,19 +249,11 @@ def test_pca_what_is_wrong_is_said_in_one_line(folder: Path, tmp_path: Path) -> 
         assert said in found.stderr
         assert "Traceback" not in found.output
     assert not out.exists()
-    out.write_bytes(b"mine")
-    assert "already exists" in pca(folder, "--out", out).stderr
-    assert out.read_bytes() == b"mine"
-    assert pca(folder, "--components", 2, "--out", out, "--force").exit_code == 0
-
-
-def test_pca_a_file_of_somebody_else_beside_it_is_left_alone(folder: Path, tmp_path: Path) -> None:
-    out, beside = tmp_path / "basis.npy", tmp_path / "basis.json"
-    beside.write_text("mine")
-    found = pca(folder, "--components", 2, "--out", out)
-    assert found.exit_code == 1
-    assert "basis.json already exists" in found.stderr
-    assert beside.read_text() == "mine"
-    assert not out.exists()
-    assert pca(folder, "--components", 2, "--out", out, "--force").exit_code == 0
+    beside = tmp_path / "basis.json"
+    for file in (out, beside):  # of somebody else
+        file.write_bytes(b"mine")
+        assert f"{file.name} already exists" in pca(folder, "--out", out).stderr
+        assert file.read_bytes() == b"mine"
+        assert pca(folder, "--components", 2, "--out", out, "--force").exit_code == 0
+        out.unlink()
     assert json.loads(beside.read_text())["names"]

@@ -1,10 +1,11 @@
+"""``torchboost bench``: what it writes, what it refuses, and what it says when it is stopped."""
+
 from __future__ import annotations
 
 import json
 import textwrap
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from tests.bench.test_factory import GOOD
@@ -19,37 +20,52 @@ def run(*words: str):
 
 
 @pytest.fixture
-def calls(monkeypatch):
-    """The arguments of every benchmark asked for; none is run."""
-    seen = []
+def pretend(monkeypatch):
+    """A function that lets no benchmark run, and returns the list of what is asked for; ``end`` ends each."""
+    asked = []
 
-    def pretend(factory, **options):
-        seen.append({"factory": factory, **options})
-        options["progress"]("training", 1, 2, "O1")
-        return winning_report()
+    def set_up(end=lambda options: None):
+        def benched(factory, **options):
+            asked.append({"factory": factory, **options})
+            options["progress"]("training", 1, 2, "O1")
+            end(options)
+            return winning_report()
 
-    monkeypatch.setattr("torchboost.cli.bench.run_bench", pretend)
-    return seen
+        monkeypatch.setattr("torchboost.cli.bench.run_bench", benched)
+        return asked
+
+    return set_up
 
 
-def test_defaults_and_what_is_written(calls, tmp_path):
+def raising(error: BaseException, saved: bool = False):
+    def end(options):
+        if saved:
+            winning_report().save(options["out"])
+        raise error
+
+    return end
+
+
+def place_report(folder, workload="digits-resnet"):
+    winning_report().model_copy(update={"workload": workload}).save(folder / "report.json")
+
+
+def test_defaults_and_what_is_written(pretend, tmp_path):
+    asked = pretend()
     result = run("--out", str(tmp_path))
     assert result.exit_code == 0, result.output
-    assert calls[0]["factory"].name.startswith("digits")
-    assert calls[0]["contestants"] == ["stock", "hand", "O1", "O2"]
-    assert calls[0]["out"] == tmp_path / "report.json"
+    assert asked[0]["factory"].name.startswith("digits")
+    assert asked[0]["contestants"] == ["stock", "hand", "O1", "O2"]
+    assert asked[0]["out"] == tmp_path / "report.json"
     assert result.stdout.endswith(f"wrote {tmp_path / 'report.json'}\nwrote {tmp_path / 'report.html'}\n")
     assert "training: 1 of 2 (O1)" in result.stderr
     assert BenchReport.load(tmp_path / "report.json") == winning_report()
-
-
-def test_json_answers_on_standard_output_alone(calls, tmp_path):
-    result = run("text", "--train-limit", "40", "--json", "--no-html", "--out", str(tmp_path))
-    found = json.loads(result.stdout)
-    assert found["html"] is None
-    assert found["report"] == str(tmp_path / "report.json")
-    assert [p.name for p in tmp_path.iterdir()] == ["report.json"]
-    assert calls[0]["factory"].name == "text-gpt"
+    other = tmp_path / "other"
+    result = run("text", "--train-limit", "40", "--json", "--no-html", "--out", str(other))
+    found = json.loads(result.stdout)  # alone on standard output
+    assert (found["html"], found["report"]) == (None, str(other / "report.json"))
+    assert [path.name for path in other.iterdir()] == ["report.json"]
+    assert asked[1]["factory"].name == "text-gpt"
 
 
 def test_errors_before_anything_runs(tmp_path):
@@ -69,73 +85,48 @@ def test_errors_before_anything_runs(tmp_path):
         assert result.stderr.startswith("Error: ")
         assert said in result.stderr
         assert "Traceback" not in result.output
-
-
-def test_a_factory_at_fault_while_training_is_one_line(monkeypatch, tmp_path):
-    def fail(factory, **options):
-        options["progress"]("training", 0, 1)
-        raise FactoryError("the factory's loss returned a float")
-
-    monkeypatch.setattr("torchboost.cli.bench.run_bench", fail)
-    result = run("--out", str(tmp_path))
-    assert result.exit_code == 1
-    assert "Error: the factory's loss returned a float" in result.stderr
-    assert "Traceback" not in result.output
-
-
-def test_a_report_that_was_cut_is_one_line(tmp_path):
     (tmp_path / "report.json").write_text('{"format": 1, "tit')
     result = run("digits", "--out", str(tmp_path), "--resume", "--pairs", "1")
     assert result.exit_code == 1
     assert "Error: this is not a report of torchboost" in result.stderr
 
 
-def test_faults_while_training_are_not_hidden(monkeypatch, tmp_path):
-    def fail(factory, **options):
-        options["progress"]("training", 0, 1)
-        raise ValueError("inside the training")
-
-    monkeypatch.setattr("torchboost.cli.bench.run_bench", fail)
+def test_a_factory_at_fault_is_one_line_and_a_fault_in_the_training_is_not_hidden(pretend, tmp_path):
+    pretend(raising(FactoryError("the factory's loss returned a float")))
+    result = run("--out", str(tmp_path))
+    assert result.exit_code == 1
+    assert "Error: the factory's loss returned a float" in result.stderr
+    assert "Traceback" not in result.output
+    pretend(raising(ValueError("inside the training")))
     assert isinstance(run("--out", str(tmp_path)).exception, ValueError)
 
 
-@pytest.mark.parametrize("saved", [True, False])
-def test_interrupted(monkeypatch, tmp_path, saved):
-    def stop(factory, **options):
-        if saved:
-            winning_report().save(options["out"])
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("torchboost.cli.bench.run_bench", stop)
-    result = run("--out", str(tmp_path))
-    assert result.exit_code == 130
-    assert ("24 finished training runs; repeat the command with --resume" in result.stderr) is saved
-    assert ("Nothing was saved" in result.stderr) is not saved
-
-
-def test_interrupted_before_anything_was_saved_over_an_earlier_report(monkeypatch, tmp_path):
-    place_report(tmp_path)
-
-    def stop(factory, **options):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("torchboost.cli.bench.run_bench", stop)
-    assert "from an earlier run" in run("--out", str(tmp_path)).stderr
-    assert "24 finished training runs" in run("--out", str(tmp_path), "--resume").stderr
+def test_interrupted(pretend, tmp_path):
+    saved = "24 finished training runs; repeat the command with --resume"
+    for folder, earlier, saves, words, said in (
+        ("new", False, True, (), saved),
+        ("none", False, False, (), "Nothing was saved"),
+        ("old", True, False, (), "from an earlier run"),
+        ("old", True, False, ("--resume",), saved),
+    ):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        if earlier:
+            place_report(tmp_path / folder)
+        pretend(raising(KeyboardInterrupt(), saved=saves))
+        result = run("--out", str(tmp_path / folder), *words)
+        assert result.exit_code == 130
+        assert said in result.stderr
 
 
-def place_report(folder, workload="digits-resnet"):
-    winning_report().model_copy(update={"workload": workload}).save(folder / "report.json")
-
-
-def test_the_report_of_another_workload_is_not_overwritten(calls, tmp_path):
+def test_the_report_of_another_workload_is_not_overwritten(pretend, tmp_path):
+    asked = pretend()
     place_report(tmp_path, "text-gpt")
     before = (tmp_path / "report.json").read_bytes()
     result = run("--out", str(tmp_path))
     assert result.exit_code == 1
     assert "holds a report of text-gpt, but this is digits-resnet; choose another folder with --out" in result.stderr
     assert (tmp_path / "report.json").read_bytes() == before
-    assert not calls
+    assert not asked
     assert run("--out", str(tmp_path), "--force").exit_code == 0
     place_report(tmp_path)
     assert run("--out", str(tmp_path)).exit_code == 0
@@ -143,7 +134,8 @@ def test_the_report_of_another_workload_is_not_overwritten(calls, tmp_path):
     assert "holds a file that is not a report of torchboost" in run("--out", str(tmp_path)).stderr
 
 
-def test_a_relative_folder_is_that_of_the_start(calls, monkeypatch, tmp_path):
+def test_a_relative_folder_is_that_of_the_start(pretend, monkeypatch, tmp_path):
+    asked = pretend()
     monkeypatch.chdir(tmp_path)
     (tmp_path / "elsewhere").mkdir()
     path = tmp_path / "train.py"
@@ -151,7 +143,7 @@ def test_a_relative_folder_is_that_of_the_start(calls, monkeypatch, tmp_path):
     result = run(f"{path}:make", "--out", "found")
     assert result.exit_code == 0, result.output
     assert (tmp_path / "found" / "report.json").is_file()
-    assert calls[0]["out"] == tmp_path / "found" / "report.json"
+    assert asked[0]["out"] == tmp_path / "found" / "report.json"
 
 
 def test_help_names_the_workloads():
@@ -161,38 +153,25 @@ def test_help_names_the_workloads():
 
 
 def test_a_factory_of_the_user_end_to_end(tmp_path):
-    path = tmp_path / "train.py"
+    path, out = tmp_path / "train.py", tmp_path / "out"
     path.write_text(textwrap.dedent(GOOD))
-    words = (
-        "--contestants",
-        "stock,O0",
-        "--pairs",
-        "3",
-        "--seeds",
-        "2",
-        "--epochs",
-        "2",
-        "--out",
-        str(tmp_path / "out"),
-    )
-    result = run(f"{path}:make", *words)
+    words = (f"{path}:make", "--contestants", "stock,O0", "--pairs", "2", "--seeds", "2", "--epochs", "2")
+    result = run(*words, "--out", str(out))
     assert result.exit_code == 0, result.output
-    made = BenchReport.load(tmp_path / "out" / "report.json")
-    stock, level = made.contestants
-    assert made.metric_name == "metric"
+    whole = BenchReport.load(out / "report.json")
+    stock, level = whole.contestants
+    assert whole.metric_name == "metric"
     assert "accuracy" not in result.stdout
-    assert "O0 ends 0 from stock in the metric over 2 seeds, with 95 % bounds 0 to 0" in result.stdout.replace(
-        "+0", "0"
-    )
+    said = "O0 ends 0 from stock in the metric over 2 seeds, with 95 % bounds 0 to 0"
+    assert said in result.stdout.replace("+0", "0")
     # Level O0 changes nothing: the same numbers, seed by seed.
     assert [c.metric for c in stock.curves] == [c.metric for c in level.curves]
     assert [c.train_loss for c in stock.curves] == [c.train_loss for c in level.curves]
-    again = run(f"{path}:make", *words, "--resume", "--json")
+    again = run(*words, "--out", str(out), "--resume", "--json")
     assert again.exit_code == 0, again.output
-    assert BenchReport.load(tmp_path / "out" / "report.json").contestants == made.contestants
-    assert torch.isfinite(torch.tensor(stock.step_seconds.mid))
-    share = run(f"{path}:make", *words[:-1], str(tmp_path / "share"), "--seeds", "3", "--accuracy", "--no-html")
+    assert BenchReport.load(out / "report.json").contestants == whole.contestants
+    share = run(*words, "--out", str(tmp_path / "share"), "--seeds", "3", "--accuracy", "--no-html")
     assert "O0 keeps accuracy within 0.5 points of stock: +0.00 points" in share.stdout
-    refused = run(f"{path}:make", *words, "--force", "--decide", "5s")
+    refused = run(*words, "--out", str(out), "--force", "--decide", "5s")
     assert refused.exit_code == 1
     assert "--accuracy if it is an accuracy" in refused.stderr

@@ -104,26 +104,22 @@ def test_what_was_measured_is_printed(planted):
     assert "machine:" not in result.stdout
 
 
-def test_a_gpu_is_measured_too(planted, monkeypatch):
+def test_everything_in_json_for_a_gpu_too(planted, file, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr("torchboost.core.hardware.device_name", lambda device: "a GPU")
-    found = json.loads(run("--json").stdout)["measured"]
-    assert list(found["products"]) == list(found["copy_gb_per_s"]) == ["cpu", "cuda"]
-    assert planted[2:] == [("matrix product", "cuda"), ("convolution", "cuda")]
-
-
-def test_everything_in_json(planted, file):
     found = json.loads(run(f"{file}:make", "--steps", "4", "--json").stdout)
-    speed = found["measured"]["products"]["cpu"]["convolution"]
+    measured, step = found["measured"], found["step"]
+    speed = measured["products"]["cpu"]["convolution"]
     assert (speed["float32_gflop_per_s"], speed["bfloat16_gflop_per_s"], speed["ratio"]) == (400.0, 200.0, 0.5)
-    assert found["measured"]["bfloat16"]["cpu"]["fast"] is False
-    assert found["measured"]["copy_gb_per_s"]["cpu"] == pytest.approx(12.34)
-    assert found["measured"]["small_compile"] == {"seconds": 11.25, "fault": ""}
-    assert found["step"]["steps"] == 4
-    assert list(found["step"]["parts"]) == ["data loading", "forward", "backward", "optimizer"]
-    assert sum(part["share"] for part in found["step"]["parts"].values()) == pytest.approx(1.0)
-    assert found["step"]["num_workers"] is None
+    assert measured["bfloat16"]["cpu"]["fast"] is False
+    assert measured["copy_gb_per_s"]["cpu"] == pytest.approx(12.34)
+    assert measured["small_compile"] == {"seconds": 11.25, "fault": ""}
+    assert list(measured["products"]) == list(measured["copy_gb_per_s"]) == ["cpu", "cuda"]
+    assert planted[2:] == [("matrix product", "cuda"), ("convolution", "cuda")]
+    assert (step["steps"], step["num_workers"]) == (4, None)
+    assert list(step["parts"]) == ["data loading", "forward", "backward", "optimizer"]
+    assert sum(part["share"] for part in step["parts"].values()) == pytest.approx(1.0)
 
 
 def test_faults_are_printed_as_findings(planted, monkeypatch):
@@ -135,19 +131,15 @@ def test_faults_are_printed_as_findings(planted, monkeypatch):
     assert "GFLOP/s" not in shown
 
 
-def test_without_measuring_nothing_is_timed(planted, file):
-    result = run("--no-measure")
-    assert result.exit_code == 0
-    assert planted == []
-    assert "GB/s" not in result.stdout
-    assert "share" not in result.stdout
-    assert json.loads(run("--no-measure", "--json").stdout)["measured"] is None
+def test_without_measuring_nothing_is_timed_but_a_step(planted, file):
     shown = run("--no-measure", f"{file}:make", "--steps", "2")
+    assert shown.exit_code == 0
+    assert planted == []
+    assert "GB/s" not in shown.stdout
     assert "part of a step (2 steps, cpu)" in shown.stdout
     assert "steps: 5 of 5" in shown.stderr
-
-
-def test_what_is_wrong_is_said_in_one_line(file, planted):
+    found = json.loads(run("--no-measure", "--json").stdout)
+    assert (found["measured"], found["step"]) == (None, None)
     for words, said in {
         (f"{file}:wrong",): "the factory returned int",
         (f"{file}:gone",): "does not define a function 'gone'",
@@ -159,13 +151,8 @@ def test_what_is_wrong_is_said_in_one_line(file, planted):
         assert result.exit_code == 1
         assert said in result.stderr
         assert "Traceback" not in result.output
-    assert planted == []
-
-
-def test_an_error_in_the_training_keeps_its_traceback(file):
-    result = run(f"{file}:faulty", "--no-measure")
-    assert isinstance(result.exception, ValueError)
-    assert str(result.exception) == "of the user"
+    faulty = run(f"{file}:faulty", "--no-measure")  # an error in the training keeps its traceback
+    assert (type(faulty.exception), str(faulty.exception)) == (ValueError, "of the user")
 
 
 class SlowImages(Dataset[tuple[Tensor, int]]):
@@ -195,49 +182,31 @@ class SlowNet(nn.Module):
         return self.layer(inputs)
 
 
-@pytest.mark.parametrize(
-    ("of_image", "share", "said"),
-    [
-        (
-            0.75,
-            0.75,
-            "The loader is the bottleneck: it takes 75% of a step, and no level helps; raise num_workers (found 0), or "
-            "do less work per sample.",
-        ),
-        (
-            1 / 12,
-            0.25,
-            "A level acts on forward, backward and optimizer, which take 75% of a step. If they took no time, a step "
-            "would be 4.0 times as fast.",
-        ),
-    ],
-)
-def test_a_slow_loader_is_found(of_image, share, said):
-    now = [0.0]
-    model = SlowNet(now, 1.0)
-    before = model.layer.weight.detach().clone()
-    loader = DataLoader(SlowImages(now, of_image), batch_size=4)
-    parts = Parts(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.cross_entropy, loader)
-    found = doctor.measure_step(parts, steps=7, device=torch.device("cpu"), clock=Clock(read=lambda: now[0]))
-    assert found["parts"]["data loading"] == pytest.approx({"median_ms": 4000 * of_image, "share": share})
-    assert found["parts"]["forward"] == pytest.approx({"median_ms": 1000, "share": 1 - share})
-    assert found["num_workers"] == 0
-    assert found["verdict"] == said
-    assert not torch.equal(before, model.layer.weight)
-
-
-def timed(loading: float) -> StepParts:
-    return StepParts({"data loading": [loading], "forward": [1 - loading]})
-
-
-def test_the_verdict():
+def test_a_slow_loader_is_found():
+    for of_image, share, said in (
+        (0.75, 0.75, "bottleneck: it takes 75% of a step, and no level helps; raise num_workers (found 0), or do less"),
+        (1 / 12, 0.25, "which take 75% of a step. If they took no time, a step would be 4.0 times as fast."),
+    ):
+        now = [0.0]
+        model = SlowNet(now, 1.0)
+        before = model.layer.weight.detach().clone()
+        loader = DataLoader(SlowImages(now, of_image), batch_size=4)
+        parts = Parts(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.cross_entropy, loader)
+        clock = Clock(read=lambda now=now: now[0])
+        found = doctor.measure_step(parts, steps=7, device=torch.device("cpu"), clock=clock)
+        assert found["parts"]["data loading"] == pytest.approx({"median_ms": 4000 * of_image, "share": share})
+        assert found["parts"]["forward"] == pytest.approx({"median_ms": 1000, "share": 1 - share})
+        assert found["num_workers"] == 0
+        assert said in found["verdict"]
+        assert not torch.equal(before, model.layer.weight)
     for loading, workers, said in (
         (0.51, None, "load the batches with a DataLoader and num_workers"),
         (0.51, 8, "raise num_workers (found 8)"),
         (0.5, 0, "If they took no time, a step would be 2.0 times as fast."),
         (0.0, 0, "take 100% of a step."),  # no factor without a limit
     ):
-        assert said in doctor.verdict(timed(loading), workers)
+        times = StepParts({"data loading": [loading], "forward": [1 - loading]})
+        assert said in doctor.verdict(times, workers)
 
 
 def test_examine(monkeypatch):
@@ -271,45 +240,33 @@ def test_the_cpp_compiler_is_the_one_in_cxx(monkeypatch):
         assert doctor.cpp_compiler() is None
 
 
-def test_a_small_compilation_runs_in_a_process_with_an_empty_cache(monkeypatch):
+def test_a_small_compilation_runs_in_a_process_with_an_empty_cache_and_its_faults_are_told(monkeypatch):
     seen: dict[str, Any] = {}
+    process: dict[str, Any] = {}
 
     def run(words, *, env, timeout, **more):
         folder = Path(env["TORCHINDUCTOR_CACHE_DIR"])
         seen.update(program=words[0], folder=folder, timeout=timeout)
         assert list(folder.iterdir()) == []
-        return subprocess.CompletedProcess(words, 0, "a line of the compiler\n2.5\n", "")
+        if "raises" in process:
+            raise process["raises"]
+        return subprocess.CompletedProcess(words, **process)
 
     monkeypatch.setattr(subprocess, "run", run)
-    assert doctor.compile_seconds() == (2.5, "")
-    assert (seen["program"], seen["timeout"]) == (sys.executable, 600.0)
-    assert not seen["folder"].exists()
-
-
-def test_a_compilation_that_fails_is_told(monkeypatch):
-    def ended(code: int, stderr: str) -> Any:
-        return lambda words, **more: subprocess.CompletedProcess(words, code, "", stderr)
-
-    def raised(error: Exception) -> Any:
-        def run(words, **more):
-            raise error
-
-        return run
-
-    compiler = (
-        "Traceback\ntorch.InductorError: InvalidCxxCompiler: No working C++ compiler\n\nSet TORCHDYNAMO_VERBOSE\n"
-    )
-    for run, said in (
-        (ended(1, compiler), "No working C++"),
-        (ended(137, "killed\n"), "killed"),
-        (ended(-9, ""), "the process ended with code -9"),
-        (raised(subprocess.TimeoutExpired("", 30.0)), "not finished after 600 s"),
+    fault = "Traceback\ntorch.InductorError: InvalidCxxCompiler: No working C++ compiler\n\nSet TORCHDYNAMO_VERBOSE\n"
+    for code, out, errors, seconds, said in (
+        (0, "a line of the compiler\n2.5\n", "", 2.5, ""),
+        (1, "", fault, None, "No working C++"),
+        (137, "", "killed\n", None, "killed"),
+        (-9, "", "", None, "the process ended with code -9"),
     ):
-        with monkeypatch.context() as patch:
-            patch.setattr(subprocess, "run", run)
-            seconds, fault = doctor.compile_seconds()
-        assert seconds is None
-        assert said in fault
+        process.update(returncode=code, stdout=out, stderr=errors)
+        answer = doctor.compile_seconds()
+        assert answer[0] == seconds
+        assert said in answer[1]
+    process["raises"] = subprocess.TimeoutExpired("", 600.0)
+    assert doctor.compile_seconds() == (None, "not finished after 600 s")
+    assert (seen["program"], seen["timeout"], seen["folder"].exists()) == (sys.executable, 600.0, False)
 
 
 @pytest.mark.slow

@@ -43,52 +43,29 @@ def factory(tmp_path):
 
 
 def test_a_factory_is_tuned_and_the_configuration_written(factory, tmp_path):
-    out = tmp_path / "boost.json"
-    result = run(factory, "--budget", "5s", "--drop", "20", "--seeds", "3", "--out", str(out))
-    assert result.exit_code == 0, result.output
-    assert set(json.loads(out.read_text(encoding="utf-8"))) == {"about", "extra"}
-    report = TuneReport.load(tmp_path / "boost.report.json")
-    assert report.drop == pytest.approx(0.2)
-    assert report.title == factory
-    assert f"wrote {out}" in result.stdout
-    assert "A drop that only shows later" in result.stdout
-    assert "tuning:" in result.stderr
-    again = CliRunner().invoke(app, ["report", str(tmp_path / "boost.report.json")])
-    assert again.stdout == result.stdout[: result.stdout.index("wrote ")]
-
-
-def test_json_is_alone_on_standard_output_and_a_report_is_not_overwritten(factory, tmp_path):
-    file, out = tmp_path / "train.py", tmp_path / "boost.json"
+    file, out, path = tmp_path / "train.py", tmp_path / "boost.json", tmp_path / "boost.report.json"
     file.write_text(file.read_text().replace("def make(seed):", "def make(seed):\n    print('loading')"))
-    words = (factory, "--budget", "3s", "--drop", "20", "--seeds", "3", "--out", str(out), "--json")
-    result = run(*words)
-    found = json.loads(result.stdout)
-    assert found["state"] == "complete"
+    words = (factory, "--budget", "3s", "--drop", "20", "--seeds", "3", "--out", str(out))
+    found = json.loads(run(*words, "--recipe", f"fewer={factory}@0.25", "--json").stdout)  # alone on standard output
+    assert (found["state"], found["title"], found["drop"]) == ("complete", factory, pytest.approx(0.2))
     assert found["headline"]
-    assert "loading" in result.stderr
+    assert set(json.loads(out.read_text(encoding="utf-8"))) == {"about", "extra"}
     again = run(*words)
     assert again.exit_code == 1
-    assert "continue it with --resume" in again.stderr
-    assert run(*words, "--resume").exit_code == 0
+    assert "continue it with resume=True (--resume)" in again.stderr
+    result = run(*words, "--recipe", f"fewer={factory}@0.25", "--resume")
+    assert result.exit_code == 0, result.output
+    assert f"wrote {out}" in result.stdout
+    for said in ("A drop that only shows later", "fewer"):
+        assert said in result.stdout
+    assert "tuning:" in result.stderr
+    shown = CliRunner().invoke(app, ["report", str(path)]).stdout
+    assert shown in result.stdout
 
 
-def test_a_folder_is_no_file(factory, tmp_path):
-    result = run(factory, "--budget", "3s", "--out", str(tmp_path))
-    assert result.exit_code == 1
-    assert "a folder; give a file" in result.stderr
-    assert "Traceback" not in result.output
-
-
-def test_a_page_of_someone_else_is_not_overwritten(factory, tmp_path):
-    page = tmp_path / "boost.report.html"
-    page.write_text("mine", encoding="utf-8")
-    found = run(factory, "--budget", "20s", "--out", str(tmp_path / "boost.json"))
-    assert found.exit_code == 1
-    assert "boost.report.html exists and is not from a tuning" in " ".join(found.stderr.split())
-    assert page.read_text(encoding="utf-8") == "mine"
-
-
-def test_mistakes_are_one_line(tmp_path):
+def test_mistakes_are_one_line_and_nothing_of_others_is_overwritten(factory, tmp_path):
+    out, page = tmp_path / "boost.json", tmp_path / "boost.report.html"
+    before = sorted(tmp_path.iterdir())
     for words, said in {
         ("none.py:make",): "found no file",
         ("train.py",): "needed: train.py:make",
@@ -98,22 +75,28 @@ def test_mistakes_are_one_line(tmp_path):
         ("digits", "--budget", "soon"): "budget: found 'soon'",
         ("digits", "--drop", "0"): "drop: found 0.0",
         ("digits", "--device", "toaster"): "--device",
+        (factory, "--out", str(tmp_path)): "a folder; give a file",
+        (factory, "--recipe", f"a={factory}"): "give NAME=path/to/train.py:make@0.5",
+        (factory, "--recipe", f"a={factory}@0.5", "--recipe", f"a={factory}@.6"): "--recipe: found 'a' twice",
     }.items():
-        result = run(*words, "--out", str(tmp_path / "boost.json"))
+        result = run(*((*words, "--out", str(out)) if "--out" not in words else words))
         assert result.exit_code == 1
         assert said in result.stderr
         assert "Traceback" not in result.output
-    assert not list(tmp_path.iterdir())
+    assert sorted(tmp_path.iterdir()) == before
+    page.write_text("mine", encoding="utf-8")
+    refused = run(factory, "--out", str(out))
+    assert refused.exit_code == 1
+    assert "boost.report.html exists and is not from a tuning" in " ".join(refused.stderr.split())
+    assert page.read_text(encoding="utf-8") == "mine"
+    page.unlink()
+    (tmp_path / "boost.report.json").write_text('{"format": 1, "title"', encoding="utf-8")
+    refused = run(factory, "--budget", "5s", "--out", str(out), "--resume")
+    assert refused.exit_code == 1
+    assert "Error: this is not a report of torchboost" in refused.stderr
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("constant", "for the seeds 0 and 1, so the factory ignores its seed"),
-        ("wild", "the stock loop ended with the metric nan"),
-    ],
-)
-def test_trainings_that_cannot_be_compared_are_one_line(name, said, factory, tmp_path):
+def test_trainings_that_cannot_be_compared_are_one_line_and_their_errors_keep_the_traceback(factory, tmp_path):
     more = """
     def constant(seed):
         torch.manual_seed(0)
@@ -122,30 +105,22 @@ def test_trainings_that_cannot_be_compared_are_one_line(name, said, factory, tmp
     def wild(seed):
         model, optimizer, *rest = make(seed)
         return (model, torch.optim.SGD(model.parameters(), lr=1e30), *rest)
-    """
-    (tmp_path / "train.py").write_text(FACTORY + textwrap.dedent(more), encoding="utf-8")
-    result = run(f"{tmp_path / 'train.py'}:{name}", "--budget", "5s", "--out", str(tmp_path / "boost.json"))
-    assert result.exit_code == 1
-    assert said in result.stderr
-    assert "Traceback" not in result.output
 
-
-def test_a_file_that_is_no_report_is_one_line(factory, tmp_path):
-    (tmp_path / "boost.report.json").write_text('{"format": 1, "title"', encoding="utf-8")
-    result = run(factory, "--budget", "5s", "--out", str(tmp_path / "boost.json"), "--resume")
-    assert result.exit_code == 1
-    assert "Error: this is not a report of torchboost" in result.stderr
-
-
-def test_an_error_of_the_training_keeps_its_traceback(factory, tmp_path):
-    broken = """
     def broken(seed):
         model, optimizer, loss, batches, evaluate = make(seed)
         return model, optimizer, lambda outputs, targets: loss(outputs, targets.float()[:3]), batches, evaluate
     """
-    (tmp_path / "train.py").write_text(FACTORY + textwrap.dedent(broken), encoding="utf-8")
-    result = run(f"{tmp_path / 'train.py'}:broken", "--budget", "5s", "--out", str(tmp_path / "boost.json"))
-    assert isinstance(result.exception, ValueError)
+    (tmp_path / "train.py").write_text(FACTORY + textwrap.dedent(more), encoding="utf-8")
+    for name, said in (
+        ("constant", "for the seeds 0 and 1, so the factory ignores its seed"),
+        ("wild", "the stock loop ended with the metric nan"),
+        ("broken", ""),
+    ):
+        out = str(tmp_path / f"{name}.json")
+        result = run(f"{tmp_path / 'train.py'}:{name}", "--budget", "10s", "--out", out)
+        assert result.exit_code == 1
+        assert isinstance(result.exception, SystemExit if said else ValueError)
+        assert said in result.stderr
 
 
 def test_an_interruption_says_how_to_continue(factory, tmp_path, monkeypatch):
@@ -208,19 +183,3 @@ def test_ctrl_c_at_any_moment_leaves_a_report_that_is_resumed(tmp_path):
     assert len({(run.name, run.seed) for run in final.runs}) == len(final.runs)
     assert final.spent_seconds <= 66
     assert interrupted >= 5
-
-
-def test_a_recipe_of_another_factory(factory, tmp_path):
-    out = str(tmp_path / "boost.json")
-    words = ("--budget", "3s", "--drop", "50", "--seeds", "3", "--out", out)
-    result = run(factory, "--recipe", f"fewer={factory}@0.25", *words)
-    assert result.exit_code == 0, result.output
-    assert "fewer" in result.stdout
-    wrong = run(factory, "--recipe", f"fewer={factory}", "--out", str(tmp_path / "b.json"))
-    assert wrong.exit_code == 1
-    assert "give NAME=path/to/train.py:make@0.5" in wrong.stderr
-    twice = run(
-        factory, "--recipe", f"a={factory}@0.5", "--recipe", f"a={factory}@.6", "--out", str(tmp_path / "b.json")
-    )
-    assert twice.exit_code == 1
-    assert "--recipe: found 'a' twice" in twice.stderr

@@ -223,7 +223,7 @@ def _tuned_on_ranks(folder: str, interrupted_at: int | None) -> tuple[dict[str, 
     given = {"norms": {"gradient_centralization": True}, "bits": {"autocast": True}}
     state = "complete"
     try:
-        report = tune(wrapped, drop=0.5, budget=12, candidates=given, epochs=8, seeds=3, out=out, resume=True)
+        report = tune(wrapped, drop=0.5, budget=40, candidates=given, epochs=8, seeds=3, out=out, resume=True)
     except KeyboardInterrupt:
         state = "interrupted"
         dist.barrier()  # the first rank has written the report
@@ -317,7 +317,7 @@ def test_nothing_is_overwritten(tmp_path):
         tuned(own)
     out = tmp_path / "boost.json"
     tuned(out)
-    with pytest.raises(ValueError, match=r"boost\.report\.json exists; continue it with resume=True"):
+    with pytest.raises(ValueError, match=r"boost\.report\.json exists; continue it with resume=True \(--resume\)"):
         tuned(out)
     with pytest.raises(ValueError, match="a folder; give a file"):
         tuned(tmp_path)

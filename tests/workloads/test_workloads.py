@@ -14,13 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.conftest import ROOT
-from torchboost.bench.factory import made_by, one_epoch
+from torchboost.bench.factory import Factory, loop_body, made_by, one_epoch
 from torchboost.workloads.data import Images, Text, augment, cifar10, digits, text
 from torchboost.workloads.models import GPT, VGG, BasicBlock, Bottleneck, ResNet
-from torchboost.workloads.named import WORKLOADS, Workload, accuracy, bits_per_character, find_workload, one_cycle
-
-SHARED = ROOT.parent / "shared" / "data"
+from torchboost.workloads.named import WORKLOADS, accuracy, bits_per_character, find_workload, one_cycle
 
 
 def write(folder: Path, *, wrap: bool, columns: tuple[str, str] = ("img", "label")) -> Path:
@@ -61,13 +58,18 @@ def test_digits_are_split_alike_every_time() -> None:
         digits(20)
 
 
-def test_a_package_that_is_missing_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ImportError, match=r"from the folder of the project: pip install '\.\[workloads\]'"):
-        digits()
-    with pytest.raises(ImportError, match=r"pip install datasets; or give the path of a folder"):
-        cifar10()
+def test_a_package_that_is_missing_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for module in ("sklearn.datasets", "datasets", "pyarrow.parquet"):
+        monkeypatch.setitem(sys.modules, module, None)
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.parquet").touch()
+    for load, message in (
+        (digits, r"from the folder of the project: pip install '\.\[workloads\]'"),
+        (cifar10, r"pip install datasets; or give the path of a folder"),
+        (lambda: cifar10(tmp_path), "reading a parquet file needs pyarrow"),
+    ):
+        with pytest.raises(ImportError, match=message):
+            load()
 
 
 def test_an_epoch_is_a_permutation_that_seed_and_epoch_decide() -> None:
@@ -132,13 +134,6 @@ def test_cifar10_from_parquet_with_dicts_or_bytes(tmp_path: Path) -> None:
         cifar10(tmp_path)
 
 
-@pytest.mark.skipif(not (SHARED / "cifar10").is_dir(), reason="no CIFAR-10 files beside the repository")
-def test_real_cifar10() -> None:
-    data = cifar10(SHARED / "cifar10", train_limit=64)
-    assert data.train_images.shape == (64, 3, 32, 32)
-    assert data.test_labels.bincount().tolist() == [1000] * 10
-
-
 def test_text_windows_are_one_character_apart(tmp_path: Path) -> None:
     file = tmp_path / "text.txt"
     file.write_text("abcdefghij" * 100, encoding="utf-8")
@@ -151,17 +146,14 @@ def test_text_windows_are_one_character_apart(tmp_path: Path) -> None:
         assert torch.equal((inputs + 1) % 10, targets)
     read = torch.cat([x for x, _ in data.test(5)])
     assert torch.equal(read.flatten(), data.test_tokens[:96])
+    standard = text()  # needs no network
+    assert len(standard.train_tokens) > 100_000
+    assert 50 < len(standard.characters) < 500
     with pytest.raises(FileNotFoundError, match="UTF-8 text file"):
         text(tmp_path / "missing.txt")
     file.write_text("too short", encoding="utf-8")
     with pytest.raises(ValueError, match="found a text of 9 characters"):
         text(file)
-
-
-def test_the_default_text_needs_no_network() -> None:
-    data = text()
-    assert len(data.train_tokens) > 100_000
-    assert 50 < len(data.characters) < 500
 
 
 def test_networks_have_the_published_sizes() -> None:
@@ -205,31 +197,24 @@ def test_gpt_sees_only_the_past_and_starts_near_the_uniform_loss() -> None:
         GPT(10, heads=4, width=30)
 
 
-@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
-def test_every_workload_trains_and_is_decided_by_its_seed(workload: Workload) -> None:
-    words = workload.name.startswith("text")
-    data = text(context=128).limited(64) if words else small_images(64, size=32, classes=10)
-    factory = workload.factory(data)
+def test_every_workload_trains_and_is_decided_by_its_seed() -> None:
+    sets = {"text": text(context=128).limited(64), "images": small_images(64, size=32, classes=10)}
+    for workload in WORKLOADS:
+        data = sets["text" if workload.name.startswith("text") else "images"]
+        factory = workload.factory(data)
 
-    def first_losses(seed: int) -> list[float]:
-        model, optimizer, loss_fn, batches, _, schedule = factory.build(seed)
-        assert schedule is not None
-        rates, losses = schedule(optimizer, 10), []
-        for inputs, targets in itertools.islice(one_epoch(batches, seed=0, epoch=0, device=torch.device("cpu")), 2):
-            loss = loss_fn(model(inputs[:8]), targets[:8])
-            loss.backward()
-            optimizer.step()
-            rates.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
+        def first_losses(seed: int, factory: Factory = factory) -> list[float]:
+            parts = factory.build(seed)
+            step = loop_body(parts, parts.model, parts.optimizer, 10)
+            pairs = one_epoch(parts.batches, seed=0, epoch=0, device=torch.device("cpu"))
+            return [step(inputs[:8], targets[:8]).item() for inputs, targets in itertools.islice(pairs, 2)]
 
-    assert first_losses(0) == first_losses(0) != first_losses(1)
-    before = torch.random.get_rng_state()
-    parts = made_by(factory.make, 0)
-    assert torch.equal(before, torch.random.get_rng_state())
-    assert len(list(parts.batches)) == len(parts.batches) == 64 // workload.batch  # type: ignore[arg-type]
-    assert torch.equal(next(parts.model.parameters()), next(workload.model(data, 0).parameters()))
+        assert first_losses(0) == first_losses(0) != first_losses(1)
+        before = torch.random.get_rng_state()
+        parts = made_by(factory.make, 0)
+        assert torch.equal(before, torch.random.get_rng_state())
+        assert len(list(parts.batches)) == len(parts.batches) == 64 // workload.batch  # type: ignore[arg-type]
+        assert torch.equal(next(parts.model.parameters()), next(workload.model(data, 0).parameters()))
 
 
 def test_the_batches_of_a_factory_are_those_of_the_next_epoch_in_each_pass() -> None:
@@ -242,19 +227,18 @@ def test_the_batches_of_a_factory_are_those_of_the_next_epoch_in_each_pass() -> 
         )
 
 
-def test_names_are_unique_and_found_by_their_start() -> None:
+def test_names_are_unique_and_found_by_their_start_and_load_their_data(tmp_path: Path) -> None:
     names = [workload.name for workload in WORKLOADS]
     assert len(set(names)) == len(names)
-    assert find_workload("digits").name == "digits-resnet"
-    assert find_workload("cifar10").name == "cifar10-resnet-bottleneck"
-    assert find_workload("cifar10-resnet-bottleneck-small").name == "cifar10-resnet-bottleneck-small"
-    with pytest.raises(ValueError, match=r"no workload 'digitz'.*Did you mean 'digits-resnet'"):
-        find_workload("digitz")
-    with pytest.raises(ValueError, match="no workload ''"):
-        find_workload("")
-
-
-def test_workloads_load_their_data(tmp_path: Path) -> None:
+    for name, full in (
+        ("digits", "digits-resnet"),
+        ("cifar10", "cifar10-resnet-bottleneck"),
+        ("cifar10-resnet-bottleneck-small", "cifar10-resnet-bottleneck-small"),
+    ):
+        assert find_workload(name).name == full
+    for name, message in (("digitz", r"no workload 'digitz'.*Did you mean 'digits-resnet'"), ("", "no workload ''")):
+        with pytest.raises(ValueError, match=message):
+            find_workload(name)
     pytest.importorskip("sklearn")
     assert find_workload("digits-resnet").load(None, 100).samples == 100
     with pytest.raises(ValueError, match="leave it out"):

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from torchboost.bench.contestants import Loop, Planner, Recipe, build_loop, plan_for
-from torchboost.bench.factory import RETURNS, Epoch, Factory, ignored_seed, one_epoch
+from torchboost.bench.factory import RETURNS, Epoch, Factory, check_seeds, one_epoch
+from torchboost.bench.verdict import stock_of
 from torchboost.measure.evidence import AlgorithmRow, BenchReport, Contestant, Curve, Quality
 from torchboost.measure.machine import PeakMemory
 from torchboost.measure.statistics import SequentialTest, noninferiority
@@ -249,7 +250,6 @@ class _Session:
         """Add curves of as many seeds as the decisions need, begun before ``end`` on the clock."""
         if SEQUENTIAL not in self.report.notes:
             self.update(notes=[*self.report.notes, SEQUENTIAL])
-            self.judge()
         start, longest = time.monotonic(), 0.0
 
         def share(epoch: int) -> tuple[int, int]:  # the first seeds are trained even if the time is over
@@ -257,7 +257,7 @@ class _Session:
             return seconds, max(1, seconds, round(end - start))
 
         for seed in range(MOST_SEEDS):
-            now, undecided = time.monotonic(), self.undecided()
+            now, undecided = time.monotonic(), self.judge()
             if seed >= FEW_SEEDS and (not undecided or now + longest > end):
                 break
             for name in names:
@@ -276,7 +276,8 @@ class _Session:
         more = contestant.model_copy(update={"curves": [*contestant.curves, self.curve(name, seed, share)]})
         self.update(contestants=[more if c is contestant else c for c in self.report.contestants])
         if name == STOCK:
-            _check_seeds(more)
+            sound = (curve for curve in more.curves if math.isfinite(curve.train_loss[-1]))
+            check_seeds((curve.seed, (*curve.train_loss, *curve.metric)) for curve in sound)
         self.judge()
         self.save()
 
@@ -303,44 +304,29 @@ class _Session:
                 curve.metric.append(self.factory.evaluate(loop.parts, loop.predict))
         return curve.model_copy(update={"setup_seconds": setup.seconds, "peak_bytes": peak.bytes})
 
-    def undecided(self) -> list[str]:
-        """Return the levels about which a sequential test has not decided."""
-        stock = _stock(self.report)
-        levels = [c for c in self.report.contestants if stock and Recipe.parse(c.name).base in PROMISING]
-        return [c.name for c in levels if not self._test(c).look(_differences(stock, c, self.factory)).decided]
-
-    def judge(self) -> None:
-        """Judge every contestant's final metric against that of stock, if the allowed drops are known."""
-        stock = _stock(self.report)
-        if stock is not None and self.factory.drops is not None:
-            contestants = [
-                c if c is stock else c.model_copy(update={"quality": self._quality(stock, c)})
-                for c in self.report.contestants
-            ]
-            self.update(contestants=contestants)
-
-    def _quality(self, stock: Contestant, other: Contestant) -> list[Quality]:
-        differences, test = _differences(stock, other, self.factory), self._test(other)
-        if len(differences) < 2:
+    def judge(self) -> list[str]:
+        """Judge the final metrics against stock's, if the allowed drops are known, and return the undecided levels."""
+        stock, contestants, undecided = stock_of(self.report), [], []
+        if stock is None or self.factory.drops is None:
             return []
-        if SEQUENTIAL not in self.report.notes or Recipe.parse(other.name).base not in PROMISING:
-            return [noninferiority([0.0] * len(differences), differences, test.margin, against=STOCK)]
-        look = test.look(differences)
-        return [
-            Quality(
-                baseline=STOCK,
-                difference=look.difference,
-                margin=test.margin,
-                seeds=look.pairs,
-                passed=look.state == "passed",
-                detectable=look.detectable,
-            )
-        ]
-
-    def _test(self, contestant: Contestant) -> SequentialTest:
-        assert self.factory.drops is not None
-        strict, loose = self.factory.drops
-        return SequentialTest(margin=loose if Recipe.parse(contestant.name).base == "O2" else strict, most=MOST_SEEDS)
+        sign = 1.0 if self.factory.higher_is_better else -1.0
+        theirs = {curve.seed: sign * curve.final for curve in stock.curves}
+        for contestant in self.report.contestants:
+            base, quality = Recipe.parse(contestant.name).base, []
+            ours = {curve.seed: sign * curve.final for curve in contestant.curves}
+            differences = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
+            margin = self.factory.drops[base == "O2"]
+            if contestant is not stock and SEQUENTIAL in self.report.notes and base in PROMISING:
+                look = SequentialTest(margin=margin, most=MOST_SEEDS).look(differences)
+                undecided += [] if look.decided else [contestant.name]
+                judged = {"seeds": look.pairs, "passed": look.state == "passed", "detectable": look.detectable}
+                quality = [Quality(baseline=STOCK, difference=look.difference, margin=margin, **judged)]
+            elif contestant is not stock and len(differences) > 1:
+                quality = [noninferiority([0.0] * len(differences), differences, margin, against=STOCK)]
+            quality = quality if len(differences) > 1 else []
+            contestants.append(contestant.model_copy(update={"quality": quality}))
+        self.update(contestants=contestants)
+        return undecided
 
 
 def check_same(path: Path, saved: Any, now: Any, names: Sequence[str], history: str) -> None:
@@ -382,19 +368,6 @@ def _stepper(loop: Loop, batches: list[tuple[Any, Any]]) -> Callable[[], object]
     return lambda: loop.step(*next(supply))
 
 
-def _stock(report: BenchReport) -> Contestant | None:
-    return next((c for c in report.contestants if c.name == STOCK), None)
-
-
-def _check_seeds(stock: Contestant) -> None:
-    """Raise ``FactoryError`` if two trainings of stock with different seeds are the same training."""
-    seeds: dict[tuple[float, ...], int] = {}
-    for curve in stock.curves:
-        same = seeds.setdefault((*curve.train_loss, *curve.metric), curve.seed)
-        if same != curve.seed and math.isfinite(curve.train_loss[-1]):
-            raise ignored_seed(same, curve.seed)
-
-
 def _smoothed(losses: list[Tensor]) -> float:
     """Return the exponential average of the losses, corrected for its start."""
     average, weight = 0.0, 0.0
@@ -402,12 +375,3 @@ def _smoothed(losses: list[Tensor]) -> float:
         average = SMOOTHING * average + (1 - SMOOTHING) * loss
         weight = SMOOTHING * weight + (1 - SMOOTHING)
     return average / weight
-
-
-def _differences(stock: Contestant | None, other: Contestant, factory: Factory) -> list[float]:
-    """Return the differences of the final metric by seed; higher is better."""
-    if stock is None:
-        return []
-    sign = 1.0 if factory.higher_is_better else -1.0
-    ours, theirs = ({curve.seed: sign * curve.final for curve in c.curves} for c in (other, stock))
-    return [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]

@@ -29,9 +29,9 @@ __all__ = [
     "Factory",
     "Parts",
     "check_fresh",
+    "check_seeds",
     "count_of",
     "function_at",
-    "ignored_seed",
     "loop_body",
     "made_by",
     "metric_of",
@@ -222,13 +222,17 @@ def check_fresh(parts: Parts, *others: Parts) -> None:
                 )
 
 
-def ignored_seed(first: int, second: int) -> FactoryError:
-    """Return the error for two trainings of stock that were the same."""
-    return FactoryError(
-        f"the stock loop had the same losses and metric for the seeds {first} and {second}, so the factory ignores its "
-        "seed. Let make(seed) draw weights or data from torch's generator, which is seeded before each call, or from "
-        "the seed."
-    )
+def check_seeds(trainings: Iterable[tuple[int, tuple[float | None, ...]]]) -> None:
+    """Raise ``FactoryError`` if trainings of stock with two seeds have the same losses and metric."""
+    known: dict[tuple[float | None, ...], int] = {}
+    for seed, numbers in trainings:
+        first = known.setdefault(numbers, seed)
+        if first != seed:
+            raise FactoryError(
+                f"the stock loop had the same losses and metric for the seeds {first} and {seed}, so the factory "
+                "ignores its seed. Let make(seed) draw weights or data from torch's generator, which is seeded before "
+                "each call, or from the seed."
+            )
 
 
 def one_epoch(batches: Iterable[Any], *, seed: int, epoch: int, device: torch.device) -> Iterator[tuple[Any, Any]]:

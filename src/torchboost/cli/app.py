@@ -46,8 +46,8 @@ app.command()(doctor)
 app.command()(tune)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(asked: bool) -> None:
+    if asked:
         typer.echo(f"torchboost {__version__}")
         raise typer.Exit
 
@@ -122,8 +122,8 @@ def _load(config: str | None) -> BoostConfig:
     text = sys.stdin.read().lstrip()
     # BoostConfig.load takes text that is not a JSON object for a path; here it can only be a mistake.
     if not text.startswith("{"):
-        found = f"text on standard input that starts with {text[:20]!r}" if text else "nothing on standard input"
-        raise ConfigError("", found=found, allowed="a JSON object")
+        content = f"text on standard input that starts with {text[:20]!r}" if text else "nothing on standard input"
+        raise ConfigError("", found=content, allowed="a JSON object")
     return BoostConfig.load(text)
 
 

@@ -167,13 +167,8 @@ def json_only(json: bool) -> Iterator[None]:
 
 
 def print_json(data: Mapping[str, Any] | Sequence[Any]) -> None:
-    """Print data as indented JSON. Other types are printed as text, and characters that cannot be shown are escaped."""
-    text = json.dumps(data, indent=2, default=str, ensure_ascii=False)
-    try:
-        text.encode(sys.stdout.encoding or "utf-8")
-    except UnicodeEncodeError:
-        text = json.dumps(data, indent=2, default=str)
-    typer.echo(text)
+    """Print data as indented JSON in ASCII, which every output can show. Other types are printed as text."""
+    typer.echo(json.dumps(data, indent=2, default=str))
 
 
 def print_tuning(report: TuneReport) -> None:

@@ -12,7 +12,6 @@ import typer
 from torchboost.bench.factory import function_at
 from torchboost.bench.report.template import write_page
 from torchboost.cli import shared
-from torchboost.core.arguments import seconds_of
 from torchboost.distributed.agreement import is_first_rank
 from torchboost.distributed.topology import shutdown
 from torchboost.tuning.report import TuneReport, tune_page
@@ -58,10 +57,13 @@ def tune(
     with shared.user_errors(), shared.json_only(json), shared.display() as progress:
         try:
             with shared.input_errors(progress):
-                seconds_of(budget)
                 path = report_path(out)
                 page = path.with_suffix(".html")
-                _check_free(path, page if html else None, resume=resume)
+                if html and page.exists() and not path.exists():
+                    raise ValueError(
+                        f"{page} exists and is not from a tuning, since {path.name} is missing; choose another file "
+                        "with --out, or pass --no-html."
+                    )
                 place = shared.usable_device(device)
                 choice = shared.chosen(workload, model=model, data=data, train_limit=train_limit)
                 factory = shared.loaded(choice, data, train_limit, place)
@@ -94,16 +96,6 @@ def tune(
             shared.print_tuning(report)
             typer.echo("\n".join(f"wrote {file}" for file in files))
     shutdown()
-
-
-def _check_free(path: Path, page: Path | None, *, resume: bool) -> None:
-    if path.exists() and not resume:
-        raise ValueError(f"{path} exists; continue it with --resume, or choose another file with --out.")
-    if page is not None and page.exists() and not path.exists():
-        raise ValueError(
-            f"{page} exists and is not from a tuning, since {path.name} is missing; choose another file with --out, or "
-            "pass --no-html."
-        )
 
 
 def _recipes(texts: list[str]) -> dict[str, tuple[Callable[[int], Any], float]]:

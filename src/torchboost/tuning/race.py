@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchboost.bench.factory import ignored_seed
+from torchboost.bench.factory import check_seeds
 from torchboost.errors import FactoryError
 from torchboost.measure.statistics import Look, SequentialTest, paired_ratio
 from torchboost.tuning.report import STOCK, Candidate, Finding, Outcome, Run
@@ -89,7 +89,7 @@ class Race:
         try:
             self._screen()
         except OverBudgetError as error:
-            self._close("not shown", str(error))
+            self._close(str(error))
         self._limit = self.budget
         metrics = [run.metric for (name, seed), run in self.runs.items() if name == STOCK and seed < FRESH_SEED]
         if len(metrics) > 2 and len(set(metrics)) == 1:
@@ -103,7 +103,7 @@ class Race:
     def _screen(self) -> None:
         stock = Candidate(name=STOCK)
         for seed in range(self.most):
-            trying = [found.candidate for found in self.findings.values() if found.outcome is None]
+            trying = [finding.candidate for finding in self.findings.values() if finding.outcome is None]
             if not trying:
                 return
             run = self._run(stock, seed).wall_seconds
@@ -117,7 +117,7 @@ class Race:
             for candidate in trying:
                 self._run(candidate, seed)
                 self._judge(candidate, range(seed + 1))
-        self._close("not shown", f"{self.most} seeds show neither that it keeps the metric nor that it does not")
+        self._close(f"{self.most} seeds show neither that it keeps the metric nor that it does not")
 
     def _aside(self) -> float:
         """Return the seconds that are set aside for the final test."""
@@ -154,19 +154,15 @@ class Race:
                 f"the stock loop ended with the metric {run.metric} (seed {seed}); there is nothing to keep."
             )
         self.runs[key] = run
-        self._check_seeds()
+        stock_runs = ((number, one) for (name, number), one in self.runs.items() if name == STOCK)
+        check_seeds(
+            (number, (one.first_loss, *one.losses, one.last_loss, one.metric))
+            for number, one in stock_runs
+            if one.first_loss is not None
+        )
         self.spent += run.wall_seconds
         self.told(self)
         return run
-
-    def _check_seeds(self) -> None:
-        """Raise ``FactoryError`` if two trainings of stock with different seeds are the same training."""
-        seen: dict[tuple[float | None, ...], int] = {}
-        for (name, seed), run in self.runs.items():
-            if name == STOCK and run.first_loss is not None:
-                same = seen.setdefault((run.first_loss, *run.losses, run.last_loss, run.metric), seed)
-                if same != seed:
-                    raise ignored_seed(same, seed)
 
     def _pairs(self, first: str, second: str, seeds: range) -> list[tuple[Run, Run]]:
         """Return the runs of both. Only these seeds count: a resumed tuning has runs of later ones already."""
@@ -175,6 +171,10 @@ class Race:
 
     def _differences(self, first: str, second: str, seeds: range) -> list[float]:
         return [one.metric - other.metric for one, other in self._pairs(first, second, seeds)]
+
+    def _look(self, differences: Sequence[float], margin: float, error: float | None = None) -> Look:
+        error = self.error if error is None else error
+        return SequentialTest(margin=margin, most=self.most, error=error).look(differences)
 
     def _times(self, candidate: Candidate, seeds: range) -> tuple[list[float], list[float]]:
         """Return the seconds of stock and of a candidate for the run that the user has in mind."""
@@ -188,8 +188,7 @@ class Race:
         if ended is not None:
             self._set(self.findings[name], *ended)
             return
-        test = SequentialTest(margin=self.drop, most=self.most, error=self.error)
-        look = test.look(self._differences(name, STOCK, seeds))
+        look = self._look(self._differences(name, STOCK, seeds), self.drop)
         finding = self._noted(self.findings[name], look, seeds)
         saves = self._saves(candidate, seeds)
         if look.state in ("failed", "futile"):
@@ -207,12 +206,11 @@ class Race:
 
     def _saves(self, candidate: Candidate, seeds: range) -> bool | None:
         """Whether a run is at least 3 % faster; None if it is not in these seeds, but more of them may show that."""
-        stock, own = self._times(candidate, seeds)
-        if paired_ratio(stock, own).mid >= LEAST_GAIN:
+        stock, ours = self._times(candidate, seeds)
+        if paired_ratio(stock, ours).mid >= LEAST_GAIN:
             return True
-        beyond = [math.log(one / (LEAST_GAIN * other)) for one, other in zip(stock, own, strict=True)]
-        test = SequentialTest(margin=0.0, most=self.most, error=self.error)
-        return False if test.look(beyond).state == "failed" or len(beyond) >= self.most else None
+        beyond = [math.log(one / (LEAST_GAIN * other)) for one, other in zip(stock, ours, strict=True)]
+        return False if self._look(beyond, 0.0).state == "failed" or len(beyond) >= self.most else None
 
     def _noted(self, finding: Finding, look: Look, seeds: range) -> Finding:
         bounded = math.isfinite(look.difference.low) and look.pairs > 0
@@ -239,16 +237,15 @@ class Race:
             self._set(finding, "kept", f"it keeps the metric; fewer than {steps} steps take less time than it does")
             return
         rival = Candidate(name=f"stock, {share:.0%} of the steps", share=share)
-        test = SequentialTest(margin=0.0, most=self.most, error=self.error)
-        look, seeds = test.look([]), range(0)
+        look, seeds = self._look([], 0.0), range(0)
         for seed in range(self.most):
             seeds = range(seed + 1)
             self._run(Candidate(name=STOCK), seed)
-            own = self._run(candidate, seed)
-            if not math.isfinite(self._run(rival, seed).metric) and math.isfinite(own.metric):
+            ours = self._run(candidate, seed)
+            if not math.isfinite(self._run(rival, seed).metric) and math.isfinite(ours.metric):
                 self._set(finding, "kept", f"it keeps the metric, and stock with {share:.0%} of its steps diverged")
                 return
-            look = test.look(self._differences(candidate.name, rival.name, seeds))
+            look = self._look(self._differences(candidate.name, rival.name, seeds), 0.0)
             if look.decided:
                 break
         finding = finding.model_copy(update={"rival": look.difference, "rival_share": share})
@@ -257,9 +254,9 @@ class Race:
         else:
             reason = f"stock trained for {share:.0%} of its steps takes as long, and is not shown to do worse"
             self._set(finding, "not better than fewer steps", reason)
-        harmless = SequentialTest(margin=self.drop, most=self.most, error=self.error)
+        harmless = self._look(self._differences(rival.name, STOCK, seeds), self.drop).state == "passed"
         note = f"{share:.0%} of the steps, with the schedule fitted to them, keep the metric of stock too"
-        if harmless.look(self._differences(rival.name, STOCK, seeds)).state == "passed" and note not in self.notes:
+        if harmless and note not in self.notes:
             self.notes.append(note)
 
     def _composed(self, accepted: Sequence[Finding]) -> dict[str, Any]:
@@ -271,9 +268,9 @@ class Race:
         attempts = _attempts(accepted)
         for number, members in enumerate(attempts, start=1):
             whole = Candidate(
-                name=" + ".join(found.candidate.name for found in members),
-                extra=combined([found.candidate.extra for found in members]),
-                skips_work=any(found.candidate.skips_work for found in members),
+                name=" + ".join(finding.candidate.name for finding in members),
+                extra=combined([finding.candidate.extra for finding in members]),
+                skips_work=any(finding.candidate.skips_work for finding in members),
             )
             self.whole.append(Finding(candidate=whole))
             self._limit = self.budget - (0.0 if number == len(attempts) else self._aside() / 3)
@@ -283,8 +280,7 @@ class Race:
         return {}
 
     def _test_whole(self, whole: Candidate, rate: float) -> None:
-        test = SequentialTest(margin=self.drop, most=self.most, error=rate)
-        finding, look, saves = self.whole[-1], test.look([]), None
+        finding, look, saves = self.whole[-1], self._look([], self.drop, rate), None
         try:
             for seed in range(FRESH_SEED, FRESH_SEED + self.most):
                 self._run(Candidate(name=STOCK), seed)
@@ -294,7 +290,7 @@ class Race:
                     self.whole[-1] = finding.model_copy(update={"outcome": outcome, "reason": reason})
                     return
                 seeds = range(FRESH_SEED, seed + 1)
-                look = test.look(self._differences(whole.name, STOCK, seeds))
+                look = self._look(self._differences(whole.name, STOCK, seeds), self.drop, rate)
                 finding = self._noted(finding, look, seeds)
                 self.whole[-1] = finding
                 saves = self._saves(whole, seeds)
@@ -314,10 +310,10 @@ class Race:
     def _set(self, finding: Finding, outcome: Outcome, reason: str) -> None:
         self.findings[finding.candidate.name] = finding.model_copy(update={"outcome": outcome, "reason": reason})
 
-    def _close(self, outcome: Outcome, reason: str) -> None:
+    def _close(self, reason: str) -> None:
         for finding in list(self.findings.values()):
             if finding.outcome is None:
-                self._set(finding, outcome if finding.seeds else "not tried", reason)
+                self._set(finding, "not shown" if finding.seeds else "not tried", reason)
 
 
 def _share_for(speed: float) -> float:
@@ -330,17 +326,17 @@ def combined(extras: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the algorithms of several configurations together; an algorithm that one turns on is on."""
     names = dict.fromkeys(name for extra in extras for name in extra)
     values = {name: [extra[name] for extra in extras if name in extra] for name in names}
-    return {name: next((value for value in found if value is not False), False) for name, found in values.items()}
+    return {name: next((value for value in finding if value is not False), False) for name, finding in values.items()}
 
 
 def _without_rivals(accepted: Sequence[Finding]) -> list[Finding]:
     """Leave out candidates that set an algorithm which a faster one sets too."""
     chosen: list[Finding] = []
     taken: set[str] = set()
-    for found in sorted(accepted, key=lambda one: -(one.speed.mid if one.speed else 1.0)):
-        names = {name for name, value in found.candidate.extra.items() if value is not False}
+    for finding in sorted(accepted, key=lambda one: -(one.speed.mid if one.speed else 1.0)):
+        names = {name for name, value in finding.candidate.extra.items() if value is not False}
         if not names & taken:
-            chosen.append(found)
+            chosen.append(finding)
             taken |= names
     return chosen
 
@@ -351,12 +347,12 @@ def _attempts(accepted: Sequence[Finding]) -> list[list[Finding]]:
     What leaves out work goes first; among equals what was shown to cost something, then what saves least.
     """
 
-    def place(found: Finding) -> tuple[bool, bool, float]:
-        costs = found.difference is not None and found.difference.high < 0
-        return found.candidate.skips_work, costs, -(found.speed.mid if found.speed else 1.0)
+    def place(finding: Finding) -> tuple[bool, bool, float]:
+        costs = finding.difference is not None and finding.difference.high < 0
+        return finding.candidate.skips_work, costs, -(finding.speed.mid if finding.speed else 1.0)
 
     members = sorted(accepted, key=place)
-    count, exact = len(members), sum(not found.candidate.skips_work for found in members)
+    count, exact = len(members), sum(not finding.candidate.skips_work for finding in members)
     last = exact if 0 < exact < count - 1 else 1
     return [members[:size] for size in dict.fromkeys((count, count - 1, last)) if 0 < size <= count]
 

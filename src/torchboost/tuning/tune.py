@@ -325,7 +325,7 @@ def _check_free(out: Path, resume: bool) -> None:
     if not os.access(out.parent, os.W_OK):
         raise ValueError(f"out: {out.parent} cannot be written to; choose another folder.")
     if report.exists() and not resume:
-        raise ValueError(f"{report} exists; continue it with resume=True, or choose another file.")
+        raise ValueError(f"{report} exists; continue it with resume=True (--resume), or choose another file.")
     if out.exists() and not report.exists():
         raise ValueError(f"{out} exists and is not from a tuning, since {report.name} is missing; choose another file.")
 

@@ -86,7 +86,7 @@ class ResNet(nn.Module):
         stem: Literal["cifar", "imagenet"] = "cifar",
     ) -> None:
         super().__init__()
-        self.stem = _imagenet_stem(in_channels, width) if stem == "imagenet" else _cifar_stem(in_channels, width)
+        self.stem = _stem(stem, in_channels, width)
         stages, channels = [], width
         for index, count in enumerate(layers):
             planes, blocks = width * 2**index, []
@@ -209,16 +209,8 @@ def _shortcut(channels: int, out_channels: int, stride: int) -> nn.Module | None
     return nn.Sequential(nn.Conv2d(channels, out_channels, 1, stride, bias=False), nn.BatchNorm2d(out_channels))
 
 
-def _cifar_stem(in_channels: int, width: int) -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(in_channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)
-    )
-
-
-def _imagenet_stem(in_channels: int, width: int) -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(in_channels, width, 7, 2, padding=3, bias=False),
-        nn.BatchNorm2d(width),
-        nn.ReLU(inplace=True),
-        nn.MaxPool2d(3, 2, padding=1),
-    )
+def _stem(kind: str, in_channels: int, width: int) -> nn.Module:
+    size, stride = (7, 2) if kind == "imagenet" else (3, 1)
+    convolution = nn.Conv2d(in_channels, width, size, stride, padding=size // 2, bias=False)
+    layers: list[nn.Module] = [convolution, nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
+    return nn.Sequential(*layers, nn.MaxPool2d(3, 2, padding=1)) if kind == "imagenet" else nn.Sequential(*layers)
