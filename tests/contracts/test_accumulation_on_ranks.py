@@ -97,13 +97,6 @@ def _inside_the_loss(ranks: int) -> list[float]:
     return all_weights(model)
 
 
-@pytest.mark.dist
-def test_ddp_inside_the_network_is_seen() -> None:
-    a, b = run_ranks(_inside_the_loss, 2, 2)
-    assert a == b
-    torch.testing.assert_close(a, _inside_the_loss(1), rtol=0, atol=1e-6)
-
-
 EPOCHS = {
     "a batch more": ((5, 4), (5, 4)),
     "a batch less": ((8, 9), (3, 2)),
@@ -200,11 +193,6 @@ def _exchanged() -> list[int]:
     return seen
 
 
-@pytest.mark.dist
-def test_ddp_reduces_once_in_a_window_and_wrappers_that_cannot_wait_are_refused() -> None:
-    assert run_ranks(_exchanged, 2) == [[0, 0, 1]] * 2
-
-
 def _other_lengths() -> str:
     model = wrap(mlp(), "ddp")
     accumulator = Accumulator(3 + dist.get_rank(), model)
@@ -216,14 +204,19 @@ def _other_lengths() -> str:
     return str(caught.value)
 
 
+def _exchanged_and_other_lengths() -> tuple[list[int], str]:
+    return _exchanged(), _other_lengths()
+
+
 @pytest.mark.dist
-def test_windows_of_other_lengths_are_an_error_on_all_ranks() -> None:
-    first, second = run_ranks(_other_lengths, 2, timeout=20)
+def test_ddp_reduces_once_in_a_window_and_what_cannot_wait_or_differs_is_refused_on_all_ranks() -> None:
+    first, second = run_ranks(_exchanged_and_other_lengths, 2)
     assert first == second
-    assert "windows of 3 micro-steps on one rank and of 4 on another; set the same steps" in first
+    assert first[0] == [0, 0, 1]
+    assert "windows of 3 micro-steps on one rank and of 4 on another; set the same steps" in first[1]
 
 
-def _checkpoint_in_mid_window(kind: Kind) -> list[float] | str:
+def _checkpoint_in_mid_window(kind: Kind) -> list[float]:
     """Train 5 micro-steps in windows of 3 and flush, once straight and once resumed in mid-window."""
 
     def start() -> tuple[nn.Module, TrainStep]:
@@ -249,13 +242,14 @@ def _checkpoint_in_mid_window(kind: Kind) -> list[float] | str:
     return all_weights(model)
 
 
-def _checkpoints_on_ranks() -> list[float]:
+def _inside_and_checkpoints() -> tuple[list[float], list[float]]:
     with pytest.raises(IncompatibleError, match="save after a window has ended"):
         _checkpoint_in_mid_window("fsdp")
-    return _checkpoint_in_mid_window("ddp")
+    return _inside_the_loss(2), _checkpoint_in_mid_window("ddp")
 
 
 @pytest.mark.dist
-def test_ranks_resume_in_mid_window_bit_identically() -> None:
-    a, b = run_ranks(_checkpoints_on_ranks, 2)
+def test_ddp_inside_the_network_is_seen_and_ranks_resume_in_mid_window_bit_identically() -> None:
+    a, b = run_ranks(_inside_and_checkpoints, 2)
     assert a == b
+    torch.testing.assert_close(a[0], _inside_the_loss(1), rtol=0, atol=1e-6)

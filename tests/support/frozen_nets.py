@@ -87,15 +87,15 @@ def frozen_cnn() -> nn.Sequential:
     return model
 
 
-MAKERS: dict[str, tuple[Callable[[], Any], int]] = {
-    "resnet 25%": (lambda: resnet(0.25), 5),
-    "resnet 50%": (lambda: resnet(0.5), 9),
-    "resnet 75%": (lambda: resnet(0.75), 13),
-    "basic 50%": (lambda: resnet(0.5, BasicBlock), 6),
-    "vgg": (vgg, 2),
-    "cnn": (frozen_cnn, 2),
-    "gpt": (lambda: gpt(False), 0),
-    "mlp": (frozen_mlp, 0),
+MAKERS: dict[str, Callable[[], Any]] = {
+    "resnet 25%": lambda: resnet(0.25),
+    "resnet 50%": lambda: resnet(0.5),
+    "resnet 75%": lambda: resnet(0.75),
+    "basic 50%": lambda: resnet(0.5, BasicBlock),
+    "vgg": vgg,
+    "cnn": frozen_cnn,
+    "gpt": lambda: gpt(False),
+    "mlp": frozen_mlp,
 }
 
 

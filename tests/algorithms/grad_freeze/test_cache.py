@@ -171,7 +171,7 @@ def test_wrapped_compiled_and_patched_models_are_refused() -> None:
 @pytest.mark.parametrize("name", MAKERS)
 def test_loss_and_gradients_are_those_of_the_plain_forward(name: str, tmp_path: Path) -> None:
     for dtype, path in ((torch.float64, None), (torch.float32, tmp_path)):
-        model = MAKERS[name][0]().to(dtype)
+        model = MAKERS[name]().to(dtype)
         plain = copy.deepcopy(model)
         x, y = inputs_for(model)
         x = x.to(dtype) if x.is_floating_point() else x

@@ -44,9 +44,9 @@ class Window:
     def checked(self, count: float | Tensor | None) -> float | None:
         """Return a count as a number, if it fits to those before."""
         if self.counted not in (None, count is not None):
-            found, began = ("none", "with counts") if count is None else ("one", "without")
+            number, start = ("none", "with counts") if count is None else ("one", "without")
             raise ValueError(
-                f"count: found {found}, but the window began {began}; pass one for each micro-batch or for none."
+                f"count: found {number}, but the window began {start}; pass one for each micro-batch or for none."
             )
         number = None if count is None else float(count)
         if number is not None and not 0 <= number < math.inf:
@@ -127,9 +127,9 @@ class _Ranks:
         parameters = [p for p in (self._ddp or self._model).parameters() if p.requires_grad]
         if self._count == 1 or not parameters:
             return
-        held = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
-        dist.all_reduce(held, dist.ReduceOp.MAX, group=self._group)
-        for parameter, somewhere in zip(parameters, held.tolist(), strict=True):
+        present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
+        dist.all_reduce(present, dist.ReduceOp.MAX, group=self._group)
+        for parameter, somewhere in zip(parameters, present.tolist(), strict=True):
             if somewhere:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 dist.all_reduce(gradient, group=self._group)
@@ -355,11 +355,11 @@ class Accumulator:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
 
-    def _in_phase(self, wanted: str) -> Window:
+    def _in_phase(self, expected: str) -> Window:
         phase = self._window.phase
-        if phase == wanted:
+        if phase == expected:
             return self._window
-        if wanted == "between" and phase == "shared":
+        if expected == "between" and phase == "shared":
             phase = "open"
         raise RuntimeError(
             {
@@ -388,13 +388,13 @@ class Accumulator:
 
     def _longest(self, window: Window) -> int:
         """Return the length of the windows that are not empty, the same on all ranks; 0 if all are empty."""
-        held = window.index > 0
+        begun = window.index > 0
         # A rank that has just shared its first count asks for the largest count, 1 or more; take part in that.
-        while (shortest := -self._ranks.largest(-window.length if held else -math.inf)) < 0:
+        while (shortest := -self._ranks.largest(-window.length if begun else -math.inf)) < 0:
             self._nominal = -shortest
         if shortest == math.inf:
             return 0
-        longest = self._ranks.largest(window.length if held else 0.0)
+        longest = self._ranks.largest(window.length if begun else 0.0)
         if longest != shortest:
             raise IncompatibleError(
                 f"flush() found windows of {shortest:g} micro-steps on one rank and of {longest:g} on another; set the "

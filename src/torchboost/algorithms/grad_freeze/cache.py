@@ -80,15 +80,15 @@ class FastPrefix(Attachment):
 
     The ``forward`` of this one instance is replaced. If the samples of a batch are named, it is cut in training mode
     before the first operation that uses a trainable parameter, draws random numbers (dropout), changes a buffer
-    (BatchNorm in training mode), or writes into what does not depend on both weights and inputs. What comes before runs
-    under ``no_grad``, and what the rest needs of it for a sample is cached under the id of the sample. If all samples
-    of a batch are cached, this part is skipped. Both parts call the model's own modules. In eval mode, with inputs that
-    require gradients, or if no frozen part comes first, the forward runs unchanged. The cached rows are correct only if
-    a sample is the same tensor in every epoch: no random augmentation.
+    (BatchNorm in training mode), or writes into an input or a constant. The operations before the cut run under
+    ``no_grad``, and their results are cached under the id of the sample. If all samples of a batch are cached, this
+    part is skipped. Both parts call the model's own modules. In eval mode, with inputs that require gradients, or if no
+    frozen part comes first, the forward runs unchanged. The cached rows are correct only if a sample is the same tensor
+    in every epoch: no random augmentation.
 
-    What is frozen is read from ``requires_grad``. Before each forward the model is compared with its last state: flags,
-    the attributes of all modules (parameters, buffers, submodules and hooks among them), and versions and addresses of
-    the frozen tensors. After any change the forward is traced again and the rows are dropped.
+    A parameter with ``requires_grad=False`` counts as frozen. Before each forward the model is compared with its last
+    state: flags, the attributes of all modules (parameters, buffers, submodules and hooks among them), and versions and
+    addresses of the frozen tensors. After any change the forward is traced again and the rows are dropped.
 
     Limits: Python state that is not an attribute of a module (a global, a list in a list) keeps its value from the
     trace; an in-place write to a frozen weight through ``.data`` is not detected; call :meth:`update` after either.

@@ -149,7 +149,7 @@ class Freezing(Attachment):
         self._warned = self._overran = False
         self._spared = frozenset[int]()
         self._in_force = self._prefixes[0]
-        self._held: dict[int, Tensor] = {}  # by id: hashing a tensor costs ten times as much as hashing a number
+        self._frozen: dict[int, Tensor] = {}  # by id: hashing a tensor costs ten times as much as hashing a number
         self._thawed_by_user = set[int]()
         self._record = _Record(weakref.ref(self), set())
         for parameter in parameters:
@@ -185,7 +185,7 @@ class Freezing(Attachment):
     @property
     def frozen(self) -> tuple[nn.Parameter, ...]:
         """The parameters that this attachment freezes now."""
-        return tuple(p for p in self._in_force.parameters if id(p) in self._held)
+        return tuple(p for p in self._in_force.parameters if id(p) in self._frozen)
 
     @property
     def graphs(self) -> int:
@@ -298,7 +298,7 @@ class Freezing(Attachment):
         after = self._prefixes[index].without(spared)
         self.index, self._spared, self._in_force = index, spared, after
         known = set(map(id, self._reach.parameters))  # others belong to other optimizers, or to none
-        self._hold({id(p): p for p in after.parameters if id(p) in known})
+        self._freeze({id(p): p for p in after.parameters if id(p) in known})
         self._flips += 1
         for module, hook in self._cuts.items():
             hook.active = module in after.cut
@@ -308,32 +308,32 @@ class Freezing(Attachment):
                 self._settled.discard(norm)
             self._settle_norms()
 
-    def _hold(self, after: Mapping[int, Tensor]) -> None:
+    def _freeze(self, after: Mapping[int, Tensor]) -> None:
         """Freeze exactly those parameters that train now, and thaw all others that were frozen here.
 
         A parameter that other code has frozen is never thawed. If other code thaws a parameter that is held, it is no
         longer held. A second ``requires_grad_(False)`` on it cannot be detected.
         """
-        for key, parameter in list(self._held.items()):
+        for key, parameter in list(self._frozen.items()):
             if parameter.requires_grad:
                 self._thawed_by_user.add(key)
             elif key not in after:
                 parameter.requires_grad_(True)
             else:
                 continue
-            del self._held[key]
+            del self._frozen[key]
         for key, parameter in after.items():
             if parameter.requires_grad and key not in self._thawed_by_user:
                 parameter.requires_grad_(False)
                 parameter.grad = None
-                self._held[key] = parameter
+                self._frozen[key] = parameter
                 _RECORDS[parameter] = self._record
-        self._record.held.clear()
-        self._record.held.update(self._held)
+        self._record.frozen.clear()
+        self._record.frozen.update(self._frozen)
 
     def _may_train(self, parameter: Tensor) -> bool:
         """Whether a parameter would train if nothing were frozen here."""
-        return parameter.requires_grad or id(parameter) in self._held
+        return parameter.requires_grad or id(parameter) in self._frozen
 
     def _check_graphs(self) -> None:
         """Warn once if the model was compiled later and the schedule needs more graphs than torch allows."""
@@ -362,7 +362,7 @@ class _Record:
     """Who has frozen parameters, and which, by ``id``; it lives as long as they do, even if the owner does not."""
 
     owner: Callable[[], Freezing | None]
-    held: set[int]
+    frozen: set[int]
 
 
 # Flags outlive their owner. Only this table tells a parameter that freezing left frozen from one that the user froze.
@@ -379,11 +379,11 @@ def _release(parameters: Iterable[Tensor]) -> None:
         record = _RECORDS.pop(parameter, None)
         if record is None:
             continue
-        held = id(parameter) in record.held
+        frozen = id(parameter) in record.frozen
         owner = record.owner()
         if owner is not None:
             owner.remove()
-        elif held:
+        elif frozen:
             parameter.requires_grad_(True)
 
 

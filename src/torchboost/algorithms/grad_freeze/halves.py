@@ -340,8 +340,8 @@ def _traced(model: nn.Module, call: Call) -> tuple[fx.Graph, dict[str, Any]]:
     if why:
         raise _refusal(model, why)
     used = {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
-    found = {name: functools.reduce(getattr, name.split("."), model) for name in used - constants.keys()}
-    return graph, found | constants
+    objects = {name: functools.reduce(getattr, name.split("."), model) for name in used - constants.keys()}
+    return graph, objects | constants
 
 
 def _put_back(module: nn.Module, before: dict[str, Any], buffers: dict[str, Any]) -> list[str]:
