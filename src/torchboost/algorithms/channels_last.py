@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits, attach_each
 from torchboost.core.arguments import check_module
 from torchboost.core.covering import plain_hook
-from torchboost.core.torch_private import AnyConv, calls_hooks, is_functorch_wrapped_tensor, is_view, parameter_slots
+from torchboost.core.torch_private import AnyConv, calls_hooks, is_functorch_wrapped, is_view, parameter_slots
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.graph.unsafe_convolutions import unsafe_channels_last
@@ -164,7 +164,7 @@ def _convert_inputs(model: nn.Module) -> Attachment:
 def _channels_last_inputs(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if not args or args[0].ndim not in _FORMATS:
         return args
-    if not torch.compiler.is_compiling() and is_functorch_wrapped_tensor(args[0]):
+    if not torch.compiler.is_compiling() and is_functorch_wrapped(args[0]):
         return args  # torch.func.vmap cannot change the layout of what it maps over; the results are the same
     return args[0].contiguous(memory_format=_FORMATS[args[0].ndim]), *args[1:]
 
@@ -174,7 +174,7 @@ def _convolutions(model: nn.Module) -> Iterator[AnyConv]:
 
 
 def _kernels(model: nn.Module) -> list[nn.Parameter]:
-    """Return the kernels that may change. A computed one (weight norm, pruning) is no parameter of its layer."""
+    """Return the kernels that may change. A layer with weight norm or pruning computes its kernel and has none."""
     slots = dict.fromkeys(parameter_slots(module).get("weight") for module in _convolutions(model))
     return [weight for weight in slots if _is_plain(weight)]
 
