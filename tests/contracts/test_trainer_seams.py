@@ -6,7 +6,6 @@ If a new version of a trainer moves one, the failing line says which. Also: ever
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 import torchboost
+from tests.integrations.trainers import WAYS, arguments, run
 from tests.support.trainer_models import KINDS
-from torchboost.integrations import accelerate, lightning
 from torchboost.integrations import transformers as hugging_face
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore:.*LeafSpec.*", "ignore::FutureWarning")
@@ -177,16 +176,6 @@ def test_accelerate_has_the_seams(one_accelerator: None):
     assert "_original_forward" in vars(prepared), "Accelerate no longer keeps _original_forward on a prepared model"
 
 
-Train = Callable[[Path, bool], str]
-"""Trains a BERT for two steps at O1, with the given ``verify``, and returns what ``explain()`` says."""
-FRONT_DOORS: dict[str, Train] = {}
-
-
-def front_door(train: Train) -> Train:
-    FRONT_DOORS[train.__name__] = train
-    return train
-
-
 def pair() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     model = KINDS["bert"].seeded()
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -199,61 +188,17 @@ def two_steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
 
 
-@front_door
-def boost(_: Path, verify: bool) -> str:
+@pytest.mark.usefixtures("one_accelerator")
+@pytest.mark.parametrize("verify", [False, True])
+def test_every_front_door_can_switch_the_check_off(verify: bool, tmp_path: Path):
     boosted = torchboost.boost(*pair(), total_steps=2, verify=verify)
     two_steps(*boosted)
-    return boosted.explain()
-
-
-@front_door
-def auto_boost(_: Path, verify: bool) -> str:
     booster = torchboost.AutoBoost("O1", total_steps=2, verify=verify)
     two_steps(*booster.network_auto_process_train(*pair()))
-    return booster.explain()
-
-
-@front_door
-def accelerate_prepare(_: Path, verify: bool) -> str:
-    model, optimizer, boosted = accelerate.prepare(Accelerator(cpu=True), *pair(), total_steps=2, verify=verify)
-    two_steps(model, optimizer)
-    return boosted.explain()
-
-
-@front_door
-def lightning_callback(folder: Path, verify: bool) -> str:
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-    boost = lightning.Boost("O1", verify=verify)
-    trainer = pl.Trainer(max_steps=2, callbacks=[boost], default_root_dir=folder, enable_checkpointing=False, **quiet)
-    trainer.fit(Lit(None), DataLoader(KINDS["bert"].data(), 4))
-    assert boost.boosted is not None
-    return boost.boosted.explain()
-
-
-def hugging_face_arguments(folder: Path) -> dict[str, Any]:
-    quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "save_strategy": "no", "optim": "adamw_torch"}
-    arguments = transformers.TrainingArguments(str(folder), max_steps=2, per_device_train_batch_size=4, **quiet)
-    return {"model": KINDS["bert"].seeded(), "args": arguments, "train_dataset": KINDS["bert"].data()}
-
-
-@front_door
-def transformers_trainer(folder: Path, verify: bool) -> str:
-    trainer = hugging_face.BoostTrainer(**hugging_face_arguments(folder), verify=verify)
+    plain = transformers.Trainer(KINDS["bert"].seeded(), arguments(tmp_path), train_dataset=KINDS["bert"].data())
+    trainer: Any = hugging_face.boost(plain, verify=verify)
     trainer.train()
-    assert trainer.boosted is not None
-    return trainer.boosted.explain()
-
-
-@front_door
-def transformers_boost(folder: Path, verify: bool) -> str:
-    trainer: Any = hugging_face.boost(transformers.Trainer(**hugging_face_arguments(folder)), verify=verify)
-    trainer.train()
-    return trainer.boosted.explain()
-
-
-@pytest.mark.usefixtures("one_accelerator")
-@pytest.mark.parametrize("name", FRONT_DOORS)
-def test_every_front_door_can_switch_the_check_off(name: str, tmp_path: Path):
-    train = FRONT_DOORS[name]
-    assert "fused_optimizer  not checked: verify=False" in train(tmp_path, False)
-    assert "fused_optimizer  exact here" in train(tmp_path, True)
+    said = [boosted.explain(), booster.explain(), trainer.boosted.explain()]
+    said += [run(name, "bert", tmp_path / name, verify=verify).boosted.explain() for name in WAYS]
+    expected = "fused_optimizer  exact here" if verify else "fused_optimizer  not checked: verify=False"
+    assert all(expected in text for text in said)

@@ -246,50 +246,33 @@ def test_the_saved_optimizer_is_that_of_a_plain_run(tmp_path):
     attached.remove()
 
 
-def written(folder: Path, number: int, **options: int) -> Path:
-    return Run().save(folder, number, **options)
-
-
-def test_what_an_interrupted_job_left_is_cleared_and_never_counts(tmp_path):
-    path = written(tmp_path, 1, keep=1)
-    (tmp_path / ".unfinished-00000002").mkdir()
-    (tmp_path / "notes.txt").write_text("mine")
-    assert checkpoint.latest(tmp_path) == path
-    written(tmp_path, 3)
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["00000001", "00000003", "notes.txt"]
-
-
-def test_what_is_no_checkpoint_of_ours_neither_counts_nor_goes(tmp_path):
-    (tmp_path / "2024").write_text("notes")
-    foreign = [tmp_path / name for name in ("7", "00000008", "\N{ARABIC-INDIC DIGIT THREE}" * 8)]
-    for folder in foreign:
-        folder.mkdir()
-    assert checkpoint.latest(tmp_path) is None
-    path = written(tmp_path, 9, keep=1)
-    assert checkpoint.latest(tmp_path) == path
-    assert all(folder.is_dir() for folder in foreign)
+def test_only_complete_checkpoints_of_ours_count_and_leftovers_are_removed_but_not_followed(tmp_path):
+    outside, folder = tmp_path / "outside", tmp_path / "run"
+    outside.mkdir()
+    (outside / "precious").touch()
+    folder.mkdir()
+    (folder / ".unfinished-00000002").mkdir()
+    (folder / ".unfinished-00000009").symlink_to(outside)
+    (folder / ".unfinished-00000010").touch()
+    (folder / "2024").write_text("notes")
+    foreign = [folder / name for name in ("7", "00000008", "\N{ARABIC-INDIC DIGIT THREE}" * 8)]
+    for each in foreign:
+        each.mkdir()
+    assert checkpoint.latest(folder) is None
+    path = Run().save(folder, 9, keep=1)
+    assert checkpoint.latest(folder) == path
+    assert sorted(folder.iterdir()) == sorted([path, folder / "2024", *foreign])
+    assert (outside / "precious").exists()
 
 
 def test_a_link_to_a_checkpoint_counts_and_is_never_removed(tmp_path):
-    moved = written(tmp_path / "a", 1)
-    run = tmp_path / "run"
-    run.mkdir()
-    link = run / "00000001"
+    run, folder = Run(), tmp_path / "run"
+    moved = run.save(tmp_path / "a", 1)
+    folder.mkdir()
+    link = folder / "00000001"
     link.symlink_to(moved)
-    assert checkpoint.latest(run) == link
-    written(run, 2, keep=1)
-    path = written(run, 3, keep=1)
-    assert sorted(run.iterdir()) == [link, path]
-    Run().load(moved)
-
-
-def test_links_and_files_that_lie_in_the_way_are_removed_and_not_followed(tmp_path):
-    outside, run = tmp_path / "outside", tmp_path / "run"
-    outside.mkdir()
-    (outside / "precious").touch()
-    run.mkdir()
-    (run / ".unfinished-00000009").symlink_to(outside)
-    (run / ".unfinished-00000010").touch()
-    path = written(run, 1)
-    assert list(run.iterdir()) == [path]
-    assert (outside / "precious").exists()
+    assert checkpoint.latest(folder) == link
+    run.save(folder, 2, keep=1)
+    path = run.save(folder, 3, keep=1)
+    assert sorted(folder.iterdir()) == [link, path]
+    run.load(moved)

@@ -1,4 +1,4 @@
-"""Boost in a loop that uses Accelerate."""
+"""Boost in a loop that uses Accelerate: arguments, mixed precision and FSDP2. The rest is in ``test_contract``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -19,110 +19,15 @@ from torch.utils.data import DataLoader
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 import torchboost.optim
+from tests.integrations.trainers import HALF, STEPS, forget_accelerator
 from tests.support.ranks import run_ranks
-from tests.support.trainer_models import FORMS, KINDS, SPEED, Kind, has_plain_layout, trained_alike
+from tests.support.trainer_models import KINDS, Kind
 from tests.support.wrapped import all_weights
-from torchboost.core.torch_private import module_hooks
-from torchboost.errors import IncompatibleError
-from torchboost.front import Boosted
+from torchboost import IncompatibleError
 from torchboost.graph.removed_norm import RemovedNorm
 from torchboost.integrations.accelerate import prepare
 
-STEPS, HALF = 8, 4
-SETTINGS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "bf16": {"mixed_precision": "bf16"},
-    "accumulated": {"gradient_accumulation_steps": 2},
-}
-
-
 pytestmark = pytest.mark.usefixtures("one_accelerator")
-
-
-def reset() -> None:
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-
-
-def train(
-    name: str, folder: str, *, resume: str = "", level: str = "O1", boosting: bool = True, **settings: Any
-) -> tuple[nn.Module, Boosted | None]:
-    """Train for eight updates with clipping and a schedule, and save the state after four."""
-    reset()
-    kind, accelerator = KINDS[name], Accelerator(cpu=True, **settings)
-    model = kind.seeded()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 100)
-    config = kind.config if level != "O0" else None
-    parts, boosted = (model, optimizer, DataLoader(kind.data(), 4), schedule), None
-    if boosting:
-        *parts, boosted = prepare(accelerator, *parts, level=level, total_steps=STEPS, config=config)
-    else:
-        parts = accelerator.prepare(*parts)
-    model, optimizer, loader, schedule = parts
-    if resume:
-        accelerator.load_state(resume)
-    every = accelerator.gradient_accumulation_steps
-    batches = [batch for _ in range(2) for batch in loader][: STEPS * every]
-    for done, batch in enumerate(batches, start=1):
-        if resume and done <= HALF * every:
-            continue
-        with accelerator.accumulate(model):
-            accelerator.backward(model(**batch).loss)
-            if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-        if done == HALF * every and folder:
-            accelerator.save_state(folder)
-    return accelerator.unwrap_model(model, keep_fp32_wrapper=False), boosted
-
-
-@pytest.mark.parametrize(("name", "setting"), FORMS)
-def test_a_resumed_run_equals_the_uninterrupted_one(name: str, setting: str, tmp_path: Path):
-    whole, _ = train(name, str(tmp_path), **SETTINGS[setting])
-    resumed, boosted = train(name, "", resume=str(tmp_path), **SETTINGS[setting])
-    assert trained_alike(whole, resumed)
-    assert boosted is not None
-    assert name != "resnet" or any(isinstance(module, RemovedNorm) for module in whole.modules())
-
-
-def resumed_on_ranks(folder: str) -> dict[str, list[bool]]:
-    results = {}
-    for name in ("bert", "resnet"):
-        whole, _ = train(name, f"{folder}/{name}")
-        assert Accelerator(cpu=True).num_processes == 2
-        resumed, _ = train(name, "", resume=f"{folder}/{name}")
-        removed = any(isinstance(module, RemovedNorm) for module in whole.modules())
-        results[name] = [trained_alike(whole, resumed), removed]
-    return results
-
-
-@pytest.mark.dist
-def test_a_resumed_run_on_two_ranks_equals_the_uninterrupted_one(tmp_path: Path):
-    expected = {"bert": [True, False], "resnet": [True, True]}
-    assert run_ranks(resumed_on_ranks, 2, str(tmp_path), timeout=300.0) == [expected] * 2
-
-
-def test_level_o0_trains_as_accelerate_alone():
-    settings = {**SETTINGS["bf16"], **SETTINGS["accumulated"]}
-    boosted, _ = train("resnet", "", level="O0", **settings)
-    alone, _ = train("resnet", "", boosting=False, **settings)
-    assert trained_alike(boosted, alone)
-
-
-def test_weights_are_those_of_the_original_architecture(tmp_path: Path):
-    model, boosted = train("resnet", str(tmp_path))
-    plain = KINDS["resnet"].build()
-    assert list(model.state_dict()) == list(plain.state_dict())
-    model.save_pretrained(tmp_path / "final")
-    boosted.remove()
-    assert sum(len(found) for module in model.modules() for found in module_hooks(module)) == 0
-    batch = KINDS["resnet"].data().batch(6)
-    loaded = type(model).from_pretrained(tmp_path / "final")
-    with torch.no_grad():
-        assert torch.equal(loaded.eval()(**batch).logits, model.eval()(**batch).logits)
 
 
 def test_what_is_prepared_already_and_bad_arguments_are_refused_unchanged():
@@ -144,12 +49,19 @@ def test_what_is_prepared_already_and_bad_arguments_are_refused_unchanged():
 
 
 def test_the_eval_copy_is_right_under_mixed_precision():
-    model, boosted = train("resnet", "", mixed_precision="bf16")
-    batch = {"pixel_values": KINDS["resnet"].data().batch(6)["pixel_values"]}
+    kind, accelerator = KINDS["resnet"], Accelerator(cpu=True, mixed_precision="bf16")
+    model = kind.seeded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    model, optimizer, boosted = prepare(accelerator, model, optimizer, total_steps=STEPS, config=kind.config)
+    batch = kind.data().batch(6)
+    accelerator.backward(model(**batch).loss)
+    optimizer.step()
+    images = {"pixel_values": batch["pixel_values"]}
     copy = boosted.eval_model()
     boosted.remove()
+    model = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
     with torch.no_grad():
-        torch.testing.assert_close(copy(**batch).logits, model.eval()(**batch).logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(copy(**images).logits, model.eval()(**images).logits, rtol=1e-4, atol=1e-4)
 
 
 class ConvNet(nn.Module):
@@ -185,7 +97,7 @@ SHARDED = {
 
 def fsdp2(wrapped: str, **options: Any) -> FullyShardedDataParallelPlugin:
     """Return a plugin, after Accelerate, which shards nothing on a CPU, was told that this is none."""
-    reset()
+    forget_accelerator()
     PartialState(cpu=True)
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     policy: dict[str, Any] = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": [wrapped]}
@@ -271,11 +183,3 @@ def test_fsdp1_and_full_state_dicts_are_refused_unchanged():
         accelerator = Accelerator(fsdp_plugin=fsdp2("BertLayer", **options))
         with pytest.raises(IncompatibleError, match=said):
             prepare(accelerator, model, optimizer)
-
-
-def test_the_saved_optimizer_is_that_of_a_plain_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(KINDS, "resnet", KINDS["resnet"]._replace(config=SPEED))
-    _, boosted = train("resnet", str(tmp_path))
-    assert boosted is not None
-    assert boosted.optimizer.param_groups[0]["fused"]
-    assert has_plain_layout(torch.load(tmp_path / "optimizer.bin", weights_only=True))

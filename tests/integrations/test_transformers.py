@@ -1,4 +1,4 @@
-"""Boost inside ``transformers.Trainer``."""
+"""Boost inside ``transformers.Trainer``: its other features, and trainers of other classes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 import transformers
 from torch import nn
 
-from tests.support.ranks import run_ranks
-from tests.support.trainer_models import FORMS, KINDS, SPEED, Kind, Rows, has_plain_layout, trained_alike
+from tests.integrations.trainers import HALF, STEPS, arguments, trainer_of
+from tests.support.trainer_models import KINDS, Rows, trained_alike
+from torchboost import ConfigError, IncompatibleError
 from torchboost.calibration.passes import Passes
-from torchboost.core.torch_private import module_hooks, step_pre_hooks
-from torchboost.errors import ConfigError, IncompatibleError
+from torchboost.core.torch_private import module_hooks
 from torchboost.graph.removed_norm import RemovedNorm
 from torchboost.integrations.transformers import SIDE_FILE, BoostTrainer, boost
 
@@ -26,126 +26,24 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*pin_memory.*"),
 ]
 
-STEPS = 8
-SETTINGS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "bf16": {"bf16": True},
-    "accumulated": {"gradient_accumulation_steps": 2},
-}
-
-
-def arguments(folder: Path, **settings: Any) -> transformers.TrainingArguments:
-    usual = {"max_steps": STEPS, "per_device_train_batch_size": 4, "save_steps": STEPS // 2, "learning_rate": 1e-2}
-    quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "logging_steps": STEPS // 2, "save_total_limit": 4}
-    return transformers.TrainingArguments(str(folder), **{**usual, **quiet, **settings})
-
-
-def trainer_of(kind: Kind, folder: Path, *, level: str = "O1", settings: Any = None, **others: Any) -> BoostTrainer:
-    others = {"model": None if "model_init" in others else kind.seeded(), **others}
-    return BoostTrainer(
-        args=arguments(folder, **(settings or {})),
-        train_dataset=kind.data(),
-        boost=level,
-        boost_config=kind.config,
-        **others,
-    )
-
-
-@pytest.mark.parametrize(("name", "setting"), FORMS)
-def test_a_resumed_run_equals_the_uninterrupted_one(name: str, setting: str, tmp_path: Path):
-    kind = KINDS[name]
-    whole = trainer_of(kind, tmp_path / "whole", settings=SETTINGS[setting])
-    whole.train()
-    resumed = trainer_of(kind, tmp_path / "resumed", settings=SETTINGS[setting])
-    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{STEPS // 2}"))
-    assert trained_alike(whole.model, resumed.model)
-    assert whole.state.log_history[-2]["loss"] == resumed.state.log_history[-2]["loss"]
-
-
-def resumed_on_ranks(folder: str) -> list[Any]:
-    results = []
-    for name in ("bert", "resnet"):
-        kind, settings = KINDS[name], {"ddp_backend": "gloo", "per_device_train_batch_size": 2}
-        whole = trainer_of(kind, Path(folder) / name, settings=settings)
-        whole.train()
-        torch.distributed.barrier()
-        resumed = trainer_of(kind, Path(folder) / f"{name}-resumed", settings=settings)
-        resumed.train(resume_from_checkpoint=f"{folder}/{name}/checkpoint-{STEPS // 2}")
-        weights = float(sum(p.detach().double().abs().sum() for p in whole.model.parameters()))
-        results += [whole.args.world_size, trained_alike(whole.model, resumed.model), weights]
-    return results
-
-
-@pytest.mark.dist
-def test_a_resumed_run_on_two_ranks_equals_the_uninterrupted_one(tmp_path: Path):
-    first, second = run_ranks(resumed_on_ranks, 2, str(tmp_path), timeout=300.0)
-    assert first == second
-    assert first[:2] == first[3:5] == [2, True]
-
 
 def test_freezing_continues_where_it_was(tmp_path: Path):
     kind = KINDS["resnet"]
     whole = trainer_of(kind, tmp_path / "whole")
     whole.train()
-    state = torch.load(tmp_path / "whole" / f"checkpoint-{STEPS // 2}" / SIDE_FILE, weights_only=True)
+    state = torch.load(tmp_path / "whole" / f"checkpoint-{HALF}" / SIDE_FILE, weights_only=True)
     assert state["attached"]["grad_freeze"]
-    (tmp_path / "whole" / f"checkpoint-{STEPS // 2}" / SIDE_FILE).unlink()
+    (tmp_path / "whole" / f"checkpoint-{HALF}" / SIDE_FILE).unlink()
     restarted = trainer_of(kind, tmp_path / "restarted")
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
     logging.getLogger("transformers.torchboost").addHandler(handler)
     try:
-        restarted.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{STEPS // 2}"))
+        restarted.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{HALF}"))
     finally:
         logging.getLogger("transformers.torchboost").removeHandler(handler)
     assert any("without torchboost" in text and "grad_freeze" in text for text in records)
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_saved_models_need_no_torchboost(name: str, tmp_path: Path):
-    kind = KINDS[name]
-    trainer = trainer_of(kind, tmp_path)
-    trainer.train()
-    trainer.save_model(str(tmp_path / "final"))
-    batch = kind.data().batch(6)
-    for folder in ("final", f"checkpoint-{STEPS}"):
-        loaded, report = type(trainer.model).from_pretrained(tmp_path / folder, output_loading_info=True)
-        assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-        with torch.no_grad():
-            assert torch.equal(loaded.eval()(**batch).logits, trainer.model.eval()(**batch).logits)
-    if name == "resnet":
-        assert any(isinstance(module, RemovedNorm) for module in trainer.model.modules())
-
-
-def hooks_of(model: nn.Module) -> int:
-    return sum(len(found) for module in model.modules() for found in module_hooks(module))
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_nothing_is_left_after_training(fails: bool, tmp_path: Path):
-    class Failing(transformers.TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if fails and state.global_step == 5:
-                raise RuntimeError("planted")
-
-    kind = KINDS["resnet"]
-    model = kind.seeded()
-    flags = {name: p.requires_grad for name, p in model.named_parameters()}
-    trainer = trainer_of(kind, tmp_path, model=model, callbacks=[Failing()])
-    if fails:
-        with pytest.raises(RuntimeError, match="planted"):
-            trainer.train()
-    else:
-        trainer.train()
-    assert trainer.boosted is not None
-    assert "grad_freeze" in {algorithm.name for algorithm in trainer.plan.algorithms}
-    assert hooks_of(trainer.model) == 0
-    assert not step_pre_hooks(trainer.boosted.optimizer)
-    assert "forward" not in vars(trainer.model)
-    kept = dict(trainer.model.named_parameters())
-    assert all(kept[name].requires_grad == flag for name, flag in flags.items() if name in kept)
-    assert all(p.requires_grad for p in kept.values())
 
 
 def test_training_twice_continues_with_the_same_model(tmp_path: Path):
@@ -156,7 +54,7 @@ def test_training_twice_continues_with_the_same_model(tmp_path: Path):
     trainer.train()
     assert sum(isinstance(module, RemovedNorm) for module in trainer.model.modules()) == norms > 0
     assert any(not torch.equal(before[name], value) for name, value in trainer.model.state_dict().items())
-    assert hooks_of(trainer.model) == 0
+    assert not any(any(module_hooks(module)) for module in trainer.model.modules())
 
 
 def test_model_init_gives_a_new_boosted_model_each_time(tmp_path: Path):
@@ -210,15 +108,6 @@ def test_gradient_checkpointing(level: str, reentrant: bool, tmp_path: Path):
     without = trainer_of(kind, tmp_path / "without", level=level)
     without.train()
     assert trained_alike(with_it.model, without.model)
-
-
-def test_level_o0_trains_as_the_trainer_alone(tmp_path: Path):
-    kind, settings = KINDS["resnet"]._replace(config=None), {**SETTINGS["bf16"], **SETTINGS["accumulated"]}
-    boosted = trainer_of(kind, tmp_path / "boosted", level="O0", settings=settings)
-    alone = transformers.Trainer(kind.seeded(), arguments(tmp_path / "alone", **settings), train_dataset=kind.data())
-    boosted.train()
-    alone.train()
-    assert trained_alike(boosted.model, alone.model)
 
 
 def test_settings_of_the_trainer_are_named_in_the_plan(tmp_path: Path):
@@ -295,8 +184,7 @@ class Recording(nn.Module):
 def test_the_trial_computes_in_the_precision_of_the_trainer(tmp_path: Path):
     rows = Rows({"x": torch.randn(48, 4), "labels": torch.zeros(48, dtype=torch.long)})
     model = Recording()
-    plain = arguments(tmp_path, bf16=True, optim="adamw_torch")  # the default is fused already
-    trainer = BoostTrainer(model, plain, train_dataset=rows, calibrate=2.0)
+    trainer = BoostTrainer(model, arguments(tmp_path, bf16=True), train_dataset=rows, calibrate=2.0)
     run, passes = Passes.run, []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Passes, "run", lambda self, *rest: passes.append(self) or run(self, *rest))
@@ -327,30 +215,5 @@ def test_what_the_trial_chose_leaves_the_averages_of_a_trainer_alone(tmp_path: P
     trainer = boost(Averaging(Recording(), arguments(tmp_path), train_dataset=rows), calibrate=2.0)
     trainer.train()
     logged = trainer.state.log_history
-    assert [entry["steps_averaged"] for entry in logged if "loss" in entry] == [STEPS // 2, STEPS // 2]
+    assert [entry["steps_averaged"] for entry in logged if "loss" in entry] == [HALF, HALF]
     assert [entry["step"] for entry in logged if "boost/trial_seconds" in entry] == [0]
-
-
-def test_a_resumed_run_does_not_measure_again(tmp_path: Path):
-    kind = KINDS["bert"]
-    whole = trainer_of(kind, tmp_path / "whole", calibrate=3.0)
-    whole.train()
-    resumed = trainer_of(kind, tmp_path / "resumed", calibrate=3.0)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{STEPS // 2}"))
-    assert (whole.boosted.choice.source, resumed.boosted.choice.source) == ("trial", "checkpoint")
-    assert resumed.boosted.choice.kept == whole.boosted.choice.kept
-    assert trained_alike(whole.model, resumed.model)
-
-
-def test_the_saved_optimizer_is_that_of_a_plain_run(tmp_path: Path):
-    kind = KINDS["resnet"]._replace(config=SPEED)
-    found: list[bool] = []
-
-    class Live(transformers.TrainerCallback):
-        def on_save(self, args: Any, state: Any, control: Any, *, optimizer: Any, **_: Any) -> None:
-            found.append(optimizer.param_groups[0]["fused"])
-
-    trainer_of(kind, tmp_path, callbacks=[Live()], settings={"optim": "adamw_torch"}).train()
-    assert found == [True, True]
-    saved = torch.load(tmp_path / f"checkpoint-{STEPS}" / "optimizer.pt", weights_only=True)
-    assert has_plain_layout(saved)

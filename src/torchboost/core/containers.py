@@ -101,20 +101,20 @@ def _filled(value: Any, items: Iterable[tuple[Any, Any]], inner: Callable[[Any],
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors in nested containers, in order. A container inside itself counts once."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     around: set[int] = set()
     waiting: list[tuple[bool, Any]] = [(True, value)]
     while waiting:
         enters, entry = waiting.pop()
         if issubclass(type(entry), Tensor):  # isinstance() asks a proxy for its class, which may raise
-            found.append(entry)
+            tensors.append(entry)
         elif not enters:
             around.discard(id(entry))
         elif id(entry) not in around and (parts := _parts(entry)):
             around.add(id(entry))
             waiting.append((False, entry))
             waiting += [(True, part) for part in reversed(parts) if type(part) not in _PLAIN]
-    return found
+    return tensors
 
 
 _PLAIN = frozenset({str, bytes, int, float, bool, type(None)})

@@ -92,19 +92,13 @@ def half_precision(device: torch.device | str, convolutions: int | None = None) 
     for kind in kinds:
         decision = _decision(kind, device, _key(kind, device), record_folder("bfloat16"))
         if decision is None:
-            return _by_capability(device)
+            major, minor = torch.cuda.get_device_capability(device)
+            capability = f"this GPU has compute capability {major}.{minor}, fast are 8.0 and newer"
+            return HalfPrecision((major, minor) >= (8, 0), f"bfloat16 could not be timed here; {capability}")
         if not decision.fast:
             return decision
         reasons.append(decision.reason)
     return HalfPrecision(True, ", and ".join(reasons))
-
-
-def _by_capability(device: torch.device) -> HalfPrecision:
-    major, minor = torch.cuda.get_device_capability(device)
-    return HalfPrecision(
-        (major, minor) >= (8, 0),
-        f"bfloat16 could not be timed here; this GPU has compute capability {major}.{minor}, fast are 8.0 and newer",
-    )
 
 
 class _Measured(Record):

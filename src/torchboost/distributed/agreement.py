@@ -140,7 +140,7 @@ class Agreement:
         except RuntimeError as error:
             cause = error.with_traceback(None)  # its frames hold the group, whose end closes the connections
         if cause is not None:
-            self._abandon()
+            self._groups.pop().abort()  # closes the connections, so that ranks which wait for this one fail at once
             raise RankDisagreementError(self._absent(figures, started)) from cause
         if result is None:
             raise RankDisagreementError(
@@ -175,10 +175,6 @@ class Agreement:
                 work.wait(timedelta(seconds=max(_POLL, deadline - monotonic())))
             numbers, step = torch.maximum(numbers, theirs), 2 * step
         return numbers
-
-    def _abandon(self) -> None:
-        """Close the connections, so that ranks which wait for this one fail at once."""
-        self._groups.pop().abort()
 
     def _absent(self, figures: Mapping[str, int], started: float) -> str:
         """Name the ranks that did not arrive: those that do not answer in the store."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -109,25 +110,23 @@ def prepare(
     )
     warn_of_missing_length(boosted, config, total_steps, "accelerate")
     if accelerator.is_fsdp2:
-        moments = _FrozenMoments(accelerator, *prepared[:2])
-        boosted.attached.with_undo(accelerator.register_load_state_pre_hook(moments).remove)
+        load_moments = _loading_frozen_moments(accelerator, *prepared[:2])
+        boosted.attached.with_undo(accelerator.register_load_state_pre_hook(load_moments).remove)
     else:
         prepared = accelerator.prepare(model, boosted.optimizer, *others)
     accelerator.register_for_checkpointing(boosted)
     return *prepared, boosted
 
 
-class _FrozenMoments:
-    """A hook of ``load_state`` that loads the optimizer again, because torch drops the moments of frozen parameters."""
+def _loading_frozen_moments(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> Callable[..., None]:
+    """Return a hook of ``load_state`` that loads the optimizer again: torch drops the moments of frozen parameters."""
 
-    def __init__(self, accelerator: Accelerator, model: nn.Module, optimizer: Any) -> None:
-        self._accelerator, self._model, self._optimizer = accelerator, model, optimizer
+    def load(_: Any, folder: str | os.PathLike[str]) -> None:
+        if not all(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
+            path = Path(folder) / f"{OPTIMIZER_NAME}_{place_of_optimizer(accelerator, optimizer)}"
+            load_optimizer(path, "optimizer", model, optimizer.optimizer)
 
-    def __call__(self, _: Any, folder: str | os.PathLike[str]) -> None:
-        if not all(p.requires_grad for group in self._optimizer.param_groups for p in group["params"]):
-            at = place_of_optimizer(self._accelerator, self._optimizer)
-            path = Path(folder) / f"{OPTIMIZER_NAME}_{at}"
-            load_optimizer(path, "optimizer", self._model, self._optimizer.optimizer)
+    return load
 
 
 def _check(accelerator: Any, model: Any, optimizer: Any) -> None:

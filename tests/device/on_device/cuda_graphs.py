@@ -17,8 +17,6 @@ from torchboost import Target
 from torchboost.algorithms.compile import Compile
 from torchboost.core import attach_all
 
-MODES = pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
-
 
 class Net(nn.Module):
     def __init__(self) -> None:
@@ -63,7 +61,7 @@ def options(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return seen
 
 
-def attached(mode: str) -> tuple[Net, Any]:
+def attached(mode: str | None) -> tuple[Net, Any]:
     model = Net()
     return model, attach_all(Target(model, torch.optim.SGD(model.parameters(), lr=0.1)), [Compile(mode=mode)])
 
@@ -74,6 +72,7 @@ def inputs() -> list[Tensor]:
 
 
 def accumulated(model: nn.Module, between: Callable[[], object] = lambda: None) -> Tensor:
+    model.zero_grad()
     for x in inputs():
         model(x)["y"].square().sum().backward()
         between()
@@ -89,42 +88,35 @@ def test_the_stand_in_overwrites_what_it_returned(options):
     assert not torch.allclose(accumulated(model), accumulated(Net()))
 
 
-@MODES
-def test_outputs_that_the_loop_keeps_stay(mode, options):
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_a_loop_trains_as_without_graphs(mode, options):
     model, _ = attached(mode)
-    kept, wanted = [model(x) for x in inputs()], [Net()(x) for x in inputs()]
-    for ours, theirs, x in zip(kept, wanted, inputs(), strict=True):
+    kept, expected = [model(x) for x in inputs()], [Net()(x) for x in inputs()]
+    for ours, theirs, x in zip(kept, expected, inputs(), strict=True):
         assert torch.equal(ours["y"], theirs["y"])
         assert ours["weight"] is model.weight
         assert torch.equal(ours["x"], x)
     x = inputs()[0]
     assert model(x)["x"] is x, "what is not computed is not copied"
 
-
-@MODES
-@pytest.mark.parametrize("evaluates", [False, True])
-def test_gradients_are_accumulated(mode, evaluates, options):
-    model, _ = attached(mode)
-
     def evaluate() -> None:
         with torch.no_grad():
             model(torch.ones(2, 4, device="cuda"))
 
-    found = accumulated(model, evaluate if evaluates else lambda: None)
-    torch.testing.assert_close(found, accumulated(Net()))
-
-
-@MODES
-@pytest.mark.parametrize("to_none", [False, True])
-def test_a_loop_trains_as_without_graphs(mode, to_none, options):
-    (model, _), plain = attached(mode), Net()
-    for each in (model, plain):
-        optimizer = torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9)
-        for x in inputs():
-            each(x)["y"].square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=to_none)
-    torch.testing.assert_close(model.weight, plain.weight)
+    for between in (evaluate, lambda: None):
+        torch.testing.assert_close(accumulated(model, between), accumulated(Net()))
+    for to_none in (False, True):
+        (model, _), plain = attached(mode), Net()
+        for each in (model, plain):
+            optimizer = torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9)
+            for x in inputs():
+                each(x)["y"].square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=to_none)
+        torch.testing.assert_close(model.weight, plain.weight)
+    assert options[0]["options"]["triton.cudagraphs"]
+    assert options[0]["options"]["triton.cudagraph_skip_dynamic_graphs"]
+    assert "mode" not in options[0]
 
 
 def test_a_gradient_is_copied_once_and_a_view_is_not(options):
@@ -153,23 +145,11 @@ def test_gradients_stay_when_the_compilation_is_removed(options):
     torch.testing.assert_close(found, plain.weight.grad)
 
 
-@MODES
-def test_changing_shapes_have_no_cuda_graphs(mode, options):
-    attached(mode)
-    (given,) = options
-    assert given["options"]["triton.cudagraphs"]
-    assert given["options"]["triton.cudagraph_skip_dynamic_graphs"]
-    assert "mode" not in given
-
-
-@pytest.mark.parametrize("mode", [None, "default", "max-autotune-no-cudagraphs"])
-def test_other_modes_copy_nothing(mode, options):
-    model, _ = attached(mode)
-    first, second = (model(x)["y"] for x in inputs()[:2])
-    assert torch.equal(first, second)
-    assert options[0].get("mode") == mode
-
-
-def test_the_forms_on_this_device():
+def test_other_modes_copy_nothing(options):
+    for mode in (None, "default", "max-autotune-no-cudagraphs"):
+        model, _ = attached(mode)
+        first, second = (model(x)["y"] for x in inputs()[:2])
+        assert torch.equal(first, second)
+        assert options.pop().get("mode") == mode
     forms = [form.algorithm.mode for form in Compile().forms(torch.device("cuda"))]
     assert forms == ["reduce-overhead", "max-autotune-no-cudagraphs"]

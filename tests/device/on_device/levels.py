@@ -54,9 +54,8 @@ def test_a_level_in_bfloat16_trains_as_on_the_cpu(name, level):
     assert found == pytest.approx(wanted, rel=HALF["rtol"], abs=HALF["atol"])
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize(("level", "default"), [("O1", None), ("O1", "cuda"), ("O2", "cuda")])
 @NETWORK
-@pytest.mark.parametrize("default", [None, "cuda"])
 def test_a_trial_measures_and_checks_and_leaves_the_run_as_it_was(name, level, default):
     with default_device(default):
         made = boosted(name, level, "cuda", calibrate=0.5)

@@ -1,0 +1,115 @@
+"""What holds in each trainer: exact resumption, plain checkpoints, and no trace afterwards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torchboost.registry
+from tests.integrations.trainers import WAYS, forget_accelerator, run
+from tests.support.ranks import run_ranks
+from tests.support.trainer_models import FORMS, KINDS, SPEED, differences, has_plain_layout, trained_alike
+from torchboost.core.hardware import HalfPrecision
+from torchboost.core.torch_private import module_hooks, step_pre_hooks
+from torchboost.graph.removed_norm import RemovedNorm
+
+pytestmark = [
+    pytest.mark.usefixtures("one_accelerator"),
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
+TRAINER = pytest.mark.parametrize("trainer", WAYS)
+
+
+def has_removed(net: torch.nn.Module) -> bool:
+    return any(isinstance(module, RemovedNorm) for module in net.modules())
+
+
+@TRAINER
+@pytest.mark.parametrize(("kind", "setting"), FORMS)
+def test_a_resumed_run_equals_the_uninterrupted_one(trainer: str, kind: str, setting: str, tmp_path: Path):
+    whole = run(trainer, kind, tmp_path / "whole", setting=setting)
+    resumed = run(trainer, kind, tmp_path / "resumed", resumed=tmp_path / "whole", setting=setting)
+    assert trained_alike(whole.net, resumed.net)
+    assert resumed.boosted.plan.total_steps == 8
+    assert has_removed(whole.net) == (kind == "resnet")
+
+
+def resumed_on_ranks(folder: str) -> list[Any]:
+    """Train whole and resumed. The speed of bfloat16 is measured on each rank; here the ranks find different ones."""
+    results = []
+    measured = HalfPrecision(torch.distributed.get_rank() == 1, "found by this rank")
+    cases = [(trainer, kind, "0") for trainer in WAYS for kind in ("bert", "resnet")]
+    for trainer, kind, calibrate in [*cases, ("lightning", "bert", "1"), ("lightning", "resnet", "1")]:
+        forget_accelerator()
+        first = Path(folder) / f"{trainer}-{kind}-{calibrate}"
+        options = {} if trainer == "accelerate" else {"setting": "two ranks"}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TORCHBOOST_CALIBRATE", calibrate)
+            if trainer == "lightning":
+                patch.setattr(torchboost.registry, "half_precision", lambda *_: measured)
+            whole = run(trainer, kind, first, **options)
+            torch.distributed.barrier()
+            resumed = run(trainer, kind, first / "resumed", resumed=first, **options)
+        weights = float(sum(p.detach().double().abs().sum() for p in whole.net.parameters()))
+        results.append((trainer, kind, differences(whole.net, resumed.net), has_removed(whole.net), weights))
+    return results
+
+
+@pytest.mark.dist
+def test_a_resumed_run_on_two_ranks_equals_the_uninterrupted_one(tmp_path: Path):
+    first, second = run_ranks(resumed_on_ranks, 2, str(tmp_path), timeout=400.0)
+    assert first == second
+    for trainer, kind, different, removed, _ in first:
+        assert (different, removed) == ({}, kind == "resnet"), trainer
+
+
+@TRAINER
+def test_level_o0_trains_as_the_trainer_alone(trainer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(KINDS, "resnet", KINDS["resnet"]._replace(config=None))
+    boosted = run(trainer, "resnet", tmp_path / "boosted", setting="both", level="O0")
+    alone = run(trainer, "resnet", tmp_path / "alone", setting="both", boosting=False)
+    assert trained_alike(boosted.net, alone.net)
+
+
+@TRAINER
+def test_saved_weights_are_those_of_the_original_class_and_nothing_is_left(trainer: str, tmp_path: Path):
+    kind = KINDS["resnet"]
+    trained = run(trainer, "resnet", tmp_path)
+    assert "grad_freeze" in {algorithm.name for algorithm in trained.boosted.plan.algorithms}
+    assert list(trained.net.state_dict()) == list(kind.build().state_dict())
+    loaded, batch = WAYS[trainer].weights(tmp_path, kind), kind.data().batch(6)
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(**batch).logits, trained.net.eval()(**batch).logits)
+    check_clean(trained)
+
+
+@pytest.mark.parametrize("trainer", ["lightning", "transformers"])
+def test_nothing_is_left_after_an_error(trainer: str, tmp_path: Path):
+    check_clean(run(trainer, "resnet", tmp_path, fails=True))
+
+
+def check_clean(trained: Any) -> None:
+    assert has_removed(trained.net)
+    assert sum(len(found) for module in trained.net.modules() for found in module_hooks(module)) == 0
+    assert not step_pre_hooks(trained.boosted.optimizer)
+    assert "forward" not in vars(trained.net)
+    assert all(p.requires_grad for p in trained.net.parameters())
+
+
+@TRAINER
+def test_the_saved_optimizer_is_that_of_a_plain_run(trainer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(KINDS, "resnet", KINDS["resnet"]._replace(config=SPEED))
+    assert run(trainer, "resnet", tmp_path).fused
+    assert has_plain_layout(WAYS[trainer].optimizer(tmp_path))
+
+
+@TRAINER
+def test_a_resumed_run_does_not_measure_again(trainer: str, tmp_path: Path):
+    whole = run(trainer, "bert", tmp_path / "whole", calibrate=3.0)
+    resumed = run(trainer, "bert", tmp_path / "resumed", resumed=tmp_path / "whole", calibrate=3.0)
+    assert (whole.boosted.choice.source, resumed.boosted.choice.source) == ("trial", "checkpoint")
+    assert resumed.boosted.choice.kept == whole.boosted.choice.kept
+    assert trained_alike(whole.net, resumed.net)
