@@ -174,7 +174,7 @@ def _convolutions(model: nn.Module) -> Iterator[AnyConv]:
 
 
 def _kernels(model: nn.Module) -> list[nn.Parameter]:
-    """Return the kernels that may change. A computed one (weight norm, pruning) is no parameter of its layer."""
+    """Return the kernels that may change. A computed one (weight norm, pruning) is not a parameter of its layer."""
     slots = dict.fromkeys(parameter_slots(module).get("weight") for module in _convolutions(model))
     return [weight for weight in slots if _is_plain(weight)]
 
