@@ -15,7 +15,6 @@ from torchboost.optim import (
     LARS,
     SGD,
     Adam,
-    AdamWeightDecay,
     Centralize,
     ClipNorm,
     Coalesce,
@@ -308,20 +307,6 @@ def test_turning_an_option_on_mid_run_completes_the_state():
     optimizer.step()
     assert set(optimizer.state[params[0]]) == {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
     torch.testing.assert_close(optimizer.state[params[0]]["exp_avg"], 0.9 * kept + 0.1 * params[0].grad)
-
-
-def test_only_all_fused_groups_leave_unscaling_to_the_kernel():
-    def supports(optimizer: UpdateRule) -> bool:
-        return optimizer._step_supports_amp_scaling
-
-    params = parameters()
-    assert supports(Adam(params, fused=True))
-    assert supports(copy.deepcopy(AdamWeightDecay(params, fused=True)))
-    for options in ({}, {"transforms": (Centralize(),)}, {"nonfinite": "skip"}, {"lr": [0.1]}):
-        fused = {"fused": True} if options else {}
-        assert not supports(SGD(params, **{"lr": 0.1, **fused, **options}))
-    assert not supports(Adam([{"params": params[:1], "fused": False}, {"params": params[1:]}], fused=True))
-    assert not supports(Signed(params))
 
 
 def test_frozen_values_tell_bits_apart():

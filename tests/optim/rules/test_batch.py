@@ -10,8 +10,7 @@ from torch import nn
 
 from tests.support.optimizers import give_grads, parameters, same, train
 from torchboost.errors import IncompatibleError
-from torchboost.optim import SGD, Adam
-from torchboost.optim.rules.batch import Batch
+from torchboost.optim import SGD, Adam, Batch
 
 
 class Counting(SGD):

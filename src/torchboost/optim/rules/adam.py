@@ -121,10 +121,10 @@ class Adam(UpdateRule):
         """Refuse forms for which torch has no kernel."""
         if group["moments_8bit"] and group["capturable"]:
             raise ValueError("moments_8bit and capturable exclude each other; set one of them.")
-        own = [name for name in ("nesterov", "eps_uncorrected") if group.get(name)]
-        own += ["update_transforms"] if self.update_transforms else []
-        if own and (group.get("fused") or group.get("capturable")):
-            raise ValueError(f"{own[0]}: torch has no kernel for it; leave out fused and capturable.")
+        variants = [name for name in ("nesterov", "eps_uncorrected") if group.get(name)]
+        variants += ["update_transforms"] if self.update_transforms else []
+        if variants and (group.get("fused") or group.get("capturable")):
+            raise ValueError(f"{variants[0]}: torch has no kernel for it; leave out fused and capturable.")
 
     def check_grad(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
         """Refuse what torch's kernels would refuse, before anything is changed."""

@@ -519,20 +519,20 @@ class UpdateRule(Optimizer):
         """Run :meth:`check_grad` on each gradient as it will be; a master gets one of its precision."""
         start = 0
         for number, (group, batch) in enumerate(zip(self.param_groups, work, strict=True)):
-            own = grads[start : start + len(batch.params)]
-            start += len(own)
-            batch.layout = self._checked.layout(number, batch.params, own)
+            part = grads[start : start + len(batch.params)]
+            start += len(part)
+            batch.layout = self._checked.layout(number, batch.params, part)
             if batch.layout is not None:
                 continue
             rule = self.rule_for(group)
-            for param, grad, state in zip(batch.params, own, batch.states, strict=True):
+            for param, grad, state in zip(batch.params, part, batch.states, strict=True):
                 if param.dtype in LOW_PRECISION and not group.get("master_weights"):
                     check_narrow(param, state, rule.state_keys(group))
                 worked = widened(param) if is_rounded(param, group) else param
                 wide = worked is not param or state.get("master") is param
                 narrow = wide and grad.dtype in LOW_PRECISION and not grad.is_sparse
                 rule.check_grad(worked, stand_in(grad, worked.dtype) if narrow else grad, group)
-            self._checked.note(number, batch.params, own)
+            self._checked.note(number, batch.params, part)
 
     def _usable(self, grads: Sequence[Tensor]) -> bool:
         """Whether ``nonfinite`` allows an update with these gradients."""

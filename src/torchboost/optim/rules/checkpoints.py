@@ -21,8 +21,8 @@ def change_entries(optimizer: Optimizer, state_dict: dict[str, Any], change: Cal
         change: Called with a parameter, the name of an entry and the entry, and returns what to write in its place.
     """
     states = state_dict["state"]
-    for own, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
-        for param, index in zip(own["params"], saved["params"], strict=True):
+    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        for param, index in zip(group["params"], saved["params"], strict=True):
             if index in states:
                 states[index] = {key: change(param, key, value) for key, value in states[index].items()}
 
@@ -45,10 +45,10 @@ def in_order(state_dict: dict[str, Any], groups: Sequence[Mapping[str, Any]]) ->
     if indices.keys() != names or sizes != [len(saved["params"]) for saved in saved_groups]:
         return state_dict
     ordered = [
-        {**saved, "params": [indices[name] for name in own["param_names"]], "param_names": list(own["param_names"])}
-        if "param_names" in own
+        {**saved, "params": [indices[name] for name in group["param_names"]], "param_names": list(group["param_names"])}
+        if "param_names" in group
         else saved
-        for own, saved in zip(groups, saved_groups, strict=True)
+        for group, saved in zip(groups, saved_groups, strict=True)
     ]
     return {**state_dict, "param_groups": ordered}
 
@@ -69,8 +69,8 @@ def check_shapes(
         ValueError: An entry has another shape.
     """
     position = 0
-    for own, saved, names in zip(groups, state_dict["param_groups"], keys, strict=False):
-        for param, index in zip(own["params"], saved["params"], strict=False):
+    for group, saved, names in zip(groups, state_dict["param_groups"], keys, strict=False):
+        for param, index in zip(group["params"], saved["params"], strict=False):
             for key in (*names, "master"):
                 value = state_dict["state"].get(index, {}).get(key)
                 if isinstance(value, Tensor) and value.ndim and value.shape != param.shape:

@@ -136,8 +136,8 @@ class LARS(SGD):
     def constructor_options(self) -> dict[str, Any]:
         """Return the constructor's arguments that the param groups do not hold, by name."""
         *transforms, ratio = self.transforms
-        own = {key: getattr(ratio, key) for key in RATIO}
-        return {**super().constructor_options(), "transforms": tuple(transforms), **own}
+        settings = {key: getattr(ratio, key) for key in RATIO}
+        return {**super().constructor_options(), "transforms": tuple(transforms), **settings}
 
     def update(self, group: dict[str, Any], batch: Batch) -> None:
         """Update in place; the gradients already contain the decay."""

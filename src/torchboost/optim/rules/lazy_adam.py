@@ -291,7 +291,7 @@ class LazyAdam(Adam):
         return super().prepare(work)
 
     def _check_held(self, param: Tensor) -> None:
-        if not any(param is own for group in self.param_groups for own in group["params"]):
+        if not any(param is other for group in self.param_groups for other in group["params"]):
             found = f"of shape {tuple(param.shape)}" if isinstance(param, Tensor) else repr(param)
             raise ValueError(f"this optimizer does not hold the parameter {found}; give one of its parameters.")
 

@@ -308,8 +308,8 @@ def unpack(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
     """
     shares = _shares(signed, codes.device).index_select(0, codes.flatten().int())
     values = (_blocks(shares) * scales[:, None]).flatten()[: codes.numel()]
-    found = torch.empty_like(codes, dtype=torch.float32, memory_format=torch.preserve_format)
-    return found.copy_(values.view(codes.shape))
+    unpacked = torch.empty_like(codes, dtype=torch.float32, memory_format=torch.preserve_format)
+    return unpacked.copy_(values.view(codes.shape))
 
 
 def packed_state(state: Mapping[str, Any], keys: Sequence[str], noise: Tensor | float = 0.5) -> dict[str, Any]:

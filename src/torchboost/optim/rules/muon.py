@@ -110,8 +110,8 @@ class Muon(UpdateRule):
         if group["momentum"] >= 1:
             raise ValueError(f"momentum: found {group['momentum']!r}; give a number from 0 to below 1.")
         if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
-            found = group["adjust_lr_fn"]
-            raise ValueError(f"adjust_lr_fn: found {found!r}; allowed are 'original', 'match_rms_adamw' and None.")
+            name = group["adjust_lr_fn"]
+            raise ValueError(f"adjust_lr_fn: found {name!r}; allowed are 'original', 'match_rms_adamw' and None.")
         if group["ns_dtype"] not in (None, torch.float32, torch.bfloat16):
             raise ValueError(f"ns_dtype: found {group['ns_dtype']!r}; give torch.float32, torch.bfloat16 or None.")
         for param in group.get("params", ()):
@@ -300,14 +300,15 @@ def _polynomials(group: Mapping[str, Any]) -> list[Polynomial]:
     Raises:
         TypeError, ValueError: They are not numbers in threes, or too many iterations.
     """
-    given, steps = group["ns_coefficients"], group["ns_steps"]
+    numbers, steps = group["ns_coefficients"], group["ns_steps"]
     if isinstance(steps, bool) or not isinstance(steps, int):
         raise TypeError(f"ns_steps: found {steps!r}; give a whole number.")
     if not 0 < steps < MOST_STEPS:
         raise ValueError(f"ns_steps: found {steps}; give a number from 1 to {MOST_STEPS - 1}.")
-    if not isinstance(given, (tuple, list)) or not given:
-        raise TypeError(f"ns_coefficients: found {given!r}; give three numbers, or a list of three numbers each.")
-    listed: list[Any] = [tuple(one) for one in given] if isinstance(given[0], (tuple, list)) else [tuple(given)] * steps
+    if not isinstance(numbers, (tuple, list)) or not numbers:
+        raise TypeError(f"ns_coefficients: found {numbers!r}; give three numbers, or a list of three numbers each.")
+    several = isinstance(numbers[0], (tuple, list))
+    listed: list[Any] = [tuple(one) for one in numbers] if several else [tuple(numbers)] * steps
     for one in listed:
         if len(one) != 3 or not all(isinstance(number, (int, float)) and math.isfinite(number) for number in one):
             raise ValueError(f"ns_coefficients: found {one!r}; give three finite numbers per iteration.")

@@ -141,8 +141,8 @@ class AdamOffload(Adam):
 
     def constructor_options(self) -> dict[str, Any]:
         """Return the constructor's arguments that the param groups do not hold, by name."""
-        own = {"chunk_mebibytes": self.chunk_mebibytes, "pin_memory": self.pin_memory}
-        return {**super().constructor_options(), **own}
+        buffers = {"chunk_mebibytes": self.chunk_mebibytes, "pin_memory": self.pin_memory}
+        return {**super().constructor_options(), **buffers}
 
     def plan(self) -> OffloadPlan:
         """Return the cost of a step; needs neither gradients nor state."""

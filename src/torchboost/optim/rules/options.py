@@ -118,8 +118,8 @@ def rule_arguments(scope: Mapping[str, Any], **more: Any) -> dict[str, Any]:
 
 def full_signature(kind: type) -> inspect.Signature:
     """Return the signature of a rule with the keyword arguments written out that its ``**options`` are typed as."""
-    own = inspect.signature(vars(kind)["__init__"])
-    parameters = list(own.parameters.values())[1:]
+    signature = inspect.signature(vars(kind)["__init__"])
+    parameters = list(signature.parameters.values())[1:]
     last = parameters[-1]
     if last.kind is last.VAR_KEYWORD and str(last.annotation).startswith("Unpack["):
         typed = get_type_hints(vars(kind)["__init__"])[last.name].__args__[0]
@@ -133,7 +133,7 @@ def full_signature(kind: type) -> inspect.Signature:
             )
             for name, annotation in typed.__annotations__.items()
         ]
-    return own.replace(parameters=parameters)
+    return signature.replace(parameters=parameters)
 
 
 def check_options(options: Mapping[str, Any]) -> None:
