@@ -110,6 +110,7 @@ def _collect(
 
 def _raise(cause: str, workers: list[BaseProcess]) -> NoReturn:
     for rank, worker in enumerate(workers):
+        worker.join(timeout=0.2)  # a rank that a signal ends is the cause, although its peers may answer first
         if worker.exitcode is not None and worker.exitcode < 0:
             raise RankKilledError(f"rank {rank} was ended by {signal.Signals(-worker.exitcode).name}; {cause}")
     raise RankError(cause)
