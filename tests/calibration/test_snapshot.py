@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tests.support.portraits import changes, portrait
-from torchboost.algorithms import Autocast
+from torchboost.algorithms import Autocast, to_channels_last
 from torchboost.calibration.snapshot import Damage, Snapshot, Streams, plain, streams_kept
 from torchboost.core.algorithm import Target
 
@@ -307,6 +307,69 @@ def test_depth_and_kinds_of_tensors_are_no_obstacle():
     model.nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     model.eight = torch.ones(2).to(torch.float8_e4m3fn)
     assert not Snapshot(model).restore()
+
+
+class Averages(nn.Module):
+    """Moves an average of its weights in each pass, which is equal to them before the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(2, 2, 2)
+        self.average = copy.deepcopy(self.layer).requires_grad_(False)
+        self.interrupted = False
+
+    @torch.no_grad()
+    def forward(self) -> None:
+        for mean, weight in zip(self.average.parameters(), self.layer.parameters(), strict=True):
+            mean.mul_(0.5)
+            if self.interrupted:
+                raise KeyboardInterrupt
+            mean.add_(weight, alpha=0.5)
+
+
+def test_what_only_an_interrupted_pass_changes_is_restored():
+    model = Averages()
+    before = portrait(model)
+    snapshot = Snapshot(model)
+    model()
+    snapshot.after_a_pass()
+    model.interrupted = True
+    with pytest.raises(KeyboardInterrupt):
+        model()
+    snapshot.after_a_pass()
+    with snapshot.changed(lambda tensor: tensor.mul_(2)):
+        pass
+    snapshot.restore()
+    assert changes(before, portrait(model)) == {}
+
+
+def test_an_interrupted_first_pass_does_not_say_what_moves():
+    model = Averages()
+    before = portrait(model)
+    snapshot = Snapshot(model)
+    snapshot.after_a_pass(complete=False)
+    with torch.no_grad():
+        model.layer.weight.add_(1)
+    model()
+    snapshot.after_a_pass()
+    assert changes(before, portrait(model)) == {}
+
+
+def test_kernels_that_a_lever_has_moved_are_restored_where_they_are():
+    model = Averages()
+    with torch.no_grad():
+        model.layer.weight.add_(1)
+    weight, average = (each.weight.detach().clone() for each in (model.layer, model.average))
+    snapshot = Snapshot(model)
+    model()
+    snapshot.after_a_pass()
+    with to_channels_last(model):
+        model()
+        snapshot.after_a_pass()
+        assert torch.equal(model.average.weight, average)
+    with snapshot.changed(lambda tensor: tensor.mul_(2)):
+        assert torch.equal(model.layer.weight, 2 * weight)
+    assert not snapshot.restore()
 
 
 def test_what_is_not_trained_is_changed_in_other_memory(tmp_path):

@@ -243,6 +243,25 @@ def test_a_compilation_that_takes_too_long_is_interrupted_and_a_later_one_works(
     assert max(trial.sample(within=60)) < float("inf")
 
 
+def test_what_an_interrupted_step_leaves_is_undone_when_the_trial_is_closed():
+    class Pauses(nn.Linear):
+        pause = 0.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.bias.data.neg_()
+            time.sleep(Pauses.pause)
+            self.bias.data.neg_()
+            return super().forward(x)
+
+    model, x = Pauses(2, 2), torch.randn(4, 2)
+    before = portrait(model)
+    trial = Trial(passes(model, x), [sgd(model)], LEVERS)
+    Pauses.pause = 60.0
+    assert math.inf in trial.sample(within=0.05)
+    trial.close()
+    assert changes(before, portrait(model)) == {}
+
+
 def test_steps_that_take_too_long_count_as_infinitely_slow():
     class Slow(nn.Module):
         pause = 0.0

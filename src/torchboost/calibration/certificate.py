@@ -244,8 +244,11 @@ class Certificate:
 def _on_the_model(passes: Passes, levers: Iterable[Algorithm], scaler: Any) -> Iterator[None]:
     """Attach levers to the model alone: an optimizer that is never stepped stands in for that of the loop."""
     stand_in = torch.optim.SGD(passes.parameters, lr=0.0)
-    with attach_all(Target(passes.model, stand_in, scaler), levers):
-        yield
+    try:
+        with attach_all(Target(passes.model, stand_in, scaler), levers):
+            yield
+    finally:
+        passes.snapshot.restore()  # also the memory in which kernels were
 
 
 def _rounding_of_products(device: torch.device) -> float:

@@ -104,7 +104,7 @@ class Passes:
         self._leaves: list[Tensor] = []
         self._copies: list[tuple[Tensor, int]] = []
         self._written: list[int] | None = None
-        self.without_dropout = False
+        self._complete = self.without_dropout = False
         self.unequal = 0.0
 
     @contextmanager
@@ -114,7 +114,7 @@ class Passes:
         Args:
             change: Changes the inputs.
         """
-        self._leaves = []
+        self._leaves, self._complete = [], False
         copies: dict[int, Tensor] = {}
 
         def copied(tensor: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ class Passes:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
             _clear_casts()
-            self.snapshot.after_a_pass()
+            self.snapshot.after_a_pass(complete=self._complete)
             self._inputs, self._copies = ((), {}), []
 
     def run(self, between: Callable[[], None] | None = None) -> Pass:
@@ -175,7 +175,9 @@ class Passes:
         if between is not None:
             between()
         seeds = [seed.to(end.dtype) for seed, end in zip(self._seeds, ends, strict=True)]
-        return Pass([tensor.detach() for tensor in tensors], self._backward(ends, seeds))
+        result = Pass([tensor.detach() for tensor in tensors], self._backward(ends, seeds))
+        self._complete = True
+        return result
 
     def compare(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> None:
         """Compare the outputs of two equal passes.

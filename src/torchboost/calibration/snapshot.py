@@ -67,14 +67,14 @@ class _Tensor:
             if is_leaf and self.tensor.grad is not self.grad:
                 self.tensor.grad, damage = self.grad, Damage.UNDONE
             elif self.grad is not None and version(self.grad) != self.grad_version:
-                self.grad_version, damage = version(self.grad), Damage.LASTING
+                damage = Damage.LASTING
             if is_leaf and self.tensor.requires_grad != self.requires_grad:
                 self.tensor.requires_grad_(self.requires_grad)
                 damage = max(damage, Damage.UNDONE)
             if self._is_elsewhere():
                 self.tensor.data, self.swapped = self.memory, True
             if self.numbers is None and version(self.tensor) != self.version:
-                self.version, damage = version(self.tensor), Damage.LASTING
+                damage = Damage.LASTING
             elif self.numbers is not None and not _equal(self.memory, self.numbers):
                 self.memory.copy_(self.numbers)
                 damage = max(damage, Damage.UNDONE)
@@ -88,6 +88,8 @@ class _Tensor:
             self.tensor.data = self.memory
         if self.numbers is not None:
             self.memory.copy_(self.numbers)
+            if self._is_elsewhere() and self.tensor.shape == self.numbers.shape:  # with the strides of a lever
+                self.tensor.data.copy_(self.numbers)
 
     def _is_elsewhere(self) -> bool:
         """Whether the tensor has other memory than it had, or is another view of it."""
@@ -188,13 +190,15 @@ class Snapshot:
             self._moving = [one for one, damage in zip(rows, damages, strict=True) if damage or one.swapped]
         return max(damages, default=Damage.NONE)
 
-    def after_a_pass(self) -> None:
-        """Restore what the first pass was seen to change, quickly. Levers that are attached stay attached.
+    def after_a_pass(self, *, complete: bool = True) -> None:
+        """Restore what the first complete pass was seen to change, quickly. Levers that are attached stay attached.
 
-        The first pass must be one without levers, because everything is restored after it.
+        That pass must be one without levers, because everything is restored after it. A later pass that is interrupted
+        may leave more; :meth:`restore` undoes it once no lever is attached.
         """
         if self._moving is None:
             self.restore()
+            self._moving = self._moving if complete else None
             return
         for one in (*self._generators, *self._moving):
             one.put_back()
@@ -208,6 +212,7 @@ class Snapshot:
         Args:
             change: Changes a tensor in place.
         """
+        self.restore()  # what the numbers in the snapshot are exchanged with must be as it was
         rows = [one for key, one in self._tensors.items() if key in self._own and one.tensor.is_floating_point()]
         copied = [(one, one.numbers) for one in rows if one.numbers is not None]
         written = set(map(id, self._moving or ()))

@@ -103,6 +103,8 @@ class Trial:
                     times[place] = self._step_seconds(each, until - self._clock())
                 except Exception:  # a step that fails late counts as infinitely slow, so that the lever is dropped
                     times[place] = math.inf
+        if math.inf in times:
+            self._activate(None)
         base, challenger = self._reduce(times[::order])
         return base, challenger
 
@@ -119,6 +121,7 @@ class Trial:
         return self._reduce([self._clock() - self._began])[0]
 
     def _activate(self, contestant: Contestant | None) -> None:
+        """Change the levers. With None, what a pass without an end has left is undone."""
         if self._active is contestant:
             return
         active, self._active = self._active, None
@@ -127,6 +130,8 @@ class Trial:
         if contestant is not None:
             contestant.attach()
             self._active = contestant
+        else:
+            self._passes.snapshot.restore()
 
     def _warmed(self, levers: Sequence[str], within: float) -> tuple[Contestant, float, float]:
         """Return a contestant after its first steps, the seconds that this took, and the seconds of the last step."""
