@@ -108,7 +108,8 @@ class Halves:
     def obstacle(self, tensors: tuple[Tensor, ...], count: int) -> str:
         """Explain why the border values are not one independent row per sample; return an empty string if they are.
 
-        The prefix runs on the batch and on every second sample from the last; the rows must be equal.
+        The prefix runs on the batch and on every second sample from the last, without the first one: reversed, an odd
+        number of samples with it would look the same. The rows must be equal.
         """
         values = self.border(tensors)
         outputs = {f"'{name}' at its border": value for name, value in zip(self.names, values, strict=True)}
@@ -120,7 +121,7 @@ class Halves:
         memory, inputs = ([t.untyped_storage().data_ptr() for t in some] for some in (values, tensors))
         if len({*memory}.difference(inputs)) < len(values):
             return f"{' and '.join(outputs)} share memory with each other or with an input"
-        rows = list(range(count - 1, -1, -2)) if count > 1 else [0, 0]
+        rows = list(range(count - 1, 0, -2)) or [0, 0]
         try:
             alone = self.border(self.select(tensors, rows))
         except Exception as error:  # whatever the user's forward raises
