@@ -315,9 +315,13 @@ def test_rows_that_are_no_samples_are_noticed_quietly(capfd: pytest.CaptureFixtu
         assert reason in note
         assert fast.report().rows == 0
     assert capfd.readouterr().err == ""  # torch.fx prints a traceback where a GraphModule is called
-    for run, count in ((lambda n, x: n.b(n.a(x) - n.a(x).sum(0)), 1), (lambda n, x: n.b(n.a(x).flip(0)), 5)):
+    for run, rows in (
+        (lambda n, x: n.b(n.a(x) - n.a(x).sum(0)), torch.randn(1, 4)),
+        (lambda n, x: n.b(n.a(x).flip(0)), torch.randn(5, 4)),
+        (lambda n, x: n.b(n.a(x) / n.a(x).abs().max()), torch.arange(16.0).view(4, 4)),
+    ):
         fast = with_rows(Net(run))
-        named(fast, torch.randn(count, 4))
+        named(fast, rows)
         assert "depends on what else" in fast.report().note
     fast = with_rows(Net(lambda n, x, mask=1: n.b(n.a(x) * mask)))
     named(fast, torch.randn(6, 4), torch.ones(4))

@@ -108,8 +108,9 @@ class Halves:
     def obstacle(self, tensors: tuple[Tensor, ...], count: int) -> str:
         """Explain why the border values are not one independent row per sample; return an empty string if they are.
 
-        The prefix runs on the batch and on every second sample from the last, without the first one: reversed, an odd
-        number of samples with it would look the same. The rows must be equal.
+        The prefix runs on the batch, on every second sample from the last, and on the others, since the largest entry of
+        a batch is in one of the two only. The first sample is not among every second one: reversed, an odd number of
+        samples with it would look the same. The rows must be equal.
         """
         values = self.border(tensors)
         outputs = {f"'{name}' at its border": value for name, value in zip(self.names, values, strict=True)}
@@ -121,14 +122,16 @@ class Halves:
         memory, inputs = ([t.untyped_storage().data_ptr() for t in some] for some in (values, tensors))
         if len({*memory}.difference(inputs)) < len(values):
             return f"{' and '.join(outputs)} share memory with each other or with an input"
-        rows = list(range(count - 1, 0, -2)) or [0, 0]
-        try:
-            alone = self.border(self.select(tensors, rows))
-        except Exception as error:  # whatever the user's forward raises
-            return f"it does not run on part of a batch ({error})"
-        for (name, value), part in zip(outputs.items(), alone, strict=True):
-            if not _alike(value[rows], part):
-                return f"{name} depends on what else is in the batch"
+        second = list(range(count - 1, 0, -2)) or [0, 0]
+        others = [row for row in range(count) if row not in second]
+        for rows in filter(None, (second, others)):
+            try:
+                alone = self.border(self.select(tensors, rows))
+            except Exception as error:  # whatever the user's forward raises
+                return f"it does not run on part of a batch ({error})"
+            for (name, value), part in zip(outputs.items(), alone, strict=True):
+                if not _alike(value[rows], part):
+                    return f"{name} depends on what else is in the batch"
         return ""
 
 
