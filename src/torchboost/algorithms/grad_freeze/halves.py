@@ -108,9 +108,9 @@ class Halves:
     def obstacle(self, tensors: tuple[Tensor, ...], count: int) -> str:
         """Explain why the border values are not one independent row per sample; return an empty string if they are.
 
-        The prefix runs on the batch, on every second sample from the last, and on the others, since the largest entry of
-        a batch is in one of the two only. The first sample is not among every second one: reversed, an odd number of
-        samples with it would look the same. The rows must be equal.
+        The prefix runs on the batch, on every second sample from the last, and on the others, since only one of these
+        has the largest entry of the batch. The first sample is among the others: an odd number of rows with the first
+        and the last one is the same in a reversed batch. The rows must be equal.
         """
         values = self.border(tensors)
         outputs = {f"'{name}' at its border": value for name, value in zip(self.names, values, strict=True)}
