@@ -122,6 +122,11 @@ def test_a_model_that_was_channels_last_stays_so() -> None:
     ChannelsLast().transform(plain)
     attach_all(Target(plain, sgd(plain)), [ChannelsLast()]).remove()
     assert strides(plain) == before
+    saved, optimizer = Target(contiguous := cnn(), sgd(contiguous)), sgd(model)
+    train(saved, 1, 3)
+    to_channels_last(model, optimizer)
+    optimizer.load_state_dict(saved.optimizer.state_dict())
+    assert optimizer.state[model[0].weight]["momentum_buffer"].stride() == model[0].weight.stride()
 
 
 def test_a_failure_while_attaching_gives_the_strides_back() -> None:

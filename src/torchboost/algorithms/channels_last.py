@@ -230,12 +230,13 @@ def _convert(model: nn.Module, *optimizers: Optimizer | None) -> Callable[[], No
 
 def _plain_checkpoints(model: nn.Module, optimizer: Optimizer | None) -> Attachment:
     """Let the state be saved with the strides from before; a fused kernel mixes up what lies in another order."""
-    before: dict[Tensor, tuple[int, ...]] = {weight: _BEFORE[weight] for weight in _kernels(model) if weight in _BEFORE}
-    if optimizer is None or not before or not calls_hooks(optimizer):
+    kernels = _kernels(model)  # those of a checkpoint that was assigned may have had the format before
+    before: dict[Tensor, tuple[int, ...]] = {weight: _BEFORE[weight] for weight in kernels if weight in _BEFORE}
+    if optimizer is None or not kernels or not calls_hooks(optimizer):
         return Attachment()
 
     written = optimizer.register_state_dict_post_hook(functools.partial(_write_plain, before), prepend=True)
-    return Attachment(written, optimizer.register_load_state_dict_post_hook(functools.partial(_follow, before)))
+    return Attachment(written, optimizer.register_load_state_dict_post_hook(functools.partial(_follow, kernels)))
 
 
 def _write_plain(before: dict[Tensor, tuple[int, ...]], optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -246,9 +247,9 @@ def _write_plain(before: dict[Tensor, tuple[int, ...]], optimizer: Optimizer, st
     change_entries(optimizer, state_dict, plain)
 
 
-def _follow(before: dict[Tensor, tuple[int, ...]], optimizer: Optimizer) -> None:
+def _follow(kernels: list[nn.Parameter], optimizer: Optimizer) -> None:
     """Bring loaded state into the format of its kernel."""
-    for weight in before:
+    for weight in kernels:
         state = optimizer.state.get(weight, {})
         state.update({key: aligned(value, weight) for key, value in state.items() if _belongs(value, weight)})
 
