@@ -247,11 +247,11 @@ def test_what_an_interrupted_step_leaves_is_undone_when_the_trial_is_closed():
     class Pauses(nn.Linear):
         pause = 0.0
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, input: Tensor) -> Tensor:
             self.bias.data.neg_()
             time.sleep(Pauses.pause)
             self.bias.data.neg_()
-            return super().forward(x)
+            return super().forward(input)
 
     model, x = Pauses(2, 2), torch.randn(4, 2)
     before = portrait(model)
