@@ -64,6 +64,14 @@ def test_covers_lie_on_top_of_each_other_and_slide_beneath() -> None:
     assert model(X) == [X, "d", "c", "a", "b"]
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_torch_script_compiles_the_forward_under_a_cover() -> None:
+    """Its source names ``F``. If this fails, torch can script no ``nn.Linear`` any more in this process."""
+    model, x = nn.Linear(2, 2), torch.ones(1, 2)
+    cover_forward(model, lambda forward, module, args, kwargs: forward(module, *args, **kwargs))
+    assert torch.equal(torch.jit.script(model)(x), model(x))
+
+
 def test_removal_in_any_order_leaves_no_trace() -> None:
     for own, order in itertools.product([False, True], itertools.permutations("abc")):
         model = Net()

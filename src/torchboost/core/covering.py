@@ -7,6 +7,7 @@ also with ``weights_only=True``, which allows no class that it does not know.
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -111,8 +112,11 @@ def _cover_first(model: nn.Module) -> _Covers:
     def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         return outermost[0](self, *args, **kwargs)
 
-    # Tools read the signature of forward, for example to choose the columns of a data set.
-    covering = functools.update_wrapper(forward, type(model).forward)
+    # Tools read the signature of forward, for example to choose the columns of a data set. torch.jit.script reads its
+    # source, and looks its names up in the globals of the function that it finds.
+    names = getattr(inspect.unwrap(type(model).forward), "__globals__", globals())
+    covering = types.FunctionType(forward.__code__, names, closure=forward.__closure__)
+    functools.update_wrapper(covering, type(model).forward)
     vars(covering)[_COVER] = covers
     model.forward = types.MethodType(covering, model)
     setattr(model, MAKES_REPLICAS, types.MethodType(_replicate_for_data_parallel, model))

@@ -92,8 +92,7 @@ class Freezing(Attachment):
 
     Only parameters of the optimizer are frozen, and only while the user trains them: what the user freezes stays
     frozen, and what the user thaws stays thawed. The index in use is that of the schedule, or the largest index below
-    it that leaves something to train (:class:`~torchboost.algorithms.grad_freeze.reach.Reach`). Freezing that an
-    earlier attachment left on these parameters is undone first.
+    it that leaves something to train. Freezing that an earlier attachment left on these parameters is undone first.
 
     Args:
         model: The model as the loop calls it, wrapped or not (DDP may follow later). None if only parameters are known;
