@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import itertools
 import types
@@ -109,6 +110,16 @@ def test_foreign_covers_keep_working_after_removal() -> None:
         assert set(vars(model)) == {*vars(Net()), "forward"}
         assert vars(model)["forward"] is foreign
         assert model(X) == [value, "foreign"]
+
+
+def test_a_foreign_cover_that_copies_our_attributes_stays_after_removal() -> None:
+    model = Net()
+    cover = cover_forward(model, adding("a"))
+    inner: Any = model.forward
+    model.forward = types.MethodType(functools.wraps(inner)(lambda self, x: [*inner(x), "foreign"]), model)
+    assert model(X) == [X, "a", "foreign"]
+    cover.remove()
+    assert model(X) == [X, "foreign"]
 
 
 def test_replicas_of_data_parallel_compute_with_their_own_weights() -> None:

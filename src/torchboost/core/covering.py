@@ -43,12 +43,14 @@ class _Covers:
     Args:
         own: The ``forward`` that the user set on the instance; None if that of its class is covered.
         bare: The same as a function of the module.
+        entry: The function that the module's ``forward`` is bound to. A wrapper of it may carry the same mark.
         layers: The innermost one first.
         outermost: One entry, the function that runs all layers. A list, because compiled graphs guard on it.
     """
 
     own: Any
     bare: Forward
+    entry: Any = None
     layers: list[Around] = field(default_factory=list)
     outermost: list[Forward] = field(default_factory=list)
 
@@ -89,7 +91,7 @@ def cover_forward(model: nn.Module, around: Around, *, innermost: bool = False) 
     def uncover() -> None:
         del layers[next(place for place, layer in enumerate(layers) if layer is around)]
         covers.put_together()
-        if not layers and _covers(model) is covers:
+        if not layers and getattr(vars(model).get("forward"), "__func__", None) is covers.entry:
             _set_forward(model, covers.own)
         if _covers(model) is None:
             vars(model).pop(MAKES_REPLICAS, None)
@@ -117,6 +119,7 @@ def _cover_first(model: nn.Module) -> _Covers:
     names = getattr(inspect.unwrap(type(model).forward), "__globals__", globals())
     covering = types.FunctionType(forward.__code__, names, closure=forward.__closure__)
     functools.update_wrapper(covering, type(model).forward)
+    covers.entry = covering
     vars(covering)[_COVER] = covers
     model.forward = types.MethodType(covering, model)
     setattr(model, MAKES_REPLICAS, types.MethodType(_replicate_for_data_parallel, model))

@@ -127,6 +127,15 @@ def test_two_optimizers_share_one_scale_and_only_the_bad_one_is_skipped():
     assert scaler.overflowed
 
 
+def test_the_first_param_group_may_be_empty():
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([{"params": []}, {"params": [weight]}], lr=1.0)
+    scaler = DynamicLossScale(4.0)
+    scaler.scale(weight.sum()).backward()
+    scaler.step(optimizer)
+    assert torch.equal(weight, torch.zeros(2))
+
+
 def test_a_fixed_scale_set_inside_a_window_waits_for_the_next():
     scaler = FixedLossScale(32.0)
     plain, _, plain_step, _ = setup("sgd", None, window=2)

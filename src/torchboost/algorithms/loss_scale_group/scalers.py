@@ -231,7 +231,7 @@ class LossScaler:
         if self._in_use is None:
             raise RuntimeError("unscale_() before scale(): multiply the loss, scaler.scale(loss).backward(), first.")
         members = self._members(optimizer)
-        device = optimizer.param_groups[0]["params"][0].device
+        device = next(param for group in optimizer.param_groups for param in group["params"]).device
         total = torch.zeros(len(members), dtype=torch.float32, device=device)
         for flags in _divided(members, self._in_use):
             total += flags.to(device)
