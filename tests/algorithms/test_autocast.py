@@ -409,8 +409,8 @@ def test_a_large_head_whose_results_are_returned_stays_in_half_precision() -> No
 
 def test_names_are_those_of_the_bare_model_and_must_exist() -> None:
     model = Outputs(policy=nn.Linear(16, 3))
-    with pytest.raises(IncompatibleError, match=r"no module 'polcy'.*Did you mean 'policy'"):
-        attach_all(Target(model, sgd(model)), [Autocast(float32=("polcy",))])
+    with pytest.raises(IncompatibleError, match=r"no module 'polici'.*Did you mean 'policy'"):
+        attach_all(Target(model, sgd(model)), [Autocast(float32=("polici",))])
     with pytest.raises(ValueError, match="no module 'value'"):
         autocast_forward(model, float32=["value"])
     x = torch.randn(2, 8)

@@ -258,7 +258,7 @@ class ViewsInItsRule(optim.SGD):
             p.sub_(grad.view(len(p), -1).sign().view_as(p), alpha=group["lr"])
 
 
-class InFront(WrappingOptimizer):
+class Behind(WrappingOptimizer):
     """Steps what is behind it."""
 
 
@@ -266,10 +266,10 @@ COPES = {
     "torch": (lambda params: torch.optim.Adafactor(params), True),
     "inherited": (lambda params: Inherits(params, lr=0.1), True),
     "ours": (lambda params: optim.Lamb(params), True),
-    "behind another": (lambda params: InFront(torch.optim.SGD(params, lr=0.1)), True),
+    "behind another": (lambda params: Behind(torch.optim.SGD(params, lr=0.1)), True),
     "own step": (lambda params: Views(params, lr=0.1), False),
     "own rule": (lambda params: ViewsInItsRule(params, lr=0.1), False),
-    "own step behind another": (lambda params: InFront(Views(params, lr=0.1)), False),
+    "own step behind another": (lambda params: Behind(Views(params, lr=0.1)), False),
 }
 
 

@@ -193,7 +193,9 @@ class Passes:
     def shown_to(self, look: Callable[..., Any]) -> Any:
         """Return what ``look(model, args, kwargs)`` returns, which may run a forward pass."""
         with self.prepared(), self._forward():
-            return look(self.model, *self._inputs)
+            answer = look(self.model, *self._inputs)
+            self._complete = True
+        return answer
 
     @property
     def is_random(self) -> bool:
