@@ -406,7 +406,7 @@ def _plan(model: nn.Module, settings: LessBn, sample: Any) -> _Plan:
             kept[norm] = reason or "it is the model itself"
     gone = {flow.calls(norm)[0] for norm in removed}
     copies = {norm for norm in removed if may_collide(flow, flow.calls(norm)[0], gone)}
-    bare_ends = {  # last layers of branches whose sum is no longer normalised -> the variance that they start with
+    bare_ends = {  # last layer of each branch with a sum that is not normalised any more -> its initial variance
         layers[-1]: 1 / len(blocks)
         for block in blocks
         for layers, norms in zip(block.mains, block.norms, strict=True)

@@ -238,8 +238,10 @@ def check_seeds(trainings: Iterable[tuple[int, tuple[float | None, ...]]]) -> No
 def one_epoch(batches: Iterable[Any], *, seed: int, epoch: int, device: torch.device) -> Iterator[tuple[Any, Any]]:
     """Yield the pairs of an epoch on a device, in an order that depends on seed and epoch alone.
 
-    A shuffling loader draws its order from torch's global generator, which is therefore seeded. Raises
-    ``FactoryError`` if there is no batch, or one that is not a pair.
+    A shuffling loader draws its order from torch's global generator, which is therefore seeded.
+
+    Raises:
+        FactoryError: The loader yields no batch, or a batch is not a pair.
     """
     torch.manual_seed(1_000_003 * seed + epoch)
     empty = True

@@ -360,7 +360,7 @@ class Calibration:
 def decide(
     target: Target, calibration: Calibration, call: Call, choice: Choice | None, detach: Callable[[], None]
 ) -> tuple[Choice, list[Algorithm]]:
-    """Measure the levers if there is no choice, and check what is chosen. The pair stays as it is.
+    """Measure the levers if there is no choice, and check the chosen ones. The pair does not change.
 
     Args:
         target: The pair.

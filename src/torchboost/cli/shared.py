@@ -92,7 +92,7 @@ def chosen(workload: str, *, model: str | None, accuracy: bool = False, **option
         options: What a factory makes itself, by the name of the option; None without a value.
 
     Raises:
-        ValueError: There is no such workload or function, or an option does not fit.
+        ValueError: The workload or function does not exist, or an option does not apply to it.
     """
     if workload.endswith(".py"):
         raise ValueError(f"found {workload!r} without a function; needed: {workload}:make.")

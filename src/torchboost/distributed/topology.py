@@ -138,7 +138,7 @@ def shutdown() -> None:
         return
     dist.barrier()
     dist.destroy_process_group()
-    gc.collect()  # the destructor of a group that is no longer referenced joins its threads
+    gc.collect()  # a group without references joins its threads in its destructor
     sleep(_LET_GO)
 
 

@@ -209,12 +209,12 @@ def _parts(group: Mapping[str, Any], batch: Batch) -> Iterator[tuple[_Layout, Ba
 
     All shards of one mesh are one piece, because they are exchanged together.
     """
-    alike: dict[Any, list[int]] = {}
+    places_by_layout: dict[Any, list[int]] = {}
     for position, param in enumerate(batch.params):
         if param.numel():
             layout = _layout(param, stacked=group["stacked"])
-            alike.setdefault(layout.mesh or (layout.shape, param.dtype, param.device), []).append(position)
-    for positions in alike.values():
+            places_by_layout.setdefault(layout.mesh or (layout.shape, param.dtype, param.device), []).append(position)
+    for positions in places_by_layout.values():
         first = batch.params[positions[0]]
         layout = _layout(first, stacked=group["stacked"])
         length = len(positions) if layout.mesh else max(1, PIECE // first.numel())
@@ -263,11 +263,11 @@ def _exchanged(shards: Sequence[Tensor], layouts: Sequence[_Layout], work: Calla
     mine = [[shapes[at][other] for at in dealt[rank]] for other in ranks]
     arrived = _sent([[shards[at] for at in dealt[other]] for other in ranks], mine, shards[0], group)
     whole: dict[int, Tensor] = {}
-    alike: dict[tuple[int, ...], list[int]] = {}
+    places_by_layout: dict[tuple[int, ...], list[int]] = {}
     for at, parts in zip(dealt[rank], zip(*arrived, strict=True), strict=True):
         whole[at] = torch.cat(parts, dim=layouts[at].axis).reshape(layouts[at].matrices)
-        alike.setdefault(layouts[at].shape, []).append(at)
-    for positions in alike.values():
+        places_by_layout.setdefault(layouts[at].shape, []).append(at)
+    for positions in places_by_layout.values():
         whole.update(zip(positions, work(torch.stack([whole[at] for at in positions])), strict=True))
     cut = [
         whole[at].reshape(layouts[at].shape).split([shape[layouts[at].axis] for shape in shapes[at]], layouts[at].axis)

@@ -296,11 +296,11 @@ def warn_of_training_weights(optimizer: Optimizer, what: str, *, stacklevel: int
 
 def _alike(batch: Batch) -> Iterator[tuple[float, Batch]]:
     """Yield a number of updates with the parameters that had as many, at the same rates; some may have rested."""
-    alike: dict[tuple[float, ...], list[int]] = {}
+    places_by_past: dict[tuple[float, ...], list[int]] = {}
     for position, state in enumerate(batch.states):
         past = tuple(float(state[key]) for key in ("step", *_ScheduleFree.numbers))
-        alike.setdefault(past, []).append(position)
-    for (count, *_), at in sorted(alike.items()):
+        places_by_past.setdefault(past, []).append(position)
+    for (count, *_), at in sorted(places_by_past.items()):
         yield count, batch.select(at)
 
 
