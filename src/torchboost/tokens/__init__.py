@@ -1,0 +1,1 @@
+"""Tensors of a padded batch of which only some positions are computed."""

@@ -1,0 +1,103 @@
+"""The positions of a padded batch that are computed, and where their rows lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchboost.core.torch_private import version
+
+__all__ = ["Layout"]
+
+
+class Layout:
+    """The computed positions of a batch of sequences.
+
+    Args:
+        mask: True at each computed position. Shape (batch, length).
+    """
+
+    def __init__(self, mask: Tensor) -> None:
+        self.mask = mask
+        self.batch, self.length = mask.shape
+        self.index = mask.flatten().nonzero().squeeze(1)
+        self._rows_of: dict[tuple[int, tuple[int, ...]], tuple[Tensor, int, Tensor]] = {}
+        self._results: dict[int, tuple[Tensor, int, Any]] = {}
+        self._crops: dict[tuple[int, int], tuple[Layout, Tensor]] = {}
+
+    @property
+    def complete(self) -> bool:
+        """Whether every position is computed."""
+        return self.index.numel() == self.batch * self.length
+
+    @cached_property
+    def sequences(self) -> Tensor:
+        """The sequence of each row."""
+        return self.index.div(self.length, rounding_mode="floor")
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """The position of each row in its sequence."""
+        return self.index.remainder(self.length)
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """The number of rows of each sequence."""
+        return self.mask.sum(1).tolist()
+
+    @cached_property
+    def begins_with_rows(self) -> bool:
+        """Whether every sequence has its padding at the end."""
+        return not bool((self.mask[:, 1:] & ~self.mask[:, :-1]).any())
+
+    @cached_property
+    def row_of(self) -> Tensor:
+        """The row of each position, -1 without one. Shape (batch, length)."""
+        rows = torch.full((self.batch * self.length,), -1, dtype=torch.long, device=self.mask.device)
+        rows[self.index] = torch.arange(self.index.numel(), device=self.mask.device)
+        return rows.view(self.batch, self.length)
+
+    @cached_property
+    def absent(self) -> Tensor:
+        """The positions without a row, counted over the whole batch."""
+        return (~self.mask).flatten().nonzero().squeeze(1)
+
+    def crop(self, start: int, stop: int) -> tuple[Layout, Tensor]:
+        """Return the layout of the positions from ``start`` to ``stop`` of each sequence, and which rows it has."""
+        if (start, stop) not in self._crops:
+            rows = ((self.tokens >= start) & (self.tokens < stop)).nonzero().squeeze(1)
+            self._crops[start, stop] = Layout(self.mask[:, start:stop]), rows
+        return self._crops[start, stop]
+
+    def gathered(self, tensor: Tensor, places: tuple[int, ...]) -> Tensor:
+        """Return the rows of a padded tensor that has batch and length, or the two as one, in these dimensions."""
+        key, changes = (id(tensor), places), version(tensor)
+        source, then, rows = self._rows_of.get(key, (None, 0, tensor))
+        if source is tensor and then == changes:
+            return rows
+        moved = tensor.movedim(places, tuple(range(len(places))))
+        if len(places) == 1:
+            rows = moved if moved.shape[0] == 1 else moved.index_select(0, self.index)
+        elif moved.shape[:2] == (1, 1):
+            return moved[0]
+        elif moved.shape[0] == 1:
+            rows = moved[0].index_select(0, self.tokens)
+        elif moved.shape[1] == 1:
+            rows = moved[:, 0].index_select(0, self.sequences)
+        else:
+            rows = moved.flatten(0, 1).index_select(0, self.index)
+        if not tensor.requires_grad:
+            self._rows_of[key] = tensor, changes, rows
+        return rows
+
+    def once(self, tensor: Tensor, compute: Callable[[], Any]) -> Any:
+        """Return what is computed of a tensor, such as a mask that all layers share. It is computed once."""
+        source, then, result = self._results.get(id(tensor), (None, 0, None))
+        if source is not tensor or then != version(tensor):
+            result = compute()
+            self._results[id(tensor)] = tensor, version(tensor), result
+        return result

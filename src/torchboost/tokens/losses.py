@@ -1,0 +1,44 @@
+"""Losses that read labelled positions only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from torchboost.tokens.rows import BATCH, FLAT, TOKEN, Rows, MissingRows
+
+__all__ = ["cross_entropy"]
+
+
+def cross_entropy(
+    logits: Any,
+    target: Any,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Compute the logits of labelled positions, and their loss."""
+    if not isinstance(logits, Rows) or isinstance(target, Rows) or size_average is not None or reduce is not None:
+        raise MissingRows("its arguments are of another kind")
+    if target.is_floating_point() or logits.dims not in ((FLAT, 0), (BATCH, 0, TOKEN)):
+        raise MissingRows("its arguments are of another kind")
+    if target.numel() != logits.positions.mask.numel():
+        raise MissingRows("its arguments are of another kind")
+    labels = target.reshape(-1)
+    labelled = (labels != ignore_index).nonzero().squeeze(1)
+    if not labelled.numel():
+        raise MissingRows("no position has a label")
+    rows = logits.positions.row_of.view(-1)[labelled]
+    if bool((rows < 0).any()):
+        raise MissingRows("padded positions have labels")
+    options: dict[str, Any] = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    losses = F.cross_entropy(logits.picked(rows), labels[labelled], reduction=reduction, **options)
+    if reduction != "none":
+        return losses
+    return losses.new_zeros(labels.shape).index_copy(0, labelled, losses).view(target.shape)

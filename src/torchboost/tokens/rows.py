@@ -1,0 +1,161 @@
+"""The rows of some positions of a padded batch, in the shape of the padded tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from torchboost.tokens.layout import Layout
+
+__all__ = ["BATCH", "FLAT", "TOKEN", "MissingRows", "RowFunction", "Rows"]
+
+BATCH, TOKEN, FLAT = -1, -2, -3
+"""Dimensions of the padded shape that rows do not have: batch, length, and the two as one."""
+
+RowFunction = Callable[[Tensor], Tensor]
+"""Computes rows from rows, each from its own alone."""
+
+
+class MissingRows(BaseException):  # noqa: N818  it is no error: whoever catches it computes the whole tensors
+    """A function needs positions that were not computed."""
+
+
+class Rows(Tensor):
+    """The rows of some positions of a padded tensor. It has the shape of that tensor and no memory of its own.
+
+    Args:
+        base: Shape (rows, features...): every dimension except batch and length.
+        positions: Where the rows belong.
+        dims: For each dimension of the padded shape ``BATCH``, ``TOKEN``, ``FLAT``, or the number of a feature of
+            ``base``, counted from 0.
+        later: Computed on the rows before they are used, in this order.
+        fill: What the missing positions hold; None if this is unknown.
+
+    Attributes:
+        needs_grad: Whether the rows are part of a graph.
+        source: Returns the whole padded tensor. None inside the pass, whose caller then runs it again on whole tensors.
+    """
+
+    base: Tensor
+    positions: Layout
+    dims: tuple[int, ...]
+    later: tuple[RowFunction, ...]
+    fill: float | bool | None
+    needs_grad: bool
+    source: Callable[[], Tensor] | None
+
+    @staticmethod
+    def __new__(
+        cls,
+        base: Tensor,
+        positions: Layout,
+        dims: Sequence[int],
+        later: tuple[RowFunction, ...] = (),
+        fill: float | bool | None = None,
+    ) -> Self:
+        """Make a tensor without memory."""
+        features = [dim for dim in dims if dim >= 0]
+        if features != sorted(features):
+            base, dims = base.permute(0, *(dim + 1 for dim in features)), numbered(dims)
+        like = base[:0] if later else base
+        for function in later:
+            like = function(like)
+        if like.device != positions.mask.device:
+            raise MissingRows("it moves to another device")
+        sizes = {BATCH: positions.batch, TOKEN: positions.length, FLAT: positions.batch * positions.length}
+        shape = [sizes[dim] if dim < 0 else like.shape[dim + 1] for dim in dims]
+        rows: Any = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
+        rows.base, rows.positions, rows.dims, rows.later, rows.fill = base, positions, tuple(dims), later, fill
+        rows.needs_grad, rows.source = like.requires_grad, None
+        return rows
+
+    @property
+    def rows(self) -> Tensor:
+        """The rows, computed. Shape (rows, features...)."""
+        rows, later, self.later = self.base, self.later, ()
+        for function in later:
+            rows = function(rows)
+        self.base = rows
+        return rows
+
+    def picked(self, index: Tensor) -> Tensor:
+        """Return these rows. What is computed later is computed for them alone."""
+        rows = self.base.index_select(0, index)
+        for function in self.later:
+            rows = function(rows)
+        return rows
+
+    def of(self, rows: Tensor, dims: Sequence[int] | None = None, fill: float | bool | None = None) -> Self:
+        """Return other rows of the same positions."""
+        return type(self)(rows, self.positions, self.dims if dims is None else dims, fill=fill)
+
+    def then(self, function: RowFunction) -> Self:
+        """Return what a function makes of each row, computed later if these are."""
+        if self.later:
+            return type(self)(self.base, self.positions, self.dims, (*self.later, function))
+        return self.of(function(self.base))
+
+    def arranged(self, dims: Sequence[int]) -> Self:
+        """Return the same rows in another padded shape."""
+        return type(self)(self.base, self.positions, dims, self.later, self.fill)
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The dimensions of the padded shape that are batch and length, or both as one."""
+        both = BATCH in self.dims
+        return (self.dims.index(BATCH), self.dims.index(TOKEN)) if both else (self.dims.index(FLAT),)
+
+    def feature(self, dim: int) -> int:
+        """Return the dimension of the rows that a dimension of the padded shape is."""
+        number = self.dims[dim]
+        if number < 0:
+            raise MissingRows("it combines positions")
+        return number + 1
+
+    def whole(self) -> Tensor:
+        """Return the padded tensor."""
+        positions, rows = self.positions, self.rows
+        if not positions.complete:
+            if self.fill is None:
+                raise MissingRows("it needs the padding")
+            padded = rows.new_full((positions.batch * positions.length, *rows.shape[1:]), self.fill)
+            rows = padded.index_copy(0, positions.index, rows)
+        if FLAT not in self.dims:
+            rows = rows.unflatten(0, (positions.batch, positions.length))
+        return rows.movedim(tuple(range(len(self.places))), self.places)
+
+    def operand(self, other: Tensor) -> Tensor:
+        """Return another tensor as it meets the rows of this one in a function that broadcasts."""
+        if isinstance(other, Rows):
+            if other.positions is not self.positions or (other.ndim, other.places) != (self.ndim, self.places):
+                raise MissingRows("it combines different positions")
+            return other.rows
+        if other.ndim > self.ndim:
+            raise MissingRows("it adds dimensions")
+        if other.ndim < self.ndim - max(self.places):
+            return other  # it has features alone
+        other = other[(None,) * (self.ndim - other.ndim)]
+        return self.positions.gathered(other, self.places)
+
+    def absent(self, mask: Any) -> Tensor | None:
+        """Return the entries of a mask at the missing positions, if it has one entry for each position."""
+        if not isinstance(mask, Tensor) or isinstance(mask, Rows) or mask.ndim != self.ndim:
+            return None
+        entries = self.positions.mask.numel()
+        if not mask.numel() == entries == torch.Size(mask.shape[place] for place in self.places).numel():
+            return None
+        order = tuple(range(len(self.places)))
+        return mask.movedim(self.places, order).flatten()[self.positions.absent]
+
+
+def numbered(dims: Sequence[int]) -> tuple[int, ...]:
+    """Number the features of a padded shape in their order."""
+    count, numbers = 0, []
+    for dim in dims:
+        numbers.append(dim if dim < 0 else count)
+        count += dim >= 0
+    return tuple(numbers)
