@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torchboost.tokens.layout import Layout
-from torchboost.tokens.rows import BATCH, TOKEN, Rows, MissingRows
+from torchboost.tokens.rows import BATCH, TOKEN, MissingRows, Rows
 
 __all__ = ["scaled_dot_product_attention"]
 

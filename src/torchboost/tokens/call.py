@@ -1,77 +1,226 @@
-"""One call of a model that computes some positions only, and the way back to all of them."""
+"""Calls of a model that leave positions out, and the way back to all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import contextvars
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from torchboost.core.algorithm import Attachment
+from torchboost.core.containers import with_tensors
+from torchboost.core.covering import cover_forward
+from torchboost.core.torch_private import inside_function_transform, is_tracing, version
 from torchboost.graph.copies import accelerators, generator_states, set_generator_states
-from torchboost.tokens.rows import MissingRows, Rows
+from torchboost.tokens.layout import Layout
+from torchboost.tokens.operations import PaddedRows
+from torchboost.tokens.rows import BATCH, FLAT, TOKEN, MissingRows, RowFunction, Rows, in_this_precision
 
-__all__ = ["PartialCall"]
+__all__ = ["NOTHING_READS", "Part", "PartialCall", "PartialForward"]
 
-Note = Callable[[str], None]
+_LOG = logging.getLogger("torchboost")
+
+NOTHING_READS: contextvars.ContextVar[bool] = contextvars.ContextVar("nothing_reads", default=False)
+"""Whether outputs do not reach the loop, as in a trial."""
 _DEEPEST = 6
+_MOST_KINDS = 8
+"""If calls of this number of kinds had to be repeated, no more are tried."""
+_READ = "outputs are read at positions that were left out"
+_LATE = (
+    "{name}: an output was read after the weights had changed, at positions that were not computed before; read "
+    "outputs before optimizer.step(), or leave {name} out"
+)
 
 
-class PartialCall:
-    """A call of a model that may leave positions out.
-
-    If a function needs positions that were left out, the call is made again, with all positions and from the same
-    state of the random generators. If the loop reads such positions in the outputs, this happens then.
+class Part(NamedTuple):
+    """How a call leaves positions out.
 
     Args:
-        model: The model.
-        forward: Called with the arguments.
-        args: Positional arguments.
-        kwargs: Named arguments.
-        note: Called with the reason if the call is made again.
+        mode: Makes tensors with some rows in place of padded ones.
+        layout: Returns what an output will be if it has rows alone; None for other outputs.
+    """
+
+    mode: AbstractContextManager[Any]
+    layout: Callable[[Tensor], Layout | None]
+
+
+class PartialForward(Attachment):
+    """Lets training calls of a model leave positions out.
+
+    If a function in the model needs such positions, the call is repeated with all of them, from the same state of the
+    random generators, and calls of this kind are no longer tried. If the loop reads such positions of an output, the
+    call is repeated at that moment. Whether it does is seen at the first call, which computes everything: then no
+    positions are left out from there on.
+
+    Args:
+        name: Of the algorithm.
+        model: The bare model.
+        optimizers: Of the loop.
+        part: Called with the owner of the layouts and the arguments of a call. Returns None if it needs all positions.
+
+    Attributes:
+        reason: Why no positions are left out any more; empty while they are.
     """
 
     def __init__(
-        self, model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], note: Note
+        self,
+        name: str,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        part: Callable[[PartialCall, tuple[Any, ...], dict[str, Any]], Part | None],
     ) -> None:
-        self._model, self._forward, self._args, self._kwargs, self._note = model, forward, args, kwargs, note
+        self._name, self._part, self.reason, self.updates = name, part, "", 0
+        self._watched = False
+        self._refused: dict[Any, str] = {}
+        steps = [optimizer.register_step_post_hook(self._count) for optimizer in optimizers]
+        super().__init__(*steps, cover_forward(model, self._around))
+
+    def _count(self, *_: Any) -> None:
+        self.updates += 1
+
+    def _around(
+        self, forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if self.reason or torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
+            return forward(module, *args, **kwargs)
+        kind = _kind(args, kwargs)
+        if kind in self._refused or is_tracing() or inside_function_transform():
+            return forward(module, *args, **kwargs)
+        call = PartialCall(self, kind, lambda: forward(module, *args, **kwargs), module)
+        part = self._part(call, args, kwargs)
+        if part is None:
+            return forward(module, *args, **kwargs)
+        if not (self._watched or NOTHING_READS.get()):
+            self._watched = True
+            return call.watched(part)
+        return call.run(part)
+
+    def refuse(self, kind: Any, reason: str) -> None:
+        """Compute all positions of calls of this kind from now on."""
+        self._refused[kind] = reason
+        _LOG.info("%s: all positions are computed: %s", self._name, reason)
+        if len(self._refused) >= _MOST_KINDS:
+            self.reason = reason
+
+    def leave(self) -> None:
+        """Compute all positions from now on, because they are read."""
+        if not self.reason:
+            self.reason = _READ
+            _LOG.info("%s: off from now on: %s.", self._name, _READ)
+
+    @property
+    def remark(self) -> str:
+        """Why positions are computed that could be left out; empty if none are."""
+        return self.reason or next(iter(self._refused.values()), "")
+
+    def late(self) -> RuntimeError:
+        """Return the error for an output that cannot be computed any more."""
+        return RuntimeError(_LATE.format(name=self._name))
+
+
+def _kind(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return which arguments a call has, and its switches."""
+    values = [*enumerate(args), *sorted(kwargs.items())]
+    return tuple((name, value if isinstance(value, (bool, str)) else type(value)) for name, value in values)
+
+
+class PartialCall:
+    """One call. It owns the layouts of its tensors."""
+
+    def __init__(self, forward: PartialForward, kind: Any, compute: Callable[[], Any], model: nn.Module) -> None:
+        self._forward, self._kind, self._compute, self._model = forward, kind, compute, model
         self._devices = accelerators(model.parameters())
         self._generators = generator_states(self._devices)
-        self._weights: list[tuple[Tensor, int]] = [(p, p._version) for p in model.parameters()]
+        self._weights = [(parameter, version(parameter)) for parameter in model.parameters()]
+        self._updates = forward.updates
         self._outputs: Any = None
 
-    def run(self, mode: AbstractContextManager[Any]) -> Any:
-        """Call the model inside a mode that leaves positions out."""
+    def run(self, part: Part) -> Any:
+        """Compute some positions, or all of them if a function asks for the others."""
         try:
-            with mode:
-                outputs = self._forward(*self._args, **self._kwargs)
+            with part.mode:
+                outputs = self._compute()
         except MissingRows as reason:
+            if self not in reason.owners:
+                raise
             set_generator_states(self._generators, self._devices)
-            self._note(str(reason))
-            return self._forward(*self._args, **self._kwargs)
+            self._forward.refuse(self._kind, str(reason))
+            return self._compute()
         for path, rows in _rows_in(outputs, (), set()):
-            rows.source = lambda path=path: self._plain(path)
+            rows.source = lambda path=path: self._whole(path)
         return outputs
 
-    def _plain(self, path: tuple[Any, ...]) -> Tensor:
+    def watched(self, part: Part) -> Any:
+        """Compute everything, and see what the loop reads of the outputs."""
+
+        def watch(tensor: Tensor) -> Tensor:
+            layout = part.layout(tensor) if tensor.ndim > 1 and tensor.is_floating_point() else None
+            return tensor if layout is None else self._watching(tensor, layout)
+
+        return with_tensors(self._compute(), watch)
+
+    def _watching(self, tensor: Tensor, layout: Layout) -> Tensor:
+        later = (lambda rows: rows,) if layout.complete else ()
+        flat = layout.batch == 1 != tensor.shape[0]
+        rows = tensor if flat else tensor.flatten(0, 1)
+        dims = (FLAT if flat else BATCH, *([] if flat else [TOKEN]), *range(rows.ndim - 1))
+        rows = PaddedRows(rows.index_select(0, layout.index), layout, dims, later)
+
+        def source() -> Tensor:
+            self._forward.leave()
+            return tensor
+
+        rows.source = source
+        return rows
+
+    def later(self, function: RowFunction) -> RowFunction:
+        """Return the function as something that may be computed later, with the weights and precision of now."""
+        kind = next(self._model.parameters()).device.type
+        compute = in_this_precision(kind, function)
+
+        def compute_in_time(rows: Tensor) -> Tensor:
+            if self._is_late:
+                raise self._forward.late()
+            return compute(rows)
+
+        return compute_in_time
+
+    @property
+    def leave(self) -> Callable[[], None]:
+        """To be called if everything is read."""
+        return self._forward.leave
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether the weights have changed since the call."""
+        changed = any(version(weight) != before for weight, before in self._weights)
+        return changed or self._updates != self._forward.updates
+
+    def _whole(self, path: tuple[Any, ...]) -> Tensor:
         """Return an output of the same call with all positions."""
         if self._outputs is None:
             self._outputs = self._again()
         value = self._outputs
         for step in path:
-            value = getattr(value, step[1:]) if isinstance(step, str) and step.startswith(".") else value[step]
+            value = vars(value)[step[1:]] if isinstance(step, str) and step.startswith(".") else value[step]
+        while isinstance(value, Rows):
+            value = value.whole() if value.source is None else value.source()
         return value
 
     def _again(self) -> Any:
-        if any(weight._version != version for weight, version in self._weights):
-            raise RuntimeError("late")
-        self._note("the loop reads padded positions of an output")
+        if self._is_late:
+            raise self._forward.late()
+        self._forward.leave()
         now = generator_states(self._devices)
         buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
         set_generator_states(self._generators, self._devices)
         try:
-            return self._forward(*self._args, **self._kwargs)
+            return self._compute()
         finally:
             set_generator_states(now, self._devices)
             with torch.no_grad():

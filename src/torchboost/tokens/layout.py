@@ -19,10 +19,12 @@ class Layout:
 
     Args:
         mask: True at each computed position. Shape (batch, length).
+        owner: Who left the other positions out.
+        forced: Called if rows that wait to be computed are all computed; None if this says nothing.
     """
 
-    def __init__(self, mask: Tensor) -> None:
-        self.mask = mask
+    def __init__(self, mask: Tensor, owner: object = None, forced: Callable[[], None] | None = None) -> None:
+        self.mask, self.owner, self.forced = mask, owner, forced
         self.batch, self.length = mask.shape
         self.index = mask.flatten().nonzero().squeeze(1)
         self._rows_of: dict[tuple[int, tuple[int, ...]], tuple[Tensor, int, Tensor]] = {}
@@ -70,7 +72,7 @@ class Layout:
         """Return the layout of the positions from ``start`` to ``stop`` of each sequence, and which rows it has."""
         if (start, stop) not in self._crops:
             rows = ((self.tokens >= start) & (self.tokens < stop)).nonzero().squeeze(1)
-            self._crops[start, stop] = Layout(self.mask[:, start:stop]), rows
+            self._crops[start, stop] = Layout(self.mask[:, start:stop], self.owner, self.forced), rows
         return self._crops[start, stop]
 
     def gathered(self, tensor: Tensor, places: tuple[int, ...]) -> Tensor:

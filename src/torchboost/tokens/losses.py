@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchboost.tokens.rows import BATCH, FLAT, TOKEN, Rows, MissingRows
+from torchboost.tokens.rows import BATCH, FLAT, TOKEN, MissingRows, Rows
 
 __all__ = ["cross_entropy"]
 

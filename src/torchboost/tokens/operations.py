@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from torchboost.tokens.attention import scaled_dot_product_attention
 from torchboost.tokens.losses import cross_entropy
-from torchboost.tokens.rows import FLAT, MissingRows, Rows, numbered
+from torchboost.tokens.rows import FLAT, MissingRows, Rows, in_this_precision, numbered
 from torchboost.tokens.shapes import expand, indexed, permute, reshape, selected, sliced, squeeze, unsqueeze
 
 __all__ = ["PaddedRows"]
@@ -44,7 +44,8 @@ class PaddedRows(Rows):
                 result = _answer(func, args, kwargs)
             except MissingRows as reason:
                 if None in sources:
-                    raise MissingRows(f"{_name(func)}: {reason}") from None
+                    owners = [one.positions.owner for one in rows if one.source is None]
+                    raise MissingRows(f"{_name(func)}: {reason}", owners) from None
                 return func(*_from_sources(args), **_from_sources(kwargs))
             if None not in sources:
                 for one in _rows_in(result if isinstance(result, (tuple, list)) else (result,)):
@@ -55,8 +56,9 @@ class PaddedRows(Rows):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer what is called below the functions of torch, such as by a function of autograd or a collective."""
-        if any(one.source is None for one in _rows_in((*args, *(kwargs or {}).values()))):
-            raise MissingRows(f"{func} is called below the functions of torch")
+        owners = [one.positions.owner for one in _rows_in((*args, *(kwargs or {}).values())) if one.source is None]
+        if owners:
+            raise MissingRows(f"{func} is called below the functions of torch", owners)
         return func(*_from_sources(args), **_from_sources(kwargs or {}))
 
 
@@ -81,6 +83,9 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if answer is not None:
         try:
             return answer(func, args, kwargs)
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            # Unusual arguments. If they are wrong, the call with whole tensors says so.
+            raise MissingRows(f"it raised {type(error).__name__}") from error
         except MissingRows:
             if all(one.fill is None and not one.positions.complete for one in _rows_in((*args, *kwargs.values()))):
                 raise
@@ -166,21 +171,7 @@ def _by_last_feature(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     x.feature(-1)
     if any(isinstance(arg, Rows) for arg in (*rest, *kwargs.values())):
         raise MissingRows("its weight is a padded tensor")
-    return x.then(_under_autocast(x, lambda rows: func(rows, *rest, **kwargs)))
-
-
-def _under_autocast(x: Rows, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return a function that computes in the precision of now also if it is called later."""
-    kind = x.device.type
-    if not x.later:
-        return function
-    options: dict[str, Any] = {"dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
-
-    def compute(rows: Tensor) -> Tensor:
-        with torch.autocast(kind, **options):
-            return function(rows)
-
-    return compute
+    return x.then(in_this_precision(x.device.type, lambda rows: func(rows, *rest, **kwargs)))
 
 
 def _matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -355,7 +346,7 @@ def _functions(*names: str) -> list[Any]:
     return [getattr(home, name) for name in names for home in (torch, F, Tensor) if hasattr(home, name)]
 
 
-_GETTERS = "shape dtype device ndim layout is_cpu is_cuda is_nested is_sparse is_meta is_quantized is_leaf is_mps is_xpu"
+_GETTERS = "shape dtype device ndim layout is_cpu is_cuda is_nested is_sparse is_meta is_quantized is_leaf is_xpu"
 _METADATA = frozenset(
     [getattr(Tensor, name).__get__ for name in _GETTERS.split()]
     + _functions("size", "dim", "numel", "is_floating_point", "is_complex", "element_size", "get_device", "nelement")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from typing_extensions import Self
 
 from torchboost.tokens.layout import Layout
 
-__all__ = ["BATCH", "FLAT", "TOKEN", "MissingRows", "RowFunction", "Rows"]
+__all__ = ["BATCH", "FLAT", "TOKEN", "MissingRows", "RowFunction", "Rows", "in_this_precision", "numbered"]
 
 BATCH, TOKEN, FLAT = -1, -2, -3
 """Dimensions of the padded shape that rows do not have: batch, length, and the two as one."""
@@ -20,8 +20,17 @@ RowFunction = Callable[[Tensor], Tensor]
 """Computes rows from rows, each from its own alone."""
 
 
-class MissingRows(BaseException):  # noqa: N818  it is no error: whoever catches it computes the whole tensors
-    """A function needs positions that were not computed."""
+class MissingRows(BaseException):
+    """A function needs positions that were not computed.
+
+    Args:
+        reason: The function, and what it does.
+        owners: Who left positions out of its arguments.
+    """
+
+    def __init__(self, reason: str, owners: Collection[object] = ()) -> None:
+        super().__init__(reason)
+        self.owners = owners
 
 
 class Rows(Tensor):
@@ -76,10 +85,12 @@ class Rows(Tensor):
     @property
     def rows(self) -> Tensor:
         """The rows, computed. Shape (rows, features...)."""
-        rows, later, self.later = self.base, self.later, ()
-        for function in later:
+        rows = self.base
+        for function in self.later:
             rows = function(rows)
-        self.base = rows
+        if self.later and self.positions.forced is not None:
+            self.positions.forced()
+        self.base, self.later = rows, ()
         return rows
 
     def picked(self, index: Tensor) -> Tensor:
@@ -159,3 +170,19 @@ def numbered(dims: Sequence[int]) -> tuple[int, ...]:
         numbers.append(dim if dim < 0 else count)
         count += dim >= 0
     return tuple(numbers)
+
+
+def in_this_precision(kind: str, function: RowFunction) -> RowFunction:
+    """Return a function that computes as autocast lets this one now, also if it is called outside of its context.
+
+    Args:
+        kind: Of the device.
+        function: Computes rows from rows.
+    """
+    options: dict[str, Any] = {"dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
+
+    def compute(rows: Tensor) -> Tensor:
+        with torch.autocast(kind, **options):
+            return function(rows)
+
+    return compute

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchboost.tokens.rows import BATCH, FLAT, TOKEN, Rows, MissingRows, numbered
+from torchboost.tokens.rows import BATCH, FLAT, TOKEN, MissingRows, Rows, numbered
 
 __all__ = ["expand", "indexed", "permute", "reshape", "squeeze", "unsqueeze"]
 
