@@ -138,6 +138,8 @@ class Levers:
         parts = [plan.explain(), self.choice.explain() if self.choice is not None else unseen]
         on = {algorithm.name for algorithm in plan.algorithms}
         parts += [f"  {name}  {text}" for name, text in self.checks.items() if name in on]
+        remarks = {name: self.attached[name].remark for name in self.attached}
+        parts += [f"  {name}  not in effect: {text}" for name, text in remarks.items() if text]
         text = "\n".join(part for part in parts if part)
         return f"removed; before, this was so:\n{text}" if self.state == "removed" else text
 

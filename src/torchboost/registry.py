@@ -21,6 +21,8 @@ from torchboost.algorithms.gradient_centralization import GradientCentralization
 from torchboost.algorithms.less_bn import LessBn
 from torchboost.algorithms.loss_scale_group.algorithm import LossScaleGroup
 from torchboost.algorithms.matmul_precision import MatmulPrecision
+from torchboost.algorithms.sparse_head import SparseHead
+from torchboost.algorithms.unpad import Unpad
 from torchboost.core.algorithm import Algorithm
 from torchboost.core.arguments import check_count, check_module
 from torchboost.core.hardware import half_precision
@@ -216,6 +218,12 @@ def _half_unproven(facts: Facts) -> str | None:
     return f"{reason}; ask for it with extra.autocast"
 
 
+def _partial_unproven(facts: Facts) -> str | None:
+    if facts.device == "cpu":
+        return None
+    return f"its gain is not measured on {facts.device} yet; ask for it by its name in extra"
+
+
 def _tf32_unproven(facts: Facts) -> str | None:
     if facts.device != "cuda":
         return "TF32 is a precision of CUDA devices"
@@ -363,6 +371,18 @@ _ENTRIES = (
         lever=True,
     ),
     Entry(
+        algorithm=Unpad,
+        summary="computes padded sequences without their padding",
+        unproven=_partial_unproven,
+        lever=True,
+    ),
+    Entry(
+        algorithm=SparseHead,
+        summary="computes the logits of labelled positions only",
+        unproven=_partial_unproven,
+        lever=True,
+    ),
+    Entry(
         algorithm=MatmulPrecision,
         summary="computes float32 matrix products in TF32",
         unusable=_cast_by_the_trainer,
@@ -439,7 +459,10 @@ REGISTRY: Mapping[str, Entry] = MappingProxyType({entry.name: entry for entry in
 """Every algorithm by its JSON name."""
 
 _SYSTEM: dict[str, Mapping[str, Any]] = {
-    name: {} for name in ("channels_last", "autocast", "matmul_precision", "fused_optimizer", "compile")
+    name: {}
+    for name in (
+        *("unpad", "sparse_head", "channels_last", "autocast", "matmul_precision", "fused_optimizer", "compile"),
+    )
 }
 
 LEVELS: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(

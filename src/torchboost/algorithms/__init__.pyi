@@ -23,3 +23,7 @@ from .loss_scale_group import GroupGradScaler as GroupGradScaler
 from .loss_scale_group import LossScaleGroup as LossScaleGroup
 from .matmul_precision import MatmulPrecision as MatmulPrecision
 from .matmul_precision import lower_matmul_precision as lower_matmul_precision
+from .sparse_head import SparseHead as SparseHead
+from .sparse_head import sparse_head as sparse_head
+from .unpad import Unpad as Unpad
+from .unpad import unpad as unpad

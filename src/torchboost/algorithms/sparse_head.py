@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
+from typing_extensions import Self
 
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import check_module
+from torchboost.core.containers import tensors_in
 from torchboost.core.wrapping import sharded_units, unwrap
 from torchboost.tokens.call import Part, PartialCall, PartialForward
 from torchboost.tokens.layout import Layout
@@ -75,6 +77,16 @@ class SparseHead(Algorithm):
             return "FSDP2 frees the weights of the head before its loss is computed"
         return None if _heads(unwrap(model)) else "the model has no output head that a loss could read in part"
 
+    def fitted(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Self:
+        """See in one pass whether a loss reads a part of the logits."""
+        with _attached(model, ()) as live:
+            outputs = tensors_in(model(*args, **kwargs))
+        reason = live.remark
+        if not reason and any(isinstance(output, Rows) for output in outputs):
+            has_loss = any(output.numel() == 1 and output.requires_grad for output in outputs)
+            reason = "" if has_loss else "the loss is computed outside of the model, and a trial cannot see its labels"
+        return self.noting(reason)
+
     def attach(self, target: Target) -> Attachment:
         """Cover the forward of the model."""
         return _attached(target.model, target.optimizers)
@@ -93,7 +105,7 @@ def _heads(model: nn.Module) -> list[nn.Linear]:
     return [module for module in linear if module.out_features == most]
 
 
-def _attached(model: nn.Module, optimizers: Sequence[Optimizer]) -> Attachment:
+def _attached(model: nn.Module, optimizers: Sequence[Optimizer]) -> PartialForward:
     heads = _heads(unwrap(model))
 
     def part(call: PartialCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Part:
@@ -130,7 +142,7 @@ class _Waiting(TorchFunctionMode):
     def _later(self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         compute = self._call.later(lambda rows: F.linear(rows, weight, bias))
         if isinstance(hidden, Rows):
-            return type(hidden)(hidden.rows, hidden.positions, hidden.dims, (compute,))
+            return hidden.like(hidden.rows, hidden.positions, hidden.dims, (compute,))
         layout = _complete(hidden, self._call)
         if hidden.ndim == 2:
             return PaddedRows(hidden, layout, (FLAT, 0), (compute,))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
+from typing_extensions import Self
 
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import check_module
@@ -112,12 +113,24 @@ class Unpad(Algorithm):
             return "no argument of its forward masks padding"
         return None
 
+    def fitted(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Self:
+        """See in one pass whether the padding of a call can be left out."""
+        with _attached(model, (), self.pairs) as live:
+            model(*args, **kwargs)
+        reason = live.remark or ("" if live.calls else "the first batch has next to no padding")
+        return self.noting(reason)
+
+    def positions(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        """Return the tokens of padded sequences."""
+        arguments = _arguments(inspect.signature(unwrap(model).forward), args, dict(kwargs))
+        return [layout.mask for layout in _layouts(None, self.pairs, arguments).values()]
+
     def attach(self, target: Target) -> Attachment:
         """Cover the forward of the model."""
         return _attached(target.model, target.optimizers, self.pairs)
 
 
-def _attached(model: nn.Module, optimizers: Sequence[Optimizer], pairs: Sequence[Pair]) -> Attachment:
+def _attached(model: nn.Module, optimizers: Sequence[Optimizer], pairs: Sequence[Pair]) -> PartialForward:
     signature = inspect.signature(unwrap(model).forward)
 
     def part(call: PartialCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Part | None:

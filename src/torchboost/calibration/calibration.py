@@ -322,6 +322,11 @@ class Calibration:
 
         return replace(self, levers=tuple(map(fit, self.levers)), asked=tuple(map(fit, self.asked)))
 
+    def without_effect(self) -> Calibration:
+        """Return the same without those levers that change nothing, as the first call has shown."""
+        reasons = {lever.name: lever.without_effect for lever in self.levers if lever.without_effect}
+        return replace(self, fixed={**self.fixed, **reasons}, prior=self.prior - reasons.keys())
+
     def unchecked(self, choice: Choice, reason: str = "") -> Choice:
         """Return a choice with the reason why its levers were not compared with the plain step."""
         text = f"not checked: {reason or (_UNCHECKED if self.sharded else 'verify=False')}"
@@ -406,7 +411,9 @@ def _decided(
         if reduce([float(passes.snapshot.has_iterator)])[0]:
             return calibration.unchecked(choice or calibration.without_trial(_READ_ONCE), _READ_ONCE), calibration
         calibration = calibration.fitted(passes)
+        passes.unread = [m for a in (*calibration.levers, *calibration.asked) for m in a.positions(target.model, *call)]
         if choice is None:
+            calibration = calibration.without_effect()
             choice = calibration.measure(target, passes, reduce)
             calibration = calibration.in_form(choice, device)
         return calibration.check(choice, target, passes, reduce), calibration

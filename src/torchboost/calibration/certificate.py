@@ -27,6 +27,7 @@ from torchboost.calibration.snapshot import Streams
 from torchboost.calibration.trial import Contestant
 from torchboost.core.algorithm import Algorithm, Target, attach_all
 from torchboost.registry import REGISTRY
+from torchboost.tokens.rows import Rows
 
 __all__ = ["Bound", "Certificate", "Finding", "verified"]
 
@@ -276,11 +277,11 @@ def _distances(plain: Pass, other: Pass | None) -> _Distances:
 
 def _distance(plain: Tensor, other: Tensor | None) -> float:
     """Return the norm of a difference, in float64; infinity if only one of the two is finite."""
-    base = numbers_of(plain)
+    base = numbers_of(plain if not isinstance(other, Rows) else other.operand(plain))
     if other is None:
         norm = float(torch.linalg.vector_norm(base))
         return norm if math.isfinite(norm) else 0.0
-    numbers = numbers_of(other)
+    numbers = numbers_of(other.rows if isinstance(other, Rows) else other)
     if not bool(torch.isfinite(base).all()):  # the plain loss is NaN already
         return 0.0 if torch.equal(torch.isfinite(base), torch.isfinite(numbers)) else math.inf
     norm = float(torch.linalg.vector_norm(numbers - base))

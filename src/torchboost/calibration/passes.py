@@ -23,6 +23,8 @@ from torchboost.core.torch_private import end_pass, is_reentrant_checkpoint, ver
 from torchboost.core.wrapping import sharded_units
 from torchboost.distributed.agreement import ranks_of_shards
 from torchboost.errors import IncompatibleError
+from torchboost.tokens.call import NOTHING_READS
+from torchboost.tokens.rows import Rows
 
 __all__ = ["Pass", "Passes", "noise", "on_real_inputs", "reshard"]
 
@@ -81,6 +83,7 @@ class Passes:
     Attributes:
         parameters: Those that are trained, in the order of the gradients of a pass.
         without_dropout: Whether passes compute with dropout at zero, to be compared.
+        unread: Masks of shape (batch, length), zero at positions of outputs that count as read by no loss.
         unequal: By how much two equal passes were seen to differ, relative to an output; 0 if they do not.
     """
 
@@ -106,6 +109,7 @@ class Passes:
         self._written: list[int] | None = None
         self._complete = self.without_dropout = False
         self.unequal = 0.0
+        self.unread: Sequence[Tensor] = ()
 
     @contextmanager
     def prepared(self, change: Change | None = None) -> Iterator[None]:
@@ -151,7 +155,9 @@ class Passes:
             IncompatibleError: No output of the model depends on its parameters, or a part of the model runs inside a
                 checkpoint with ``use_reentrant=True``, whose backward pass would add to ``.grad`` and call its hooks.
         """
-        return contextvars.copy_context().run(self._pass, between)
+        context = contextvars.copy_context()
+        context.run(NOTHING_READS.set, True)
+        return context.run(self._pass, between)
 
     def _pass(self, between: Callable[[], None] | None) -> Pass:
         args, kwargs = self._inputs
@@ -162,8 +168,8 @@ class Passes:
         if not ends:
             raise IncompatibleError("no output of the model depends on its parameters, so there is no backward pass")
         if self._seeds is None or [s.shape for s in self._seeds] != [e.shape for e in ends]:
-            self._seeds = [_gradient_for(end) for end in ends]
-            if any(_has_reentrant_checkpoint(end) for end in ends):
+            self._seeds = [self._gradient_for(end) for end in ends]
+            if any(_has_reentrant_checkpoint(_computed(end)) for end in ends):
                 raise IncompatibleError(
                     "torch.utils.checkpoint with use_reentrant=True allows no pass that leaves .grad alone; use "
                     "use_reentrant=False"
@@ -174,8 +180,8 @@ class Passes:
         tensors += [self._copies[index][0] for index in self._written]
         if between is not None:
             between()
-        seeds = [seed.to(end.dtype) for seed, end in zip(self._seeds, ends, strict=True)]
-        result = Pass([tensor.detach() for tensor in tensors], self._backward(ends, seeds))
+        seeds = [_computed(seed.to(end.dtype), end) for seed, end in zip(self._seeds, ends, strict=True)]
+        result = Pass([tensor.detach() for tensor in tensors], self._backward([*map(_computed, ends)], seeds))
         self._complete = True
         return result
 
@@ -192,8 +198,10 @@ class Passes:
 
     def shown_to(self, look: Callable[..., Any]) -> Any:
         """Return what ``look(model, args, kwargs)`` returns, which may run a forward pass."""
+        context = contextvars.copy_context()
+        context.run(NOTHING_READS.set, True)
         with self.prepared(), self._forward():
-            answer = look(self.model, *self._inputs)
+            answer = context.run(look, self.model, *self._inputs)
             self._complete = True
         return answer
 
@@ -201,6 +209,14 @@ class Passes:
     def is_random(self) -> bool:
         """Whether the pass that was run has drawn random numbers, before it is restored."""
         return self._streams.drawn()
+
+    def _gradient_for(self, output: Tensor) -> Tensor:
+        """Return a fixed gradient, zero at positions of outputs that no loss reads."""
+        gradient = _gradient_for(output)
+        for mask in self.unread if output.ndim > 1 else ():
+            if mask.shape == output.shape[:2]:
+                gradient = gradient * mask.view(*mask.shape, *[1] * (output.ndim - 2))
+        return gradient
 
     def _copied(self, tensor: Tensor, change: Change | None) -> Tensor:
         copy = tensor.detach().clone(memory_format=torch.preserve_format)
@@ -327,6 +343,14 @@ def _differentiable(outputs: Sequence[Tensor]) -> list[Tensor]:
     ends = [tensor for tensor in outputs if tensor.requires_grad]
     losses = [tensor for tensor in ends if tensor.numel() == 1]
     return losses[:1] if losses else ends
+
+
+def _computed(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """Return the part of a tensor that is computed: its rows if it has rows alone, or those of ``like``."""
+    rows = tensor if like is None else like
+    if not isinstance(rows, Rows):
+        return tensor
+    return rows.rows if like is None else rows.operand(tensor)
 
 
 def _gradient_for(output: Tensor) -> Tensor:

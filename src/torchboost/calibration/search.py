@@ -27,6 +27,8 @@ _GRACE = 0.08
 _EARLY = 4
 """Pairs after which a lever that is clearly slower in each of them is dropped."""
 _CLEARLY_SLOWER = 0.93
+_CLEARLY_FASTER = 1.5
+"""A lever that is at least this much faster in each of the first pairs is kept."""
 _HOPELESSLY_SLOW = 0.3
 """If it is as slow as this, two pairs say so."""
 _SLOWER_BY_FAR = 0.5
@@ -137,6 +139,11 @@ def _is_clearly_slower(ratios: Sequence[float]) -> bool:
     """Whether a lever is dropped before its first look: the slower it is, the fewer pairs say so."""
     least = _CLEARLY_SLOWER if len(ratios) >= _EARLY else _HOPELESSLY_SLOW if len(ratios) >= 2 else 0.0
     return max(ratios) < least
+
+
+def _is_clearly_faster(ratios: Sequence[float]) -> bool:
+    """Whether a lever is kept before its first look."""
+    return len(ratios) >= _EARLY and min(ratios) >= _CLEARLY_FASTER
 
 
 @dataclass(slots=True)
@@ -308,7 +315,7 @@ class _Search:
             sample.incumbent.append(base)
             sample.ratios.append(base / challenger if challenger > 0 and math.isfinite(challenger) else 0.0)
             done = len(sample.ratios)
-            if early and _is_clearly_slower(sample.ratios):
+            if early and (_is_clearly_slower(sample.ratios) or _is_clearly_faster(sample.ratios)):
                 return sample
             if done in _LOOKS and sample.is_decided:
                 return sample
@@ -336,13 +343,15 @@ class _Search:
         if _is_clearly_slower(sample.ratios) or max(sample.ratios) < _SLOWER_BY_FAR:
             text = f"a step takes {1 / middle:.2f} times as long" if middle else "a step did not end in the time left"
             self._decide(lever, False, text, sample)
-        elif sample.interval is not None and sample.interval.low > 1 and middle >= least:
-            saving, price = self._saving(sample.interval.mid), self._in_all(lever, sample.price)
+        elif _is_clearly_faster(sample.ratios) or (
+            sample.interval is not None and sample.interval.low > 1 and middle >= least
+        ):
+            saving, price = self._saving(middle), self._in_all(lever, sample.price)
             if lever in self.prices and saving is not None and saving <= price:
-                text = f"{sample.interval.mid:.2f} times as fast, which saves {saving:.0f} s and costs {price:.0f} s"
+                text = f"{middle:.2f} times as fast, which saves {saving:.0f} s and costs {price:.0f} s"
                 self._decide(lever, False, text, sample)
             else:
-                self._decide(lever, True, f"a step is {sample.interval.mid:.2f} times as fast", sample)
+                self._decide(lever, True, f"a step is {middle:.2f} times as fast", sample)
         elif sample.interval is not None and (sample.is_decided or len(sample.ratios) >= _LOOKS[-1]):
             self._decide(lever, False, f"no gain was found: {sample.interval.mid:.2f} times as fast", sample)
         else:

@@ -6,6 +6,7 @@ compiled. ``attach`` hooks into a training loop and returns an attachment, which
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
@@ -190,6 +191,11 @@ class Attachment:
         self._handles.append(Attachment(undo=undo))
         return self
 
+    @property
+    def remark(self) -> str:
+        """What people should know about the present state; empty if there is nothing."""
+        return ""
+
     def figures(self) -> dict[str, float]:
         """Return the present state as numbers for a log, by name."""
         return {}
@@ -248,6 +254,7 @@ class Algorithm:
 
     name: ClassVar[str]
     traits: ClassVar[Traits] = Traits()
+    without_effect = ""
 
     @property
     def rounding(self) -> float:
@@ -294,6 +301,16 @@ class Algorithm:
             kwargs: Of a training call.
         """
         return self
+
+    def noting(self, without_effect: str) -> Self:
+        """Return these settings with a note why the call that :meth:`fitted` was shown runs as it does without them."""
+        noted = copy.copy(self)
+        object.__setattr__(noted, "without_effect", without_effect)  # no setting, so no field
+        return noted
+
+    def positions(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        """Return masks of shape (batch, length) of the positions that a call computes; none if it computes all."""
+        return []
 
     def forms(self, device: torch.device) -> tuple[Form, ...]:
         """Return what a trial that has kept these settings tries in their place on a device, the dearest last."""

@@ -65,6 +65,7 @@ class PartialForward(Attachment):
 
     Attributes:
         reason: Why no positions are left out any more; empty while they are.
+        calls: How many calls left positions out.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class PartialForward(Attachment):
         part: Callable[[PartialCall, tuple[Any, ...], dict[str, Any]], Part | None],
     ) -> None:
         self._name, self._part, self.reason, self.updates = name, part, "", 0
-        self._watched = False
+        self._watched, self.calls = False, 0
         self._refused: dict[Any, str] = {}
         steps = [optimizer.register_step_post_hook(self._count) for optimizer in optimizers]
         super().__init__(*steps, cover_forward(model, self._around))
@@ -151,6 +152,7 @@ class PartialCall:
             set_generator_states(self._generators, self._devices)
             self._forward.refuse(self._kind, str(reason))
             return self._compute()
+        self._forward.calls += 1
         for path, rows in _rows_in(outputs, (), set()):
             rows.source = lambda path=path: self._whole(path)
         return outputs

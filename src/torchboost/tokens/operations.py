@@ -71,7 +71,13 @@ def _rows_in(values: Any) -> Iterator[Rows]:
 
 
 def _from_sources(values: Any) -> Any:
-    return tree_map_only(Rows, lambda rows: rows.source(), values)
+    return tree_map_only(Rows, _from_source, values)
+
+
+def _from_source(rows: Rows) -> Tensor:
+    if rows.source is None:
+        raise MissingRows("it needs the padding")
+    return rows.source()
 
 
 def _name(func: Any) -> str:
@@ -296,8 +302,8 @@ def _unbind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _joined(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-    parts = [part for part in args[0] if isinstance(part, Rows) or part.numel()]
+    tensors, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    parts = [part for part in tensors if isinstance(part, Rows) or part.numel()]
     x = next(part for part in parts if isinstance(part, Rows))
     if len(parts) == 1:  # a cache joins the first keys to an empty tensor
         return x
@@ -305,9 +311,9 @@ def _joined(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _stack(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-    place = dim % (args[0][0].ndim + 1)
-    return _joined(torch.cat, ([unsqueeze(part, place) for part in map(_as_rows, args[0])], place), {})
+    tensors, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    place = dim % (tensors[0].ndim + 1)
+    return _joined(torch.cat, ([unsqueeze(part, place) for part in map(_as_rows, tensors)], place), {})
 
 
 def _as_rows(part: Tensor) -> Rows:
@@ -346,9 +352,14 @@ def _functions(*names: str) -> list[Any]:
     return [getattr(home, name) for name in names for home in (torch, F, Tensor) if hasattr(home, name)]
 
 
+def _getter(name: str) -> Any:
+    """Return what is called if an attribute of a tensor is read."""
+    return getattr(Tensor, name).__get__
+
+
 _GETTERS = "shape dtype device ndim layout is_cpu is_cuda is_nested is_sparse is_meta is_quantized is_leaf is_xpu"
 _METADATA = frozenset(
-    [getattr(Tensor, name).__get__ for name in _GETTERS.split()]
+    [_getter(name) for name in _GETTERS.split()]
     + _functions("size", "dim", "numel", "is_floating_point", "is_complex", "element_size", "get_device", "nelement")
     + [Tensor.__len__, Tensor.__hash__]
 )
@@ -397,7 +408,7 @@ _NAMES: Mapping[Answer, str] = {
     _cross_entropy: "cross_entropy",
 }
 _ANSWERS: Mapping[Any, Answer] = {
-    Tensor.requires_grad.__get__: _needs_grad,
+    _getter("requires_grad"): _needs_grad,
     **{function: answer for answer, names in _NAMES.items() for function in _functions(*names.split())},
 }
 """Function of torch -> what it does with rows."""

@@ -57,7 +57,6 @@ class Rows(Tensor):
     needs_grad: bool
     source: Callable[[], Tensor] | None
 
-    @staticmethod
     def __new__(
         cls,
         base: Tensor,
@@ -65,7 +64,7 @@ class Rows(Tensor):
         dims: Sequence[int],
         later: tuple[RowFunction, ...] = (),
         fill: float | bool | None = None,
-    ) -> Self:
+    ) -> Rows:
         """Make a tensor without memory."""
         features = [dim for dim in dims if dim >= 0]
         if features != sorted(features):
@@ -81,6 +80,11 @@ class Rows(Tensor):
         rows.base, rows.positions, rows.dims, rows.later, rows.fill = base, positions, tuple(dims), later, fill
         rows.needs_grad, rows.source = like.requires_grad, None
         return rows
+
+    def like(self, *args: Any, **kwargs: Any) -> Self:
+        """Return other rows of the same kind. The arguments are those of the class."""
+        kind: Any = type(self)
+        return kind(*args, **kwargs)
 
     @property
     def rows(self) -> Tensor:
@@ -102,17 +106,17 @@ class Rows(Tensor):
 
     def of(self, rows: Tensor, dims: Sequence[int] | None = None, fill: float | bool | None = None) -> Self:
         """Return other rows of the same positions."""
-        return type(self)(rows, self.positions, self.dims if dims is None else dims, fill=fill)
+        return self.like(rows, self.positions, self.dims if dims is None else dims, fill=fill)
 
     def then(self, function: RowFunction) -> Self:
         """Return what a function makes of each row, computed later if these are."""
         if self.later:
-            return type(self)(self.base, self.positions, self.dims, (*self.later, function))
+            return self.like(self.base, self.positions, self.dims, (*self.later, function))
         return self.of(function(self.base))
 
     def arranged(self, dims: Sequence[int]) -> Self:
         """Return the same rows in another padded shape."""
-        return type(self)(self.base, self.positions, dims, self.later, self.fill)
+        return self.like(self.base, self.positions, dims, self.later, self.fill)
 
     @property
     def places(self) -> tuple[int, ...]:

@@ -148,7 +148,7 @@ def sliced(x: Rows, place: int, part: slice) -> Rows:
     if dim != TOKEN or step != 1:
         raise MissingRows("it takes a part of the batch")
     positions, rows = x.positions.crop(start, max(start, stop))
-    return type(x)(x.base.index_select(0, rows), positions, x.dims, x.later, x.fill)
+    return x.like(x.base.index_select(0, rows), positions, x.dims, x.later, x.fill)
 
 
 def selected(x: Rows, place: int, number: int) -> Tensor:
