@@ -27,8 +27,8 @@ class Layout:
         self.mask, self.owner, self.forced = mask, owner, forced
         self.batch, self.length = mask.shape
         self.index = mask.flatten().nonzero().squeeze(1)
-        self._rows_of: dict[tuple[int, tuple[int, ...]], tuple[Tensor, int, Tensor]] = {}
-        self._results: dict[int, tuple[Tensor, int, Any]] = {}
+        self._rows_of: dict[tuple[int, tuple[int, ...], int], tuple[Tensor, int, Tensor]] = {}
+        self._results: dict[tuple[int, Any], tuple[Tensor, int, Any]] = {}
         self._crops: dict[tuple[int, int], tuple[Layout, Tensor]] = {}
 
     @property
@@ -75,13 +75,19 @@ class Layout:
             self._crops[start, stop] = Layout(self.mask[:, start:stop], self.owner, self.forced), rows
         return self._crops[start, stop]
 
-    def gathered(self, tensor: Tensor, places: tuple[int, ...]) -> Tensor:
-        """Return the rows of a padded tensor that has batch and length, or the two as one, in these dimensions."""
-        key, changes = (id(tensor), places), version(tensor)
+    def gathered(self, tensor: Tensor, places: tuple[int, ...], added: int = 0) -> Tensor:
+        """Return the rows of a tensor that broadcasts with a padded one.
+
+        Args:
+            tensor: Batch and length, or the two as one, have the size of the padded tensor, or 1.
+            places: These dimensions of the padded tensor.
+            added: How many dimensions of size 1 come before those of the tensor.
+        """
+        key, changes = (id(tensor), places, added), version(tensor)
         source, then, rows = self._rows_of.get(key, (None, 0, tensor))
         if source is tensor and then == changes:
             return rows
-        moved = tensor.movedim(places, tuple(range(len(places))))
+        moved = tensor[(None,) * added].movedim(places, tuple(range(len(places))))
         if len(places) == 1:
             rows = moved if moved.shape[0] == 1 else moved.index_select(0, self.index)
         elif moved.shape[:2] == (1, 1):
@@ -96,10 +102,24 @@ class Layout:
             self._rows_of[key] = tensor, changes, rows
         return rows
 
-    def once(self, tensor: Tensor, compute: Callable[[], Any]) -> Any:
-        """Return what is computed of a tensor, such as a mask that all layers share. It is computed once."""
-        source, then, result = self._results.get(id(tensor), (None, 0, None))
+    def once(self, tensor: Tensor, compute: Callable[[], Any], kind: Any = None) -> Any:
+        """Return what is computed of a tensor, such as a mask that all layers share. It is computed once.
+
+        Args:
+            tensor: Computed again if it has been written to.
+            compute: Reads no other tensor.
+            kind: Tells apart what is computed of the same tensor.
+        """
+        key = id(tensor), kind
+        source, then, result = self._results.get(key, (None, 0, None))
         if source is not tensor or then != version(tensor):
             result = compute()
-            self._results[id(tensor)] = tensor, version(tensor), result
+            self._results[key] = tensor, version(tensor), result
         return result
+
+    @cached_property
+    def parts(self) -> list[tuple[Tensor, Tensor]]:
+        """The positions of each sequence that are computed, and those that are not."""
+        present = self.tokens.split(self.lengths)
+        absent = self.absent.remainder(self.length).split([self.length - length for length in self.lengths])
+        return list(zip(present, absent, strict=True))

@@ -27,7 +27,7 @@ def cross_entropy(
         raise MissingRows("its arguments are of another kind")
     if target.is_floating_point() or logits.dims not in ((FLAT, 0), (BATCH, 0, TOKEN)):
         raise MissingRows("its arguments are of another kind")
-    if target.numel() != logits.positions.mask.numel():
+    if target.shape != (logits.shape[:1] if logits.ndim == 2 else (logits.shape[0], logits.shape[2])):
         raise MissingRows("its arguments are of another kind")
     labels = target.reshape(-1)
     labelled = (labels != ignore_index).nonzero().squeeze(1)

@@ -2,127 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch.utils._pytree import tree_map_only
 
+from torchboost.tokens.answers import Answer, Answering, first, functions, getter, rows_in
 from torchboost.tokens.attention import scaled_dot_product_attention
 from torchboost.tokens.losses import cross_entropy
 from torchboost.tokens.rows import FLAT, MissingRows, Rows, in_this_precision, numbered
+from torchboost.tokens.scores import product
 from torchboost.tokens.shapes import expand, indexed, permute, reshape, selected, sliced, squeeze, unsqueeze
 
 __all__ = ["PaddedRows"]
 
-Answer = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-"""Takes the function of torch and its arguments."""
-
-
-class PaddedRows(Rows):
-    """Rows of a padded tensor that functions of torch accept in place of it.
-
-    Functions that treat every position by itself compute on the rows. So do attention whose mask excludes the padding,
-    and a loss that ignores it. Other functions get the whole tensor: from ``fill``, or from ``source``. If there is
-    neither, they raise :class:`MissingRows`.
-    """
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer a call of a function of torch."""
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            if func in _METADATA:
-                return func(*args, **kwargs)
-            rows = [*_rows_in((*args, *kwargs.values()))]
-            sources = [one.source for one in rows]
-            try:
-                if None in sources and not torch.is_grad_enabled() and any(one.needs_grad for one in rows):
-                    raise MissingRows("it computes without gradients")
-                result = _answer(func, args, kwargs)
-            except MissingRows as reason:
-                if None in sources:
-                    owners = [one.positions.owner for one in rows if one.source is None]
-                    raise MissingRows(f"{_name(func)}: {reason}", owners) from None
-                return func(*_from_sources(args), **_from_sources(kwargs))
-            if None not in sources:
-                for one in _rows_in(result if isinstance(result, (tuple, list)) else (result,)):
-                    if one.source is None:
-                        one.source = lambda: func(*_from_sources(args), **_from_sources(kwargs))
-            return result
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer what is called below the functions of torch, such as by a function of autograd or a collective."""
-        owners = [one.positions.owner for one in _rows_in((*args, *(kwargs or {}).values())) if one.source is None]
-        if owners:
-            raise MissingRows(f"{func} is called below the functions of torch", owners)
-        return func(*_from_sources(args), **_from_sources(kwargs or {}))
-
-
-def _rows_in(values: Any) -> Iterator[Rows]:
-    for value in values:
-        if isinstance(value, Rows):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from _rows_in(value)
-
-
-def _from_sources(values: Any) -> Any:
-    return tree_map_only(Rows, _from_source, values)
-
-
-def _from_source(rows: Rows) -> Tensor:
-    if rows.source is None:
-        raise MissingRows("it needs the padding")
-    return rows.source()
-
-
-def _name(func: Any) -> str:
-    return getattr(func, "__name__", str(func))
-
-
-def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    answer = _ANSWERS.get(func)
-    if answer is not None:
-        try:
-            return answer(func, args, kwargs)
-        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            # Unusual arguments. If they are wrong, the call with whole tensors says so.
-            raise MissingRows(f"it raised {type(error).__name__}") from error
-        except MissingRows:
-            if all(one.fill is None and not one.positions.complete for one in _rows_in((*args, *kwargs.values()))):
-                raise
-    args, kwargs = tree_map_only(Rows, Rows.whole, (args, kwargs))
-    return func(*args, **kwargs)
-
-
-def _first(args: tuple[Any, ...]) -> Rows:
-    if not args or not isinstance(args[0], Rows):
-        raise MissingRows("its first argument is another tensor")
-    return args[0]
-
 
 def _alone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each entry by itself."""
-    x, rest = _first(args), args[1:]
+    x, rest = first(args), args[1:]
     if any(isinstance(arg, Tensor) and arg.ndim for arg in (*rest, *kwargs.values())):
         raise MissingRows("it combines tensors")
+    if kwargs.get("inplace"):
+        return _alone_in_place(func, args, kwargs)
     return x.then(lambda rows: func(rows, *rest, **kwargs))
 
 
 def _alone_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x = _first(args)
-    func(x.rows, *args[1:], **kwargs)
-    x.fill = None
+    x = first(args)
+    if any(isinstance(arg, Tensor) and arg.ndim for arg in (*args[1:], *kwargs.values())):
+        raise MissingRows("it combines tensors")
+    rows = x.rows
+    x.write()
+    func(rows, *args[1:], **kwargs)
     return x
+
+
+def _drawn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each entry by itself, with random numbers: drawn once, so not later."""
+    x = first(args)
+    if kwargs.get("inplace"):
+        return _alone_in_place(func, args, kwargs)
+    return x.of(func(x.rows, *args[1:], **kwargs))
 
 
 def _broadcast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Several tensors that broadcast, entry by entry."""
-    x = max(_rows_in((*args, *kwargs.values())), key=lambda rows: rows.ndim)
+    x = max(rows_in((*args, *kwargs.values())), key=lambda rows: rows.ndim)
 
     def meeting(value: Any) -> Any:
         return x.operand(value) if isinstance(value, Tensor) and value.ndim and value is not x else value
@@ -139,10 +65,11 @@ def _broadcast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _broadcast_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x = _first(args)
+    x = first(args)
+    rows = x.rows
     others = [x.operand(arg) if isinstance(arg, Tensor) and arg.ndim else arg for arg in args[1:]]
-    func(x.rows, *others, **kwargs)
-    x.fill = None
+    x.write()
+    func(rows, *others, **kwargs)
     return x
 
 
@@ -165,7 +92,7 @@ def _fill_of_product(func: Any, x: Rows, args: tuple[Any, ...]) -> float | None:
 
 
 def _masked_fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, mask, value = _first(args), args[1], args[2]
+    x, mask, value = first(args), args[1], args[2]
     absent = x.absent(mask)
     filled = absent is not None and isinstance(value, (bool, int, float)) and bool(absent.all())
     return x.of(x.rows.masked_fill(x.operand(mask), value), fill=value if filled else None)
@@ -173,7 +100,7 @@ def _masked_fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 def _by_last_feature(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The last dimension of each position, with weights."""
-    x, rest = _first(args), args[1:]
+    x, rest = first(args), args[1:]
     x.feature(-1)
     if any(isinstance(arg, Rows) for arg in (*rest, *kwargs.values())):
         raise MissingRows("its weight is a padded tensor")
@@ -181,10 +108,14 @@ def _by_last_feature(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    weight = args[1]
+    x, weight = args
     if isinstance(weight, Rows) or weight.ndim != 2:
-        raise MissingRows("it multiplies padded tensors")
+        return product(x, weight)
     return _by_last_feature(torch.matmul, args, kwargs)
+
+
+def _bmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return product(*args, **kwargs)
 
 
 def _addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -195,7 +126,7 @@ def _addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _normalized(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, shape = _first(args), args[1] if len(args) > 1 else kwargs["normalized_shape"]
+    x, shape = first(args), args[1] if len(args) > 1 else kwargs["normalized_shape"]
     for dim in range(-len(shape), 0):
         x.feature(dim)
     return x.of(func(x.rows, *args[1:], **kwargs))
@@ -203,10 +134,10 @@ def _normalized(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 def _along(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Along features."""
-    x, rest, named = _first(args), list(args[1:]), dict(kwargs)
+    x, rest, named = first(args), list(args[1:]), dict(kwargs)
     dim = rest.pop(0) if rest else named.pop("dim", None)
     dims = [dim] if isinstance(dim, int) else dim
-    if not isinstance(dims, (tuple, list)) or not dims:
+    if not isinstance(dims, (tuple, list)) or not dims or isinstance(dim, bool):
         raise MissingRows("it combines all entries")
     places = [x.feature(one) for one in dims]
     result = func(x.rows, places[0] if isinstance(dim, int) else places, *rest, **named)
@@ -217,7 +148,7 @@ def _along(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return x.of(rows)
         return x.of(rows, numbered([dim for place, dim in enumerate(x.dims) if place not in removed]))
 
-    return type(result)(map(after, result)) if isinstance(result, tuple) else after(result)
+    return type(result)([*map(after, result)]) if isinstance(result, tuple) else after(result)
 
 
 def _sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
@@ -228,13 +159,15 @@ def _sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
 
 
 def _reshape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return reshape(_first(args), _sizes(args, kwargs))
+    return reshape(first(args), _sizes(args, kwargs))
 
 
 def _flatten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x = _first(args)
+    x = first(args)
     given = {**dict(zip(("start_dim", "end_dim"), args[1:], strict=False)), **kwargs}
     start, end = given.get("start_dim", 0) % x.ndim, given.get("end_dim", -1) % x.ndim
+    if start > end:
+        raise MissingRows("its dimensions are in another order")
     return reshape(x, [*x.shape[:start], -1, *x.shape[end + 1 :]])
 
 
@@ -245,15 +178,15 @@ def _unflatten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _as_other(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return reshape(_first(args), list(args[1].shape))
+    return reshape(first(args), list(args[1].shape))
 
 
 def _permute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return permute(_first(args), _sizes(args, kwargs))
+    return permute(first(args), _sizes(args, kwargs))
 
 
 def _transpose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x = _first(args)
+    x = first(args)
     one, two = (*args[1:], *kwargs.values())
     order = list(range(x.ndim))
     order[one], order[two] = order[two], order[one]
@@ -261,22 +194,22 @@ def _transpose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return expand(_first(args), _sizes(args, kwargs))
+    return expand(first(args), _sizes(args, kwargs))
 
 
 def _unsqueeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return unsqueeze(_first(args), args[1] if len(args) > 1 else kwargs["dim"])
+    return unsqueeze(first(args), args[1] if len(args) > 1 else kwargs["dim"])
 
 
 def _squeeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     dim = (*args[1:], *kwargs.values())
     if len(dim) != 1 or not isinstance(dim[0], int):
         raise MissingRows("it removes several dimensions")
-    return squeeze(_first(args), dim[0])
+    return squeeze(first(args), dim[0])
 
 
 def _getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return indexed(_first(args), args[1])
+    return indexed(first(args), args[1])
 
 
 def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -286,6 +219,9 @@ def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _narrow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, dim, start, length = args
+    start = range(x.shape[dim])[start] if length else 0
+    if length < 0 or start + length > x.shape[dim]:
+        raise MissingRows("it has another length")
     return sliced(x, dim % x.ndim, slice(start, start + length))
 
 
@@ -296,17 +232,18 @@ def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _unbind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, dim = _first(args), args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    x, dim = first(args), args[1] if len(args) > 1 else kwargs.get("dim", 0)
     x.feature(dim)
     return tuple(selected(x, dim % x.ndim, number) for number in range(x.shape[dim]))
 
 
 def _joined(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
-    parts = [part for part in tensors if isinstance(part, Rows) or part.numel()]
-    x = next(part for part in parts if isinstance(part, Rows))
-    if len(parts) == 1:  # a cache joins the first keys to an empty tensor
-        return x
+    x = next(part for part in tensors if isinstance(part, Rows))
+    # A cache joins the first keys to an empty tensor.
+    parts = [part for part in tensors if isinstance(part, Rows) or part.numel() or part.dtype != x.dtype]
+    if len(parts) == 1:
+        return x.of(x.rows.clone(), fill=x.fill)
     return x.of(func([x.operand(part) for part in parts], dim=x.feature(dim)))
 
 
@@ -317,7 +254,7 @@ def _stack(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _as_rows(part: Tensor) -> Rows:
-    return _first((part,))
+    return first((part,))
 
 
 def _type_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -326,17 +263,23 @@ def _type_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x = _first(args)
+    x = first(args)
     fill = {torch.zeros_like: 0, torch.ones_like: 1}.get(func)
     return x.of(func(x.rows, *args[1:], **kwargs), fill=fill)
 
 
 def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return func(_first(args).base[:0], *args[1:], **kwargs)
+    x = first(args)
+    return func(torch.empty(0, dtype=x.dtype, device=x.device), *args[1:], **kwargs)
+
+
+def _last_two(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x = first(args)
+    return permute(x, [*range(x.ndim - 2), x.ndim - 1, x.ndim - 2])
 
 
 def _needs_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _first(args).needs_grad
+    return first(args).needs_grad
 
 
 def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -347,30 +290,15 @@ def _cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return cross_entropy(*args, **kwargs)
 
 
-def _functions(*names: str) -> list[Any]:
-    """Return what has one of these names: functions of torch, of ``torch.nn.functional``, and methods of tensors."""
-    return [getattr(home, name) for name in names for home in (torch, F, Tensor) if hasattr(home, name)]
-
-
-def _getter(name: str) -> Any:
-    """Return what is called if an attribute of a tensor is read."""
-    return getattr(Tensor, name).__get__
-
-
-_GETTERS = "shape dtype device ndim layout is_cpu is_cuda is_nested is_sparse is_meta is_quantized is_leaf is_xpu"
-_METADATA = frozenset(
-    [_getter(name) for name in _GETTERS.split()]
-    + _functions("size", "dim", "numel", "is_floating_point", "is_complex", "element_size", "get_device", "nelement")
-    + [Tensor.__len__, Tensor.__hash__]
-)
-_PRODUCTS = frozenset(_functions("mul", "multiply", "logical_and", "bitwise_and", "__and__", "__mul__", "__rmul__"))
+_PRODUCTS = frozenset(functions("mul", "multiply", "logical_and", "bitwise_and", "__and__", "__mul__", "__rmul__"))
 _NAMES: Mapping[Answer, str] = {
     _alone: (
         "relu gelu silu tanh sigmoid exp rsqrt sqrt neg abs log erf float half bfloat16 double to type clone detach "
-        "contiguous dropout clamp clip softplus leaky_relu elu mish hardtanh hardswish square logsigmoid relu6 sin cos "
+        "contiguous clamp clip softplus leaky_relu elu mish hardtanh hardswish square logsigmoid relu6 sin cos "
         "reciprocal int long bool nan_to_num sign logical_not bitwise_not isnan isinf isfinite positive __neg__ "
         "__invert__"
     ),
+    _drawn: "dropout",
     _alone_in_place: "relu_ clamp_ dropout_ exp_ tanh_ sigmoid_ neg_",
     _broadcast: (
         "add sub mul div true_divide pow maximum minimum where subtract multiply divide eq ne lt le gt ge logical_and "
@@ -382,6 +310,7 @@ _NAMES: Mapping[Answer, str] = {
     _masked_fill: "masked_fill",
     _by_last_feature: "linear",
     _matmul: "matmul __matmul__ mm",
+    _bmm: "bmm",
     _addmm: "addmm",
     _normalized: "layer_norm rms_norm",
     _along: "softmax log_softmax mean sum var std amax amin argmax argmin logsumexp max min var_mean",
@@ -407,8 +336,17 @@ _NAMES: Mapping[Answer, str] = {
     _attention: "scaled_dot_product_attention",
     _cross_entropy: "cross_entropy",
 }
-_ANSWERS: Mapping[Any, Answer] = {
-    _getter("requires_grad"): _needs_grad,
-    **{function: answer for answer, names in _NAMES.items() for function in _functions(*names.split())},
-}
-"""Function of torch -> what it does with rows."""
+
+
+class PaddedRows(Answering):
+    """Rows of a padded tensor that functions of torch accept in place of it.
+
+    Functions that treat every position by itself compute on the rows. So do attention whose mask excludes the padding,
+    and a loss that ignores it.
+    """
+
+    answers: ClassVar[Mapping[Any, Answer]] = {
+        getter("requires_grad"): _needs_grad,
+        getter("mT"): _last_two,
+        **{function: answer for answer, names in _NAMES.items() for function in functions(*names.split())},
+    }

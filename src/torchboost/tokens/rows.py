@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from torchboost.core.torch_private import is_view, version
 from torchboost.tokens.layout import Layout
 
-__all__ = ["BATCH", "FLAT", "TOKEN", "MissingRows", "RowFunction", "Rows", "in_this_precision", "numbered"]
+__all__ = ["BATCH", "FLAT", "TOKEN", "Memory", "MissingRows", "RowFunction", "Rows", "in_this_precision", "numbered"]
 
 BATCH, TOKEN, FLAT = -1, -2, -3
 """Dimensions of the padded shape that rows do not have: batch, length, and the two as one."""
@@ -33,6 +34,25 @@ class MissingRows(BaseException):
         self.owners = owners
 
 
+class Memory:
+    """What padded tensors have in common that are views of each other, although their rows may lie apart.
+
+    Attributes:
+        outdated: Whether a tensor wrote to it that has left since. The others lack what it wrote.
+        copies: Tensors that would be views of it, and how often they had been written to.
+    """
+
+    __slots__ = ("copies", "outdated")
+
+    def __init__(self) -> None:
+        self.outdated = False
+        self.copies: list[tuple[Tensor, int]] = []
+
+    def copied(self, tensor: Tensor) -> None:
+        """Note a tensor that would be a view of it."""
+        self.copies.append((tensor, version(tensor)))
+
+
 class Rows(Tensor):
     """The rows of some positions of a padded tensor. It has the shape of that tensor and no memory of its own.
 
@@ -45,6 +65,7 @@ class Rows(Tensor):
         fill: What the missing positions hold; None if this is unknown.
 
     Attributes:
+        memory: What the padded tensor shares with its views.
         needs_grad: Whether the rows are part of a graph.
         source: Returns the whole padded tensor. None inside the pass, whose caller then runs it again on whole tensors.
     """
@@ -54,6 +75,7 @@ class Rows(Tensor):
     dims: tuple[int, ...]
     later: tuple[RowFunction, ...]
     fill: float | bool | None
+    memory: Memory
     needs_grad: bool
     source: Callable[[], Tensor] | None
 
@@ -78,7 +100,7 @@ class Rows(Tensor):
         shape = [sizes[dim] if dim < 0 else like.shape[dim + 1] for dim in dims]
         rows: Any = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
         rows.base, rows.positions, rows.dims, rows.later, rows.fill = base, positions, tuple(dims), later, fill
-        rows.needs_grad, rows.source = like.requires_grad, None
+        rows.needs_grad, rows.source, rows.memory = like.requires_grad, None, Memory()
         return rows
 
     def like(self, *args: Any, **kwargs: Any) -> Self:
@@ -106,17 +128,35 @@ class Rows(Tensor):
 
     def of(self, rows: Tensor, dims: Sequence[int] | None = None, fill: float | bool | None = None) -> Self:
         """Return other rows of the same positions."""
-        return self.like(rows, self.positions, self.dims if dims is None else dims, fill=fill)
+        other = self.like(rows, self.positions, self.dims if dims is None else dims, fill=fill)
+        return other.sharing(self) if rows is self.base or is_view(rows) else other
 
     def then(self, function: RowFunction) -> Self:
         """Return what a function makes of each row, computed later if these are."""
         if self.later:
-            return self.like(self.base, self.positions, self.dims, (*self.later, function))
+            return self.like(self.base, self.positions, self.dims, (*self.later, function)).sharing(self)
         return self.of(function(self.base))
 
     def arranged(self, dims: Sequence[int]) -> Self:
         """Return the same rows in another padded shape."""
-        return self.like(self.base, self.positions, dims, self.later, self.fill)
+        return self.like(self.base, self.positions, dims, self.later, self.fill).sharing(self)
+
+    def sharing(self, other: Rows) -> Self:
+        """Return this tensor as a view of another one."""
+        self.memory = other.memory
+        return self
+
+    def check(self) -> None:
+        """Raise :class:`MissingRows` if a view of the padded tensor was written to, which these rows may lack."""
+        memory = self.memory
+        if memory.outdated or (memory.copies and any(version(copy) != then for copy, then in memory.copies)):
+            raise MissingRows("a view of its argument was written to")
+
+    def write(self) -> None:
+        """Take note that these rows are about to be written to. Views of them are not used any more."""
+        if self.memory.copies:
+            raise MissingRows("it writes to a tensor of which a part was taken")
+        self.memory.outdated, self.memory, self.fill = True, Memory(), None
 
     @property
     def places(self) -> tuple[int, ...]:
@@ -149,12 +189,14 @@ class Rows(Tensor):
             if other.positions is not self.positions or (other.ndim, other.places) != (self.ndim, self.places):
                 raise MissingRows("it combines different positions")
             return other.rows
-        if other.ndim > self.ndim:
+        added, places = self.ndim - other.ndim, self.places
+        if added < 0:
             raise MissingRows("it adds dimensions")
-        if other.ndim < self.ndim - max(self.places):
+        if added > max(places):
             return other  # it has features alone
-        other = other[(None,) * (self.ndim - other.ndim)]
-        return self.positions.gathered(other, self.places)
+        if any(place >= added and other.shape[place - added] not in (1, self.shape[place]) for place in places):
+            raise MissingRows("it repeats positions")
+        return self.positions.gathered(other, places, added)
 
     def absent(self, mask: Any) -> Tensor | None:
         """Return the entries of a mask at the missing positions, if it has one entry for each position."""

@@ -130,7 +130,7 @@ def indexed(x: Rows, index: Any) -> Tensor:
         elif isinstance(part, int) and not isinstance(part, bool):
             entry = selected(x, place, part)
             if not isinstance(entry, Rows):
-                return entry[(*[slice(None)] * place, *parts[number + 1 :])]
+                return entry[(*[slice(None)] * place, *parts[number + 1 :])]  # a view of what the memory knows
             x = entry
         else:
             raise MissingRows("its index is of another kind")
@@ -148,7 +148,7 @@ def sliced(x: Rows, place: int, part: slice) -> Rows:
     if dim != TOKEN or step != 1:
         raise MissingRows("it takes a part of the batch")
     positions, rows = x.positions.crop(start, max(start, stop))
-    return x.like(x.base.index_select(0, rows), positions, x.dims, x.later, x.fill)
+    return x.like(x.base.index_select(0, rows), positions, x.dims, x.later, x.fill).sharing(x)
 
 
 def selected(x: Rows, place: int, number: int) -> Tensor:
@@ -160,7 +160,9 @@ def selected(x: Rows, place: int, number: int) -> Tensor:
         raise MissingRows("it takes one sequence")
     taken = x.picked(_present(x.positions.row_of[:, number]))  # (batch, features...)
     rest = [dim for dim in x.dims if dim != TOKEN]
-    return taken.movedim(0, rest.index(BATCH))
+    taken = taken.movedim(0, rest.index(BATCH))
+    x.memory.copied(taken)
+    return taken
 
 
 def _present(rows: Tensor) -> Tensor:
@@ -180,7 +182,11 @@ def _masked(x: Rows, index: Tensor) -> Tensor:
 
 def _pairs(x: Rows, parts: list[Any]) -> Tensor:
     """Return the positions that are named by sequence and token."""
-    if len(parts) != 2 or x.dims[:2] != (BATCH, TOKEN) or any(isinstance(part, slice) for part in parts):
+    if len(parts) != 2 or x.dims[:2] != (BATCH, TOKEN) or not all(map(_is_index, parts)):
         raise MissingRows("its index is of another kind")
     rows = _present(x.positions.row_of[tuple(parts)])
     return x.picked(rows.flatten()).unflatten(0, rows.shape)
+
+
+def _is_index(part: Any) -> bool:
+    return isinstance(part, (Tensor, list, int)) and not isinstance(part, bool)

@@ -1,0 +1,156 @@
+"""Tensors that answer functions of torch from a part of their positions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
+
+from torchboost.core.torch_private import is_view
+from torchboost.tokens.rows import MissingRows, Rows
+
+__all__ = ["Answer", "Answering", "first", "functions", "getter", "rows_in"]
+
+Answer = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""Takes the function of torch and its arguments."""
+
+
+class Answering(Rows):
+    """Rows that functions of torch accept in place of the padded tensor.
+
+    Functions with an answer get it. Others get the whole tensor: from ``fill``, or from ``source``. If there is
+    neither, they raise :class:`MissingRows`.
+
+    Attributes:
+        answers: Function of torch -> what it does with such tensors.
+        precedence: Among several classes in a call, that with the highest number answers.
+    """
+
+    answers: ClassVar[Mapping[Any, Answer]] = {}
+    precedence: ClassVar[int] = 0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer a call of a function of torch."""
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _METADATA:
+                return func(*args, **kwargs)
+            rows = [*rows_in((*args, *kwargs.values()))]
+            sources = [one.source for one in rows]
+            try:
+                for one in rows:
+                    one.check()
+                if None in sources and not torch.is_grad_enabled() and any(one.needs_grad for one in rows):
+                    raise MissingRows("it computes without gradients")
+                kinds = [kind for kind in types if issubclass(kind, Answering)]
+                kind = cls if len(kinds) < 2 else max(kinds, key=lambda one: one.precedence)
+                result = _answer(kind.answers, func, args, kwargs, rows)
+            except MissingRows as reason:
+                if None in sources:
+                    owners = [one.positions.owner for one in rows if one.source is None]
+                    raise MissingRows(f"{_name(func)}: {reason}", owners) from None
+                return func(*_from_sources(args), **_from_sources(kwargs))
+            if None not in sources:
+                if args and result is args[0]:  # it was written to
+                    before = result.source
+                    result.source = lambda: func(before().clone(), *_from_sources(args[1:]), **_from_sources(kwargs))
+                for one in rows_in(result if isinstance(result, (tuple, list)) else (result,)):
+                    if one.source is None:
+                        one.source = lambda: func(*_from_sources(args), **_from_sources(kwargs))
+            return result
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer what is called below the functions of torch, such as by a function of autograd or a collective."""
+        owners = [one.positions.owner for one in rows_in((*args, *(kwargs or {}).values())) if one.source is None]
+        if owners:
+            raise MissingRows(f"{func} is called below the functions of torch", owners)
+        return func(*_from_sources(args), **_from_sources(kwargs or {}))
+
+
+def rows_in(values: Any) -> Iterator[Rows]:
+    """Yield the rows among arguments."""
+    for value in values:
+        if isinstance(value, Rows):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from rows_in(value)
+
+
+def _from_sources(values: Any) -> Any:
+    return tree_map_only(Rows, _from_source, values)
+
+
+def _from_source(rows: Rows) -> Tensor:
+    if rows.source is None:
+        raise MissingRows("it needs the padding")
+    return rows.source()
+
+
+def _name(func: Any) -> str:
+    return getattr(func, "__name__", str(func))
+
+
+def _answer(
+    answers: Mapping[Any, Answer], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rows: list[Rows]
+) -> Any:
+    if kwargs and kwargs.get("out") is not None:
+        raise MissingRows("it writes to a tensor")
+    answer = answers.get(func)
+    if answer is not None:
+        try:
+            return answer(func, args, kwargs)
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            # Unusual arguments. If they are wrong, the call with whole tensors says so.
+            raise MissingRows(f"it raised {type(error).__name__}") from error
+        except MissingRows:
+            if all(one.fill is None and not one.positions.complete for one in rows):
+                raise
+    if args and isinstance(args[0], Rows) and (_writes(func) or kwargs.get("inplace")):
+        raise MissingRows("it writes to its argument")  # a whole tensor would be another one
+    args, kwargs = tree_map_only(Rows, Rows.whole, (args, kwargs))
+    result = func(*args, **kwargs)
+    for part in result if isinstance(result, (tuple, list)) else (result,):
+        if isinstance(part, Tensor) and (is_view(part) or any(part is arg for arg in args)):
+            for one in rows:
+                one.memory.copied(part)
+    return result
+
+
+def _writes(func: Any) -> bool:
+    name = _name(func)
+    return name in _WRITING or (name.endswith("_") and not name.endswith("__"))
+
+
+def first(args: tuple[Any, ...]) -> Any:
+    """Return the first argument, if it has rows."""
+    if not args or not isinstance(args[0], Rows):
+        raise MissingRows("its first argument is another tensor")
+    return args[0]
+
+
+def functions(*names: str) -> list[Any]:
+    """Return what has one of these names: functions of torch, of ``torch.nn.functional``, and methods of tensors."""
+    return [getattr(home, name) for name in names for home in (torch, F, Tensor) if hasattr(home, name)]
+
+
+def getter(name: str) -> Any:
+    """Return what is called if an attribute of a tensor is read."""
+    return getattr(Tensor, name).__get__
+
+
+_GETTERS = "shape dtype device ndim layout is_cpu is_cuda is_nested is_sparse is_meta is_quantized is_leaf is_xpu"
+_METADATA = frozenset(
+    [getter(name) for name in _GETTERS.split()]
+    + functions("size", "dim", "numel", "is_floating_point", "is_complex", "element_size", "get_device", "nelement")
+    + [Tensor.__len__, Tensor.__hash__]
+)
+_WRITING = frozenset({"__setitem__", "__set__", "__delete__", "backward", "retain_grad", "register_hook"}) | {
+    f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift")
+}
+"""Methods that change their tensor without a name that ends in ``_``."""
