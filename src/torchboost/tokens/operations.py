@@ -11,6 +11,7 @@ from torch import Tensor
 from torchboost.tokens.answers import Answer, Answering, first, functions, getter, rows_in
 from torchboost.tokens.attention import scaled_dot_product_attention
 from torchboost.tokens.losses import cross_entropy
+from torchboost.tokens.multihead import multi_head_attention_forward
 from torchboost.tokens.rows import FLAT, MissingRows, Rows, in_this_precision, numbered
 from torchboost.tokens.scores import product
 from torchboost.tokens.shapes import expand, indexed, permute, reshape, selected, sliced, squeeze, unsqueeze
@@ -286,6 +287,10 @@ def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return scaled_dot_product_attention(*args, **kwargs)
 
 
+def _multihead(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return multi_head_attention_forward(*args, **kwargs)
+
+
 def _cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return cross_entropy(*args, **kwargs)
 
@@ -334,6 +339,7 @@ _NAMES: Mapping[Answer, str] = {
     _like: "zeros_like ones_like empty_like full_like rand_like randn_like",
     _new: "new_zeros new_ones new_full new_empty",
     _attention: "scaled_dot_product_attention",
+    _multihead: "multi_head_attention_forward",
     _cross_entropy: "cross_entropy",
 }
 

@@ -15,7 +15,7 @@ from torchboost.tokens.answers import Answer, Answering, first, functions, gette
 from torchboost.tokens.layout import Layout
 from torchboost.tokens.rows import BATCH, TOKEN, Memory, MissingRows, Rows, numbered
 
-__all__ = ["EXCLUDED", "Scores", "product"]
+__all__ = ["EXCLUDED", "Scores", "product", "sequences"]
 
 EXCLUDED = -9e3
 """A smaller entry of a mask that is added, next to scores of usual size, gives a weight of exactly 0."""
@@ -198,8 +198,8 @@ def product(one: Tensor, two: Tensor) -> Tensor:
         return _averages(one, two)
     if isinstance(two, Scores) or one.ndim != two.ndim or one.ndim < 3 or one.shape[0] != two.shape[0]:
         raise MissingRows("it multiplies padded tensors")
-    queries = _sequences(one, -2)
-    keys = _sequences(two, -1)
+    queries = sequences(one, -2)
+    keys = sequences(two, -1)
     if queries is None or keys is None:
         raise MissingRows("it multiplies padded tensors")
     layouts = [part.positions if isinstance(part, Rows) else None for part in (one, two)]
@@ -207,7 +207,7 @@ def product(one: Tensor, two: Tensor) -> Tensor:
     return Scores([torch.matmul(q, k) for q, k in zip(queries, keys, strict=True)], *layouts, kind)
 
 
-def _sequences(x: Tensor, token: int) -> Sequence[Tensor] | None:
+def sequences(x: Tensor, token: int) -> Sequence[Tensor] | None:
     """Return each sequence by itself, without its padding, in the order of its dimensions."""
     if not isinstance(x, Rows):
         return x.unbind(0)
@@ -224,7 +224,7 @@ def _averages(weights: Scores, values: Tensor) -> Tensor:
     positions = values.positions if isinstance(values, Rows) else None
     if positions is not weights.keys or not (weights.zero or positions is None):
         raise MissingRows("the padding has weights")
-    parts = _sequences(values, -2)
+    parts = sequences(values, -2)
     if parts is None:
         raise MissingRows("it multiplies positions otherwise")
     outputs = [torch.matmul(block, part) for block, part in zip(weights.blocks, parts, strict=True)]

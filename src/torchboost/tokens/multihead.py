@@ -1,0 +1,164 @@
+"""The attention of ``torch.nn``."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from torchboost.core.torch_private import version
+from torchboost.tokens.attention import scaled_dot_product_attention
+from torchboost.tokens.layout import Layout
+from torchboost.tokens.rows import BATCH, TOKEN, MissingRows, Rows
+from torchboost.tokens.scores import Scores, product
+
+__all__ = ["multi_head_attention_forward"]
+
+_HEADS = (BATCH, 0, TOKEN, 1)
+_LENGTH_FIRST = (TOKEN, BATCH, 0)
+_BIASES = (None, None, None)
+
+
+def multi_head_attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    embed_dim_to_check: int,
+    num_heads: int,
+    in_proj_weight: Tensor | None,
+    in_proj_bias: Tensor | None,
+    bias_k: Tensor | None,
+    bias_v: Tensor | None,
+    add_zero_attn: bool,
+    dropout_p: float,
+    out_proj_weight: Tensor,
+    out_proj_bias: Tensor | None,
+    training: bool = True,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    use_separate_proj_weight: bool = False,
+    q_proj_weight: Tensor | None = None,
+    k_proj_weight: Tensor | None = None,
+    v_proj_weight: Tensor | None = None,
+    static_k: Tensor | None = None,
+    static_v: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute ``torch.nn.functional.multi_head_attention_forward`` for each sequence of a padded batch.
+
+    The masks must exclude the padding for every query that is computed.
+    """
+    tensors = (query, key, value)
+    if add_zero_attn or any(one is not None for one in (bias_k, bias_v, static_k, static_v)):
+        raise MissingRows("it adds keys")
+    if any(one.dims != _LENGTH_FIRST if isinstance(one, Rows) else one.ndim != 3 for one in tensors):
+        raise MissingRows("its tensors have other dimensions")
+    if query.shape[-1] != embed_dim_to_check or embed_dim_to_check % num_heads or (is_causal and attn_mask is None):
+        raise MissingRows("its arguments are of another kind")
+    if use_separate_proj_weight:
+        weights: Any = (q_proj_weight, k_proj_weight, v_proj_weight)
+    else:
+        weights = (in_proj_weight,) if query is key and key is value else _thirds(in_proj_weight)
+    biases = (in_proj_bias,) if len(weights) == 1 else _BIASES if in_proj_bias is None else _thirds(in_proj_bias)
+    heads = [_heads(one, num_heads) for one in _projected(tensors, weights, biases)]
+    layouts = [one.positions if isinstance(one, Rows) else None for one in tensors]
+    hint = is_causal and key_padding_mask is None and not need_weights
+    mask = None if hint else _mask(attn_mask, key_padding_mask, layouts, num_heads)
+    share = dropout_p if training else 0.0
+    weights = None
+    if need_weights:
+        result, weights = _averages(heads, mask, share)
+        weights = _of(torch.mean, weights, 1) if average_attn_weights else weights
+    else:
+        result = scaled_dot_product_attention(*heads, mask, share, hint)
+    if isinstance(result, Rows):
+        rows = F.linear(result.rows.flatten(1), out_proj_weight, out_proj_bias)
+        return result.like(rows, result.positions, _LENGTH_FIRST), weights
+    return F.linear(result.permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias), weights
+
+
+def _thirds(tensor: Tensor | None) -> tuple[Tensor, ...]:
+    if tensor is None:
+        raise MissingRows("its arguments are of another kind")
+    return tensor.chunk(3)
+
+
+def _projected(tensors: tuple[Tensor, ...], weights: Any, biases: Any) -> list[Tensor]:
+    """Return queries, keys and values: rows of shape (rows, width), or whole ones of shape (length, batch, width)."""
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x.rows if isinstance(x, Rows) else x, weight, bias)
+
+    if len(weights) == 1:
+        parts: Any = linear(tensors[0], weights[0], biases[0]).chunk(3, -1)
+    else:
+        parts = [linear(*one) for one in zip(tensors, weights, biases, strict=True)]
+    return [x.of(part) if isinstance(x, Rows) else part for x, part in zip(tensors, parts, strict=True)]
+
+
+def _heads(x: Tensor, count: int) -> Tensor:
+    """Return the tensor in the shape (batch, heads, length, width)."""
+    if isinstance(x, Rows):
+        return x.like(x.rows.unflatten(-1, (count, -1)), x.positions, _HEADS)
+    return x.unflatten(-1, (count, -1)).permute(1, 2, 0, 3)
+
+
+def _mask(mask: Tensor | None, padding: Tensor | None, layouts: list[Layout | None], heads: int) -> Tensor | None:
+    """Return both masks as one that ``scaled_dot_product_attention`` takes."""
+    if mask is None and padding is None:
+        return None
+    layout = next(one for one in layouts if one is not None)
+    if isinstance(mask, Rows) or isinstance(padding, Rows) or (mask is not None and mask.requires_grad):
+        raise MissingRows("its mask is of another kind")
+    keep: Any = mask if mask is not None else padding  # so that a key that is an id stays the only one
+    other = padding if mask is not None else None
+    merged, _ = layout.once(
+        keep, lambda: (_merged(mask, padding, heads), other), ("merged", id(other), _changes(other), mask is None)
+    )
+    return merged
+
+
+def _changes(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else version(tensor)
+
+
+def _merged(mask: Tensor | None, padding: Tensor | None, heads: int) -> Tensor:
+    parts: list[Tensor] = []
+    if mask is not None:
+        parts.append(mask if mask.ndim == 2 else mask.unflatten(0, (-1, heads)))
+    if padding is not None:
+        parts.append(padding[:, None, None])
+    if all(part.dtype is torch.bool for part in parts):
+        return ~(parts[0] | parts[-1])
+    kind = next(part.dtype for part in parts if part.dtype is not torch.bool)
+    sums = [
+        torch.zeros_like(part, dtype=kind).masked_fill_(part, -math.inf) if part.dtype is torch.bool else part
+        for part in parts
+    ]
+    return sums[0] if len(sums) == 1 else sums[0] + sums[1]
+
+
+def _averages(heads: list[Tensor], mask: Tensor | None, dropout: float) -> tuple[Tensor, Tensor]:
+    """Return the averages of the values, and their weights."""
+    query, key, value = heads
+    scale = math.sqrt(1 / query.shape[-1])
+    query = query.of(query.rows * scale) if isinstance(query, Rows) else query * scale
+    turned = key.arranged((BATCH, 0, 1, TOKEN)) if isinstance(key, Rows) else key.transpose(-2, -1)
+    weights = product(query, turned)
+    if mask is not None:
+        weights = (
+            _of(torch.add, weights, mask) if mask.is_floating_point() else _of(torch.where, mask, weights, -math.inf)
+        )
+    weights = _of(torch.softmax, weights, -1)
+    weights = _of(F.dropout, weights, p=dropout) if dropout else weights
+    return product(weights, value), weights
+
+
+def _of(function: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Return what a function of torch does with scores."""
+    return Scores.answers[function](function, args, kwargs)
