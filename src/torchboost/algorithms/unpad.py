@@ -22,7 +22,7 @@ from torchboost.tokens.layout import Layout
 from torchboost.tokens.operations import PaddedRows
 from torchboost.tokens.rows import BATCH, TOKEN
 
-__all__ = ["Unpad", "unpad"]
+__all__ = ["Unpad", "unpad_forward"]
 
 Pair = tuple[str, str]
 
@@ -37,7 +37,7 @@ _LEAST = 0.05
 """Share of padding below which a call computes it: leaving it out costs a few microseconds for each function."""
 
 
-def unpad(model: nn.Module, *, pairs: Sequence[Pair] = _PAIRS) -> Attachment:
+def unpad_forward(model: nn.Module, *, pairs: Sequence[Pair] = _PAIRS) -> Attachment:
     """Compute a padded batch of sequences without its padding, in training.
 
     The tokens of all sequences become rows of one tensor. Functions that treat each position by itself, such as linear
@@ -78,7 +78,7 @@ def unpad(model: nn.Module, *, pairs: Sequence[Pair] = _PAIRS) -> Attachment:
         ...         rows = self.out(self.words(input_ids)) * attention_mask[..., None]
         ...         return rows.sum(1)
         >>> model, ids = Bag(), torch.tensor([[1, 2, 0], [3, 0, 0]])
-        >>> with unpad(model):
+        >>> with unpad_forward(model):
         ...     model(ids, (ids > 0).long()).shape
         torch.Size([2, 2])
     """
@@ -88,7 +88,7 @@ def unpad(model: nn.Module, *, pairs: Sequence[Pair] = _PAIRS) -> Attachment:
 
 @dataclass(frozen=True, kw_only=True)
 class Unpad(Algorithm):
-    """Settings of :func:`unpad`.
+    """Settings of :func:`unpad_forward`.
 
     Args:
         pairs: Names of masks and of what they mask.

@@ -168,6 +168,11 @@ class PartialCall:
 
     def _watching(self, tensor: Tensor, layout: Layout) -> Tensor:
         later = (lambda rows: rows,) if layout.complete else ()
+        if isinstance(tensor, Rows):  # another algorithm watches too
+            before = tensor.source or tensor.whole
+            tensor.later, tensor.positions.forced = later, layout.forced
+            tensor.source = lambda: (self._forward.leave(), before())[1]
+            return tensor
         flat = layout.batch == 1 != tensor.shape[0]
         rows = tensor if flat else tensor.flatten(0, 1)
         dims = (FLAT if flat else BATCH, *([] if flat else [TOKEN]), *range(rows.ndim - 1))

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map_only
 
+from torchboost.core.containers import with_tensors
+from torchboost.core.torch_private import functions_of_subclasses_off
 from torchboost.tokens.attention import scaled_dot_product_attention
 from torchboost.tokens.losses import cross_entropy
 from torchboost.tokens.rows import FLAT, MissingRows, Rows, in_this_precision, numbered
@@ -33,7 +34,7 @@ class PaddedRows(Rows):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer a call of a function of torch."""
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
+        with functions_of_subclasses_off():
             if func in _METADATA:
                 return func(*args, **kwargs)
             rows = [*_rows_in((*args, *kwargs.values()))]
@@ -71,13 +72,19 @@ def _rows_in(values: Any) -> Iterator[Rows]:
 
 
 def _from_sources(values: Any) -> Any:
-    return tree_map_only(Rows, _from_source, values)
+    return with_tensors(values, _from_source)
 
 
-def _from_source(rows: Rows) -> Tensor:
-    if rows.source is None:
+def _from_source(tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, Rows):
+        return tensor
+    if tensor.source is None:
         raise MissingRows("it needs the padding")
-    return rows.source()
+    return tensor.source()
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.whole() if isinstance(tensor, Rows) else tensor
 
 
 def _name(func: Any) -> str:
@@ -95,8 +102,7 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         except MissingRows:
             if all(one.fill is None and not one.positions.complete for one in _rows_in((*args, *kwargs.values()))):
                 raise
-    args, kwargs = tree_map_only(Rows, Rows.whole, (args, kwargs))
-    return func(*args, **kwargs)
+    return func(*with_tensors(args, _whole), **with_tensors(kwargs, _whole))
 
 
 def _first(args: tuple[Any, ...]) -> Rows:
@@ -339,6 +345,14 @@ def _needs_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return _first(args).needs_grad
 
 
+def _tracked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``requires_grad_``, which changes nothing for the result of a function."""
+    x = _first(args)
+    if x.needs_grad is not (args[1] if len(args) > 1 else kwargs.get("requires_grad", True)):
+        raise MissingRows("it starts or ends a graph")
+    return x
+
+
 def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return scaled_dot_product_attention(*args, **kwargs)
 
@@ -404,6 +418,7 @@ _NAMES: Mapping[Answer, str] = {
     _type_as: "type_as",
     _like: "zeros_like ones_like empty_like full_like rand_like randn_like",
     _new: "new_zeros new_ones new_full new_empty",
+    _tracked: "requires_grad_",
     _attention: "scaled_dot_product_attention",
     _cross_entropy: "cross_entropy",
 }

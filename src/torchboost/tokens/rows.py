@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from torchboost.core.torch_private import tensor_without_memory
 from torchboost.tokens.layout import Layout
 
 __all__ = ["BATCH", "FLAT", "TOKEN", "MissingRows", "RowFunction", "Rows", "in_this_precision", "numbered"]
@@ -76,7 +77,7 @@ class Rows(Tensor):
             raise MissingRows("it moves to another device")
         sizes = {BATCH: positions.batch, TOKEN: positions.length, FLAT: positions.batch * positions.length}
         shape = [sizes[dim] if dim < 0 else like.shape[dim + 1] for dim in dims]
-        rows: Any = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
+        rows: Any = tensor_without_memory(cls, shape, like)
         rows.base, rows.positions, rows.dims, rows.later, rows.fill = base, positions, tuple(dims), later, fill
         rows.needs_grad, rows.source = like.requires_grad, None
         return rows
