@@ -191,7 +191,8 @@ def test_labels_on_padding_count():
     model, inputs = decoder(), batch("left", first_label=True)
     inputs["labels"] = torch.where(inputs["attention_mask"] == 1, inputs["input_ids"], -100)
     (live,) = assert_same(model, lambda: model(**inputs).loss, unpad_forward)
-    assert live.calls == 0 and "padded positions have labels" in live.remark
+    assert live.calls == 0
+    assert "padded positions have labels" in live.remark
 
 
 def test_losses_of_every_kind():
@@ -226,7 +227,8 @@ def test_what_the_loop_reads_at_tokens_is_there():
             torch.testing.assert_close(found[tokens], expected[tokens], rtol=1e-4, atol=1e-5)
         hits = (outputs.logits.argmax(-1) == inputs["labels"]) & tokens
         assert int(hits.sum()) == int(((plain.logits.argmax(-1) == inputs["labels"]) & tokens).sum())
-        assert live.calls == 1 and not live.remark
+        assert live.calls == 1
+        assert not live.remark
 
 
 def test_what_the_loop_reads_at_padding_is_there_too():
@@ -248,7 +250,8 @@ def test_a_loop_that_reads_padding_is_seen_at_its_first_call():
     with unpad_forward(model) as live, sparse_head_forward(model) as head:
         outputs = model(**inputs)
         outputs.logits.mean().backward()
-        assert live.remark and head.remark
+        assert live.remark
+        assert head.remark
         assert type(model(**inputs).logits) is Tensor
         assert live.calls == head.calls == 0
 
