@@ -555,11 +555,12 @@ def test_group_loss_scaling_takes_its_settings_from_extra():
 def test_levers_are_what_a_level_may_switch_and_the_user_did_not():
     facts = Facts(half_precision=False, convolutions=20, total_steps=10)
     plan = Plan.of("O1", facts=facts)
-    system = ("channels_last", "autocast", "matmul_precision", "fused_optimizer", "compile")
-    assert {lever.name for lever in plan.levers} == set(system)
-    assert {lever.name for lever in Plan.of("O1", {"extra": {"autocast": True}}, facts).levers} == {
-        *("channels_last", "matmul_precision", "fused_optimizer", "compile")
+    names = {lever.name for lever in plan.levers}
+    assert names == {
+        *("unpad", "sparse_head", "channels_last", "autocast", "matmul_precision", "fused_optimizer", "compile")
     }
+    asked = Plan.of("O1", {"extra": {"autocast": True}}, facts)
+    assert {lever.name for lever in asked.levers} == names - {"autocast"}
     assert Plan.of("O0", facts=facts).levers == ()
     assert Plan.of("O1", {"boost": {"mode": "manual"}}, facts).levers == ()
 

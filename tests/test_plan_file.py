@@ -60,6 +60,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "gradient_centralization": {},
     "channels_last": {},
+    "unpad": {"pairs": st.lists(st.tuples(st.text(max_size=5), st.text(max_size=5)), max_size=2)},
+    "sparse_head": {},
     "autocast": {"dtype": st.sampled_from(["bfloat16", "float16"])},
     "matmul_precision": {"precision": st.sampled_from(["high", "medium"])},
     "grad_freeze": {

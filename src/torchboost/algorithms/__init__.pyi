@@ -24,6 +24,6 @@ from .loss_scale_group import LossScaleGroup as LossScaleGroup
 from .matmul_precision import MatmulPrecision as MatmulPrecision
 from .matmul_precision import lower_matmul_precision as lower_matmul_precision
 from .sparse_head import SparseHead as SparseHead
-from .sparse_head import sparse_head as sparse_head
+from .sparse_head import sparse_head_forward as sparse_head_forward
 from .unpad import Unpad as Unpad
-from .unpad import unpad as unpad
+from .unpad import unpad_forward as unpad_forward

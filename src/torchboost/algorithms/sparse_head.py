@@ -22,10 +22,10 @@ from torchboost.tokens.layout import Layout
 from torchboost.tokens.operations import PaddedRows
 from torchboost.tokens.rows import BATCH, FLAT, TOKEN, Rows
 
-__all__ = ["SparseHead", "sparse_head"]
+__all__ = ["SparseHead", "sparse_head_forward"]
 
 
-def sparse_head(model: nn.Module) -> Attachment:
+def sparse_head_forward(model: nn.Module) -> Attachment:
     """Compute the output head of a language model at the positions that have a label, in training.
 
     The product of the last hidden states with the output embeddings waits until something reads it. A cross entropy
@@ -56,7 +56,7 @@ def sparse_head(model: nn.Module) -> Attachment:
         ...         return cross_entropy(self.head(hidden).view(-1, 100), labels.view(-1))
         >>> model, hidden = Tagger(), torch.randn(2, 3, 4)
         >>> labels = torch.tensor([[5, -100, -100], [-100, -100, 7]])
-        >>> with sparse_head(model):
+        >>> with sparse_head_forward(model):
         ...     bool(model(hidden, labels) > 0)
         True
     """
@@ -66,7 +66,7 @@ def sparse_head(model: nn.Module) -> Attachment:
 
 @dataclass(frozen=True, kw_only=True)
 class SparseHead(Algorithm):
-    """Applies :func:`sparse_head`. It has no settings."""
+    """Applies :func:`sparse_head_forward`. It has no settings."""
 
     name: ClassVar[str] = "sparse_head"
     traits: ClassVar[Traits] = Traits(order=13, each_optimizer=True)

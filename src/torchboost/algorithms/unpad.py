@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 from typing_extensions import Self
 
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import check_module
 from torchboost.core.wrapping import compiled_parts, sharded_units, unwrap
 from torchboost.tokens.call import Part, PartialCall, PartialForward
+from torchboost.tokens.entrance import Entrance, Pair, layouts_of, may_mask
 from torchboost.tokens.layout import Layout
-from torchboost.tokens.operations import PaddedRows
-from torchboost.tokens.rows import BATCH, TOKEN
+from torchboost.tokens.rows import MissingRows
 
-__all__ = ["Unpad", "unpad"]
-
-Pair = tuple[str, str]
+__all__ = ["Unpad", "unpad_forward"]
 
 _PAIRS: tuple[Pair, ...] = (
     ("attention_mask", "input_ids"),
@@ -33,11 +29,9 @@ _PAIRS: tuple[Pair, ...] = (
     ("decoder_attention_mask", "decoder_inputs_embeds"),
 )
 """Arguments of the models of transformers: a mask, and what it masks."""
-_LEAST = 0.05
-"""Share of padding below which a call computes it: leaving it out costs a few microseconds for each function."""
 
 
-def unpad(model: nn.Module, *, pairs: Sequence[Pair] = _PAIRS) -> Attachment:
+def unpad_forward(model: nn.Module, *, pairs: Sequence[Pair] = _PAIRS) -> Attachment:
     """Compute a padded batch of sequences without its padding, in training.
 
     The tokens of all sequences become rows of one tensor. Functions that treat each position by itself, such as linear
@@ -78,7 +72,7 @@ def unpad(model: nn.Module, *, pairs: Sequence[Pair] = _PAIRS) -> Attachment:
         ...         rows = self.out(self.words(input_ids)) * attention_mask[..., None]
         ...         return rows.sum(1)
         >>> model, ids = Bag(), torch.tensor([[1, 2, 0], [3, 0, 0]])
-        >>> with unpad(model):
+        >>> with unpad_forward(model):
         ...     model(ids, (ids > 0).long()).shape
         torch.Size([2, 2])
     """
@@ -88,7 +82,7 @@ def unpad(model: nn.Module, *, pairs: Sequence[Pair] = _PAIRS) -> Attachment:
 
 @dataclass(frozen=True, kw_only=True)
 class Unpad(Algorithm):
-    """Settings of :func:`unpad`.
+    """Settings of :func:`unpad_forward`.
 
     Args:
         pairs: Names of masks and of what they mask.
@@ -108,8 +102,10 @@ class Unpad(Algorithm):
             return "a part of the model is compiled, and compiled code takes whole tensors only"
         if sharded_units(model):
             return "FSDP2 passes hidden states through functions of autograd, which take whole tensors only"
-        names = _names(unwrap(model))
-        if not any(mask in names for mask, _ in self.pairs) and "kwargs" not in names:
+        bare = unwrap(model)
+        names = _names(bare)
+        embeds = len(names) > 1 and any(isinstance(module, nn.Embedding) for module in bare.modules())
+        if not (embeds or may_mask(bare) or any(mask in names for mask, _ in self.pairs) or "kwargs" in names):
             return "no argument of its forward masks padding"
         return None
 
@@ -123,7 +119,11 @@ class Unpad(Algorithm):
     def positions(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """Return the tokens of padded sequences."""
         arguments = _arguments(inspect.signature(unwrap(model).forward), args, dict(kwargs))
-        return [layout.mask for layout in _layouts(None, self.pairs, arguments).values()]
+        entrance = Entrance(None, layouts_of(None, self.pairs, arguments))
+        if may_mask(unwrap(model)):
+            with contextlib.suppress(MissingRows), entrance:
+                model(*args, **kwargs)
+        return [layout.mask for layout in entrance.layouts]
 
     def attach(self, target: Target) -> Attachment:
         """Cover the forward of the model."""
@@ -133,14 +133,20 @@ class Unpad(Algorithm):
 def _attached(model: nn.Module, optimizers: Sequence[Optimizer], pairs: Sequence[Pair]) -> PartialForward:
     signature = inspect.signature(unwrap(model).forward)
 
+    masks = may_mask(unwrap(model))
+
     def part(call: PartialCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Part | None:
-        layouts = _layouts(call, pairs, _arguments(signature, args, kwargs))
-        if not layouts:
+        layouts = layouts_of(call, pairs, _arguments(signature, args, kwargs))
+        if not (layouts or masks):
             return None
-        by_shape = {layout.mask.shape: layout for layout in layouts.values()}
-        return Part(_Entrance(layouts), lambda output: by_shape.get(output.shape[:2]))
+        entrance = Entrance(call, layouts)
+        return Part(entrance, lambda output: _of_shape(entrance, output.shape[:2]), lambda: bool(entrance.layouts))
 
     return PartialForward("unpad", model, optimizers, part)
+
+
+def _of_shape(entrance: Entrance, shape: tuple[int, ...]) -> Layout | None:
+    return next((layout for layout in entrance.layouts if layout.mask.shape == shape), None)
 
 
 def _names(model: nn.Module) -> Mapping[str, Any]:
@@ -154,55 +160,3 @@ def _arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict
         return {}
     extra = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), "")
     return {**bound, **bound.get(extra, {})}
-
-
-Key = tuple[int, tuple[int, ...]]
-
-
-def _layouts(owner: object, pairs: Sequence[Pair], arguments: Mapping[str, Any]) -> dict[Key, Layout]:
-    """Return the layout of each argument whose padding can be left out, by its memory and shape."""
-    layouts: dict[Key, Layout] = {}
-    by_mask: dict[int, Layout | None] = {}
-    for mask_name, name in pairs:
-        mask, tokens = arguments.get(mask_name), arguments.get(name)
-        if type(mask) is not Tensor or type(tokens) is not Tensor or mask.ndim != 2:
-            continue
-        if tokens.shape[:2] != mask.shape or tokens.ndim > 3:
-            continue
-        if id(mask) not in by_mask:
-            by_mask[id(mask)] = _layout(owner, mask)
-        layout = by_mask[id(mask)]
-        if layout is not None:
-            layouts[tokens.data_ptr(), tokens.shape] = layout
-    return layouts
-
-
-def _layout(owner: object, mask: Tensor) -> Layout | None:
-    """Return the positions that a mask keeps; None if it is of another kind, or masks next to nothing."""
-    kept = mask.bool()
-    if mask.dtype is not torch.bool and not bool((kept == mask).all()):
-        return None
-    lengths = kept.sum(1)
-    count = int(lengths.sum())
-    if count > (1 - _LEAST) * mask.numel() or not bool((lengths > 0).all()):
-        return None
-    return Layout(kept, owner)
-
-
-class _Entrance(TorchFunctionMode):
-    """Inside of it, embeddings of padded token ids give the rows of their tokens."""
-
-    def __init__(self, layouts: Mapping[Key, Layout]) -> None:
-        super().__init__()
-        self._layouts = layouts
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer a call of a function of torch."""
-        kwargs = kwargs or {}
-        if func is F.embedding and args and type(args[0]) is Tensor:
-            ids, *rest = args
-            layout = self._layouts.get((ids.data_ptr(), ids.shape))
-            if layout is not None:
-                rows = func(ids.flatten().index_select(0, layout.index), *rest, **kwargs)
-                return PaddedRows(rows, layout, (BATCH, TOKEN, 0))
-        return func(*args, **kwargs)

@@ -252,6 +252,16 @@ def has_saved_tensor_hooks() -> bool:
     return _top_saved_tensors_default_hooks(True) is not None
 
 
+def tensor_without_memory(kind: type[Tensor], shape: Sequence[int], like: Tensor) -> Any:
+    """Return a tensor of a class with a ``__torch_dispatch__``: ``Tensor._make_wrapper_subclass``."""
+    return Tensor._make_wrapper_subclass(kind, tuple(shape), dtype=like.dtype, device=like.device)
+
+
+def functions_of_subclasses_off() -> AbstractContextManager[Any]:
+    """Return a context in which ``__torch_function__`` of classes is not called: ``DisableTorchFunctionSubclass``."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
 def inside_function_transform() -> bool:
     """Whether ``torch.func.grad``, ``vmap`` or another one runs: ``torch._C.peek_interpreter_stack``."""
     return peek_interpreter_stack() is not None

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map_only
 
-from torchboost.core.torch_private import is_view
+from torchboost.core.containers import with_tensors
+from torchboost.core.torch_private import functions_of_subclasses_off, is_view
 from torchboost.tokens.rows import MissingRows, Rows
 
 __all__ = ["Answer", "Answering", "first", "functions", "getter", "rows_in"]
@@ -37,7 +37,7 @@ class Answering(Rows):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer a call of a function of torch."""
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
+        with functions_of_subclasses_off():
             if func in _METADATA:
                 return func(*args, **kwargs)
             rows = [*rows_in((*args, *kwargs.values()))]
@@ -56,7 +56,7 @@ class Answering(Rows):
                     raise MissingRows(f"{_name(func)}: {reason}", owners) from None
                 return func(*_from_sources(args), **_from_sources(kwargs))
             if None not in sources:
-                if args and result is args[0]:  # it was written to
+                if args and result is args[0] and (_writes(func) or kwargs.get("inplace")):
                     before = result.source
                     result.source = lambda: func(before().clone(), *_from_sources(args[1:]), **_from_sources(kwargs))
                 for one in rows_in(result if isinstance(result, (tuple, list)) else (result,)):
@@ -83,13 +83,19 @@ def rows_in(values: Any) -> Iterator[Rows]:
 
 
 def _from_sources(values: Any) -> Any:
-    return tree_map_only(Rows, _from_source, values)
+    return with_tensors(values, _from_source)
 
 
-def _from_source(rows: Rows) -> Tensor:
-    if rows.source is None:
+def _from_source(tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, Rows):
+        return tensor
+    if tensor.source is None:
         raise MissingRows("it needs the padding")
-    return rows.source()
+    return tensor.source()
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.whole() if isinstance(tensor, Rows) else tensor
 
 
 def _name(func: Any) -> str:
@@ -113,7 +119,7 @@ def _answer(
                 raise
     if args and isinstance(args[0], Rows) and (_writes(func) or kwargs.get("inplace")):
         raise MissingRows("it writes to its argument")  # a whole tensor would be another one
-    args, kwargs = tree_map_only(Rows, Rows.whole, (args, kwargs))
+    args, kwargs = with_tensors(args, _whole), with_tensors(kwargs, _whole)
     result = func(*args, **kwargs)
     for part in result if isinstance(result, (tuple, list)) else (result,):
         if isinstance(part, Tensor) and (is_view(part) or any(part is arg for arg in args)):
@@ -124,7 +130,7 @@ def _answer(
 
 def _writes(func: Any) -> bool:
     name = _name(func)
-    return name in _WRITING or (name.endswith("_") and not name.endswith("__"))
+    return name in _WRITING or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
 
 
 def first(args: tuple[Any, ...]) -> Any:

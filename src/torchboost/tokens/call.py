@@ -43,10 +43,12 @@ class Part(NamedTuple):
     Args:
         mode: Makes tensors with some rows in place of padded ones.
         layout: Returns what an output will be if it has rows alone; None for other outputs.
+        used: Returns whether positions were left out.
     """
 
     mode: AbstractContextManager[Any]
     layout: Callable[[Tensor], Layout | None]
+    used: Callable[[], bool] = lambda: True
 
 
 class PartialForward(Attachment):
@@ -152,7 +154,7 @@ class PartialCall:
             set_generator_states(self._generators, self._devices)
             self._forward.refuse(self._kind, str(reason))
             return self._compute()
-        self._forward.calls += 1
+        self._forward.calls += part.used()
         for path, rows in _rows_in(outputs, (), set()):
             rows.source = lambda path=path: self._whole(path)
         return outputs
@@ -168,6 +170,11 @@ class PartialCall:
 
     def _watching(self, tensor: Tensor, layout: Layout) -> Tensor:
         later = (lambda rows: rows,) if layout.complete else ()
+        if isinstance(tensor, Rows):  # another algorithm watches too
+            before = tensor.source or tensor.whole
+            tensor.later, tensor.positions.forced = later, layout.forced
+            tensor.source = lambda: (self._forward.leave(), before())[1]
+            return tensor
         flat = layout.batch == 1 != tensor.shape[0]
         rows = tensor if flat else tensor.flatten(0, 1)
         dims = (FLAT if flat else BATCH, *([] if flat else [TOKEN]), *range(rows.ndim - 1))

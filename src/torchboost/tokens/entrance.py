@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,15 +14,23 @@ from torch.overrides import TorchFunctionMode
 from torchboost.tokens.layout import Layout
 from torchboost.tokens.operations import PaddedRows
 from torchboost.tokens.rows import BATCH, TOKEN
+from torchboost.tokens.scores import EXCLUDED
 
-__all__ = ["Entrance", "Pair", "kept_positions", "layouts_of", "may_mask"]
+__all__ = ["Entrance", "Key", "Pair", "Place", "kept_positions", "layouts_of", "may_mask"]
 
 Pair = tuple[str, str]
 Key = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""Memory, shape and strides of a tensor."""
+Place = tuple[Layout, tuple[int, int]]
+"""A layout, and the order of batch and length in the tensor."""
 
 _LEAST = 0.05
 """Share of padding below which a call computes it: leaving it out costs a few microseconds for each function."""
 _MOST_ARGUMENTS = 16
+_IDS = (torch.int64, torch.int32)
+_ADJUSTING = ("max_norm", "scale_grad_by_freq", "sparse")
+"""What makes an embedding change more than the rows that it returns."""
+_MASKS = (torch.bool, *_IDS, torch.uint8, torch.float32)
 
 
 def may_mask(model: nn.Module) -> bool:
@@ -33,17 +42,17 @@ def may_mask(model: nn.Module) -> bool:
     )
 
 
-def layouts_of(owner: object, pairs: Sequence[Pair], arguments: Mapping[str, Any]) -> dict[Key, Layout]:
-    """Return the layout of each argument whose padding can be left out, by its memory and shape.
+def layouts_of(owner: object, pairs: Sequence[Pair], arguments: Mapping[str, Any]) -> dict[Key, Place]:
+    """Return the layout of each argument whose padding can be left out.
 
     Args:
         owner: Of the layouts.
         pairs: Names of a mask of tokens and of what it masks. If none is among the arguments, all pairs are tried of a
-            mask and token ids of its shape. There, whether the mask marks tokens or padding is seen from the ids: those
-            of padding are all the same.
+            mask and of token ids of its shape. There, whether the mask marks tokens or padding is seen from the ids:
+            those of padding are all the same.
         arguments: Of a call.
     """
-    layouts: dict[Key, Layout] = {}
+    layouts: dict[Key, Place] = {}
     by_mask: dict[int, Layout | None] = {}
     for mask_name, name in pairs:
         mask, tokens = arguments.get(mask_name), arguments.get(name)
@@ -58,14 +67,15 @@ def layouts_of(owner: object, pairs: Sequence[Pair], arguments: Mapping[str, Any
         return layouts
     for mask, tokens in _guessed(arguments):
         kept = _kept(mask)
-        marks = None if kept is None else kept_positions(tokens, kept)
-        _enter(layouts, tokens, _layout(owner, marks))
+        _enter(layouts, tokens, _layout(owner, None if kept is None else kept_positions(tokens, kept)))
     return layouts
 
 
-def _enter(layouts: dict[Key, Layout], tokens: Tensor, layout: Layout | None) -> None:
+def _enter(layouts: dict[Key, Place], tokens: Tensor, layout: Layout | None) -> None:
     if layout is not None:
-        layouts[_key(tokens)] = layout
+        layouts[_key(tokens)] = layout, (BATCH, TOKEN)
+        if tokens.ndim == 2:
+            layouts.setdefault(_key(tokens.t()), (layout, (TOKEN, BATCH)))
 
 
 def _key(tensor: Tensor) -> Key:
@@ -73,22 +83,16 @@ def _key(tensor: Tensor) -> Key:
 
 
 def _guessed(arguments: Mapping[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield pairs of arguments of which one may mask the other, the mask in the shape of the other."""
+    """Yield pairs of arguments of which one may mask the other, the second in the shape of the first."""
     tensors = [value for value in [*arguments.values()][:_MOST_ARGUMENTS] if type(value) is Tensor and value.ndim == 2]
-    for tokens in tensors:
-        if tokens.dtype in (torch.int64, torch.int32):
-            for mask in tensors:
-                if mask is not tokens and mask.dtype in (
-                    torch.bool,
-                    torch.int64,
-                    torch.int32,
-                    torch.uint8,
-                    torch.float32,
-                ):
-                    if mask.shape == tokens.shape:
-                        yield mask, tokens
-                    elif mask.shape == tokens.shape[::-1]:
-                        yield mask.t(), tokens
+    for tokens, mask in itertools.product(tensors, tensors):
+        if mask is not tokens and tokens.dtype in _IDS and mask.dtype in _MASKS:
+            if mask.shape == tokens.shape:
+                yield mask, tokens
+            elif (
+                mask.shape == tokens.shape[::-1]
+            ):  # masks have the batch first, whatever ids have
+                yield mask, tokens.t()
 
 
 def _kept(mask: Tensor) -> Tensor | None:
@@ -127,25 +131,69 @@ def _layout(owner: object, kept: Tensor | None) -> Layout | None:
 
 
 class Entrance(TorchFunctionMode):
-    """Inside of it, embeddings of padded token ids give the rows of their tokens.
+    """Inside of it, padded tensors become rows where their padding is known.
+
+    These are embeddings of token ids whose layout is given, or that have a ``padding_idx``, and keys of
+    ``nn.MultiheadAttention`` with a ``key_padding_mask``, with the queries if these are the same tensor. A layout that
+    does not fit the rest of the model costs a call, and no result: what it lacks is asked for.
 
     Args:
         owner: Of the layouts.
-        layouts: Of arguments of the model, by memory and shape.
+        layouts: Of arguments of the model.
     """
 
-    def __init__(self, owner: object, layouts: Mapping[Key, Layout]) -> None:
+    def __init__(self, owner: object, layouts: Mapping[Key, Place]) -> None:
         super().__init__()
-        self._owner = owner
-        self._layouts: dict[Key, Layout | None] = dict(layouts)
+        self._owner, self._given = owner, dict(layouts)
+        self._seen: dict[Key | int, tuple[Tensor, Layout | None]] = {}
+        self.layouts = list(dict.fromkeys(layout for layout, _ in layouts.values()))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer a call of a function of torch."""
         kwargs = kwargs or {}
-        if func is F.embedding and args and type(args[0]) is Tensor:
-            ids, *rest = args
-            layout = self._layouts.get(_key(ids))
-            if layout is not None:
-                rows = func(ids.flatten().index_select(0, layout.index), *rest, **kwargs)
-                return PaddedRows(rows, layout, (BATCH, TOKEN, 0))
+        if func is F.embedding:
+            if args and type(args[0]) is Tensor and not any(map(kwargs.get, _ADJUSTING)) and len(args) < 4:
+                return self._embedding(*args, **kwargs)
+        elif func is F.multi_head_attention_forward:
+            args = self._with_keys(*args[:3], kwargs.get("key_padding_mask")) + tuple(args[3:])
         return func(*args, **kwargs)
+
+    def _embedding(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        layout, order = self._given.get(_key(ids), (None, (BATCH, TOKEN)))
+        padding = args[1] if len(args) > 1 else kwargs.get("padding_idx")
+        if layout is None and padding is not None and ids.ndim == 2 and not ids.is_floating_point():
+            layout = self._layout(_key(ids), ids, lambda: ids != padding)
+        if layout is None:
+            return F.embedding(ids, *args, **kwargs)
+        ids = ids if order == (BATCH, TOKEN) else ids.t()
+        rows = F.embedding(ids.flatten().index_select(0, layout.index), *args, **kwargs)
+        return PaddedRows(rows, layout, (*order, 0))
+
+    def _with_keys(self, query: Any, key: Any, value: Any, mask: Any) -> tuple[Any, Any, Any]:
+        """Return queries, keys and values as rows, where the mask excludes others. Shape (length, batch, width)."""
+        if type(mask) is not Tensor or mask.ndim != 2 or type(key) is not Tensor or key.ndim != 3:
+            return query, key, value
+        if type(value) is not Tensor or key.shape[:2] != mask.shape[::-1] or value.shape[:2] != key.shape[:2]:
+            return query, key, value
+        layout = self._layout(id(mask), mask, lambda: ~mask if mask.dtype is torch.bool else mask >= EXCLUDED)
+        if layout is None:
+            return query, key, value
+        rows = self._rows(key, layout)
+        return rows if query is key else query, rows, rows if value is key else self._rows(value, layout)
+
+    def _rows(self, tensor: Tensor, layout: Layout) -> Tensor:
+        rows = PaddedRows(layout.gathered(tensor, (1, 0)), layout, (TOKEN, BATCH, 0))
+        rows.memory.copied(tensor)
+        return rows
+
+    def _layout(self, key: Key | int, tensor: Tensor, kept: Callable[[], Tensor]) -> Layout | None:
+        """Return the layout of a mask that is found inside the model."""
+        seen, layout = self._seen.get(key, (None, None))
+        if seen is None:
+            layout = _layout(self._owner, kept())
+            if layout is not None:
+                same = (one for one in self.layouts if torch.equal(one.mask, layout.mask))
+                layout = next(same, layout)
+                self.layouts += [] if layout in self.layouts else [layout]
+            self._seen[key] = tensor, layout
+        return layout

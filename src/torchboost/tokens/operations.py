@@ -283,6 +283,14 @@ def _needs_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return first(args).needs_grad
 
 
+def _tracked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``requires_grad_``, which changes nothing for the result of a function."""
+    x = first(args)
+    if x.needs_grad is not (args[1] if len(args) > 1 else kwargs.get("requires_grad", True)):
+        raise MissingRows("it starts or ends a graph")
+    return x
+
+
 def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return scaled_dot_product_attention(*args, **kwargs)
 
@@ -338,6 +346,7 @@ _NAMES: Mapping[Answer, str] = {
     _type_as: "type_as",
     _like: "zeros_like ones_like empty_like full_like rand_like randn_like",
     _new: "new_zeros new_ones new_full new_empty",
+    _tracked: "requires_grad_",
     _attention: "scaled_dot_product_attention",
     _multihead: "multi_head_attention_forward",
     _cross_entropy: "cross_entropy",

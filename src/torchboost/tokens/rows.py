@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from torchboost.core.torch_private import is_view, version
+from torchboost.core.torch_private import is_view, tensor_without_memory, version
 from torchboost.tokens.layout import Layout
 
 __all__ = ["BATCH", "FLAT", "TOKEN", "Memory", "MissingRows", "RowFunction", "Rows", "in_this_precision", "numbered"]
@@ -98,7 +98,7 @@ class Rows(Tensor):
             raise MissingRows("it moves to another device")
         sizes = {BATCH: positions.batch, TOKEN: positions.length, FLAT: positions.batch * positions.length}
         shape = [sizes[dim] if dim < 0 else like.shape[dim + 1] for dim in dims]
-        rows: Any = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
+        rows: Any = tensor_without_memory(cls, shape, like)
         rows.base, rows.positions, rows.dims, rows.later, rows.fill = base, positions, tuple(dims), later, fill
         rows.needs_grad, rows.source, rows.memory = like.requires_grad, None, Memory()
         return rows

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from torchboost.core.torch_private import version
+from torchboost.core.torch_private import tensor_without_memory, version
 from torchboost.tokens.answers import Answer, Answering, first, functions, getter
 from torchboost.tokens.layout import Layout
 from torchboost.tokens.rows import BATCH, TOKEN, Memory, MissingRows, Rows, numbered
@@ -68,9 +68,7 @@ class Scores(Answering):
         shape = list(one.shape)
         for place, layout in ((-2, queries), (-1, keys)):
             shape[place] = shape[place] if layout is None else layout.length
-        scores: Any = torch.Tensor._make_wrapper_subclass(
-            cls, (len(blocks), *shape), dtype=one.dtype, device=one.device
-        )
+        scores: Any = tensor_without_memory(cls, (len(blocks), *shape), one)
         scores.blocks, scores.queries, scores.keys, scores.kind = list(blocks), queries, keys, kind
         scores.most, scores.zero, scores.masks = most, zero, masks
         scores.needs_grad, scores.source, scores.memory = any(block.requires_grad for block in blocks), None, Memory()
