@@ -89,9 +89,7 @@ def _guessed(arguments: Mapping[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
         if mask is not tokens and tokens.dtype in _IDS and mask.dtype in _MASKS:
             if mask.shape == tokens.shape:
                 yield mask, tokens
-            elif (
-                mask.shape == tokens.shape[::-1]
-            ):  # masks have the batch first, whatever ids have
+            elif mask.shape == tokens.shape[::-1]:  # masks have the batch first, whatever ids have
                 yield mask, tokens.t()
 
 

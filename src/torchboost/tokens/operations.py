@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchboost.tokens.answers import Answer, Answering, first, functions, getter, rows_in
 from torchboost.tokens.attention import scaled_dot_product_attention
+from torchboost.tokens.einsum import einsum_of_rows
 from torchboost.tokens.losses import cross_entropy
 from torchboost.tokens.multihead import multi_head_attention_forward
 from torchboost.tokens.rows import FLAT, MissingRows, Rows, in_this_precision, numbered
@@ -117,6 +118,10 @@ def _matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _bmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return product(*args, **kwargs)
+
+
+def _einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return einsum_of_rows(product, *args, **kwargs)
 
 
 def _addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -325,6 +330,7 @@ _NAMES: Mapping[Answer, str] = {
     _matmul: "matmul __matmul__ mm",
     _bmm: "bmm",
     _addmm: "addmm",
+    _einsum: "einsum",
     _normalized: "layer_norm rms_norm",
     _along: "softmax log_softmax mean sum var std amax amin argmax argmin logsumexp max min var_mean",
     _reshape: "view reshape",

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torchboost.core.torch_private import tensor_without_memory, version
 from torchboost.tokens.answers import Answer, Answering, first, functions, getter
+from torchboost.tokens.einsum import einsum_of_scores
 from torchboost.tokens.layout import Layout
 from torchboost.tokens.rows import BATCH, TOKEN, Memory, MissingRows, Rows, numbered
 
@@ -346,6 +347,10 @@ def _product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return product(*args, **kwargs)
 
 
+def _einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return einsum_of_scores(product, *args, **kwargs)
+
+
 def _getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, index = args
     parts = index if isinstance(index, tuple) else (index,)
@@ -387,6 +392,7 @@ _NAMES: Mapping[Answer, str] = {
     _softmax: "softmax",
     _of_heads: "mean sum",
     _product: "matmul __matmul__ bmm",
+    _einsum: "einsum",
     _getitem: "__getitem__",
     _type_as: "type_as",
 }
