@@ -115,7 +115,7 @@ def _answer(
             # Unusual arguments. If they are wrong, the call with whole tensors says so.
             raise MissingRows(f"it raised {type(error).__name__}") from error
         except MissingRows:
-            if all(one.fill is None and not one.positions.complete for one in rows):
+            if all(one.filled() is None and not one.positions.complete for one in rows):
                 raise
     if args and isinstance(args[0], Rows) and (_writes(func) or kwargs.get("inplace")):
         raise MissingRows("it writes to its argument")  # a whole tensor would be another one

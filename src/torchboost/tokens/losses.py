@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from torchboost.tokens.rows import BATCH, FLAT, TOKEN, MissingRows, Rows
 
-__all__ = ["cross_entropy"]
+__all__ = ["cross_entropy", "nll_loss"]
 
 
 def cross_entropy(
@@ -23,7 +23,31 @@ def cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Tensor:
     """Compute the logits of labelled positions, and their loss."""
-    if not isinstance(logits, Rows) or isinstance(target, Rows) or size_average is not None or reduce is not None:
+    if size_average is not None or reduce is not None:
+        raise MissingRows("its arguments are of another kind")
+    options: dict[str, Any] = {"weight": weight, "label_smoothing": label_smoothing}
+    return _loss(F.cross_entropy, logits, target, ignore_index, reduction, options)
+
+
+def nll_loss(
+    logits: Any,
+    target: Any,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+) -> Tensor:
+    """Compute the loss of labelled positions from logarithms of probabilities."""
+    if size_average is not None or reduce is not None:
+        raise MissingRows("its arguments are of another kind")
+    return _loss(F.nll_loss, logits, target, ignore_index, reduction, {"weight": weight})
+
+
+def _loss(
+    function: Any, logits: Any, target: Any, ignore_index: int, reduction: str, options: dict[str, Any]
+) -> Tensor:
+    if not isinstance(logits, Rows) or isinstance(target, Rows):
         raise MissingRows("its arguments are of another kind")
     if target.is_floating_point() or logits.dims not in ((FLAT, 0), (BATCH, 0, TOKEN)):
         raise MissingRows("its arguments are of another kind")
@@ -36,8 +60,8 @@ def cross_entropy(
     rows = logits.positions.row_of.view(-1)[labelled]
     if bool((rows < 0).any()):
         raise MissingRows("padded positions have labels")
-    options: dict[str, Any] = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
-    losses = F.cross_entropy(logits.picked(rows), labels[labelled], reduction=reduction, **options)
+    picked = logits.picked(rows)
+    losses = function(picked, labels[labelled], ignore_index=ignore_index, reduction=reduction, **options)
     if reduction != "none":
         return losses
     return losses.new_zeros(labels.shape).index_copy(0, labelled, losses).view(target.shape)

@@ -11,9 +11,9 @@ from torch import Tensor
 from torchboost.tokens.answers import Answer, Answering, first, functions, getter, rows_in
 from torchboost.tokens.attention import scaled_dot_product_attention
 from torchboost.tokens.einsum import einsum_of_rows
-from torchboost.tokens.losses import cross_entropy
+from torchboost.tokens.losses import cross_entropy, nll_loss
 from torchboost.tokens.multihead import multi_head_attention_forward
-from torchboost.tokens.rows import FLAT, MissingRows, Rows, in_this_precision, numbered
+from torchboost.tokens.rows import FLAT, Fill, MissingRows, Rows, in_this_precision, numbered
 from torchboost.tokens.scores import product
 from torchboost.tokens.shapes import expand, indexed, permute, reshape, selected, sliced, squeeze, unsqueeze
 
@@ -75,6 +75,14 @@ def _broadcast_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     return x
 
 
+def _loss_of_entries(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A loss that is not reduced."""
+    named = {name: value for name, value in kwargs.items() if value is not None}
+    if named.get("reduction") != "none" or "reduce" in named or "size_average" in named or len(args) != 2:
+        raise MissingRows("it combines all entries")
+    return _broadcast(func, args, named)
+
+
 def _is_the_same_everywhere(x: Rows, value: Any) -> bool:
     """Whether an argument is the same for all positions."""
     if not isinstance(value, Tensor):
@@ -85,19 +93,43 @@ def _is_the_same_everywhere(x: Rows, value: Any) -> bool:
     return all(-place > value.ndim or value.shape[place] == 1 for place in places)
 
 
-def _fill_of_product(func: Any, x: Rows, args: tuple[Any, ...]) -> float | None:
+def _fill_of_product(func: Any, x: Rows, args: tuple[Any, ...]) -> Fill:
     """Return 0 if a mask makes the missing positions zero."""
-    if func not in _PRODUCTS or x.positions.complete:
-        return None
-    absent = [x.absent(arg) for arg in args]
-    return 0 if any(mask is not None and not bool(mask.any()) for mask in absent) else None
+    fills = (x.if_absent(arg, 0, 0) for arg in args if arg is not x) if func in _PRODUCTS else ()
+    return next((fill for fill in fills if fill is not None), None)
 
 
 def _masked_fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x = first(args)
+    mask, value = (*args[1:], *kwargs.values())
+    fill = x.if_absent(mask, True, value) if isinstance(value, (bool, int, float)) else None
+    return x.of(x.rows.masked_fill(x.operand(mask), value), fill=fill)
+
+
+def _masked_fill_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x = first(args)
+    mask, value = (*args[1:], *kwargs.values())
+    fill = x.if_absent(mask, True, value) if isinstance(value, (bool, int, float)) else None
+    rows, entries = x.rows, x.operand(mask)
+    x.write()
+    rows.masked_fill_(entries, value)
+    x.fill = fill
+    return x
+
+
+def _setitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x[mask] = number``, with a mask of the first dimensions."""
     x, mask, value = first(args), args[1], args[2]
-    absent = x.absent(mask)
-    filled = absent is not None and isinstance(value, (bool, int, float)) and bool(absent.all())
-    return x.of(x.rows.masked_fill(x.operand(mask), value), fill=value if filled else None)
+    if not isinstance(mask, Tensor) or mask.dtype is not torch.bool or mask.shape != x.shape[: mask.ndim]:
+        raise MissingRows("it writes to some positions")
+    if not isinstance(value, (bool, int, float)):
+        raise MissingRows("it writes a tensor")
+    if isinstance(mask, Rows):
+        if mask.ndim != x.ndim:
+            raise MissingRows("it writes to some positions")
+    else:
+        mask = mask[(..., *(None,) * (x.ndim - mask.ndim))]
+    return _masked_fill_in_place(func, (x, mask, value), {})
 
 
 def _by_last_feature(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -184,7 +216,13 @@ def _unflatten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _as_other(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return reshape(first(args), list(args[1].shape))
+    x, other = args
+    return reshape(x, list(other.shape)) if isinstance(x, Rows) else x.reshape(other.shape)
+
+
+def _expand_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x, other = args
+    return expand(x, other.shape) if isinstance(x, Rows) else x.expand(other.shape)
 
 
 def _permute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -308,6 +346,10 @@ def _cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return cross_entropy(*args, **kwargs)
 
 
+def _nll_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return nll_loss(*args, **kwargs)
+
+
 _PRODUCTS = frozenset(functions("mul", "multiply", "logical_and", "bitwise_and", "__and__", "__mul__", "__rmul__"))
 _NAMES: Mapping[Answer, str] = {
     _alone: (
@@ -326,6 +368,9 @@ _NAMES: Mapping[Answer, str] = {
     ),
     _broadcast_in_place: "add_ sub_ mul_ div_ __iadd__ __imul__ __isub__ __itruediv__",
     _masked_fill: "masked_fill",
+    _masked_fill_in_place: "masked_fill_",
+    _setitem: "__setitem__",
+    _loss_of_entries: "mse_loss l1_loss smooth_l1_loss binary_cross_entropy binary_cross_entropy_with_logits",
     _by_last_feature: "linear",
     _matmul: "matmul __matmul__ mm",
     _bmm: "bmm",
@@ -339,7 +384,8 @@ _NAMES: Mapping[Answer, str] = {
     _as_other: "view_as reshape_as",
     _permute: "permute",
     _transpose: "transpose swapaxes swapdims",
-    _expand: "expand",
+    _expand: "expand broadcast_to",
+    _expand_as: "expand_as",
     _unsqueeze: "unsqueeze",
     _squeeze: "squeeze",
     _getitem: "__getitem__",
@@ -356,6 +402,7 @@ _NAMES: Mapping[Answer, str] = {
     _attention: "scaled_dot_product_attention",
     _multihead: "multi_head_attention_forward",
     _cross_entropy: "cross_entropy",
+    _nll_loss: "nll_loss",
 }
 
 

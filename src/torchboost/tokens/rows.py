@@ -12,13 +12,26 @@ from typing_extensions import Self
 from torchboost.core.torch_private import is_view, tensor_without_memory, version
 from torchboost.tokens.layout import Layout
 
-__all__ = ["BATCH", "FLAT", "TOKEN", "Memory", "MissingRows", "RowFunction", "Rows", "in_this_precision", "numbered"]
+__all__ = [
+    "BATCH",
+    "FLAT",
+    "TOKEN",
+    "Fill",
+    "Memory",
+    "MissingRows",
+    "RowFunction",
+    "Rows",
+    "in_this_precision",
+    "numbered",
+]
 
 BATCH, TOKEN, FLAT = -1, -2, -3
 """Dimensions of the padded shape that rows do not have: batch, length, and the two as one."""
 
 RowFunction = Callable[[Tensor], Tensor]
 """Computes rows from rows, each from its own alone."""
+Fill = float | bool | Callable[[], float | bool | None] | None
+"""What missing positions hold, or a function that returns it; None if this is unknown."""
 
 
 class MissingRows(BaseException):
@@ -62,7 +75,7 @@ class Rows(Tensor):
         dims: For each dimension of the padded shape ``BATCH``, ``TOKEN``, ``FLAT``, or the number of a feature of
             ``base``, counted from 0.
         later: Computed on the rows before they are used, in this order.
-        fill: What the missing positions hold; None if this is unknown.
+        fill: What the missing positions hold.
 
     Attributes:
         memory: What the padded tensor shares with its views.
@@ -74,7 +87,7 @@ class Rows(Tensor):
     positions: Layout
     dims: tuple[int, ...]
     later: tuple[RowFunction, ...]
-    fill: float | bool | None
+    fill: Fill
     memory: Memory
     needs_grad: bool
     source: Callable[[], Tensor] | None
@@ -85,7 +98,7 @@ class Rows(Tensor):
         positions: Layout,
         dims: Sequence[int],
         later: tuple[RowFunction, ...] = (),
-        fill: float | bool | None = None,
+        fill: Fill = None,
     ) -> Rows:
         """Make a tensor without memory."""
         features = [dim for dim in dims if dim >= 0]
@@ -126,7 +139,7 @@ class Rows(Tensor):
             rows = function(rows)
         return rows
 
-    def of(self, rows: Tensor, dims: Sequence[int] | None = None, fill: float | bool | None = None) -> Self:
+    def of(self, rows: Tensor, dims: Sequence[int] | None = None, fill: Fill = None) -> Self:
         """Return other rows of the same positions."""
         other = self.like(rows, self.positions, self.dims if dims is None else dims, fill=fill)
         return other.sharing(self) if rows is self.base or is_view(rows) else other
@@ -171,13 +184,19 @@ class Rows(Tensor):
             raise MissingRows("it combines positions")
         return number + 1
 
+    def filled(self) -> float | bool | None:
+        """Return what the missing positions hold; None if this is unknown."""
+        self.fill = self.fill() if callable(self.fill) else self.fill
+        return self.fill
+
     def whole(self) -> Tensor:
         """Return the padded tensor."""
         positions, rows = self.positions, self.rows
         if not positions.complete:
-            if self.fill is None:
+            fill = self.filled()
+            if fill is None:
                 raise MissingRows("it needs the padding")
-            padded = rows.new_full((positions.batch * positions.length, *rows.shape[1:]), self.fill)
+            padded = rows.new_full((positions.batch * positions.length, *rows.shape[1:]), fill)
             rows = padded.index_copy(0, positions.index, rows)
         if FLAT not in self.dims:
             rows = rows.unflatten(0, (positions.batch, positions.length))
@@ -198,15 +217,29 @@ class Rows(Tensor):
             raise MissingRows("it repeats positions")
         return self.positions.gathered(other, places, added)
 
-    def absent(self, mask: Any) -> Tensor | None:
-        """Return the entries of a mask at the missing positions, if it has one entry for each position."""
+    def if_absent(self, mask: Any, value: Any, filled: float | bool) -> Fill:
+        """Return what fills the missing positions if a mask has one value at all of them.
+
+        Args:
+            mask: Is read when the padding is needed. Unless it has an entry for each position, nothing is known.
+            value: This one.
+            filled: What the missing positions then hold.
+        """
         if not isinstance(mask, Tensor) or isinstance(mask, Rows) or mask.ndim != self.ndim:
             return None
-        entries = self.positions.mask.numel()
-        if not mask.numel() == entries == torch.Size(mask.shape[place] for place in self.places).numel():
+        positions, places = self.positions, self.places
+        if positions.complete or any(mask.shape[place] != self.shape[place] for place in places):
             return None
-        order = tuple(range(len(self.places)))
-        return mask.movedim(self.places, order).flatten()[self.positions.absent]
+        then = version(mask)
+
+        def fill() -> float | bool | None:
+            if version(mask) != then:
+                return None
+            entries = mask.detach().movedim(places, tuple(range(len(places))))
+            entries = entries.flatten(0, len(places) - 1).index_select(0, positions.absent)
+            return filled if bool((entries == value).all()) else None
+
+        return fill
 
 
 def numbered(dims: Sequence[int]) -> tuple[int, ...]:

@@ -115,7 +115,8 @@ def indexed(x: Rows, index: Any) -> Tensor:
     parts = list(index) if isinstance(index, tuple) else [index]
     if len(parts) == 1 and isinstance(parts[0], Tensor):
         return _masked(x, parts[0])
-    if any(isinstance(part, (Tensor, list)) for part in parts):
+    advanced = [part for part in parts if isinstance(part, (Tensor, list))]
+    if len(advanced) > 1 or (advanced and any(isinstance(part, int) for part in parts)):
         return _pairs(x, parts)
     count = x.ndim - sum(part is not None and part is not Ellipsis for part in parts)
     ellipses = [place for place, part in enumerate(parts) if part is Ellipsis]
@@ -132,9 +133,20 @@ def indexed(x: Rows, index: Any) -> Tensor:
             if not isinstance(entry, Rows):
                 return entry[(*[slice(None)] * place, *parts[number + 1 :])]  # a view of what the memory knows
             x = entry
+        elif isinstance(part, (Tensor, list)):
+            x, place = _chosen(x, place, part), place + 1
         else:
             raise MissingRows("its index is of another kind")
     return x
+
+
+def _chosen(x: Rows, place: int, part: Tensor | list[Any]) -> Rows:
+    """Return some entries of a feature."""
+    index = torch.as_tensor(part, device=x.device)
+    if isinstance(part, Rows) or index.ndim != 1 or index.dtype is not torch.int64:
+        raise MissingRows("its index is of another kind")
+    dim = x.feature(place)
+    return x.of(x.rows[(slice(None),) * dim + (index,)], None, x.fill)
 
 
 def sliced(x: Rows, place: int, part: slice) -> Rows:
