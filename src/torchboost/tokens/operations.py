@@ -13,7 +13,7 @@ from torchboost.tokens.attention import scaled_dot_product_attention
 from torchboost.tokens.einsum import einsum_of_rows
 from torchboost.tokens.losses import cross_entropy, nll_loss
 from torchboost.tokens.multihead import multi_head_attention_forward
-from torchboost.tokens.rows import FLAT, Fill, MissingRows, Rows, in_this_precision, numbered
+from torchboost.tokens.rows import FLAT, Fill, MissingRows, Rows, in_this_precision, known, numbered
 from torchboost.tokens.scores import product
 from torchboost.tokens.shapes import expand, indexed, permute, reshape, selected, sliced, squeeze, unsqueeze
 
@@ -27,7 +27,9 @@ def _alone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise MissingRows("it combines tensors")
     if kwargs.get("inplace"):
         return _alone_in_place(func, args, kwargs)
-    return x.then(lambda rows: func(rows, *rest, **kwargs))
+    result = x.then(lambda rows: func(rows, *rest, **kwargs))
+    result.fill = _fill_of_entries(func, x, args, kwargs)
+    return result
 
 
 def _alone_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -45,7 +47,9 @@ def _drawn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x = first(args)
     if kwargs.get("inplace"):
         return _alone_in_place(func, args, kwargs)
-    return x.of(func(x.rows, *args[1:], **kwargs))
+    fill = x.fill
+    zero = None if fill is None else (lambda: 0 if known(fill) == 0 else None)
+    return x.of(func(x.rows, *args[1:], **kwargs), fill=zero)
 
 
 def _broadcast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -63,7 +67,7 @@ def _broadcast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = func(*values, **{name: x.rows if value is x else meeting(value) for name, value in kwargs.items()})
     if result.ndim != x.rows.ndim:
         raise MissingRows("it adds dimensions")
-    return x.of(result, fill=_fill_of_product(func, x, args))
+    return x.of(result, fill=_fill_of_product(func, x, args) or _fill_of_entries(func, x, args, kwargs))
 
 
 def _broadcast_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -94,9 +98,28 @@ def _is_the_same_everywhere(x: Rows, value: Any) -> bool:
 
 
 def _fill_of_product(func: Any, x: Rows, args: tuple[Any, ...]) -> Fill:
-    """Return 0 if a mask makes the missing positions zero."""
-    fills = (x.if_absent(arg, 0, 0) for arg in args if arg is not x) if func in _PRODUCTS else ()
-    return next((fill for fill in fills if fill is not None), None)
+    """Return 0 if a factor makes the missing positions zero, such as a mask."""
+    if func not in _PRODUCTS or not all(isinstance(arg, Tensor) and arg.ndim for arg in args):
+        return None
+    fills = [arg.fill if isinstance(arg, Rows) else x.if_absent(arg, 0, 0) for arg in args]
+    fills = [fill for fill in fills if fill is not None]
+    return (lambda: 0 if any(known(fill) == 0 for fill in fills) else None) if fills else None
+
+
+def _fill_of_entries(func: Any, x: Rows, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fill:
+    """Return what the function makes of what fills the missing positions, if it reads nothing else."""
+    fill, dtype = x.fill, x.dtype
+    if fill is None or any(isinstance(arg, Tensor) and arg.ndim and arg is not x for arg in (*args, *kwargs.values())):
+        return None
+
+    def computed() -> float | bool | None:
+        value = known(fill)
+        if value is None:
+            return None
+        entry = torch.tensor(value, dtype=dtype)
+        return func(*(entry if arg is x else arg for arg in args), **kwargs).item()
+
+    return computed
 
 
 def _masked_fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

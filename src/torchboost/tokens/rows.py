@@ -22,6 +22,7 @@ __all__ = [
     "RowFunction",
     "Rows",
     "in_this_precision",
+    "known",
     "numbered",
 ]
 
@@ -186,7 +187,7 @@ class Rows(Tensor):
 
     def filled(self) -> float | bool | None:
         """Return what the missing positions hold; None if this is unknown."""
-        self.fill = self.fill() if callable(self.fill) else self.fill
+        self.fill = known(self.fill)
         return self.fill
 
     def whole(self) -> Tensor:
@@ -240,6 +241,11 @@ class Rows(Tensor):
             return filled if bool((entries == value).all()) else None
 
         return fill
+
+
+def known(fill: Fill) -> float | bool | None:
+    """Return what a fill is."""
+    return fill() if callable(fill) else fill
 
 
 def numbered(dims: Sequence[int]) -> tuple[int, ...]:

@@ -1,0 +1,254 @@
+"""Attention by hand and by ``scaled_dot_product_attention``: right for every query, or it asks for the padding."""
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.tokens.test_operations import agree
+from torchboost.tokens.layout import Layout
+from torchboost.tokens.operations import PaddedRows
+from torchboost.tokens.rows import BATCH, TOKEN, MissingRows, Rows
+from torchboost.tokens.scores import Scores
+
+HEADS, WIDTH = 2, 4
+
+
+class Case:
+    """Queries, keys and values of padded sequences, whole and as rows."""
+
+    def __init__(self, rng: random.Random, dtype: torch.dtype = torch.float64) -> None:
+        self.rng = rng
+        torch.manual_seed(rng.randrange(1 << 30))
+        self.batch, self.length = rng.choice((1, 2, 3)), rng.choice((1, 2, 4, 6))
+        self.layout = self.drawn_layout(self.length)
+        self.keys = self.layout if rng.random() < 0.7 else self.drawn_layout(rng.choice((self.length, 3)))
+        kinds = rng.choice(("rows", "rows", "rows", "rows", "queries", "keys"))
+        whole = [torch.randn(self.batch, HEADS, n, WIDTH, dtype=dtype) for n in self.lengths]
+        self.whole, self.rows = whole, [*whole]
+        for place, layout in enumerate((self.layout, self.keys, self.keys)):
+            if kinds == "rows" or (kinds == "queries") is (place == 0):
+                self.rows[place] = rows_of(whole[place], layout)
+
+    @property
+    def lengths(self) -> tuple[int, int, int]:
+        return self.layout.length, self.keys.length, self.keys.length
+
+    def drawn_layout(self, length: int) -> Layout:
+        counts = torch.tensor([self.rng.randrange(1, length + 1) for _ in range(self.batch)])
+        mask = torch.arange(length) < counts[:, None]
+        kind = self.rng.choice(("right", "left", "any"))
+        if kind == "any":
+            mask = (torch.rand(self.batch, length) < 0.6).index_fill(1, torch.tensor([0]), True)
+        return Layout(mask.flip(1) if kind == "left" else mask)
+
+    def mask(self) -> Tensor:
+        """Return a mask of booleans, True at keys that are seen. It may be any that a model could have."""
+        rng, queries, keys = self.rng, *self.lengths[:2]
+        padding = self.keys.mask[:, None, None]
+        causal = torch.ones(queries, keys, dtype=torch.bool).tril()
+        kind = rng.choice(("padding", "padding", "causal", "both", "both", "window", "few", "any", "heads", "first"))
+        near = (torch.arange(queries)[:, None] - torch.arange(keys)).abs() < 2
+        return {
+            "padding": padding,
+            "causal": causal,
+            "both": padding & causal,
+            "window": padding & causal & near,
+            "few": padding & (torch.rand(self.batch, 1, queries, keys) < 0.8),
+            "any": torch.rand(rng.choice((1, self.batch)), 1, rng.choice((1, queries)), keys) < 0.8,
+            "heads": padding & (torch.rand(self.batch, HEADS, queries, keys) < 0.9),
+            "first": padding & (torch.arange(keys) < 1),
+        }[kind]
+
+
+def rows_of(whole: Tensor, layout: Layout) -> Tensor:
+    rows = whole.transpose(1, 2).flatten(0, 1)[layout.index]
+    return PaddedRows(rows, layout, (BATCH, 0, TOKEN, 1))
+
+
+def excluded(scores: Any, mask: Tensor, how: str, value: float) -> Any:
+    if how == "add":
+        return scores + torch.zeros(mask.shape, dtype=scores.dtype).masked_fill(~mask, value)
+    if how == "fill":
+        return scores.masked_fill(~mask, value)
+    if how == "where":
+        return torch.where(mask, scores, value)
+    if how == "other where":
+        return torch.where(~mask, torch.tensor(value, dtype=scores.dtype), scores)
+    if how == "in place":
+        scores += torch.zeros(mask.shape, dtype=scores.dtype).masked_fill(~mask, value)
+        return scores
+    scores.masked_fill_(~mask, value)
+    return scores
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_attention_by_hand(rng: random.Random):
+    compare_by_hand(rng)
+
+
+def compare_by_hand(rng: random.Random) -> bool:
+    case, steps = Case(rng), []
+    for _ in range(rng.choice((1, 2, 3, 4))):
+        kind = rng.choice(("mask", "mask", "mask", "scale", "tanh", "bias", "half", "shift", "heads"))
+        how = rng.choice(("add", "fill", "where", "other where", "in place", "fill in place"))
+        value = rng.choice((-math.inf, -1e30, -1e9, -1e4, -5.0, 0.0))
+        bias = torch.randn(1, HEADS, *case.lengths[:2], dtype=torch.float64)
+        steps.append((kind, how, value, case.mask(), rng.choice((0.125, 3, -1.0)), bias))
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Any:
+        scores: Any = query @ key.transpose(-1, -2)
+        for kind, how, least, mask, factor, bias in steps:
+            if kind == "mask":
+                scores = excluded(scores, mask, how, least)
+            elif kind == "scale":
+                scores = scores * factor if how == "add" else scores / factor
+            elif kind == "tanh":
+                scores = torch.tanh(scores / 2) * 2
+            elif kind == "bias":
+                scores = bias + scores
+            elif kind == "half":
+                scores = scores.to(torch.float64)
+            elif kind == "shift":
+                scores = scores - 1
+            else:
+                scores = scores * bias[:, :, :1, :1]
+        weights = torch.dropout(scores.softmax(-1), 0.0, True)
+        return weights, torch.matmul(weights, value)
+
+    try:
+        found = attend(*case.rows)
+    except MissingRows:
+        return False
+    for expected, one in zip(attend(*case.whole), found, strict=True):
+        agree(expected, one)
+    return True
+
+
+def test_much_of_it_is_answered():
+    assert sum(compare_by_hand(random.Random(seed)) for seed in range(300)) > 60
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_scaled_dot_product_attention(rng: random.Random):
+    compare_fused(rng)
+
+
+def compare_fused(rng: random.Random) -> bool:
+    case = Case(rng)
+    mask: Any = case.mask() if rng.random() < 0.9 else None
+    causal = mask is None and rng.random() < 0.7
+    if mask is not None and rng.random() < 0.5:
+        mask = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, rng.choice((-math.inf, -1e30, -1e9, -3)))
+        mask = mask + torch.randn(mask.shape, dtype=torch.float64) if rng.random() < 0.3 else mask
+    options: dict[str, Any] = {"attn_mask": mask, "is_causal": causal, "scale": rng.choice((None, 0.3))}
+    try:
+        found = F.scaled_dot_product_attention(*case.rows, **options)
+    except MissingRows:
+        return False
+    agree(F.scaled_dot_product_attention(*case.whole, **options), found)
+    return True
+
+
+def test_much_of_the_fused_one_is_answered():
+    assert sum(compare_fused(random.Random(seed)) for seed in range(300)) > 60
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "scores"),
+    [("bhid", "bhjd", "bhij"), ("bihd", "bjhd", "bhij"), ("bihd", "bhjd", "bhij"), ("bhid", "bhdj", "bhij")],
+)
+def test_einsum(queries: str, keys: str, scores: str):
+    case = Case(random.Random(1))
+    case.keys = case.layout
+    whole = torch.randn(3, case.batch, HEADS, case.length, WIDTH, dtype=torch.float64)
+    padding = case.layout.mask[:, None, None]
+
+    def attend(query: Any, key: Any, value: Any) -> Any:
+        query, key = (
+            one.permute(["bhtd".index("t" if name in "ij" else name) for name in order])
+            for one, order in ((query, queries), (key, keys))
+        )
+        weights = torch.einsum(f"{queries}, {keys} -> {scores}", query, key).masked_fill(~padding, -1e9).softmax(-1)
+        return torch.einsum(f"{scores},bhjd->bihd", weights, value)
+
+    found = attend(*(rows_of(one, case.layout) for one in whole))
+    assert isinstance(found, Rows)
+    agree(attend(*whole), found)
+
+
+@pytest.mark.parametrize("equation", ["btd,dk->btk", "dk,btd->bkt", "btd,dhk->bhtk", "btd,d->bt"])
+def test_einsum_with_weights(equation: str):
+    layout = Layout(torch.tensor([[True, True, False], [True, False, False]]))
+    whole = torch.randn(2, 3, 4, dtype=torch.float64)
+    rows = PaddedRows(whole.flatten(0, 1)[layout.index], layout, (BATCH, TOKEN, 0))
+    names = equation.split("->")[0].split(",")
+    weight = torch.randn([4, 5, 6][: len(next(one for one in names if "b" not in one))], dtype=torch.float64)
+    one, two = ([weight, rows], [weight, whole]) if "b" in names[1] else ([rows, weight], [whole, weight])
+    found = torch.einsum(equation, *one)
+    assert isinstance(found, Rows)
+    agree(torch.einsum(equation, two), found)
+    assert isinstance(torch.einsum(equation, one), Rows)
+
+
+@pytest.mark.parametrize("equation", ["btd,btd->bd", "btd,btd->btd", "btd,bsd->ts", "btd,bsd->bst", "...d,dk->...k"])
+def test_other_equations_ask_for_the_padding(equation: str):
+    layout = Layout(torch.tensor([[True, True, False], [True, False, False]]))
+    rows = PaddedRows(torch.randn(3, 4), layout, (BATCH, TOKEN, 0))
+    other = torch.randn(4, 4) if "..." in equation else rows
+    try:
+        found = torch.einsum(equation, rows, other)
+    except MissingRows:
+        return
+    assert equation == "btd,bsd->bst"  # the scores with names exchanged
+    assert isinstance(found, Scores)
+
+
+def test_a_query_that_sees_nothing_asks_for_the_padding():
+    layout = Layout(torch.tensor([[True, True, False, False]]))
+    rows = rows_of(torch.randn(1, HEADS, 4, WIDTH), layout)
+    scores: Any = rows @ rows.mT
+    none = scores.masked_fill(~layout.mask, -1e9) + torch.zeros(4).index_fill(0, torch.tensor([0, 1]), -1e9)
+    with pytest.raises(MissingRows, match="a query sees nothing"):
+        none.softmax(-1)
+    with pytest.raises(MissingRows, match="attention sees the padding"):
+        scores.softmax(-1)
+
+
+def test_masks_are_read_once():
+    layout = Layout(torch.tensor([[True, True, False, False]]))
+    rows = rows_of(torch.randn(1, HEADS, 4, WIDTH), layout)
+    mask = torch.zeros(1, 1, 1, 4).masked_fill(~layout.mask, -1e9)
+    for _ in range(2):
+        ((rows @ rows.mT) + mask).softmax(-1)
+    count = len(layout._results)
+    ((rows @ rows.mT) + mask).softmax(-1)
+    assert len(layout._results) == count
+    mask.zero_()
+    with pytest.raises(MissingRows):
+        ((rows @ rows.mT) + mask).softmax(-1)
+
+
+def test_gradients_of_attention_by_hand():
+    case = Case(random.Random(3))
+    case.keys = case.layout
+    padding = ~case.layout.mask[:, None, None]
+    whole = torch.randn(case.batch, HEADS, case.length, WIDTH, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(1, HEADS, case.length, case.length, dtype=torch.float64, requires_grad=True)
+    seen = case.layout.mask[:, None, :, None]
+
+    def loss(x: Any) -> Tensor:
+        weights = (x @ x.transpose(-1, -2) + bias).masked_fill(padding, -math.inf).softmax(-1)
+        return ((weights @ x) * seen).square().sum()
+
+    expected = torch.autograd.grad(loss(whole), (whole, bias))
+    found = torch.autograd.grad(loss(rows_of(whole, case.layout)), (whole, bias))
+    torch.testing.assert_close(found, expected)
