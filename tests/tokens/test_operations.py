@@ -342,7 +342,7 @@ def test_what_is_written_through_a_view_is_not_read_elsewhere():
 def test_a_larger_batch_is_not_read_in_part():
     rows = rows_of(torch.randn(1, 3, 4), MASK[:1])
     with pytest.raises(MissingRows, match="it repeats positions"):
-        rows + torch.randn(4, 3, 4)
+        torch.add(rows, torch.randn(4, 3, 4))
 
 
 def test_dropout_of_logits_is_drawn_once():

@@ -151,10 +151,12 @@ def compare_fused(rng: random.Random) -> bool:
         mask = mask + torch.randn(mask.shape, dtype=torch.float64) if rng.random() < 0.3 else mask
     options: dict[str, Any] = {"attn_mask": mask, "is_causal": causal, "scale": rng.choice((None, 0.3))}
     try:
-        found = F.scaled_dot_product_attention(*case.rows, **options)
+        query, key, value = case.rows
+        found = F.scaled_dot_product_attention(query, key, value, **options)
     except MissingRows:
         return False
-    agree(F.scaled_dot_product_attention(*case.whole, **options), found)
+    query, key, value = case.whole
+    agree(F.scaled_dot_product_attention(query, key, value, **options), found)
     return True
 
 

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import check_module
 from torchboost.core.wrapping import compiled_parts, sharded_units, unwrap
 from torchboost.tokens.call import Part, PartialCall, PartialForward
-from torchboost.tokens.entrance import Entrance, Pair, layouts_of, may_mask
+from torchboost.tokens.entrance import Entrance, Key, Pair, Place, layouts_of, may_mask
 from torchboost.tokens.layout import Layout
 from torchboost.tokens.rows import MissingRows
 
@@ -133,20 +134,30 @@ class Unpad(Algorithm):
 def _attached(model: nn.Module, optimizers: Sequence[Optimizer], pairs: Sequence[Pair]) -> PartialForward:
     signature = inspect.signature(unwrap(model).forward)
 
-    masks = may_mask(unwrap(model))
+    masks, guesses = may_mask(unwrap(model)), [True]
 
     def part(call: PartialCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Part | None:
-        layouts = layouts_of(call, pairs, _arguments(signature, args, kwargs))
-        if not (layouts or masks):
-            return None
-        entrance = Entrance(call, layouts)
-        return Part(entrance, lambda output: _of_shape(entrance, output.shape[:2]), lambda: bool(entrance.layouts))
+        arguments = _arguments(signature, args, kwargs)
+        layouts = layouts_of(call, pairs, arguments)
+        named = any(arguments.get(mask) is not None for mask, _ in pairs)
+        return using(call, layouts, named) if layouts or masks else None
+
+    def using(call: PartialCall, layouts: Mapping[Key, Place], named: bool) -> Part:
+        entrance = Entrance(call, layouts, by_ids=guesses[0])
+
+        def fewer() -> Part | None:
+            if not entrance.guessed or not (named or len(entrance.layouts) > 1):
+                return None
+            guesses[0] = False
+            return using(call, layouts, named)
+
+        return Part(entrance, partial(_of_shape, entrance), lambda: bool(entrance.layouts), fewer)
 
     return PartialForward("unpad", model, optimizers, part)
 
 
-def _of_shape(entrance: Entrance, shape: tuple[int, ...]) -> Layout | None:
-    return next((layout for layout in entrance.layouts if layout.mask.shape == shape), None)
+def _of_shape(entrance: Entrance, output: Tensor) -> Layout | None:
+    return next((layout for layout in entrance.layouts if layout.mask.shape == output.shape[:2]), None)
 
 
 def _names(model: nn.Module) -> Mapping[str, Any]:

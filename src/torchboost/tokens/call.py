@@ -44,11 +44,14 @@ class Part(NamedTuple):
         mode: Makes tensors with some rows in place of padded ones.
         layout: Returns what an output will be if it has rows alone; None for other outputs.
         used: Returns whether positions were left out.
+        fewer: Called if a function asked for positions that were left out. Returns how to leave out fewer; None if all
+            are needed.
     """
 
     mode: AbstractContextManager[Any]
     layout: Callable[[Tensor], Layout | None]
     used: Callable[[], bool] = lambda: True
+    fewer: Callable[[], Part | None] = lambda: None
 
 
 class PartialForward(Attachment):
@@ -152,6 +155,9 @@ class PartialCall:
             if self not in reason.owners:
                 raise
             set_generator_states(self._generators, self._devices)
+            fewer = part.fewer()
+            if fewer is not None:
+                return self.run(fewer)
             self._forward.refuse(self._kind, str(reason))
             return self._compute()
         self._forward.calls += part.used()

@@ -22,7 +22,8 @@ def einsum_of_rows(product: Product, equation: str, *operands: Any) -> Tensor:
     (one, two), names, out = _parsed(equation, operands)
     if isinstance(one, Rows) and isinstance(two, Rows):
         return _scores(product, one, two, names, out)
-    x, place = (one, 0) if isinstance(one, Rows) else (two, 1)
+    x: Any = one if isinstance(one, Rows) else two
+    place = 0 if x is one else 1
     batch, token = (names[place][x.dims.index(dim)] for dim in (BATCH, TOKEN))
     if {batch, token} & set(names[1 - place]):
         return _scores(product, one, two, names, out)

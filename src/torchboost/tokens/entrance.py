@@ -138,11 +138,16 @@ class Entrance(TorchFunctionMode):
     Args:
         owner: Of the layouts.
         layouts: Of arguments of the model.
+        by_ids: Whether ids that are the ``padding_idx`` of their embedding are taken for padding.
+
+    Attributes:
+        layouts: All that were used.
+        guessed: Whether one was taken from ids.
     """
 
-    def __init__(self, owner: object, layouts: Mapping[Key, Place]) -> None:
+    def __init__(self, owner: object, layouts: Mapping[Key, Place], *, by_ids: bool = True) -> None:
         super().__init__()
-        self._owner, self._given = owner, dict(layouts)
+        self._owner, self._given, self._by_ids, self.guessed = owner, dict(layouts), by_ids, False
         self._seen: dict[Key | int, tuple[Tensor, Layout | None]] = {}
         self.layouts = list(dict.fromkeys(layout for layout, _ in layouts.values()))
 
@@ -153,14 +158,16 @@ class Entrance(TorchFunctionMode):
             if args and type(args[0]) is Tensor and not any(map(kwargs.get, _ADJUSTING)) and len(args) < 4:
                 return self._embedding(*args, **kwargs)
         elif func is F.multi_head_attention_forward:
-            args = self._with_keys(*args[:3], kwargs.get("key_padding_mask")) + tuple(args[3:])
+            query, key, value, *others = args
+            args = (*self._with_keys(query, key, value, kwargs.get("key_padding_mask")), *others)
         return func(*args, **kwargs)
 
     def _embedding(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         layout, order = self._given.get(_key(ids), (None, (BATCH, TOKEN)))
         padding = args[1] if len(args) > 1 else kwargs.get("padding_idx")
-        if layout is None and padding is not None and ids.ndim == 2 and not ids.is_floating_point():
+        if layout is None and self._by_ids and padding is not None and ids.ndim == 2:
             layout = self._layout(_key(ids), ids, lambda: ids != padding)
+            self.guessed |= layout is not None
         if layout is None:
             return F.embedding(ids, *args, **kwargs)
         ids = ids if order == (BATCH, TOKEN) else ids.t()

@@ -75,7 +75,8 @@ def multi_head_attention_forward(
         result, weights = _averages(heads, mask, share)
         weights = _of(torch.mean, weights, 1) if average_attn_weights else weights
     else:
-        result = scaled_dot_product_attention(*heads, mask, share, hint)
+        query, key, value = heads
+        result = scaled_dot_product_attention(query, key, value, mask, share, hint)
     if isinstance(result, Rows):
         rows = F.linear(result.rows.flatten(1), out_proj_weight, out_proj_bias)
         return result.like(rows, result.positions, _LENGTH_FIRST), weights

@@ -202,8 +202,8 @@ def product(one: Tensor, two: Tensor) -> Tensor:
     if queries is None or keys is None:
         raise MissingRows("it multiplies padded tensors")
     layouts = [part.positions if isinstance(part, Rows) else None for part in (one, two)]
-    kind = type(one) if isinstance(one, Rows) else type(two)
-    return Scores([torch.matmul(q, k) for q, k in zip(queries, keys, strict=True)], *layouts, kind)
+    kind: Any = type(one if isinstance(one, Rows) else two)
+    return Scores([torch.matmul(q, k) for q, k in zip(queries, keys, strict=True)], layouts[0], layouts[1], kind)
 
 
 def sequences(x: Tensor, token: int) -> Sequence[Tensor] | None:
@@ -297,10 +297,10 @@ def _added(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _value(value: Any) -> float:
     if isinstance(value, Tensor) and not isinstance(value, Rows) and not value.ndim:
-        return value.item()
+        return float(value.item())
     if not _is_number(value):
         raise MissingRows("its value is of another kind")
-    return value
+    return float(value)
 
 
 def _masked_fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -335,12 +335,13 @@ def _softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _of_heads(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Average or sum of the heads."""
-    x = first(args)
+    x: Scores = first(args)
     dim = args[1] if len(args) > 1 else kwargs["dim"]
     place = range(x.ndim)[dim]
     if len(args) > 2 or set(kwargs) - {"dim"} or not 0 < place < x.ndim - 2:
         raise MissingRows("it combines positions")
-    return Scores([func(block, place - 1) for block in x.blocks], x.queries, x.keys, x.kind, zero=x.zero)
+    blocks = [func(block, place - 1) for block in x.blocks]
+    return x.like(blocks, x.queries, x.keys, x.kind, zero=x.zero)
 
 
 def _product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
