@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torchboost.algorithms.grad_freeze.algorithm import GradFreeze, freeze_blocks
 from torchboost.bench.contestants import Recipe, build_loop
 from torchboost.graph.blocks import blocks_of
-from torchboost.measure.evidence import AlgorithmRow, BenchReport, Contestant, Curve
-from torchboost.measure.statistics import noninferiority
+from torchboost.measure.evidence import AlgorithmRow, BenchReport, Contestant, Curve, Quality
+from torchboost.measure.statistics import SequentialTest
 from torchboost.measure.stopwatch import Clock, Stopwatch, compare, environment
 from torchboost.workloads.data import Images, cifar10
 from torchboost.workloads.named import Workload, accuracy, find_workload
@@ -82,6 +82,13 @@ def stepper(way: str, job: Workload, network: nn.Module, data: Images, steps: in
     return step
 
 
+def judged(frozen: list[float], cached: list[float]) -> Quality:
+    test = SequentialTest(margin=NOT_WORSE, least=len(cached), most=len(cached))
+    look = test.look([one - other for one, other in zip(cached, frozen, strict=True)])
+    figures = {"seeds": look.pairs, "passed": look.state == "passed", "detectable": look.detectable}
+    return Quality(baseline="frozen", difference=look.difference, margin=NOT_WORSE, **figures)
+
+
 def measure(options: Options) -> list[Path]:
     job = find_workload(JOB)
     every = replace(cifar10(options.data, train_limit=640 if options.smoke else 20_000), shift=0, flip=False)
@@ -123,9 +130,7 @@ def measure(options: Options) -> list[Path]:
                 ratios=found.ratios(way),
                 warmup_seconds=found.warmup_seconds[way],
                 curves=curves[way],
-                quality=[]
-                if way != "frozen+cache"
-                else [noninferiority(finals["frozen"], finals[way], NOT_WORSE, against="frozen")],
+                quality=[] if way != "frozen+cache" else [judged(finals["frozen"], finals[way])],
             )
             for way in WAYS
         ],

@@ -13,7 +13,7 @@ import svg
 from zoo_verdict import STOCK, Row, geometric_mean, row_of
 
 from torchboost.bench.report import wording
-from torchboost.bench.report.figures import Scale, ticks
+from torchboost.bench.report.page import Scale, ticks
 from torchboost.bench.report.table import Table
 from torchboost.measure.evidence import BenchReport, Interval, Quality
 from torchboost.measure.statistics import paired_ratio, total_ratio

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -460,6 +461,15 @@ def _check_one_model(earlier: Boosted | None, model: nn.Module, name: str) -> No
         f"the optimizer of this {name} was boosted with another one, a {type(earlier.model).__name__}; give each its "
         "own optimizer, or put both into one module and boost that; to give up the first boost, call its remove()."
     )
+
+
+def warn_of_missing_state(boosted: Boosted, log: logging.Logger) -> None:
+    """Name the algorithms that start again because a trainer's checkpoint does not have their state."""
+    counting = [name for name, state in boosted.state_dict()["attached"].items() if state]
+    if counting:
+        log.warning(
+            "the checkpoint was written without torchboost, so these start as in a new run: %s.", ", ".join(counting)
+        )
 
 
 def warn_of_missing_length(made: Boosted, config: ConfigSource | None, total_steps: int | None, loop: Loop) -> None:

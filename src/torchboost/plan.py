@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import reprlib
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -16,11 +19,12 @@ from torchboost.algorithms.adaptive_sum.algorithm import AdaptiveSum
 from torchboost.config import BoostConfig, BoostSwitches, ConfigSource
 from torchboost.core.algorithm import Algorithm, AttachedAlgorithms, Target, attach_all
 from torchboost.core.arguments import check_module, check_optimizer, check_pair, check_shapes, in_words
+from torchboost.core.files import write_whole
 from torchboost.core.wrapping import hookable, wrapper_of
 from torchboost.errors import ConfigError, IncompatibleError, nearest, shown
 from torchboost.graph.trace import shared_traces
-from torchboost.plan_file import build, place, write_plan
-from torchboost.registry import LEVELS, REGISTRY, Entry, Facts, Loop
+from torchboost.measure.stopwatch import package_version, processor_name
+from torchboost.registry import LEVELS, REGISTRY, Entry, Facts, Loop, build, place
 
 __all__ = ["Dropped", "Plan", "own_settings", "resolve", "why_idle"]
 
@@ -127,12 +131,9 @@ class Plan:
             path: In a folder that exists.
 
         Raises:
-            TypeError: ``path`` is not a path.
             ValueError: The plan has an algorithm that is not in the registry, or a setting that JSON cannot hold, such
                 as a function or infinity. Nothing is written.
-            FileNotFoundError: The folder does not exist.
-            IsADirectoryError: ``path`` is a folder.
-            OSError: The file cannot be written.
+            OSError: There is no such folder, or the file cannot be written.
 
         Example:
             >>> import torchboost
@@ -141,7 +142,20 @@ class Plan:
             >>> torchboost.Plan.of("O0", "boost.json").algorithms == plan.algorithms  # doctest: +SKIP
             True
         """
-        write_plan(path, self.algorithms, level=self.level, mode=self.mode)
+        file = Path(os.path.realpath(path))
+        if not file.parent.is_dir():
+            raise FileNotFoundError(f"found no folder {str(file.parent)!r}; create it first, or give another path.")
+        about = {
+            "level": self.level,
+            "mode": self.mode,
+            "torchboost": package_version(),
+            "torch": torch.__version__,
+            "processor": processor_name(),
+            "threads": str(torch.get_num_threads()),
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        }
+        content = {"about": about, "extra": _as_extra(self.algorithms)}
+        write_whole(file, json.dumps(content, indent=2).encode() + b"\n")
 
     def fit(
         self, model: nn.Module, optimizer: Optimizer, *others: Optimizer, but: Container[str] = frozenset()
@@ -262,6 +276,28 @@ class Plan:
                 "measured times decide about speed levers; plan.save(path) keeps this plan for exact repetition"
             )
         return "\n".join(lines)
+
+
+def _as_extra(algorithms: Sequence[Algorithm]) -> dict[str, Any]:
+    """Return a section ``extra`` from which these algorithms are read back. A plan built by hand may hold anything."""
+    extra: dict[str, Any] = dict.fromkeys(REGISTRY, False)
+    for algorithm in algorithms:
+        settings = [field.name for field in fields(algorithm) if field.init]  # pyright: ignore[reportArgumentType]
+        extra[algorithm.name] = {name: getattr(algorithm, name) for name in settings}
+    try:
+        section = json.loads(json.dumps(extra, allow_nan=False))
+        on = {name: settings for name, settings in section.items() if settings is not False}
+        paths = {name: {key: f"extra.{name}.{key}" for key in settings} for name, settings in on.items()}
+        read = sorted((build(REGISTRY[name], settings, paths[name]) for name, settings in on.items()), key=place)
+        fault = "" if read == list(algorithms) else f"it would be read back as {reprlib.repr(read)}"
+    except (TypeError, ValueError, KeyError, RecursionError) as error:
+        fault = str(error)
+    if fault:
+        raise ValueError(
+            f"found the algorithms {', '.join(map(repr, algorithms))}, which no configuration gives back: {fault}. "
+            "Save a plan of Plan.of, and set in code what JSON cannot hold, such as your own algorithm or a function."
+        )
+    return extra
 
 
 def why_idle(algorithm: Algorithm, model: nn.Module, optimizers: Sequence[Optimizer]) -> str | None:

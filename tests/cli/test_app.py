@@ -23,7 +23,7 @@ from torchboost.cli import main
 from torchboost.cli.app import app
 from torchboost.registry import LEVELS, REGISTRY
 
-COMMANDS = ("bench", "levels", "check", "explain", "report", "doctor", "pca", "tune")
+COMMANDS = ("bench", "levels", "explain", "report", "doctor", "pca", "tune")
 
 
 def run(*words: str, stdin: str | None = None):
@@ -56,15 +56,7 @@ def test_levels():
     assert all(name in shown for name in [*LEVELS, *REGISTRY])
 
 
-def test_check_accepts(tmp_path):
-    path = tmp_path / "boost.json"
-    path.write_text('{"boost": {"mode": "manual", "less_bn": true}}')
-    assert run("check", str(path)).stdout.endswith("valid, mode manual\n")
-    assert answer("check", str(path), "--json")["config"]["boost"]["less_bn"] is True
-    assert run("check", "-", stdin="{}").exit_code == 0
-
-
-def test_check_refuses_with_one_message(tmp_path):
+def test_a_wrong_configuration_is_refused_with_one_message(tmp_path):
     for text, said in {
         '{"bost": {}}': "Did you mean 'boost'?",
         '{"extra": {"less_bnn": true}}': "extra.less_bnn",
@@ -72,13 +64,12 @@ def test_check_refuses_with_one_message(tmp_path):
         "[]": "text on standard input",
         "": "nothing on standard input",
     }.items():
-        result = run("check", "-", stdin=text)
+        result = run("explain", "-", stdin=text)
         assert result.exit_code == 1
         assert result.stderr.startswith("Error: ")
         assert said in result.stderr
         assert "Traceback" not in result.output
     for words in (
-        ("check", str(tmp_path / "none.json")),
         ("explain", str(tmp_path / "none.json")),
         ("explain", "--level", "O9"),
     ):
@@ -128,7 +119,6 @@ def test_errors_are_short():
 
 def test_report(saved, tmp_path):
     assert "O1 promises to be no slower than stock" in run("report", str(saved)).stdout
-    assert run("report", str(saved), "--markdown").stdout.startswith("## A small benchmark")
     page = tmp_path / "deep" / "page.html"
     assert answer("report", str(saved), "--html", str(page), "--json")["html"] == str(page)
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
@@ -147,9 +137,6 @@ def test_report_of_a_tuning(tmp_path):
     assert "Tuning of a model" in page.read_text(encoding="utf-8")
     found = answer("report", path, "--json")
     assert (found["headline"][:12], found["html"], found["drop"]) == ("Turn on fast", None, 0.005)
-    refused = run("report", path, "--markdown")
-    assert refused.exit_code == 1
-    assert "Error: --markdown: this is a report of `torchboost tune`" in refused.stderr
     (tmp_path / "broken.json").write_text('{"findings": []}', encoding="utf-8")
     assert "this is not a report of torchboost: title" in run("report", str(tmp_path / "broken.json")).stderr
 

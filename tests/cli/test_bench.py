@@ -31,7 +31,7 @@ def pretend(monkeypatch):
             end(options)
             return winning_report()
 
-        monkeypatch.setattr("torchboost.cli.bench.run_bench", benched)
+        monkeypatch.setattr("torchboost.cli.app.run_bench", benched)
         return asked
 
     return set_up

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.support.conv_nets import Basic, ForeignNames, RefusesTracing, vgg
-from torchboost.core.containers import tensors_in
+from torchboost.core.forward import tensors_in
 from torchboost.graph.copies import ReachesOriginal, undisturbed
 from torchboost.graph.flow import Dataflow
 from torchboost.graph.trace import evaluate, record_run, runnable, shared_traces, trace, trace_paths

@@ -305,25 +305,6 @@ def test_the_cost_of_starting_is_spread_over_the_users_run():
         assert (ended.decide(), outcomes(ended)) == (extra, {"a": outcome})
 
 
-def test_another_recipe_is_judged_but_never_turned_on():
-    """It takes half of the time; stock with half of the steps loses 2 points."""
-    recipe = Candidate(name="a", recipe=True, share=0.5, skips_work=True)
-    for effect, outcome, drop in (
-        *((0.0, "kept", POINT), (-3.0, "lost", POINT)),
-        (-2.0, "not better than fewer steps", 3 * POINT),
-    ):
-        ended = race(Planted({"a": effect + 2.0}), candidates=[recipe], drop=drop)
-        assert (ended.decide(), outcomes(ended), ended.whole) == ({}, {"a": outcome}, [])
-    # It is timed over the steps that it had: a tenth of four steps is less than the least number of steps, two.
-    short = Planted(change=lambda c, s, r: {"steps": 2 if c.recipe else 4, "seconds": 1.0 if c.recipe else 3.0})
-    tenth = recipe.model_copy(update={"share": 0.1})
-    ended = race(short, candidates=[tenth], drop=5 * POINT, total_steps=4, most=4)
-    ended.decide()
-    speed = ended.findings["a"].speed
-    assert speed is not None
-    assert speed.mid == pytest.approx(3.0)
-
-
 TOO_SLOW = "its steps took more than 2 times as long as stock's, so its training was stopped"
 
 

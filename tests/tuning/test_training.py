@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.support.ranks import run_ranks
-from torchboost.bench.factory import made_by, source_of
+from torchboost.bench.factory import made_by
 from torchboost.errors import ConfigError, FactoryError
 from torchboost.measure.stopwatch import Clock
 from torchboost.registry import LEVELS, REGISTRY
@@ -23,7 +23,6 @@ from torchboost.tuning.candidates import (
     fresh,
     looked_at,
     named_candidates,
-    recipe_candidates,
     standard_candidates,
     try_levers,
 )
@@ -337,31 +336,14 @@ def test_two_candidates_that_come_to_the_same_training_are_one():
     assert [one.outcome for one in looked(residual(4), **given)] == [None, None, "duplicate"]
 
 
-def test_recipes_are_candidates_that_must_beat_fewer_steps():
-    stock = made_by(make, 0)
-    recipes = recipe_candidates({"half": (make, 0.5), "more": (make, 0.5)}, stock)
-    fingerprint = f"{fingerprint_of(stock)} {source_of(make)}"
-    wanted = Candidate(name="half", recipe=True, share=0.5, skips_work=True, fingerprint=fingerprint)
-    assert recipes[0] == wanted
-    assert [one.outcome for one in looked_at(recipes, make, 10)] == [None, None]  # two are never taken for one
+def test_a_factory_that_returns_the_same_parameters_twice_is_refused():
     body = make(0)[0]
 
     def around(seed: int) -> Any:
         model = torch.nn.Sequential(body)
         return (model, torch.optim.SGD(model.parameters(), lr=0.1), *make(seed)[2:])
 
-    outer = lambda seed: (torch.nn.Sequential(body), *around(seed)[1:])  # noqa: E731
-    for wrong, said in (
-        ({"": (make, 0.5)}, "a factory and a share above 0 and at most 1"),
-        ({"a": (make, 0.0)}, "a factory and a share above 0 and at most 1"),
-        ({"a": (make, 1.5)}, "a factory and a share above 0 and at most 1"),
-        ({"a": (make, "half")}, "with 'half'"),
-        ({"a": (lambda seed: make(seed)[:4], 0.5)}, "the factory of 'a' has no evaluate"),
-        ({"a": (outer, 0.5)}, r"the same parameter twice \(0.0.weight\)"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            recipe_candidates(wrong, made_by(around if "twice" in said else make, 0))  # pyright: ignore[reportArgumentType]
-    with pytest.raises(FactoryError, match="the same parameter twice"):
+    with pytest.raises(FactoryError, match=r"the same parameter twice \(0.0.weight\)"):
         fresh(around)
 
 

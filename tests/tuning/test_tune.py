@@ -122,10 +122,7 @@ def test_a_report_of_another_tuning_is_not_continued(tmp_path, monkeypatch):
     for changes, said in (
         ({"drop": 0.02}, r"was made with drop 0\.05, but now it is 0\.02"),
         ({"epochs": 3}, "was made with steps 12, but now it is 18"),
-        (
-            {"candidates": {**CANDIDATES, "memory": {"autocast": True}}},
-            "other candidates, recipes, or settings of them",
-        ),
+        ({"candidates": {**CANDIDATES, "memory": {"autocast": True}}}, "other candidates, or settings of them"),
         ({"factory": other}, "fingerprint"),
     ):
         with pytest.raises(ValueError, match=said):
@@ -147,10 +144,6 @@ def test_a_report_of_another_tuning_is_not_continued(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("fake")
 def test_arguments_are_checked_before_any_run(tmp_path):
-    def slow(seed: int) -> Any:
-        time.sleep(0.05)
-        return make(seed)
-
     parts = make(0)
     for changes, said in (
         ({"error": "small"}, "error: found 'small'"),
@@ -165,11 +158,8 @@ def test_arguments_are_checked_before_any_run(tmp_path):
         ({"total_steps": 3}, "total_steps: found 3; the runs that are made have 12 steps"),
         ({"total_steps": "x"}, "total_steps: found 'x'"),
         ({"candidates": {"x": {}}}, "candidates: found 'x'"),
-        ({"recipes": {"norms": (make, 0.5)}}, "found 'norms', which is also the name of a candidate"),
-        ({"recipes": {"levers: x": (make, 0.5)}, "candidates": None}, "found 'levers: x', which is also"),
         ({"title": 5}, "title\n"),
         ({"out": ""}, "a folder; give a file"),
-        ({"factory": slow, "budget": 0.5}, r"the factory takes 0\.\d s, and a tuning calls it 12 times at least"),
         ({"factory": changed(4, lambda: None)}, "the factory has no evaluate"),
         ({"factory": changed(3, list)}, "batches are empty"),
         ({"factory": lambda seed: parts}, "the same parameter twice"),
@@ -261,31 +251,6 @@ def test_two_ranks_tune_together_and_resume(tmp_path):
     assert {("stock", 1), ("norms", 1), ("bits", 0)} <= set(first[1])
     assert all(first[0].values())
     assert len(TuneReport.load(tmp_path / "boost.report.json").stock_losses()) == 20
-
-
-def test_a_recipe_is_trained_by_its_own_factory_for_its_share(tmp_path):
-    built: list[str] = []
-
-    def other(seed: int) -> Any:
-        built.append("other")
-        return make(seed)
-
-    def slower(seed: int) -> Any:
-        model, optimizer, *rest = make(seed)
-        optimizer.param_groups[0]["lr"] = 1e-4
-        return model, optimizer, *rest
-
-    given = {"drop": 0.9, "budget": 12, "epochs": 4, "seeds": 3, "candidates": {}, "out": tmp_path / "a.json"}
-    report = tune(make, recipes={"half": (other, 0.5)}, **given)
-    (finding,) = report.findings
-    assert finding.candidate.recipe
-    assert finding.outcome is not None
-    assert {run.steps for run in report.runs if run.name == "half"} == {12}
-    assert len(built) == 2 + sum(run.name == "half" for run in report.runs)
-    assert report.extra == {}
-    for recipes in ({}, {"half": (slower, 0.5)}):
-        with pytest.raises(ValueError, match=r"\('half' \(0.5\)\); give the same .* same optimizers and start weights"):
-            tune(make, resume=True, recipes=recipes, **given)
 
 
 class OneShot:

@@ -16,8 +16,7 @@ from typing_extensions import Self
 
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import check_module
-from torchboost.core.containers import tensors_in, with_tensors
-from torchboost.core.covering import ForwardWatch, cover_forward, is_cover
+from torchboost.core.forward import ForwardWatch, cover_forward, is_cover, tensors_in, with_tensors
 from torchboost.core.torch_private import (
     default_device,
     has_saved_tensor_hooks,
@@ -45,7 +44,7 @@ def autocast_forward(
 ) -> Attachment:
     """Run every forward of ``model`` under ``torch.autocast`` and return its outputs in float32.
 
-    Outputs keep their containers (see :func:`~torchboost.core.containers.with_tensors`); tensors in an
+    Outputs keep their containers (see :func:`~torchboost.core.forward.with_tensors`); tensors in an
     object of another kind stay in the precision that autocast gave them.
 
     Matrix products and convolutions read ``dtype``; reductions that need it stay in float32; parameters,

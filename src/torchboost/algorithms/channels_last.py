@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits, attach_each
 from torchboost.core.arguments import check_module
-from torchboost.core.covering import plain_hook
+from torchboost.core.forward import plain_hook
 from torchboost.core.torch_private import AnyConv, calls_hooks, is_functorch_wrapped, is_view, parameter_slots
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.errors import IncompatibleError, NoEffectWarning

@@ -18,7 +18,7 @@ from torchboost.bench.factory import RETURNS, Epoch, Factory, check_seeds, one_e
 from torchboost.bench.verdict import stock_of
 from torchboost.measure.evidence import AlgorithmRow, BenchReport, Contestant, Curve, Quality
 from torchboost.measure.machine import PeakMemory
-from torchboost.measure.statistics import SequentialTest, noninferiority
+from torchboost.measure.statistics import SequentialTest
 from torchboost.measure.stopwatch import Clock, Progress, Stopwatch, compare, environment
 
 __all__ = ["CONTESTANTS", "check_same", "run_bench"]
@@ -316,14 +316,13 @@ class _Session:
             ours = {curve.seed: sign * curve.final for curve in contestant.curves}
             differences = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
             margin = self.factory.drops[base == "O2"]
-            if contestant is not stock and SEQUENTIAL in self.report.notes and base in PROMISING:
-                look = SequentialTest(margin=margin, most=MOST_SEEDS).look(differences)
-                undecided += [] if look.decided else [contestant.name]
+            if contestant is not stock and len(differences) > 1:
+                sequential = SEQUENTIAL in self.report.notes and base in PROMISING
+                looks = {"most": MOST_SEEDS} if sequential else {"least": len(differences), "most": len(differences)}
+                look = SequentialTest(margin=margin, **looks).look(differences)
                 judged = {"seeds": look.pairs, "passed": look.state == "passed", "detectable": look.detectable}
                 quality = [Quality(baseline=STOCK, difference=look.difference, margin=margin, **judged)]
-            elif contestant is not stock and len(differences) > 1:
-                quality = [noninferiority([0.0] * len(differences), differences, margin, against=STOCK)]
-            quality = quality if len(differences) > 1 else []
+                undecided += [contestant.name] if sequential and not look.decided else []
             contestants.append(contestant.model_copy(update={"quality": quality}))
         self.update(contestants=contestants)
         return undecided

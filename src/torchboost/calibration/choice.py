@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from typing_extensions import Self
 
 from torchboost.core.algorithm import Algorithm
-from torchboost.core.containers import tensors_in
 from torchboost.core.files import Record, load_record, record_folder, store_record
+from torchboost.core.forward import tensors_in
 from torchboost.core.hardware import kernel_switches
 from torchboost.core.torch_private import buffer_slots, compiled_call, parameter_slots
 from torchboost.core.wrapping import hookable
@@ -144,6 +144,13 @@ class Choice(_Record):
         """Return the same without the verdicts about other levers."""
         names = {lever.name for lever in levers}
         return self.model_copy(update={"verdicts": tuple(v for v in self.verdicts if v.lever in names)})
+
+    def figures(self) -> dict[str, float]:
+        """Return each lever as 1 or 0, how many times as fast a step is, if known, and the seconds of the trial."""
+        figures = {f"boost/{verdict.lever}": float(verdict.kept) for verdict in self.verdicts}
+        if self.ratio is not None:
+            figures["boost/times_as_fast"] = self.ratio.mid
+        return {**figures, "boost/trial_seconds": self.seconds if self.source == "trial" else 0.0}
 
     @property
     def levers(self) -> dict[str, bool | str]:

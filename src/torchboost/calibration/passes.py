@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torchboost.calibration.snapshot import Damage, Snapshot, Streams, plain, streams_kept
 from torchboost.calibration.watch import Call
 from torchboost.core.algorithm import Target
-from torchboost.core.containers import tensors_in, with_tensors
+from torchboost.core.forward import tensors_in, with_tensors
 from torchboost.core.torch_private import end_pass, is_reentrant_checkpoint, version
 from torchboost.core.wrapping import sharded_units
 from torchboost.distributed.agreement import ranks_of_shards

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchboost.core.covering import uncovered
+from torchboost.core.forward import uncovered
 from torchboost.core.torch_private import (
     global_step_post_hooks,
     global_step_pre_hooks,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Attachment
-from torchboost.core.containers import tensors_in
+from torchboost.core.forward import tensors_in
 from torchboost.core.torch_private import (
     Interceptor,
     compiled_call,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 import shlex
 import shutil
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import asdict
+from statistics import median
 from typing import Annotated, Any, get_args
 
 import torch
@@ -19,13 +21,13 @@ import typer
 from torch.utils.collect_env import get_env_info
 from torch.utils.data import DataLoader
 
-from torchboost.bench.factory import Parts, function_at, made_by
+from torchboost.bench.factory import Factory, Parts, one_epoch
 from torchboost.cli.shared import (
     EXTRAS,
     Device,
     Json,
     display,
-    fail,
+    input_errors,
     print_json,
     print_table,
     usable_device,
@@ -33,7 +35,7 @@ from torchboost.cli.shared import (
 )
 from torchboost.core.hardware import half_precision
 from torchboost.core.torch_private import compiler_follows_flags
-from torchboost.measure.machine import LOADING, Kind, StepParts, copy_bandwidth, products, time_step_parts
+from torchboost.measure.machine import Kind, products
 from torchboost.measure.stopwatch import Clock, Progress
 
 __all__ = ["compile_seconds", "cpp_compiler", "doctor", "examine", "measure_machine", "measure_step", "verdict"]
@@ -41,6 +43,8 @@ __all__ = ["compile_seconds", "cpp_compiler", "doctor", "examine", "measure_mach
 SECONDS = 3.0
 """Time limit of a kind of product. A machine that is not busy needs a tenth of it."""
 COMPILE_SECONDS = 600.0
+PARTS = ("data loading", "forward", "backward", "optimizer")
+WARMUP = 3
 PACKAGES = ("torchboost", "torch", "pydantic", "numpy", "safetensors")
 PROGRAM = """
 import time, torch
@@ -66,12 +70,9 @@ def doctor(
     json: Json = False,
 ) -> None:
     """Show what is installed, how fast this machine computes, and where the time of a training step goes."""
-    with user_errors(), display() as progress:
-        try:
-            parts = None if factory is None else made_by(function_at(factory), 0)
-            place = usable_device(device)
-        except ValueError as error:
-            fail(str(error))
+    with user_errors(), display() as progress, input_errors(progress):
+        parts = None if factory is None else Factory.at(factory).build(0)
+        place = usable_device(device)
         facts = examine()
         figures = measure_machine(progress) if measure else None
         step = None if parts is None else measure_step(parts, steps=steps, device=place, progress=progress)
@@ -154,20 +155,20 @@ def compile_seconds() -> tuple[float | None, str]:
 
 
 def measure_machine(progress: Progress) -> dict[str, Any]:
-    """Time products, copies and a small compilation, and return the figures.
+    """Time products and a small compilation, and return the figures.
 
-    Cost: about a second on a CPU that is not busy, 0.25 GiB of memory (2 GiB on a GPU), and the compilation.
+    Cost: about a second on a CPU that is not busy, and the compilation.
     """
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     kinds: tuple[Kind, ...] = get_args(Kind)
-    names = [name for device in devices for name in (f"bfloat16 in plans, {device}", *kinds, f"copy, {device}")]
+    names = [name for device in devices for name in (f"bfloat16 in plans, {device}", *kinds)]
     steps = enumerate([*names, "small compilation"])
 
     def tell() -> None:
         done, name = next(steps)
         progress("machine", done, len(names) + 1, name)
 
-    figures: dict[str, Any] = {"bfloat16": {}, "products": {}, "copy_gb_per_s": {}}
+    figures: dict[str, Any] = {"bfloat16": {}, "products": {}}
     for device in devices:
         tell()
         figures["bfloat16"][device] = asdict(half_precision(device))
@@ -183,8 +184,6 @@ def measure_machine(progress: Progress) -> dict[str, Any]:
                 "pairs": speed.pairs,
                 "fault": speed.fault,
             }
-        tell()
-        figures["copy_gb_per_s"][device] = copy_bandwidth(device) / 1e9
     tell()
     seconds, fault = compile_seconds()
     figures["small_compile"] = {"seconds": seconds, "fault": fault}
@@ -202,46 +201,52 @@ def measure_step(
 ) -> dict[str, Any]:
     """Train the first steps of a factory's training, time their parts, and say what they mean.
 
+    The device is waited for after each part. The steps of the warm-up are not timed. To move a batch is to load it.
+
     Raises:
-        IncompatibleError: There are too few batches.
+        FactoryError: There is no batch, or a batch is not a pair.
     """
+    clock = clock if clock is not None else Clock.of(device)
     parts.model.to(device).train()
-
-    def load(batch: Any) -> tuple[Any, Any]:
-        inputs, targets = batch
-        return inputs.to(device), targets.to(device)
-
-    def update() -> None:
+    epochs = (one_epoch(parts.batches, seed=0, epoch=number, device=device) for number in itertools.count())
+    batches = itertools.chain.from_iterable(epochs)
+    seconds: dict[str, list[float]] = {part: [] for part in PARTS}
+    for done in range(WARMUP + steps):
+        marks = [clock()]
+        inputs, targets = next(batches)
+        marks.append(clock())
+        loss = parts.loss(parts.model(inputs), targets)
+        marks.append(clock())
+        loss.backward()
+        marks.append(clock())
         parts.optimizer.step()
         parts.optimizer.zero_grad()
-
-    times = time_step_parts(
-        parts.batches,
-        load=load,
-        forward=lambda batch: parts.loss(parts.model(batch[0]), batch[1]),
-        update=update,
-        steps=steps,
-        clock=clock if clock is not None else Clock.of(device),
-        progress=progress,
-    )
+        marks.append(clock())
+        if done >= WARMUP:
+            for part, start, end in zip(PARTS, marks, marks[1:], strict=False):
+                seconds[part].append(end - start)
+        if progress is not None:
+            progress("steps", done + 1, WARMUP + steps)
+    # Totals are compared and not medians: workers deliver several batches at once, and then let the loop wait.
+    total = sum(map(sum, seconds.values())) or 1.0
+    shares = {part: sum(times) / total for part, times in seconds.items()}
     workers = parts.batches.num_workers if isinstance(parts.batches, DataLoader) else None
     return {
-        "steps": times.steps,
+        "steps": steps,
         "device": str(device),
         "num_workers": workers,
-        "parts": {name: {"median_ms": 1e3 * times.median(name), "share": times.share(name)} for name in times.seconds},
-        "verdict": verdict(times, workers),
+        "parts": {part: {"median_ms": 1e3 * median(seconds[part]), "share": shares[part]} for part in PARTS},
+        "verdict": verdict(shares[PARTS[0]], workers),
     }
 
 
-def verdict(times: StepParts, workers: int | None) -> str:
+def verdict(loading: float, workers: int | None) -> str:
     """Say in one sentence whether a level can help.
 
     Args:
-        times: The times of the parts.
+        loading: The share of data loading in the time of a step.
         workers: ``num_workers`` of the ``DataLoader``; None if the batches are of another kind.
     """
-    loading = times.share(LOADING)
     if loading > 0.5:
         remedy = (
             "load the batches with a DataLoader and num_workers, or do less work per sample"
@@ -282,6 +287,5 @@ def _measured(figures: dict[str, Any]) -> list[list[str]]:
             rows.append([f"{kind}, {device}", speed["fault"] or f"{text} ({speed['size']})"])
         half = figures["bfloat16"][device]
         rows.append([f"fast bfloat16, {device}", f"{'yes' if half['fast'] else 'no'}: {half['reason']}"])
-        rows.append([f"copy, {device}", f"{figures['copy_gb_per_s'][device]:.1f} GB/s, read and written bytes"])
     seconds, fault = figures["small_compile"].values()
     return [*rows, ["small compilation", fault if seconds is None else f"{seconds:.1f} s"]]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from torchboost.core.covering import is_our_hook
+from torchboost.core.forward import is_our_hook
 from torchboost.core.torch_private import (
     DispatchMode,
     beneath_compiled,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from torchboost.core.containers import tensors_in
+from torchboost.core.forward import tensors_in
 from torchboost.core.torch_private import (
     AnyConv,
     call_uncompiled,

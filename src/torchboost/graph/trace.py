@@ -17,8 +17,7 @@ from torch.nn.modules import activation, dropout, pooling
 from torch.overrides import TorchFunctionMode
 
 from torchboost.core.arguments import check_shapes
-from torchboost.core.containers import tensors_in, with_tensors
-from torchboost.core.covering import own_forward
+from torchboost.core.forward import own_forward, tensors_in, with_tensors
 from torchboost.core.torch_private import AnyBatchNorm, AnyConv, module_hooks
 from torchboost.graph.copies import ReachesOriginal, copies_of, full_precision, parameter_bytes, undisturbed
 from torchboost.graph.flow import Dataflow, Kind, Traced

@@ -7,10 +7,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torchboost.bench.factory import Parts, check_fresh, loop_body, made_by, one_epoch, source_of
+from torchboost.bench.factory import Parts, check_fresh, loop_body, made_by, one_epoch
 from torchboost.core.algorithm import Algorithm
-from torchboost.core.arguments import is_number
-from torchboost.errors import ConfigError, FactoryError, IncompatibleError
+from torchboost.errors import ConfigError, IncompatibleError
 from torchboost.front import boost
 from torchboost.registry import LEVELS, REGISTRY
 from torchboost.tuning.report import STOCK, Candidate, Finding
@@ -22,7 +21,6 @@ __all__ = [
     "fresh",
     "looked_at",
     "named_candidates",
-    "recipe_candidates",
     "standard_candidates",
     "try_levers",
 ]
@@ -86,7 +84,8 @@ def named_candidates(extras: Mapping[str, Mapping[str, Any]]) -> list[Candidate]
     candidates = []
     for name, extra in extras.items():
         on = [key for key, value in extra.items() if value is not False] if isinstance(extra, Mapping) else []
-        if not _is_free(name) or not on:
+        free = isinstance(name, str) and bool(name) and not name.startswith(STOCK) and " + " not in name
+        if not free or not on:
             raise ValueError(
                 f"candidates: found {name!r}: {extra!r}; give a name without ' + ' that does not begin with "
                 f"{STOCK!r}, and a section extra with what it turns on, such as {{'autocast': True}}."
@@ -95,47 +94,14 @@ def named_candidates(extras: Mapping[str, Mapping[str, Any]]) -> list[Candidate]
     return candidates
 
 
-def recipe_candidates(recipes: Mapping[str, tuple[Make, float]], stock: Parts) -> list[Candidate]:
-    """Return candidates that are trained by factories of their own, for a share of the steps.
-
-    Args:
-        recipes: Name -> factory and share.
-        stock: What the stock factory returned; no parameter of a recipe may be among its parameters.
-
-    Raises:
-        FactoryError: A factory has no ``evaluate``, or returns the same parameters twice.
-        ValueError: A name cannot be used, or a share is not above 0 and at most 1.
-    """
-    candidates = []
-    for name, (make, share) in recipes.items():
-        if not _is_free(name) or not is_number(share) or not 0 < share <= 1:
-            raise ValueError(
-                f"recipes: found {name!r} with {share!r} of the steps; give a name without ' + ' that does not begin "
-                f"with {STOCK!r}, a factory and a share above 0 and at most 1."
-            )
-        parts = fresh(make, stock)
-        if parts.evaluate is None:
-            raise FactoryError(
-                f"recipes: the factory of {name!r} has no evaluate; it needs the same metric as the other."
-            )
-        fingerprint = f"{fingerprint_of(parts)} {source_of(make)}".strip()
-        candidates.append(Candidate(name=name, recipe=True, share=share, skips_work=True, fingerprint=fingerprint))
-    return candidates
-
-
-def _is_free(name: object) -> bool:
-    """Whether a name cannot be taken for that of the stock loop or of a composition."""
-    return isinstance(name, str) and bool(name) and not name.startswith(STOCK) and " + " not in name
-
-
-def fresh(make: Make, *others: Parts) -> Parts:
+def fresh(make: Make) -> Parts:
     """Return what a factory makes of seed 0.
 
     Raises:
         FactoryError: A parameter is one of another call, so that one run would continue the training of the other.
     """
     parts = made_by(make, 0)
-    check_fresh(parts, *others, made_by(make, 0))
+    check_fresh(parts, made_by(make, 0))
     return parts
 
 
@@ -168,8 +134,6 @@ def looked_at(candidates: Sequence[Candidate], make: Make, steps: int) -> list[F
 
 
 def _looked_at(candidate: Candidate, make: Make, steps: int, known: dict[str, str]) -> Finding:
-    if candidate.recipe:
-        return Finding(candidate=candidate)
     parts = made_by(make, 0)
     try:
         boosted = boosted_by(parts, candidate.extra, steps)

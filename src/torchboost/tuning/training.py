@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -33,14 +33,12 @@ class Training:
 
     Args:
         make: ``make(seed) -> (model, optimizer, loss, batches, evaluate[, schedule])``.
-        recipes: The factories of candidates that have their own, by name.
         steps: Updates of a run of stock.
         device: Where the batches go; the factory puts the model there.
         told: Called with the candidate and the seed after every 20 steps.
     """
 
     make: Callable[[int], object]
-    recipes: Mapping[str, Callable[[int], object]] = field(default_factory=dict)
     steps: int
     device: torch.device
     told: Callable[[Candidate, int], None] = lambda candidate, seed: None
@@ -61,7 +59,7 @@ class Training:
                     run = self._run(candidate, seed, limit)
                 run = run.model_copy(update={"peak_bytes": peak.bytes})
             except Exception as error:
-                if not (candidate.extra or candidate.recipe):
+                if not candidate.extra:
                     raise
                 spent = time.perf_counter() - started
                 run = Run(
@@ -79,7 +77,7 @@ class Training:
     def _run(self, candidate: Candidate, seed: int, limit: float) -> Run:
         clock, steps = Clock.of(self.device), max(LEAST_STEPS, round(candidate.share * self.steps))
         began = clock()
-        parts = made_by(self.recipes[candidate.name] if candidate.recipe else self.make, seed)
+        parts = made_by(self.make, seed)
         step, batches = _stepper(parts, candidate, steps), _batches(parts.batches, seed, self.device)
         first = loss = step(*next(batches))
         ready = clock()

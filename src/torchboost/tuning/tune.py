@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,12 +25,11 @@ from torchboost.tuning.candidates import (
     fresh,
     looked_at,
     named_candidates,
-    recipe_candidates,
     standard_candidates,
     try_levers,
 )
 from torchboost.tuning.race import Race
-from torchboost.tuning.report import Candidate, Finding, TuneReport
+from torchboost.tuning.report import Finding, TuneReport
 from torchboost.tuning.training import LEAST_STEPS, Training
 
 __all__ = ["report_path", "tune"]
@@ -45,9 +43,6 @@ LEAST_ERROR, MOST_ERROR = 0.01, 0.5
 LEAST_SEEDS, MOST_SEEDS = 3, 100
 """The limits of the sequential test are simulated for all seeds, which takes seconds for a hundred."""
 
-LEAST_CALLS = 12
-"""Calls of the factory: two to check it, one for the trial, two or more to look at candidates, and seven runs."""
-
 
 def tune(
     make: Callable[[int], object],
@@ -57,7 +52,6 @@ def tune(
     epochs: int = 1,
     total_steps: int | None = None,
     candidates: Mapping[str, Mapping[str, Any]] | None = None,
-    recipes: Mapping[str, tuple[Callable[[int], object], float]] | None = None,
     seeds: int = 12,
     error: float = 0.05,
     device: torch.device | str = "cpu",
@@ -93,8 +87,6 @@ def tune(
         total_steps: Updates of the training that the answer is for, over which compilation is spread; by default those
             of a run.
         candidates: Name -> section ``extra`` of a configuration, in place of the standard ones.
-        recipes: Name -> ``(make, share)``: other factories, for instance with another optimizer, trained for a share of
-            the steps. They are compared like candidates, but no configuration can turn them on.
         seeds: Most seeds per comparison, from 3 to 100.
         error: Probability of a wrong decision in each comparison, and in the final test as a whole.
         device: Where the batches go.
@@ -134,12 +126,6 @@ def tune(
         raise FactoryError(
             "the factory has no evaluate; tune needs it: return (model, optimizer, loss, batches, evaluate)."
         )
-    building = from_first_rank((time.perf_counter() - started) / 2)
-    if LEAST_CALLS * building > seconds:
-        raise FactoryError(
-            f"the factory takes {building:.1f} s, and a tuning calls it {LEAST_CALLS} times at least, but the budget "
-            f"is {seconds:.0f} s. Load data once, outside of the factory, or allow more time."
-        )
     steps = epochs * count_of(parts.batches, seconds)
     _check_steps(steps, total_steps)
     report = TuneReport(
@@ -159,8 +145,6 @@ def tune(
     session = _Session(
         started=started,
         make=make,
-        recipes={name: recipe for name, (recipe, _) in (recipes or {}).items()},
-        compared=recipe_candidates(recipes or {}, parts),
         device=torch.device(device),
         out=path,
         progress=(lambda phase, done, total, note="": None) if progress is None else progress,
@@ -190,8 +174,6 @@ class _Session:
 
     started: float
     make: Callable[[int], object]
-    recipes: Mapping[str, Callable[[int], object]]
-    compared: list[Candidate]
     device: torch.device
     out: Path | None
     progress: Progress
@@ -226,7 +208,6 @@ class _Session:
         findings = from_first_rank(self._findings(extras))
         training = Training(
             make=self.make,
-            recipes=self.recipes,
             steps=self.report.steps,
             device=self.device,
             told=lambda candidate, seed: self._spent(self.report.spent_seconds, f"{candidate.name}, seed {seed}"),
@@ -260,13 +241,7 @@ class _Session:
             kept = [finding for finding in self.report.findings if finding.outcome in ("not usable", "duplicate")]
             others = [finding for finding in self.report.findings if finding not in kept]
             return [*kept, *(Finding(candidate=finding.candidate) for finding in others)]
-        candidates = standard_candidates([]) if extras is None else named_candidates(extras)
-        names = Counter(one.name for one in (*candidates, *self.compared))
-        twice = [name for name in names if names[name] > 1 or (extras is None and name.startswith("levers: "))]
-        if twice:
-            raise ValueError(
-                f"recipes: found {twice[0]!r}, which is also the name of a candidate; give each its own name."
-            )
+        candidates = [] if extras is None else named_candidates(extras)
         if extras is None:
             self.tell("trial of the levers", 0, 1)
             seconds = min(TRIAL_MOST, TRIAL_SHARE * self.report.budget_seconds)
@@ -274,18 +249,17 @@ class _Session:
             self.report = self.report.model_copy(update={"left_out": trial.left_out})
             candidates = standard_candidates(trial.kept)
             self.tell("trial of the levers", 1, 1)
-        return looked_at([*candidates, *self.compared], self.make, self.report.steps)
+        return looked_at(candidates, self.make, self.report.steps)
 
     def _check_same_candidates(self, extras: Mapping[str, Mapping[str, Any]] | None) -> None:
         """Raise ``ValueError`` if the candidates are not those of the report that is continued."""
         saved = [finding.candidate for finding in self.report.findings]
-        own = [one for one in saved if not one.recipe] if extras is None else named_candidates(extras)
-        if sorted(map(repr, saved)) != sorted(map(repr, [*own, *self.compared])):
-            known = ", ".join(f"{one.name!r}{f' ({one.share:g})' if one.recipe else ''}" for one in saved)
+        now = saved if extras is None else named_candidates(extras)
+        if sorted(map(repr, saved)) != sorted(map(repr, now)):
+            known = ", ".join(repr(one.name) for one in saved)
             raise ValueError(
-                f"the report was made with other candidates, recipes, or settings of them ({known}); give the same "
-                "ones, recipes from the same files and with the same optimizers and start weights, or choose another "
-                "file."
+                f"the report was made with other candidates, or settings of them ({known}); give the same ones, or "
+                "choose another file."
             )
 
     def _spent(self, seconds: float, note: str) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from torchboost.algorithms.grad_freeze.halves import Call, Halves, halves_of
 from torchboost.core.algorithm import Attachment
-from torchboost.core.covering import cover_forward, own_forward
+from torchboost.core.forward import cover_forward, own_forward
 from torchboost.core.torch_private import versions
 from torchboost.core.wrapping import wrapper_of
 from torchboost.errors import CacheSpaceWarning, IncompatibleError

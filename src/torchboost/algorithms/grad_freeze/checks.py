@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from torchboost.algorithms.grad_freeze.replicas import check_reducer
 from torchboost.core.algorithm import Attachment, Removable
-from torchboost.core.covering import plain_hook
+from torchboost.core.forward import plain_hook
 from torchboost.core.torch_private import compiler_follows_flags, follows_flags
 from torchboost.core.wrapping import compiled_parts, is_compiled
 from torchboost.errors import IncompatibleError

@@ -17,7 +17,7 @@ from torchboost.algorithms.grad_freeze.cache import FastPrefix
 from torchboost.algorithms.grad_freeze.checks import GradientChecks, check_freezable
 from torchboost.algorithms.grad_freeze.replicas import Replicas
 from torchboost.core.algorithm import Attachment, Removable
-from torchboost.core.covering import plain_hook
+from torchboost.core.forward import plain_hook
 from torchboost.core.torch_private import AnyBatchNorm, recompile_limit, version
 from torchboost.core.wrapping import is_compiled
 from torchboost.distributed.agreement import several

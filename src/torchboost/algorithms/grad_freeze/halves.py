@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from torchboost.core.covering import own_forward
+from torchboost.core.forward import own_forward
 from torchboost.core.torch_private import (
     buffer_slots,
     is_traced_constant,

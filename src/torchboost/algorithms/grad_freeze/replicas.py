@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchboost.core.algorithm import Attachment
-from torchboost.core.covering import plain_hook
+from torchboost.core.forward import plain_hook
 from torchboost.core.torch_private import active_ddp, build_again, built_in_comm_hook, comm_hooks, store_in_order
 from torchboost.distributed.agreement import Agreement, ranks_of_shards, several
 from torchboost.errors import IncompatibleError

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchboost.core.containers import with_tensors
+from torchboost.core.forward import with_tensors
 from torchboost.core.torch_private import module_hooks, store_in_order
 from torchboost.errors import IncompatibleError
 

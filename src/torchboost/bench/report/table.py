@@ -1,4 +1,4 @@
-"""The result as a table, for the terminal, plain text and Markdown."""
+"""The result as a table, for the terminal and as plain text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchboost.bench.report import wording
 from torchboost.bench.verdict import Summary, headline, summarise, verdicts
 from torchboost.measure.evidence import BenchReport
 
-__all__ = ["Table", "markdown", "plain", "print_report", "print_table", "result_table"]
+__all__ = ["Table", "plain", "print_report", "print_table", "result_table"]
 
 NOTHING = "\N{EN DASH}"
 FULL_WIDTH = 130
@@ -72,35 +72,6 @@ def plain(table: Table) -> str:
     rendered = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
     rendered.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(line.rstrip() for line in rendered)
-
-
-def _cell(text: str) -> str:
-    flat = " ".join(text.split()).replace("\\", "\\\\")
-    for character in "|<>`*_[]":
-        flat = flat.replace(character, f"\\{character}")
-    return flat
-
-
-def markdown(report: BenchReport) -> str:
-    """Return the result as Markdown: headline, table, verdicts and environment."""
-    table = result_table(report)
-    env = report.environment
-    commit = f" ({_cell(env.commit)})" if env.commit else ""
-    lines = [f"## {_cell(report.title)}", "", f"**{_cell(headline(report).text)}**", ""]
-    lines.append("| " + " | ".join(_cell(h) for h in table.headings) + " |")
-    lines.append("|" + "|".join([" --- ", *[" ---: "] * (len(table.headings) - 1)]) + "|")
-    lines += ["| " + " | ".join(_cell(cell) for cell in row) + " |" for row in table.rows]
-    lines.append("")
-    sentences = [sentence for group in verdicts(report).values() for sentence in group]
-    lines += [f"- **{_MARKS[sentence.tone]}** {_cell(sentence.text)}" for sentence in sentences]
-    lines += [f"- Note: {_cell(note)}" for note in report.notes]
-    lines += [
-        "",
-        f"{_cell(report.model)} ({report.parameters:,} parameters) on {_cell(report.workload)}, batch {report.batch}; "
-        f"{_cell(env.processor)}, {wording.count(env.threads, 'thread')}, {_cell(env.device)}; "
-        f"torch {_cell(env.torch)}, torchboost {_cell(env.torchboost)}{commit}, {_cell(env.date)}.",
-    ]
-    return "\n".join(lines) + "\n"
 
 
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], file: TextIO | None = None) -> None:
