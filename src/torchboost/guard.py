@@ -178,7 +178,7 @@ class Guard:
             ValueError: The state is not complete, or a part of it is damaged. Nothing is loaded.
         """
         try:
-            state = {key: value for key, value in state.items() if key not in _EARLIER}
+            state = {key: value for key, value in dict(state).items() if key not in _EARLIER}
             loaded = TypeAdapter(_State).validate_python(state)
             if json.dumps(asdict(loaded), sort_keys=True) != json.dumps(state, sort_keys=True):
                 raise ValueError(f"it has the parts {sorted(state)}, or parts of another form")

@@ -90,8 +90,8 @@ class Levers:
         self._gate: Gate | None = None
         pair, levers = (target.model, *target.optimizers), frozenset(lever.name for lever in plan.levers)
         self.asked = plan.fit(*pair, but=levers)
-        given: dict[str, Any] = {"calibrate": calibrate, "wrapper": wrapper, "verify": verify, "forward": forward}
-        self._calibrated = functools.partial(Calibration.of, **given)
+        settings: dict[str, Any] = {"calibrate": calibrate, "wrapper": wrapper, "verify": verify, "forward": forward}
+        self._calibrated = functools.partial(Calibration.of, **settings)
         self._calibration = self._calibrated(self.asked)
         obstacle = None if self._calibration is None else self._calibration.obstacle(target.model)
         fixed = {} if self._calibration is None else self._calibration.fixed

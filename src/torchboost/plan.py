@@ -263,7 +263,7 @@ class Plan:
         lines.append("on:" if self.algorithms else "on: nothing, training is unchanged")
         for a in self.algorithms:
             served = dict(self.served).get(a.name, "")
-            settings = f": {said}" if (said := own_settings(a)) else ""
+            settings = f": {text}" if (text := own_settings(a)) else ""
             lines.append(f"  {a.name:<{width}}  {REGISTRY[a.name].summary}{settings}{served}")
         if self.dropped:
             lines.append("left out:")
@@ -407,16 +407,16 @@ def _written_length(config: BoostConfig) -> int | None:
 
 def own_settings(algorithm: Algorithm) -> str:
     """Return the settings that differ from the defaults, as code; empty if none does."""
-    found = [(f.name, getattr(algorithm, f.name), f.default) for f in fields(algorithm)]  # pyright: ignore[reportArgumentType]
-    return ", ".join(f"{name}={value!r}" for name, value, default in found if value != default)
+    settings = [(f.name, getattr(algorithm, f.name), f.default) for f in fields(algorithm)]  # pyright: ignore[reportArgumentType]
+    return ", ".join(f"{name}={value!r}" for name, value, default in settings if value != default)
 
 
 def _ranks_per_node(config: BoostConfig) -> int | None:
     """Return the number that the user wrote. MindSpore's default of 8 says nothing about the launched ranks."""
     extra = config.extra.get("adasum")
     if isinstance(extra, dict) and "devices_per_node" in extra:
-        own = extra["devices_per_node"]  # null: the launched ranks, whatever the section says
-        return own if type(own) is int and own >= 1 else None
+        ranks = extra["devices_per_node"]  # null: the launched ranks, whatever the section says
+        return ranks if type(ranks) is int and ranks >= 1 else None
     return config.common.device_number if "device_number" in config.common.model_fields_set else None
 
 
@@ -506,24 +506,24 @@ def _unmeasured(
     rows = LEVELS[level]
     if config.boost.mode != "auto" or not rows or config.extra.keys() >= REGISTRY.keys():
         return ()
-    found = [f"extra.{name} = false" for name in rows if config.extra.get(name, True) is False]
+    differences = [f"extra.{name} = false" for name in rows if config.extra.get(name, True) is False]
     for entry in REGISTRY.values():
         for key, brought in entry.brings.items():
             if brought in rows and brought not in requested and brought not in config.extra:
-                found.append(f"{entry.section}.{key} = {_json(getattr(getattr(config, entry.section), key))}")
+                differences.append(f"{entry.section}.{key} = {_json(getattr(getattr(config, entry.section), key))}")
     for algorithm in kept:
         entry = REGISTRY[algorithm.name]
         if entry.name not in rows:
-            found.append(f"extra.{algorithm.name}")
+            differences.append(f"extra.{algorithm.name}")
             continue
         measured = build(entry, *_settings(entry, BoostConfig(), level, facts))
         _, origins = _settings(entry, config, level, facts)
-        found += [
+        differences += [
             f"{path} = {_json(getattr(algorithm, ours))}"
             for ours, path in origins.items()
             if ours != _LENGTH and getattr(algorithm, ours) != getattr(measured, ours)
         ]
-    return tuple(found)
+    return tuple(differences)
 
 
 def _says(section: Any, key: str) -> bool:

@@ -168,12 +168,12 @@ def test_without_the_extra_or_stopped_while_torch_is_imported(monkeypatch, capsy
     with pytest.raises(SystemExit) as stopped:
         main()
     assert (stopped.value.code, capsys.readouterr().err) == (130, "\nStopped.\n")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "rich" else find(name))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "typer" else find(name))
     with pytest.raises(SystemExit) as stopped:
         main()
     assert stopped.value.code == 1
     said = capsys.readouterr().err
-    assert "needs rich" in said
+    assert "needs typer" in said
     assert said.endswith("install it from the folder of the project: pip install '.[cli]'\n")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -279,23 +278,6 @@ def test_every_prefix_of_runs_leads_to_the_same_decisions(jitter: float):
         resumed, same = decided(again, "abc", budget=budget, runs=dict(kept[:stop]), spent=before)
         assert (same, resumed.findings, resumed.whole) == (extra, whole.findings, whole.whole)
         assert again.trained == train.trained[stop:]
-
-
-def test_an_interruption_at_any_run_leaves_what_was_known():
-    for stop in range(26):
-        left = itertools.count(stop, -1)
-
-        def until(candidate: Candidate, seed: int, run: Run, left: Any = left) -> Mapping[str, Any]:
-            if next(left) == 0:
-                raise KeyboardInterrupt
-            return {}
-
-        stopped = race(Planted({}, {"a": 0.7}, change=until))
-        with pytest.raises(KeyboardInterrupt):
-            stopped.decide()
-        assert len(stopped.runs) == stop
-        assert all(finding.outcome is None for finding in stopped.whole)
-    assert stopped.whole
 
 
 def test_the_cost_of_starting_is_spread_over_the_users_run():

@@ -28,14 +28,12 @@ from torchboost.cli.doctor import doctor
 from torchboost.cli.shared import (
     Data,
     Device,
+    Display,
     Html,
     Json,
-    Model,
     TrainLimit,
     chosen,
-    display,
     fail,
-    input_errors,
     json_only,
     loaded,
     print_json,
@@ -48,8 +46,6 @@ from torchboost.cli.shared import (
 from torchboost.config import BoostConfig
 from torchboost.core.arguments import seconds_of
 from torchboost.core.hardware import device_fault, half_precision
-from torchboost.distributed.agreement import is_first_rank
-from torchboost.distributed.topology import shutdown
 from torchboost.errors import ConfigError
 from torchboost.measure.evidence import BenchReport
 from torchboost.plan import Plan
@@ -182,7 +178,6 @@ def _facts(config: BoostConfig, nodes: int, device: str, convolutions: int | Non
 def bench(
     workload: Annotated[str, typer.Argument(help=f"{NAMES}, or path/to/train.py:make.")] = "digits",
     data: Data = None,
-    model: Model = None,
     contestants: Annotated[
         str, typer.Option(help="Names, comma-separated: stock, hand, O0, O1, O2, or with additions: hand+compile.")
     ] = ",".join(CONTESTANTS),
@@ -200,38 +195,47 @@ def bench(
         bool, typer.Option("--accuracy", help="A factory's evaluate returns an accuracy, a share between 0 and 1.")
     ] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the report in --out.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the report of another workload in --out.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the report in --out.")] = False,
     html: Html = True,
     json: Json = False,
 ) -> None:
     """Measure how fast and how well the levels train a workload, against the stock and the hand-tuned loop."""
     out = out.absolute()  # a factory's file may change the working directory
     path = out / "report.json"
-    before = None if resume else _written(path)
+    before = path.stat().st_mtime_ns if path.exists() and not resume else None
     names = [name.strip() for name in contestants.split(",") if name.strip()]
-    with user_errors(), json_only(json), display() as progress:
+    progress = Display(sys.stderr)
+    with user_errors(progress), json_only(json):
         try:
-            with input_errors(progress):
-                for name in names:
-                    Recipe.parse(name)
-                place = usable_device(device)
-                choice = chosen(workload, model=model, data=data, accuracy=accuracy)
-                if not (resume or force):
-                    _check_place(path, choice.name)
-                report = run_bench(
-                    loaded(choice, data, train_limit, place),
-                    contestants=names,
-                    pairs=pairs,
-                    seeds=seeds,
-                    epochs=epochs,
-                    device=place,
-                    out=path,
-                    resume=resume,
-                    decide=None if decide is None else seconds_of(decide, "--decide"),
-                    progress=progress,
+            for name in names:
+                Recipe.parse(name)
+            place = usable_device(device)
+            choice = chosen(workload, data=data, accuracy=accuracy)
+            if path.exists() and not (resume or force):
+                raise ValueError(
+                    f"--out: {path} exists; continue it with --resume, overwrite it with --force, or choose "
+                    "another folder."
                 )
+            report = run_bench(
+                loaded(choice, data, train_limit, place),
+                contestants=names,
+                pairs=pairs,
+                seeds=seeds,
+                epochs=epochs,
+                device=place,
+                out=path,
+                resume=resume,
+                decide=None if decide is None else seconds_of(decide, "--decide"),
+                progress=progress,
+            )
         except KeyboardInterrupt:
-            _interrupted(path, before)
+            message = "Stopped before anything was measured. Nothing was saved."
+            if path.exists() and path.stat().st_mtime_ns != before:
+                runs = sum(len(contestant.curves) for contestant in BenchReport.load(path).contestants)
+                message = f"Stopped. {path} holds the step times and {runs} finished training runs; repeat the command "
+                message += "with --resume to continue."
+            typer.echo(f"\n{message}", err=True)
+            raise typer.Exit(130) from None
         report.save(path)
         page = write_page(bench_page(report), out / "report.html") if html else None
     if json:
@@ -239,38 +243,6 @@ def bench(
         return
     print_report(report)
     typer.echo("\n".join(f"wrote {file}" for file in (path, page) if file is not None))
-
-
-def _check_place(path: Path, name: str) -> None:
-    """Exit unless the file was written by this workload, to avoid overwriting another report."""
-    if not path.exists():
-        return
-    try:
-        content = f"a report of {BenchReport.load(path).workload}"
-    except (ValueError, OSError):
-        content = "a file that is not a report of torchboost"
-    if content != f"a report of {name}":
-        raise ValueError(
-            f"--out: {path} holds {content}, but this is {name}; choose another folder with --out, "
-            "or overwrite it with --force."
-        )
-
-
-def _written(path: Path) -> int | None:
-    return path.stat().st_mtime_ns if path.exists() else None
-
-
-def _interrupted(path: Path, before: int | None) -> NoReturn:
-    """Say what can be resumed. ``before`` is the time of an earlier report, or None if this run resumed it."""
-    message = "Stopped before anything was measured. Nothing was saved."
-    if path.exists() and _written(path) == before:
-        message = f"Stopped before anything was saved. {path} is from an earlier run."
-    elif path.exists():
-        runs = sum(len(contestant.curves) for contestant in BenchReport.load(path).contestants)
-        message = f"Stopped. {path} holds the step times and {runs} finished training runs; "
-        message += "repeat the command with --resume to continue."
-    typer.echo(f"\n{message}", err=True)
-    raise typer.Exit(130)
 
 
 @app.command()
@@ -286,7 +258,6 @@ def tune(
     total_steps: Annotated[
         int | None, typer.Option(min=1, help="Updates of the training that the answer is for. Default: those of a run.")
     ] = None,
-    model: Model = None,
     seeds: Annotated[int, typer.Option(min=3, max=100, help="Most seeds per comparison.")] = 12,
     data: Data = None,
     train_limit: TrainLimit = None,
@@ -298,32 +269,32 @@ def tune(
 ) -> None:
     """Find out what may be turned on for your model without losing accuracy, and write it as a configuration."""
     out = out.absolute()  # a factory may change the folder
-    with user_errors(), json_only(json), display() as progress:
+    progress = Display(sys.stderr)
+    with user_errors(progress), json_only(json):
         try:
-            with input_errors(progress):
-                path = report_path(out)
-                page = path.with_suffix(".html")
-                if html and page.exists() and not path.exists():
-                    raise ValueError(
-                        f"{page} exists and is not from a tuning, since {path.name} is missing; choose another file "
-                        "with --out, or pass --no-html."
-                    )
-                place = usable_device(device)
-                choice = chosen(workload, model=model, data=data, train_limit=train_limit)
-                factory = loaded(choice, data, train_limit, place)
-                report = run_tune(
-                    factory.make,
-                    drop=POINT * drop,
-                    budget=budget,
-                    epochs=epochs or factory.epochs,
-                    total_steps=total_steps,
-                    seeds=seeds,
-                    device=place,
-                    title=workload if model is None else f"{workload}-{model}",
-                    out=out,
-                    resume=resume,
-                    progress=progress,
+            path = report_path(out)
+            page = path.with_suffix(".html")
+            if html and page.exists() and not path.exists():
+                raise ValueError(
+                    f"{page} exists and is not from a tuning, since {path.name} is missing; choose another file "
+                    "with --out, or pass --no-html."
                 )
+            place = usable_device(device)
+            choice = chosen(workload, data=data, train_limit=train_limit)
+            factory = loaded(choice, data, train_limit, place)
+            report = run_tune(
+                factory.make,
+                drop=POINT * drop,
+                budget=budget,
+                epochs=epochs or factory.epochs,
+                total_steps=total_steps,
+                seeds=seeds,
+                device=place,
+                title=workload,
+                out=out,
+                resume=resume,
+                progress=progress,
+            )
         except KeyboardInterrupt:
             message = "Stopped before a run was finished. Nothing was saved."
             if report_path(out).exists():
@@ -331,14 +302,12 @@ def tune(
                 message = f"Stopped. {report_path(out)} holds {runs} finished runs; repeat the command with --resume."
             typer.echo(f"\n{message}", err=True)
             raise typer.Exit(130) from None
-    if is_first_rank():
-        files = [out, path, *([write_page(tune_page(report), page)] if html else [])]
-        if json:
-            print_json({**summary_of(report), "config": str(out)})
-        else:
-            print_tuning(report)
-            typer.echo("\n".join(f"wrote {file}" for file in files))
-    shutdown()
+    files = [out, path, *([write_page(tune_page(report), page)] if html else [])]
+    if json:
+        print_json({**summary_of(report), "config": str(out)})
+    else:
+        print_tuning(report)
+        typer.echo("\n".join(f"wrote {file}" for file in files))
 
 
 @app.command()
@@ -391,7 +360,8 @@ def pca(
     if not out.parent.is_dir():
         fail(f"--out: the folder {out.parent} does not exist; create it first.")
     patterns = [pattern.strip() for pattern in exclude.split(",") if pattern.strip()]
-    with user_errors(), display() as progress:
+    progress = Display(sys.stderr)
+    with user_errors():
         try:
             files = checkpoint_files(folder)
             shapes = shapes_in(files[0], patterns)

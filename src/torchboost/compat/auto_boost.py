@@ -198,7 +198,7 @@ class AutoBoost:
         check_module(network, "network")
         if not self.plan.algorithms and (self.level == "O0" or self._config.boost.mode != "auto"):
             return _eval_view(network)
-        return fast_copy(network, sample=sample, pick=front.fastest)
+        return fast_copy(network, sample=sample)
 
     def explain(self) -> str:
         """Return which algorithms are on and which were left out, with the reasons, as ``Boosted.explain`` does."""

@@ -233,7 +233,9 @@ class TrainStep:
         if accumulator is None or accumulator.ready:
             return self._update()
         self.updated = False
-        return StepOutput(self._last, self._clean, self._scale_tensor())
+        scaler = self.target.scaler
+        scale = self._unit_scale if scaler is None else torch.tensor(scaler.get_scale(), device="cpu")
+        return StepOutput(self._last, self._clean, scale)
 
     def flush(self) -> StepOutput | None:
         """Update with a partial window, for example at the end of an epoch. Return None if the window is empty.
@@ -326,10 +328,6 @@ class TrainStep:
         overflow = getattr(scaler, "overflowed", after < before)
         self.updated = not overflow
         return StepOutput(self._last, torch.tensor(overflow, device="cpu"), torch.tensor(after, device="cpu"))
-
-    def _scale_tensor(self) -> Tensor:
-        scaler = self.target.scaler
-        return self._unit_scale if scaler is None else torch.tensor(scaler.get_scale(), device="cpu")
 
 
 def _announce_untrained(target: Target) -> None:

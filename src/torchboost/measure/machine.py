@@ -93,8 +93,8 @@ class Products:
         if not self.is_judged:
             return f"the machine is too slow or too busy to time a bfloat16 {self.kind} in {self.seconds:.1f} s"
         times = 1 / self.ratio
-        told = f"{times:.1f}" if times >= 1.05 else f"{times:.2f}"
-        return f"a bfloat16 {self.kind} takes {told} times the time of a float32 one here"
+        factor = f"{times:.1f}" if times >= 1.05 else f"{times:.2f}"
+        return f"a bfloat16 {self.kind} takes {factor} times the time of a float32 one here"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,6 @@ __all__ = [
     "paired_difference",
     "paired_ratio",
     "t_quantile",
-    "total_ratio",
 ]
 
 POWER = 0.8
@@ -127,27 +126,6 @@ def paired_ratio(
     interval = bootstrap_median(_log_ratios(baseline, contestant), confidence=confidence, seed=seed)
     low, mid, high = (math.exp(x) for x in (interval.low, interval.mid, interval.high))
     return Interval(low=low, mid=mid, high=high, confidence=confidence)
-
-
-def total_ratio(
-    baseline: Sequence[float], contestant: Sequence[float], *, confidence: float = 0.95, seed: int = 0
-) -> Interval:
-    """Return ``sum(baseline) / sum(contestant)`` with its paired bootstrap interval, for steps of different cost.
-
-    Rounds are resampled as a whole, so a disturbance in one round affects both.
-
-    Raises:
-        ValueError: Different lengths, nothing measured, or a time that is not positive.
-    """
-    _log_ratios(baseline, contestant)
-    _check_confidence(confidence)
-    pairs = np.stack([np.asarray(baseline, dtype=np.float64), np.asarray(contestant, dtype=np.float64)])
-    picks = np.random.default_rng(seed).integers(0, pairs.shape[1], size=(RESAMPLES, pairs.shape[1]))
-    totals = pairs[:, picks].sum(axis=2)
-    tail = (1 - confidence) / 2
-    low, high = np.quantile(totals[0] / totals[1], [tail, 1 - tail])
-    mid = pairs[0].sum() / pairs[1].sum()
-    return Interval(low=float(min(low, mid)), mid=float(mid), high=float(max(high, mid)), confidence=confidence)
 
 
 def detectable_ratio(

@@ -1,7 +1,7 @@
 """The decisions of a tuning: which candidate is trained next, when it is accepted or dropped, and what is composed.
 
-All decisions are functions of the finished runs, in the order in which they were asked for. A resumed tuning, which has
-some of them already, and all ranks, which share them, decide the same.
+All decisions are functions of the finished runs, in the order in which they were asked for. So a resumed tuning, which
+has some of them already, decides the same.
 """
 
 from __future__ import annotations

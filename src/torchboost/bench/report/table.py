@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,8 +16,6 @@ from torchboost.measure.evidence import BenchReport
 __all__ = ["Table", "plain", "print_report", "print_table", "result_table"]
 
 NOTHING = "\N{EN DASH}"
-FULL_WIDTH = 130
-"""Columns of a terminal from which on a table has intervals."""
 
 _MARKS = {"good": "+", "bad": "-", "open": "?"}
 
@@ -75,33 +74,20 @@ def plain(table: Table) -> str:
 
 
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], file: TextIO | None = None) -> None:
-    """Print a table: drawn by rich on a terminal, plain text otherwise.
+    """Print a table as plain text.
 
-    A narrow terminal gets no intervals, which stand in parentheses; the sentences below a table give them.
+    A terminal that is too narrow gets no intervals, which stand in parentheses; the sentences below a table give them.
 
     Args:
         headings: One per column.
-        rows: Each as long as ``headings``. Text of a report is never taken for markup.
+        rows: Each as long as ``headings``.
         file: By default standard output.
     """
     output = sys.stdout if file is None else file
-    if not output.isatty():
-        print(plain(Table(tuple(headings), tuple(map(tuple, rows)))), file=output)
-        return
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
-    console = Console(file=output)
-    wide = console.width >= FULL_WIDTH
-    table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in headings:
-        table.add_column(Text(heading))
-    for row in rows:
-        halves = [cell.partition(" (") for cell in row]
-        table.add_row(*(Text(f"{main}\n({rest}" if wide and rest else main) for main, _, rest in halves))
-    console.print(table)
+    text = plain(Table(tuple(headings), tuple(map(tuple, rows))))
+    if output.isatty() and max(map(len, text.splitlines())) > shutil.get_terminal_size().columns:
+        text = plain(Table(tuple(headings), tuple(tuple(cell.partition(" (")[0] for cell in row) for row in rows)))
+    print(text, file=output)
 
 
 def print_report(report: BenchReport, file: TextIO | None = None) -> None:
