@@ -16,7 +16,6 @@ from tests.support.nodes import batch_of, fresh, node_wrapped, simulated, tensor
 from tests.support.ranks import run_ranks
 from torchboost import DynamicLossScale, Target, TrainStep, adasum
 from torchboost.algorithms import AdaptiveSum, Autocast, GradAccumulation, GradFreeze, GradientCentralization
-from torchboost.algorithms.grad_accumulation import Accumulator
 from torchboost.core import attach_all
 
 pytestmark = pytest.mark.dist
@@ -70,19 +69,6 @@ def check_under_ddp_on_gradients(found: list[Any], ranks: int) -> None:
 def test_gradients_under_ddp_follow_the_formula_per_parameter(two, four):
     check_under_ddp_on_gradients(two["under_ddp_on_gradients"], 2)
     check_under_ddp_on_gradients(four["under_ddp_on_gradients"], 4)
-
-
-def every_bucket_size() -> list[list[list[float]]]:
-    found = []
-    for megabytes, view, unused in ((25, False, False), (1e-3, True, False), (1e-4, False, True), (1e-6, True, True)):
-        options = {"gradient_as_bucket_view": view, "find_unused_parameters": unused}
-        found.append(trained("ddp", "gradient", 2, sgd, bucket_cap_mb=megabytes, **options))
-    return found
-
-
-def test_the_buckets_of_ddp_do_not_matter(four):
-    for found in four["every_bucket_size"]:
-        assert all(weights == found[0] for weights in found)
 
 
 def on_updates() -> dict[tuple[str, str, int], list[list[float]]]:
@@ -290,31 +276,13 @@ def test_removal_leaves_plain_training_and_it_can_come_back(four):
             assert close(again, simulated(on, 2, 2, STEPS, sgd, units=units)), (how, on)
 
 
-def a_short_window_on_updates() -> list[list[float]]:
-    model = node_wrapped(fresh(), "ddp", "delta", 2)
-    optimizer = sgd(model.parameters())
-    adasum(model, optimizer, devices_per_node=2)
-    accumulator = Accumulator(3, model)
-    for number in range(2):
-        with accumulator.micro_step():
-            x, y = batch_of(dist.get_rank(), number)
-            accumulator.share(F.cross_entropy(model(x), y)).backward()
-    assert accumulator.flush()
-    optimizer.step()
-    return tensors(model)
-
-
-def test_a_short_window_is_flushed_inside_the_node(four):
-    assert close(four["a_short_window_on_updates"][0], simulated("delta", 2, 2, 1, sgd, micro=2))
-
-
 def on_two() -> dict[str, Any]:
     return {fn.__name__: fn() for fn in (under_ddp_on_gradients, composed, compiled)}
 
 
 def on_four() -> dict[str, Any]:
-    plain = (every_bucket_size, on_updates, under_ddp_on_gradients, under_fsdp_on_gradients, frozen)
-    plain += (gradients_overflow_under_torchs_scaler, a_short_window_on_updates)
+    plain = (on_updates, under_ddp_on_gradients, under_fsdp_on_gradients, frozen)
+    plain += (gradients_overflow_under_torchs_scaler,)
     found = {fn.__name__: fn() for fn in plain}
     return found | {fn.__name__: in_every_way(fn) for fn in (accumulated, with_overflow, removed)}
 

@@ -15,7 +15,7 @@ from tests.support.optimizers import CASES, RULES, give_grads, parameters
 from torchboost.optim.rules import masters, muon
 from torchboost.optim.transforms import Centralize, ClipNorm, Unscale
 
-QUARTER = 100
+QUARTER = 50
 ALLOWED = QUARTER * 4 // 5  # blocks of Python's memory: less than one object per step
 QUICK = ["Adam-fused"]
 SLOW = ["SGD-fused", "Adam-foreach", "Adam-nesterov", "AdamWeightDecay-default", "LARS-default", "Lamb"]

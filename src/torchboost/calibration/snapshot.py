@@ -194,7 +194,7 @@ class Snapshot:
         """Restore what the first complete pass was seen to change, quickly. Levers that are attached stay attached.
 
         That pass must be one without levers, because everything is restored after it. A later pass that is interrupted
-        may leave more; :meth:`restore` undoes it once no lever is attached.
+        may leave more. :meth:`restore` undoes it once no lever is attached.
         """
         if self._moving is None:
             self.restore()
@@ -416,7 +416,7 @@ def _home(thing: Any) -> str:
 
 
 def _generator_state(value: Any) -> _Way | None:
-    """Return how the state of a generator of random numbers is read and written; None for other objects."""
+    """Return how the state of a generator of random numbers is read and written. None for other objects."""
     if isinstance(value, torch.Generator):
         return (lambda g: g.get_state()), (lambda g, state: g.set_state(state))
     if isinstance(value, random.Random):

@@ -135,12 +135,12 @@ def vectors(features: int = 8) -> Draw:
     return draw
 
 
-def sequences(features: int, length: int = 8, *, last: bool = True) -> Draw:
-    """Sequences ``(n, length, features)``, or ``(n, features, length)``, and labels."""
+def sequences(features: int, length: int = 8) -> Draw:
+    """Sequences ``(n, length, features)`` and labels."""
 
     def draw(generator: Generator, samples: int, grow: int) -> Batch:
         x = torch.randn(samples, length + grow, features, generator=generator)
-        return Batch((x if last else x.transpose(1, 2).contiguous(),), {}, _labels(generator, samples))
+        return Batch((x,), {}, _labels(generator, samples))
 
     return draw
 
