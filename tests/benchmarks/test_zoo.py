@@ -64,16 +64,6 @@ def test_a_result_is_kept_if_it_could_be_repeated(changed: dict[str, str], pairs
     assert zoo.is_current(saved(tmp_path / "zoo-mlp.json", **changed), pairs) == current
 
 
-@pytest.mark.parametrize(
-    "words", [["--networks", "gpt3"], ["--pairs", "0"], ["--compile", "--no-compile"], ["--simulate", "sse"]]
-)
-def test_wrong_options_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as stopped:
-        zoo.main(words)
-    assert stopped.value.code == 2
-    assert "error" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_a_smoke_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     zoo.main(["--smoke", "--simulate", "avx2", "--json", "--out", str(tmp_path)])

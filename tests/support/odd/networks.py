@@ -24,9 +24,9 @@ def cnn(norm: bool = True, dropout: float = 0.0) -> nn.Sequential:
     return nn.Sequential(*block(3, WIDTH, 1), *block(WIDTH, 2 * WIDTH, 2), *head)
 
 
-def normalised(how: Any, **last: Any) -> nn.Sequential:
-    """Two convolutions and a linear layer, each under a parametrization or what came before them."""
-    second = how(nn.Conv2d(WIDTH, WIDTH, 3), **last)
+def normalised(how: Any) -> nn.Sequential:
+    """Two convolutions and a linear layer, each under what came before parametrizations."""
+    second = how(nn.Conv2d(WIDTH, WIDTH, 3))
     return nn.Sequential(
         how(nn.Conv2d(3, WIDTH, 3)), nn.ReLU(), second, nn.ReLU(), nn.Flatten(), how(nn.Linear(WIDTH * 64, CLASSES))
     )
@@ -46,12 +46,9 @@ class Net(nn.Module):
 class Conv(nn.Module):
     """Holds a convolution and a head, as ``conv`` and ``head``."""
 
-    def __init__(self, features: int = WIDTH, bias: bool = True) -> None:
+    def __init__(self, features: int = WIDTH) -> None:
         super().__init__()
-        self.conv, self.head = nn.Conv2d(3, WIDTH, 3, bias=bias), nn.Linear(features, CLASSES)
-
-    def pooled(self, x: Tensor) -> Tensor:
-        return self.conv(x).mean((2, 3))
+        self.conv, self.head = nn.Conv2d(3, WIDTH, 3), nn.Linear(features, CLASSES)
 
 
 # Weights and layouts

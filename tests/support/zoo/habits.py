@@ -282,12 +282,12 @@ class norms_kept_in_eval(_Stack):
 
 def _two(generator: Generator, samples: int, grow: int) -> Batch:
     """Vectors and images."""
-    batch = images()(generator, samples, grow)
+    batch = images(generator, samples, grow)
     return Batch((torch.randn(samples, 8, generator=generator), *batch.args), {}, batch.target)
 
 
 def _named(generator: Generator, samples: int, grow: int) -> Batch:
-    batch = images()(generator, samples, grow)
+    batch = images(generator, samples, grow)
     gain = 1.0 + torch.rand(samples, generator=generator)
     return Batch((), {"pixels": {"values": batch.args[0]}, "gain": gain}, batch.target)
 
@@ -306,7 +306,7 @@ def _all(outputs: Any, target: Tensor) -> Tensor:
 
 HABITS = (
     *(
-        Network(build=build, draw=images(), grows=4)
+        Network(build=build, draw=images, grows=4)
         for build in (
             skip_over_inplace,
             reused_layers,
@@ -319,12 +319,12 @@ HABITS = (
             norms_kept_in_eval,
         )
     ),
-    *(Network(build=b, draw=images(), grows=4, recomputes=True) for b in (checkpointed, checkpointed_reentrant)),
-    Network(build=dropout, draw=images(), grows=4, masks=True),
-    Network(build=state_of_its_own, draw=images(), grows=4, stateful=True),
-    Network(build=nested_output, draw=images(), grows=4, loss=_logits),
-    Network(build=unused_layers, draw=images(), grows=4, loss=_first),
-    Network(build=complex_parameters, draw=images(), only32=True),
+    *(Network(build=b, draw=images, grows=4, recomputes=True) for b in (checkpointed, checkpointed_reentrant)),
+    Network(build=dropout, draw=images, grows=4, masks=True),
+    Network(build=state_of_its_own, draw=images, grows=4, stateful=True),
+    Network(build=nested_output, draw=images, grows=4, loss=_logits),
+    Network(build=unused_layers, draw=images, grows=4, loss=_first),
+    Network(build=complex_parameters, draw=images, only32=True),
     Network(build=keyword_inputs, draw=_named, grows=4),
     Network(build=two_networks, draw=_two, loss=_all),
 )

@@ -201,9 +201,9 @@ class odd_batch_norms(nn.Module):
 
 
 IMAGES = (
-    Network(build=mlp_batch_norm, draw=vectors()),
+    Network(build=mlp_batch_norm, draw=vectors),
     *(
-        Network(build=build, draw=images(), grows=4)
+        Network(build=build, draw=images, grows=4)
         for build in (
             conv_batch_norm,
             resnet_basic_inplace,
@@ -215,7 +215,7 @@ IMAGES = (
             odd_batch_norms,
         )
     ),
-    Network(build=conv_other_norms, draw=images()),
-    Network(build=lenet, draw=images()),
-    Network(build=conv_three_dimensions, draw=volumes(), grows=2),
+    Network(build=conv_other_norms, draw=images),
+    Network(build=lenet, draw=images),
+    Network(build=conv_three_dimensions, draw=volumes, grows=2),
 )
