@@ -24,7 +24,7 @@ from torchboost.calibration.calibration import (
 )
 from torchboost.calibration.choice import Choice, Machine, Verdict, key_of, load_choice, store_choice
 from torchboost.calibration.snapshot import streams_kept
-from torchboost.calibration.watch import Call, Gate, StepWatch, entries_in, is_training_call, shapes_of
+from torchboost.calibration.watch import Call, Gate, StepWatch, is_training_call, shapes_of
 from torchboost.core.algorithm import Algorithm, Target, attach_all
 from torchboost.core.files import record_folder
 from torchboost.distributed.topology import Topology
@@ -161,7 +161,7 @@ class Levers:
         calibration, target = self._calibration, self._target
         if calibration is None or self.state == "removed" or not is_training_call(target.model, call):
             return calibration is None or self.state == "removed"
-        ranks = deciding_ranks(calibration, target)
+        ranks = deciding_ranks(target)
         if ranks == [] and self._loaded is None:
             return False
         self._look_at(self._waiting)
@@ -170,7 +170,7 @@ class Levers:
         calibration = self._calibration
         if not self._measures:
             calibration = replace(calibration, prior=frozenset(self.attached))
-        elif ranks is not None and not calibration.sharded:
+        elif ranks is not None:
             calibration = calibration.with_formats_as(self.attached)
         key, choice = self._key, self._loaded
         if not key and ranks is None and self._measures and record_folder("choices") is not None:
@@ -220,7 +220,7 @@ class Levers:
                 self.attached.adopt(attach_all(self._target, missing))
 
     def _settle(self, choice: Choice, call: Call) -> None:
-        again, entries = self.choice is not None, None if self._loaded is not None else entries_in(call)
+        again = self.choice is not None
         self.due, self._unseen, self._gate, self._loaded = False, False, None, None
         self.state = "decided"
         calibration, target = self._calibration, self._target
@@ -240,7 +240,7 @@ class Levers:
         _LOG.info("%s: %s", self.asked.level, choice.describe())
         tries = calibration.obstacle(target.model) is None
         if tries and not again and choice.source != "prior" and alone:
-            watch = StepWatch(target.model, target.optimizers[0], self._measure_again, entries=entries)
+            watch = StepWatch(target.optimizers[0], self._measure_again)
             self.attached.with_undo(watch.remove)
 
     def _meet_other_shapes(self, call: Call) -> bool:

@@ -152,43 +152,6 @@ def test_an_optimizer_is_copied_in_part_without_hooks_and_without_the_step_of_a_
     assert share == sum(p.numel() for p, _ in pairs) / sum(p.numel() for p in model.parameters())
 
 
-def test_a_lever_that_fails_on_this_rank_is_told_to_the_others_before_it_raises():
-    model, told = nn.Linear(2, 2), []
-
-    def reduce(numbers: list[float]) -> list[float]:
-        told.append(numbers)
-        return numbers
-
-    trial = Trial(passes(model, torch.randn(1, 2)), [sgd(model)], {}, reduce=reduce)
-    with pytest.raises(KeyError):
-        trial.build(["unknown"], within=60)
-    assert told[-1][1] == float("inf")
-
-
-def test_a_failure_of_another_rank_raises_here_too():
-    model, failing = nn.Linear(2, 2), []
-
-    def reduce(numbers: list[float]) -> list[float]:
-        return [float("inf")] * len(numbers) if failing else numbers
-
-    trial = Trial(passes(model, torch.randn(1, 2)), [sgd(model)], LEVERS, reduce=reduce)
-    failing.append(True)
-    with pytest.raises(IncompatibleError, match="another rank"):
-        trial.build(["fused_optimizer"], within=60)
-
-
-def test_a_closed_trial_leaves_no_lever():
-    model, x = network(), torch.randn(4, 3, 8, 8)
-    before = portrait(model)
-    made = passes(model, x)
-    trial = Trial(made, [torch.optim.AdamW(model.parameters())], LEVERS)
-    trial.build(["channels_last", "autocast"], within=60.0)
-    assert changes(before, portrait(model))
-    trial.close()
-    made.snapshot.restore()
-    assert changes(before, portrait(model)) == {}
-
-
 @pytest.mark.parametrize("name", ["cuda", "xpu"])
 def test_memory_that_the_allocator_of_a_device_holds_unused_is_free(name, monkeypatch):
     held = {"mem_get_info": (5, 100), "memory_reserved": 60, "memory_allocated": 20}

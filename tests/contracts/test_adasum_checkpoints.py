@@ -72,26 +72,3 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit_on_as_many_ranks(tmp_p
     with pytest.raises(RankError, match=r"optimizer's state differs between ranks 0, 2 .*Resume on 4 ranks"):
         run_ranks(resumed, 2, tmp_path, [("ddp", "delta")])
     run_ranks(resumed, 2, tmp_path, [("ddp", "gradient")])
-
-
-def loaded_statistics(root: Path) -> list[list[float]]:
-    model = fresh(cnn)
-    newest = checkpoint.latest(root / "bare")
-    assert newest is not None
-    checkpoint.load(newest, model, torch.optim.SGD(model.parameters(), lr=0.1))
-    return buffers(model)
-
-
-def saved_statistics(root: Path) -> list[list[list[float]]]:
-    model = fresh(cnn)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    train(model, optimizer, 2, like=model)
-    checkpoint.save(root / "bare", 1, model, optimizer)
-    return [buffers(model), loaded_statistics(root)]
-
-
-def test_on_another_number_of_ranks_the_statistics_are_those_of_rank_0(tmp_path):
-    wanted = run_ranks(saved_statistics, 4, tmp_path)
-    assert wanted[0][0] != wanted[1][0]
-    assert all(saved == loaded for saved, loaded in wanted)
-    assert run_ranks(loaded_statistics, 2, tmp_path) == [wanted[0][0]] * 2

@@ -15,8 +15,7 @@ from tests.support.models import cnn, mlp
 from tests.support.nodes import batch_of, fresh, node_wrapped, simulated, tensors, train
 from tests.support.ranks import run_ranks
 from torchboost import DynamicLossScale, Target, TrainStep, adasum
-from torchboost.algorithms import AdaptiveSum, Autocast, GradAccumulation, GradFreeze, GradientCentralization
-from torchboost.algorithms.grad_accumulation import Accumulator
+from torchboost.algorithms import AdaptiveSum, Autocast, GradAccumulation, GradientCentralization
 from torchboost.core import attach_all
 
 pytestmark = pytest.mark.dist
@@ -70,19 +69,6 @@ def check_under_ddp_on_gradients(found: list[Any], ranks: int) -> None:
 def test_gradients_under_ddp_follow_the_formula_per_parameter(two, four):
     check_under_ddp_on_gradients(two["under_ddp_on_gradients"], 2)
     check_under_ddp_on_gradients(four["under_ddp_on_gradients"], 4)
-
-
-def every_bucket_size() -> list[list[list[float]]]:
-    found = []
-    for megabytes, view, unused in ((25, False, False), (1e-3, True, False), (1e-4, False, True), (1e-6, True, True)):
-        options = {"gradient_as_bucket_view": view, "find_unused_parameters": unused}
-        found.append(trained("ddp", "gradient", 2, sgd, bucket_cap_mb=megabytes, **options))
-    return found
-
-
-def test_the_buckets_of_ddp_do_not_matter(four):
-    for found in four["every_bucket_size"]:
-        assert all(weights == found[0] for weights in found)
 
 
 def on_updates() -> dict[tuple[str, str, int], list[list[float]]]:
@@ -184,37 +170,6 @@ def test_torchs_scaler_works_on_gradients(four):
     assert all(math.isfinite(weight) for param in found[0][1] for weight in param)
 
 
-def frozen_in_one_form(on: Any) -> tuple[list[list[float]], list[list[float]], list[int]]:
-    model = node_wrapped(fresh(), "ddp", on, 2, find_unused_parameters=True)
-    target = Target(model, torch.optim.Adam(model.parameters(), lr=0.01))
-    freezing = GradFreeze(groups=3, full_share=0.4, total_steps=8)
-    attached = attach_all(target, [AdaptiveSum(on=on, devices_per_node=2), freezing])
-    middle, travelled = [], []
-    for number in range(8):
-        train(model, target.optimizer, 1, first=number)
-        live: Any = attached["adasum"]
-        travelled.append(len(live.cosines))
-        if number == 5:
-            middle = tensors(model)
-    return middle, tensors(model), travelled
-
-
-def frozen() -> dict[str, Any]:
-    return {on: frozen_in_one_form(on) for on in ("delta", "gradient")}
-
-
-def test_freezing_composes(four):
-    found = four["frozen"]
-    assert all(other == found[0] for other in found)
-    for on, (middle, last, travelled) in found[0].items():
-        still = [a == b for a, b in zip(middle, last, strict=True)]
-        assert any(still), "frozen parameters keep their bytes"
-        assert not all(still)
-        if on == "delta":
-            assert travelled[0] == 6
-            assert travelled[-1] == still.count(False), "what is frozen does not travel"
-
-
 def composed() -> list[list[float]]:
     torch.manual_seed(0)
     model = cnn()
@@ -290,31 +245,13 @@ def test_removal_leaves_plain_training_and_it_can_come_back(four):
             assert close(again, simulated(on, 2, 2, STEPS, sgd, units=units)), (how, on)
 
 
-def a_short_window_on_updates() -> list[list[float]]:
-    model = node_wrapped(fresh(), "ddp", "delta", 2)
-    optimizer = sgd(model.parameters())
-    adasum(model, optimizer, devices_per_node=2)
-    accumulator = Accumulator(3, model)
-    for number in range(2):
-        with accumulator.micro_step():
-            x, y = batch_of(dist.get_rank(), number)
-            accumulator.share(F.cross_entropy(model(x), y)).backward()
-    assert accumulator.flush()
-    optimizer.step()
-    return tensors(model)
-
-
-def test_a_short_window_is_flushed_inside_the_node(four):
-    assert close(four["a_short_window_on_updates"][0], simulated("delta", 2, 2, 1, sgd, micro=2))
-
-
 def on_two() -> dict[str, Any]:
     return {fn.__name__: fn() for fn in (under_ddp_on_gradients, composed, compiled)}
 
 
 def on_four() -> dict[str, Any]:
-    plain = (every_bucket_size, on_updates, under_ddp_on_gradients, under_fsdp_on_gradients, frozen)
-    plain += (gradients_overflow_under_torchs_scaler, a_short_window_on_updates)
+    plain = (on_updates, under_ddp_on_gradients, under_fsdp_on_gradients)
+    plain += (gradients_overflow_under_torchs_scaler,)
     found = {fn.__name__: fn() for fn in plain}
     return found | {fn.__name__: in_every_way(fn) for fn in (accumulated, with_overflow, removed)}
 

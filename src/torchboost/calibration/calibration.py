@@ -15,20 +15,14 @@ from torch import nn
 
 from torchboost.calibration.certificate import verified
 from torchboost.calibration.choice import Choice, Machine, Verdict, in_a_line
-from torchboost.calibration.passes import Passes, on_real_inputs, reshard
+from torchboost.calibration.passes import Passes, on_real_inputs
 from torchboost.calibration.search import SET_ASIDE, Price, search
 from torchboost.calibration.trial import Reduce, Trial, free_bytes, needed_bytes
 from torchboost.calibration.watch import Call
 from torchboost.core.algorithm import Algorithm, Form, Target
-from torchboost.core.torch_private import (
-    active_ddp,
-    all_reduce_hooks,
-    holds_back_gradients,
-    in_forward_of_fsdp2,
-    overrides_dispatch,
-)
-from torchboost.core.wrapping import sharded_units, unwrap
-from torchboost.distributed.agreement import Agreement, ranks_of_shards
+from torchboost.core.torch_private import active_ddp, overrides_dispatch
+from torchboost.core.wrapping import unwrap
+from torchboost.distributed.agreement import Agreement
 from torchboost.distributed.topology import Topology
 from torchboost.errors import RankDisagreementError
 from torchboost.plan import Plan, own_settings
@@ -57,8 +51,6 @@ UNSEEN = (
 """Why nothing is measured or checked if updates come before the first training call."""
 
 _BUCKETS = "kernels must have their format before DistributedDataParallel lays out its buckets"
-_SHARDED = "FSDP2 shards contiguous kernels, and no rank must stop to compile while others wait for it"
-_UNCHECKED = "under FSDP2 all ranks would have to repeat a pass that one of them doubts"
 _SWITCH = "TORCHBOOST_CALIBRATE"
 """Environment variable. If it is 0, ``"auto"`` measures nothing."""
 _SHARE_OF_RUN = 0.01
@@ -77,10 +69,10 @@ _MOST_SHARE_WITH_PRICE = 0.05
 _MOST_OF_FREE = 0.5
 """If a snapshot and the gradients need more of the free memory, nothing is measured or checked."""
 _READ_ONCE = "the inputs or the model hold an iterator, which can be read only once"
-_WITHOUT_DDP = "several ranks decide together only under DDP or FSDP2"
+_WITHOUT_DDP = "several ranks decide together only under DDP"
 _ELSEWHERE = "another rank has a reason not to, which its explain() gives"
 _RANKS_TIMEOUT = 600.0
-"""Seconds that a rank waits for another one; a rank may compile for minutes."""
+"""Seconds that a rank waits for another one. A rank may compile for minutes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,12 +84,11 @@ class Calibration:
         fixed: Levers that stay as the prior says, with the reason.
         prior: Names of those that are on without a trial.
         calibrate: Whether and how long to measure.
-        total_steps: Updates of the run; None if unknown.
-        graphs: The most graphs of a compiled model over the run; the trial compiles one of them.
+        total_steps: Updates of the run. None if unknown.
+        graphs: The most graphs of a compiled model over the run. The trial compiles one of them.
         forward: Makes the context in which a trainer computes each forward pass.
         asked: Levers that the user has named. They are not measured, but checked.
         verify: Whether the levers that are on are compared with the plain step.
-        sharded: Whether FSDP2 shards the model, so that the ranks exchange something in each pass.
     """
 
     levers: tuple[Algorithm, ...]
@@ -109,7 +100,6 @@ class Calibration:
     forward: Callable[[], AbstractContextManager[Any]] = nullcontext
     asked: tuple[Algorithm, ...] = ()
     verify: bool = True
-    sharded: bool = False
 
     @classmethod
     def of(
@@ -121,11 +111,10 @@ class Calibration:
         verify: bool,
         forward: Callable[[], AbstractContextManager[Any]],
     ) -> Calibration | None:
-        """Return what the first training call has to decide and to check; None if there is nothing.
+        """Return what the first training call has to decide and to check. None if there is nothing.
 
-        A model inside a ``wrapper`` is not bare, unless FSDP2 shards it in place.
+        Nothing is decided about a model inside a ``wrapper``. That of FSDP2 makes each pass wait for other ranks.
         """
-        sharded = wrapper == "fully_shard"
         on = {algorithm.name for algorithm in plan.algorithms}
         levers = {lever.name for lever in plan.levers}
         asked = tuple(a for a in plan.algorithms if REGISTRY[a.name].lever and a.name not in levers)
@@ -134,14 +123,11 @@ class Calibration:
             better = REGISTRY[lever.name].instead_of
             if better in on - levers:
                 fixed[lever.name] = f"{better} is on and leaves it little to do"
-            elif sharded and (REGISTRY[lever.name].once or changes_model(lever)):
-                fixed[lever.name] = _SHARDED
             elif Topology.current().world_size > 1 and changes_model(lever):
                 fixed[lever.name] = _BUCKETS
-        verify = verify and not sharded
         checks = verify and (asked or levers & on)
         if (
-            (wrapper is not None and not sharded)
+            wrapper is not None
             or any(algorithm.traits.replaces_optimizer for algorithm in plan.algorithms)
             or not (levers or asked)
             or (calibrate is False and not checks)
@@ -157,7 +143,6 @@ class Calibration:
             forward=forward,
             asked=asked,
             verify=verify,
-            sharded=sharded,
         )
 
     def in_form(self, choice: Choice | None, device: torch.device) -> Calibration:
@@ -203,7 +188,7 @@ class Calibration:
 
         Args:
             step_seconds: Time of a plain step.
-            price: Of a lever for which the trial may take longer, up to 5 % of the run; None without one.
+            price: Of a lever for which the trial may take longer, up to 5 % of the run. None without one.
         """
         if not isinstance(self.calibrate, (bool, str)):
             return float(self.calibrate)
@@ -215,7 +200,7 @@ class Calibration:
         return self._granted(step_seconds, price, max(usual + price.expected, price.expected / SET_ASIDE)) or usual
 
     def longer(self, spent: float, step_seconds: float, price: Price) -> float:
-        """Return the budget of a trial that has spent some of it and tries one more price; 0 if it gets no more."""
+        """Return the budget of a trial that has spent some of it and tries one more price. 0 if it gets no more."""
         if not isinstance(self.calibrate, (bool, str)):
             return 0.0
         return self._granted(step_seconds, price, spent + price.expected / SET_ASIDE)
@@ -227,7 +212,7 @@ class Calibration:
         return wanted if pays and wanted <= _MOST_SHARE_WITH_PRICE * run else 0.0
 
     def obstacle(self, model: nn.Module) -> str | None:
-        """Return why no trial takes place; None if it does."""
+        """Return why no trial takes place. None if it does."""
         if self.calibrate is False:
             return "calibrate=False"
         if any(REGISTRY[name].once for name in {*(lever.name for lever in self.asked), *(self.prior & {*self.fixed})}):
@@ -276,8 +261,9 @@ class Calibration:
             return budgets[-1]
 
         try:
-            options: dict[str, Any] = {"scaler": target.scaler, "reduce": reduce, "interrupt": not self.sharded}
-            with closing(Trial(passes, target.optimizers, tried, base=base, **options)) as trial:
+            with closing(
+                Trial(passes, target.optimizers, tried, base=base, scaler=target.scaler, reduce=reduce)
+            ) as trial:
                 budgets.append(self.seconds(trial.step_seconds, granted))
                 verdicts, ratio = search(
                     sorted(levers, key=lambda name: name not in self.prior),  # what may take long comes last
@@ -324,7 +310,7 @@ class Calibration:
 
     def unchecked(self, choice: Choice, reason: str = "") -> Choice:
         """Return a choice with the reason why its levers were not compared with the plain step."""
-        text = f"not checked: {reason or (_UNCHECKED if self.sharded else 'verify=False')}"
+        text = f"not checked: {reason or 'verify=False'}"
         verdicts = self._with_asked(choice).verdicts
         return choice.model_copy(update={"verdicts": tuple(v.but(check=text) if v.kept else v for v in verdicts)})
 
@@ -366,14 +352,14 @@ def decide(
         target: The pair.
         calibration: What to decide and at what price.
         call: A training call.
-        choice: An earlier choice, which is used instead of a trial; None without one.
+        choice: An earlier choice, which is used instead of a trial. None without one.
         detach: Detaches the levers that are on. Called unless there is a choice that is not checked.
 
     Returns:
         The choice, also about levers that were asked for. Those that are on, in the chosen form and with what a pass
         has shown of them.
     """
-    model, ranks = target.model, deciding_ranks(calibration, target)
+    model, ranks = target.model, deciding_ranks(target)
     with _comparing(ranks) as reduce:
         no_trial = calibration.obstacle(model)
         no_pass = _WITHOUT_DDP if ranks == [] else _obstacle(target)
@@ -385,8 +371,6 @@ def decide(
             no_trial = calibration.obstacle(model) or (_ELSEWHERE if no_trials else None)
             choice = None if no_trial is None else calibration.without_trial(no_trial)
         if choice is None or calibration.verify:
-            if no_pass is None:
-                reshard(model)  # after an evaluation its parameters may still be whole
             detach()
         choice, calibration = _decided(target, calibration, call, choice, no_pass, reduce)
     return choice, [lever for lever in (*calibration.levers, *calibration.asked) if lever.name in choice.kept]
@@ -412,13 +396,10 @@ def _decided(
         return calibration.check(choice, target, passes, reduce), calibration
 
 
-def deciding_ranks(calibration: Calibration, target: Target) -> list[int] | None:
-    """Return the ranks that must decide the same; None for a single process, empty if they cannot decide together."""
+def deciding_ranks(target: Target) -> list[int] | None:
+    """Return the ranks that must decide the same. None for a single process, empty if they cannot decide together."""
     if Topology.current().world_size == 1:
         return None
-    if calibration.sharded:
-        parameters = [p for optimizer in target.optimizers for group in optimizer.param_groups for p in group["params"]]
-        return ranks_of_shards(parameters)  # those of the model may be whole
     ddp = active_ddp()
     if ddp is None or unwrap(ddp) is not target.model:
         return []
@@ -459,16 +440,10 @@ def changes_model(lever: Algorithm) -> bool:
 
 
 def exchange_in(model: nn.Module) -> str | None:
-    """Return what in a model waits for other ranks in each pass, which a trial must not run; None without."""
-    together = Topology.current().world_size > 1
-    units = sharded_units(model)
-    if any(in_forward_of_fsdp2(unit) for unit in units):
-        return "the call is inside another FSDP2 forward"
-    if any(holds_back_gradients(unit) for unit in units):
-        return "FSDP2 adds up the gradients of several passes before it averages them, and a trial would end that"
-    if any(hook is not None for unit in units for hook in all_reduce_hooks(unit)):
-        return "FSDP2 has an all-reduce hook, which may exchange gradients with other ranks"
-    if together and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+    """Return what in a model waits for other ranks in each pass, which a trial must not run. None without."""
+    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+        return "its parameters are shards, which a pass gathers from other ranks"
+    if Topology.current().world_size > 1 and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         return "SyncBatchNorm exchanges numbers within a step, which a trial must not interrupt on one rank"
     return None
 

@@ -19,12 +19,10 @@ from torchboost.calibration.snapshot import Damage, Snapshot, Streams, plain, st
 from torchboost.calibration.watch import Call
 from torchboost.core.algorithm import Target
 from torchboost.core.forward import tensors_in, with_tensors
-from torchboost.core.torch_private import end_pass, is_reentrant_checkpoint, version
-from torchboost.core.wrapping import sharded_units
-from torchboost.distributed.agreement import ranks_of_shards
+from torchboost.core.torch_private import is_reentrant_checkpoint, version
 from torchboost.errors import IncompatibleError
 
-__all__ = ["Pass", "Passes", "noise", "on_real_inputs", "reshard"]
+__all__ = ["Pass", "Passes", "noise", "on_real_inputs"]
 
 _LOG = logging.getLogger("torchboost")
 
@@ -66,22 +64,21 @@ class Pass:
 class Passes:
     """Runs passes of a model on copies of the tensors of one call, with the same random numbers each time.
 
-    The loss of the loop is not known here. If the model returns a loss, it is used; otherwise a fixed random gradient
+    The loss of the loop is not known here. If the model returns a loss, it is used. Otherwise a fixed random gradient
     enters at the outputs. Nothing is written to ``.grad``, and no hook that waits for a gradient to be accumulated is
-    called, so that the buckets of DDP and optimizers inside the backward pass are not touched. If FSDP2 shards the
-    model, which gathers gradients in a real backward pass only, ``.grad`` is written and set back.
+    called, so that the buckets of DDP and optimizers inside the backward pass are not touched.
 
     Args:
         model: The model, as the loop calls it.
         call: Positional and named arguments of one training call.
-        snapshot: Of the model and the call; what a pass changes is restored from it.
+        snapshot: Of the model and the call. What a pass changes is restored from it.
         others: Trained parameters that the model uses but does not hold.
         forward: Makes the context of each forward pass, such as the mixed precision of a trainer.
 
     Attributes:
         parameters: Those that are trained, in the order of the gradients of a pass.
         without_dropout: Whether passes compute with dropout at zero, to be compared.
-        unequal: By how much two equal passes were seen to differ, relative to an output; 0 if they do not.
+        unequal: By how much two equal passes were seen to differ, relative to an output. 0 if they do not.
     """
 
     def __init__(
@@ -98,7 +95,6 @@ class Passes:
         self.parameters: list[Tensor] = list(trained.values())
         self.device = next((p.device for p in self.parameters), torch.device("cpu"))
         self._streams = Streams(model)
-        self._sharded = bool(ranks_of_shards(self.parameters))
         self._seeds: list[Tensor] | None = None
         self._inputs: Call = call
         self._leaves: list[Tensor] = []
@@ -132,9 +128,6 @@ class Passes:
             _clear_casts()
             yield
         finally:
-            for unit in sharded_units(self.model):
-                end_pass(unit)
-            reshard(self.model)
             for parameter, gradient in gradients:
                 parameter.grad = gradient
             _clear_casts()
@@ -214,16 +207,7 @@ class Passes:
     def _backward(self, ends: Sequence[Tensor], seeds: Sequence[Tensor]) -> list[Tensor | None]:
         leaves = [*self.parameters, *self._leaves]
         retained = True if self.snapshot.has_history else None
-        if self._sharded:
-            torch.autograd.backward(ends, seeds, retained)
-            return [tensor.grad for tensor in leaves]
         return list(torch.autograd.grad(ends, leaves, seeds, retained, allow_unused=True))
-
-
-def reshard(model: nn.Module) -> None:
-    """Let FSDP2 free the whole parameters that it keeps after a forward pass without a backward pass."""
-    for unit in sharded_units(model):
-        unit.reshard()
 
 
 def _relative(first: Tensor, second: Tensor) -> float:
@@ -339,7 +323,7 @@ def _gradient_for(output: Tensor) -> Tensor:
 
 
 def _has_reentrant_checkpoint(end: Tensor) -> bool:
-    """Whether ``torch.utils.checkpoint`` with ``use_reentrant=True`` is in the graph; it refuses ``autograd.grad``."""
+    """Whether ``torch.utils.checkpoint`` with ``use_reentrant=True`` is in the graph. It refuses ``autograd.grad``."""
     waiting, seen = [end.grad_fn], set()
     while waiting:
         node = waiting.pop()

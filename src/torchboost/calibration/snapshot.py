@@ -24,7 +24,6 @@ from torchboost.core.torch_private import (
     global_step_pre_hooks,
     gradient_hooks,
     is_of_interceptor,
-    local_shard,
     module_hooks,
     overrides_dispatch,
     version,
@@ -194,7 +193,7 @@ class Snapshot:
         """Restore what the first complete pass was seen to change, quickly. Levers that are attached stay attached.
 
         That pass must be one without levers, because everything is restored after it. A later pass that is interrupted
-        may leave more; :meth:`restore` undoes it once no lever is attached.
+        may leave more. :meth:`restore` undoes it once no lever is attached.
         """
         if self._moving is None:
             self.restore()
@@ -253,7 +252,7 @@ class Snapshot:
         elif isinstance(value, nn.Module):
             self._follow_attributes(value, 0)
             self._follow_classes(type(value))
-        elif not type(value).__module__.startswith("torch.distributed"):  # FSDP2 ends a pass where it began
+        elif not type(value).__module__.startswith("torch.distributed"):  # threads of torch use them
             self.has_iterator |= hops == 0 and isinstance(value, Iterator)  # objects may hold the loop itself
             self._follow_entries(value, hops)
             if hops < _HOPS:
@@ -333,10 +332,6 @@ class Snapshot:
             self._follow(kept.entries.values() if isinstance(kept.entries, dict) else kept.entries, hops)
 
     def _add_tensor(self, tensor: Tensor) -> None:
-        if hasattr(tensor, "device_mesh"):
-            shard = local_shard(tensor)
-            self._own |= {id(shard)} if id(tensor) in self._own else set()
-            tensor = shard
         if id(tensor) in self._tensors or not _has_memory(tensor):
             return
         self.has_history |= tensor.grad_fn is not None
@@ -416,7 +411,7 @@ def _home(thing: Any) -> str:
 
 
 def _generator_state(value: Any) -> _Way | None:
-    """Return how the state of a generator of random numbers is read and written; None for other objects."""
+    """Return how the state of a generator of random numbers is read and written. None for other objects."""
     if isinstance(value, torch.Generator):
         return (lambda g: g.get_state()), (lambda g, state: g.set_state(state))
     if isinstance(value, random.Random):

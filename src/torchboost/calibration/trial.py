@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torchboost.calibration.passes import Passes
 from torchboost.calibration.watch import TimeUp, time_limit
 from torchboost.core.algorithm import Algorithm, AttachedAlgorithms, Target, attach_all
-from torchboost.core.torch_private import hooks_of_optimizer, local_shard
+from torchboost.core.torch_private import hooks_of_optimizer
 from torchboost.core.wrapping import hookable
 from torchboost.errors import IncompatibleError
 from torchboost.measure.stopwatch import Clock, collector_off
@@ -44,8 +44,6 @@ class Trial:
         scaler: Scaler of the loop, for levers that need one.
         base: Algorithms that every contestant has.
         reduce: Combines numbers over the ranks.
-        interrupt: Whether a step that takes longer than it may is interrupted. Ranks that exchange something in a step
-            would wait for the one that is.
 
     Attributes:
         step_seconds: Time of a plain step.
@@ -67,12 +65,11 @@ class Trial:
         scaler: Any = None,
         base: Sequence[Algorithm] = (),
         reduce: Reduce = list,
-        interrupt: bool = True,
     ) -> None:
         self._clock = Clock.of(passes.device)
         self._began = self._clock()
         self._passes, self._optimizers, self._scaler = passes, optimizers, scaler
-        self._levers, self._base, self._reduce, self._interrupt = levers, base, reduce, interrupt
+        self._levers, self._base, self._reduce = levers, base, reduce
         self._turn = 0
         self.built: set[str] = set()
         self._active: Contestant | None = None
@@ -80,7 +77,7 @@ class Trial:
         self._challenger = self._incumbent
 
     def build(self, levers: Sequence[str], *, within: float) -> float:
-        """Make a challenger with levers and run its first steps; return the seconds above what later steps take.
+        """Make a challenger with levers and run its first steps. Return the seconds above what later steps take.
 
         Raises:
             TimeoutError: It takes longer than ``within`` seconds. The incumbent is unchanged.
@@ -150,7 +147,7 @@ class Trial:
             warm = contestant
         except TimeUp:
             failure = TimeoutError(f"its first steps take longer than the {within:.1f} s that the trial had left")
-        except Exception as error:  # levers may raise anything; the other ranks are told before it is raised here
+        except Exception as error:  # levers may raise anything. The other ranks are told before it is raised here
             failure = error
         if failure is not None:
             self._activate(None)
@@ -173,7 +170,7 @@ class Trial:
             candidate.stop_learning()
             self._activate(candidate)
             contestant = candidate
-        except Exception as error:  # levers may raise anything; the other ranks are told before it is raised here
+        except Exception as error:  # levers may raise anything. The other ranks are told before it is raised here
             failure = error
         if self._reduce([float(contestant is None)])[0] or contestant is None:
             raise failure or IncompatibleError(_ELSEWHERE)
@@ -182,10 +179,7 @@ class Trial:
     def _step_seconds(self, contestant: Contestant, within: float) -> float:
         """Time one step. Only the step is interrupted, never the change of levers before it."""
         self._activate(contestant)
-        with (
-            self._passes.prepared(),
-            time_limit(within) if self._interrupt and within < math.inf else nullcontext(),
-        ):
+        with self._passes.prepared(), time_limit(within) if within < math.inf else nullcontext():
             return contestant.step(self._clock)
 
 
@@ -194,7 +188,7 @@ class Contestant:
 
     Args:
         passes: Of the model.
-        optimizers: Of the loop; not changed.
+        optimizers: Of the loop. Not changed.
         levers: Attached by :meth:`attach`.
         scaler: Of the loop.
         part: About as many entries of the parameters are copied.
@@ -270,7 +264,7 @@ def optimizer_over(
     """Copy an optimizer over copies of the parameters, or of a part of them.
 
     Args:
-        optimizer: Of the loop. Its hooks are not copied; modules that it refers to are shared.
+        optimizer: Of the loop. Its hooks are not copied. Modules that it refers to are shared.
         parameters: Those that get a gradient.
         part: About as many entries are copied.
 
@@ -330,14 +324,14 @@ def needed_bytes(model: nn.Module) -> int:
 
     Cost: no tensor is read or copied.
     """
-    shards = [local_shard(p) if hasattr(p, "device_mesh") else p for p in model.parameters()]
-    tensors = [*shards, *shards, *shards, *model.buffers()]
-    entries = sum(p.numel() for p in shards)
+    parameters = list(model.parameters())
+    tensors = [*parameters, *parameters, *parameters, *model.buffers()]
+    entries = sum(p.numel() for p in parameters)
     return sum(t.numel() * t.element_size() for t in tensors) + 2 * 3 * 4 * min(entries, _PART)
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the free memory of a device, with what torch's allocator holds unused; None if it is unknown."""
+    """Return the free memory of a device, with what torch's allocator holds unused. None if it is unknown."""
     module = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
     if module is not None and hasattr(module, "mem_get_info"):
         unused = module.memory_reserved(device) - module.memory_allocated(device)
