@@ -161,7 +161,7 @@ class Levers:
         calibration, target = self._calibration, self._target
         if calibration is None or self.state == "removed" or not is_training_call(target.model, call):
             return calibration is None or self.state == "removed"
-        ranks = deciding_ranks(target)
+        ranks = deciding_ranks(calibration, target)
         if ranks == [] and self._loaded is None:
             return False
         self._look_at(self._waiting)
@@ -170,7 +170,7 @@ class Levers:
         calibration = self._calibration
         if not self._measures:
             calibration = replace(calibration, prior=frozenset(self.attached))
-        elif ranks is not None:
+        elif ranks is not None and not calibration.sharded:
             calibration = calibration.with_formats_as(self.attached)
         key, choice = self._key, self._loaded
         if not key and ranks is None and self._measures and record_folder("choices") is not None:

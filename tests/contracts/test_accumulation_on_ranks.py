@@ -1,6 +1,8 @@
-"""Accumulation on two ranks, under DDP and FSDP2, equals one full batch."""
+"""Accumulation on two ranks, under DDP and FSDP2, equals one full batch, and resumes."""
 
 from __future__ import annotations
+
+import copy
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.models import batch_for, mlp
 from tests.support.ranks import run_ranks
+from tests.support.trajectories import snapshot
 from tests.support.wrapped import Kind, all_weights, wrap
 from torchboost.algorithms.grad_accumulation import Accumulator, GradAccumulation
 from torchboost.algorithms.loss_scale_group.scalers import DynamicLossScale
@@ -213,8 +216,40 @@ def test_ddp_reduces_once_in_a_window_and_what_cannot_wait_or_differs_is_refused
     assert "windows of 3 micro-steps on one rank and of 4 on another; set the same steps" in first[1]
 
 
+def _checkpoint_in_mid_window(kind: Kind) -> list[float]:
+    """Train 5 micro-steps in windows of 3 and flush, once straight and once resumed in mid-window."""
+
+    def start() -> tuple[nn.Module, TrainStep]:
+        torch.manual_seed(0)
+        model = wrap(mlp(), kind)
+        target = Target(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        attached = attach_all(target, [GradAccumulation(steps=3)])
+        return model, TrainStep(target, lambda x, y: (F.cross_entropy(model(x), y), len(y)), attached=attached)
+
+    batches = [data(2 + (i + dist.get_rank()) % 3, seed=2 * i + dist.get_rank()) for i in range(5)]
+    model, step = start()
+    for batch in batches[:2]:
+        step(*batch)
+    saved = copy.deepcopy(step.state_dict())
+    again, resumed = start()
+    resumed.load_state_dict(saved)
+    for batch in batches[2:]:
+        step(*batch)
+        resumed(*batch)
+    assert step.flush() is not None
+    assert resumed.flush() is not None
+    assert snapshot(model) == snapshot(again)
+    return all_weights(model)
+
+
+def _inside_and_checkpoints() -> tuple[list[float], list[float]]:
+    with pytest.raises(IncompatibleError, match="save after a window has ended"):
+        _checkpoint_in_mid_window("fsdp")
+    return _inside_the_loss(2), _checkpoint_in_mid_window("ddp")
+
+
 @pytest.mark.dist
-def test_ddp_inside_the_network_is_seen() -> None:
-    a, b = run_ranks(_inside_the_loss, 2, 2)
+def test_ddp_inside_the_network_is_seen_and_ranks_resume_in_mid_window_bit_identically() -> None:
+    a, b = run_ranks(_inside_and_checkpoints, 2)
     assert a == b
-    torch.testing.assert_close(a, _inside_the_loss(1), rtol=0, atol=1e-6)
+    torch.testing.assert_close(a[0], _inside_the_loss(1), rtol=0, atol=1e-6)

@@ -15,7 +15,7 @@ from tests.support.models import cnn, mlp
 from tests.support.nodes import batch_of, fresh, node_wrapped, simulated, tensors, train
 from tests.support.ranks import run_ranks
 from torchboost import DynamicLossScale, Target, TrainStep, adasum
-from torchboost.algorithms import AdaptiveSum, Autocast, GradAccumulation, GradientCentralization
+from torchboost.algorithms import AdaptiveSum, Autocast, GradAccumulation, GradFreeze, GradientCentralization
 from torchboost.core import attach_all
 
 pytestmark = pytest.mark.dist
@@ -170,6 +170,37 @@ def test_torchs_scaler_works_on_gradients(four):
     assert all(math.isfinite(weight) for param in found[0][1] for weight in param)
 
 
+def frozen_in_one_form(on: Any) -> tuple[list[list[float]], list[list[float]], list[int]]:
+    model = node_wrapped(fresh(), "ddp", on, 2, find_unused_parameters=True)
+    target = Target(model, torch.optim.Adam(model.parameters(), lr=0.01))
+    freezing = GradFreeze(groups=3, full_share=0.4, total_steps=8)
+    attached = attach_all(target, [AdaptiveSum(on=on, devices_per_node=2), freezing])
+    middle, travelled = [], []
+    for number in range(8):
+        train(model, target.optimizer, 1, first=number)
+        live: Any = attached["adasum"]
+        travelled.append(len(live.cosines))
+        if number == 5:
+            middle = tensors(model)
+    return middle, tensors(model), travelled
+
+
+def frozen() -> dict[str, Any]:
+    return {on: frozen_in_one_form(on) for on in ("delta", "gradient")}
+
+
+def test_freezing_composes(four):
+    found = four["frozen"]
+    assert all(other == found[0] for other in found)
+    for on, (middle, last, travelled) in found[0].items():
+        still = [a == b for a, b in zip(middle, last, strict=True)]
+        assert any(still), "frozen parameters keep their bytes"
+        assert not all(still)
+        if on == "delta":
+            assert travelled[0] == 6
+            assert travelled[-1] == still.count(False), "what is frozen does not travel"
+
+
 def composed() -> list[list[float]]:
     torch.manual_seed(0)
     model = cnn()
@@ -250,7 +281,7 @@ def on_two() -> dict[str, Any]:
 
 
 def on_four() -> dict[str, Any]:
-    plain = (on_updates, under_ddp_on_gradients, under_fsdp_on_gradients)
+    plain = (on_updates, under_ddp_on_gradients, under_fsdp_on_gradients, frozen)
     plain += (gradients_overflow_under_torchs_scaler,)
     found = {fn.__name__: fn() for fn in plain}
     return found | {fn.__name__: in_every_way(fn) for fn in (accumulated, with_overflow, removed)}

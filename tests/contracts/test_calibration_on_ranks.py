@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import torchboost
@@ -106,7 +108,7 @@ class Logged(nn.Sequential):
     log: Iterator[str] | None = None
 
 
-def uneven(how: str) -> tuple[list[str], list[float], str]:
+def uneven(how: str, sharded: bool) -> tuple[list[str], list[float], str]:
     first = dist.get_rank() == 0
     torch.manual_seed(0)
     model = Logged(nn.Linear(8, 8), nn.Linear(8, 2))
@@ -121,9 +123,11 @@ def uneven(how: str) -> tuple[list[str], list[float], str]:
         options["verify"] = first
     else:
         model.log = iter([""]) if first else None
+    if sharded:
+        fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     boosted = torchboost.boost(model, optimizer, config=CONFIG, **options)
-    called = DistributedDataParallel(model)
+    called = model if sharded else DistributedDataParallel(model)
     losses = []
     for _ in range(2):
         loss = called(torch.ones(4, 8)).square().mean()
@@ -133,16 +137,16 @@ def uneven(how: str) -> tuple[list[str], list[float], str]:
     return [a.name for a in boosted.plan.algorithms], losses, boosted.explain()
 
 
-UNEVEN = ("length", "seconds", "iterator", "off", "verify")
+UNEVEN = [*itertools.product(["length", "seconds", "iterator"], [False, True]), ("off", False), ("verify", False)]
 
 
 def uneven_each() -> list[tuple[list[str], list[float], str]]:
-    return [uneven(how) for how in UNEVEN]
+    return [uneven(how, sharded) for how, sharded in UNEVEN]
 
 
 def test_ranks_with_other_settings_decide_the_same() -> None:
     told = {"length": "4% of 299 steps", "off": "another rank has a reason", "iterator": "can be read only once"}
-    for how, first, second in zip(UNEVEN, *run_ranks(uneven_each, 2), strict=True):
+    for (how, _), first, second in zip(UNEVEN, *run_ranks(uneven_each, 2), strict=True):
         assert first[:2] == second[:2], how
         assert told.get(how, "") in second[2]
         assert how != "verify" or not first[0] or "not checked: verify=False" in first[2]

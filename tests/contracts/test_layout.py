@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -66,4 +67,4 @@ def test_importing_adds_little_to_importing_torch():
         "print((now() - middle) / (middle - start))"
     )
     python(code)  # writes and warms the byte code
-    assert min(float(python(code)) for _ in range(3)) < MAX_IMPORT_SHARE
+    assert statistics.median(float(python(code)) for _ in range(3)) < MAX_IMPORT_SHARE

@@ -559,3 +559,30 @@ def test_all_reduce_hooks_of_a_sharded_module_are_listed(one_rank):
     assert private.all_reduce_hooks(unit) == [hook]
     outer = fully_shard(nn.Sequential(unit))
     assert private.all_reduce_hooks(outer) == []
+
+
+def test_fsdp2_ends_a_pass_that_raised_in_the_middle(one_rank):
+    model = fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1), nn.Identity()))
+    private.end_pass(model)  # before the first pass
+    with pytest.raises(RuntimeError, match="shapes"):
+        model(torch.ones(1, 3))
+    private.end_pass(model)
+    model.reshard()
+    assert all(hasattr(p, "device_mesh") for p in model.parameters()), "the shards are back"
+    model(torch.ones(1, 2)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_gradients_that_fsdp2_holds_back_are_seen(one_rank):
+    unit = fully_shard(nn.Linear(2, 2))
+    assert not private.holds_back_gradients(unit)
+    unit.set_requires_gradient_sync(False)
+    assert private.holds_back_gradients(unit)
+    unit(torch.ones(1, 2)).sum().backward()
+    unit.set_requires_gradient_sync(True)
+    assert private.holds_back_gradients(unit)
+    unit(torch.ones(1, 2)).sum().backward()
+    assert not private.holds_back_gradients(unit)
+    shard = private.local_shard(unit.weight)
+    assert shard is private.local_shard(unit.weight)
+    assert type(shard) is torch.Tensor

@@ -15,14 +15,20 @@ from torch import nn
 
 from torchboost.calibration.certificate import verified
 from torchboost.calibration.choice import Choice, Machine, Verdict, in_a_line
-from torchboost.calibration.passes import Passes, on_real_inputs
+from torchboost.calibration.passes import Passes, on_real_inputs, reshard
 from torchboost.calibration.search import SET_ASIDE, Price, search
 from torchboost.calibration.trial import Reduce, Trial, free_bytes, needed_bytes
 from torchboost.calibration.watch import Call
 from torchboost.core.algorithm import Algorithm, Form, Target
-from torchboost.core.torch_private import active_ddp, overrides_dispatch
-from torchboost.core.wrapping import unwrap
-from torchboost.distributed.agreement import Agreement
+from torchboost.core.torch_private import (
+    active_ddp,
+    all_reduce_hooks,
+    holds_back_gradients,
+    in_forward_of_fsdp2,
+    overrides_dispatch,
+)
+from torchboost.core.wrapping import sharded_units, unwrap
+from torchboost.distributed.agreement import Agreement, ranks_of_shards
 from torchboost.distributed.topology import Topology
 from torchboost.errors import RankDisagreementError
 from torchboost.plan import Plan, own_settings
@@ -51,6 +57,8 @@ UNSEEN = (
 """Why nothing is measured or checked if updates come before the first training call."""
 
 _BUCKETS = "kernels must have their format before DistributedDataParallel lays out its buckets"
+_SHARDED = "FSDP2 shards contiguous kernels, and no rank must stop to compile while others wait for it"
+_UNCHECKED = "under FSDP2 all ranks would have to repeat a pass that one of them doubts"
 _SWITCH = "TORCHBOOST_CALIBRATE"
 """Environment variable. If it is 0, ``"auto"`` measures nothing."""
 _SHARE_OF_RUN = 0.01
@@ -69,7 +77,7 @@ _MOST_SHARE_WITH_PRICE = 0.05
 _MOST_OF_FREE = 0.5
 """If a snapshot and the gradients need more of the free memory, nothing is measured or checked."""
 _READ_ONCE = "the inputs or the model hold an iterator, which can be read only once"
-_WITHOUT_DDP = "several ranks decide together only under DDP"
+_WITHOUT_DDP = "several ranks decide together only under DDP or FSDP2"
 _ELSEWHERE = "another rank has a reason not to, which its explain() gives"
 _RANKS_TIMEOUT = 600.0
 """Seconds that a rank waits for another one. A rank may compile for minutes."""
@@ -89,6 +97,7 @@ class Calibration:
         forward: Makes the context in which a trainer computes each forward pass.
         asked: Levers that the user has named. They are not measured, but checked.
         verify: Whether the levers that are on are compared with the plain step.
+        sharded: Whether FSDP2 shards the model, so that the ranks exchange something in each pass.
     """
 
     levers: tuple[Algorithm, ...]
@@ -100,6 +109,7 @@ class Calibration:
     forward: Callable[[], AbstractContextManager[Any]] = nullcontext
     asked: tuple[Algorithm, ...] = ()
     verify: bool = True
+    sharded: bool = False
 
     @classmethod
     def of(
@@ -113,8 +123,9 @@ class Calibration:
     ) -> Calibration | None:
         """Return what the first training call has to decide and to check. None if there is nothing.
 
-        Nothing is decided about a model inside a ``wrapper``. That of FSDP2 makes each pass wait for other ranks.
+        A model inside a ``wrapper`` is not bare, unless FSDP2 shards it in place.
         """
+        sharded = wrapper == "fully_shard"
         on = {algorithm.name for algorithm in plan.algorithms}
         levers = {lever.name for lever in plan.levers}
         asked = tuple(a for a in plan.algorithms if REGISTRY[a.name].lever and a.name not in levers)
@@ -123,11 +134,14 @@ class Calibration:
             better = REGISTRY[lever.name].instead_of
             if better in on - levers:
                 fixed[lever.name] = f"{better} is on and leaves it little to do"
+            elif sharded and (REGISTRY[lever.name].once or changes_model(lever)):
+                fixed[lever.name] = _SHARDED
             elif Topology.current().world_size > 1 and changes_model(lever):
                 fixed[lever.name] = _BUCKETS
+        verify = verify and not sharded
         checks = verify and (asked or levers & on)
         if (
-            wrapper is not None
+            (wrapper is not None and not sharded)
             or any(algorithm.traits.replaces_optimizer for algorithm in plan.algorithms)
             or not (levers or asked)
             or (calibrate is False and not checks)
@@ -143,6 +157,7 @@ class Calibration:
             forward=forward,
             asked=asked,
             verify=verify,
+            sharded=sharded,
         )
 
     def in_form(self, choice: Choice | None, device: torch.device) -> Calibration:
@@ -261,9 +276,8 @@ class Calibration:
             return budgets[-1]
 
         try:
-            with closing(
-                Trial(passes, target.optimizers, tried, base=base, scaler=target.scaler, reduce=reduce)
-            ) as trial:
+            options: dict[str, Any] = {"scaler": target.scaler, "reduce": reduce, "interrupt": not self.sharded}
+            with closing(Trial(passes, target.optimizers, tried, base=base, **options)) as trial:
                 budgets.append(self.seconds(trial.step_seconds, granted))
                 verdicts, ratio = search(
                     sorted(levers, key=lambda name: name not in self.prior),  # what may take long comes last
@@ -310,7 +324,7 @@ class Calibration:
 
     def unchecked(self, choice: Choice, reason: str = "") -> Choice:
         """Return a choice with the reason why its levers were not compared with the plain step."""
-        text = f"not checked: {reason or 'verify=False'}"
+        text = f"not checked: {reason or (_UNCHECKED if self.sharded else 'verify=False')}"
         verdicts = self._with_asked(choice).verdicts
         return choice.model_copy(update={"verdicts": tuple(v.but(check=text) if v.kept else v for v in verdicts)})
 
@@ -359,7 +373,7 @@ def decide(
         The choice, also about levers that were asked for. Those that are on, in the chosen form and with what a pass
         has shown of them.
     """
-    model, ranks = target.model, deciding_ranks(target)
+    model, ranks = target.model, deciding_ranks(calibration, target)
     with _comparing(ranks) as reduce:
         no_trial = calibration.obstacle(model)
         no_pass = _WITHOUT_DDP if ranks == [] else _obstacle(target)
@@ -371,6 +385,8 @@ def decide(
             no_trial = calibration.obstacle(model) or (_ELSEWHERE if no_trials else None)
             choice = None if no_trial is None else calibration.without_trial(no_trial)
         if choice is None or calibration.verify:
+            if no_pass is None:
+                reshard(model)  # after an evaluation its parameters may still be whole
             detach()
         choice, calibration = _decided(target, calibration, call, choice, no_pass, reduce)
     return choice, [lever for lever in (*calibration.levers, *calibration.asked) if lever.name in choice.kept]
@@ -396,10 +412,13 @@ def _decided(
         return calibration.check(choice, target, passes, reduce), calibration
 
 
-def deciding_ranks(target: Target) -> list[int] | None:
+def deciding_ranks(calibration: Calibration, target: Target) -> list[int] | None:
     """Return the ranks that must decide the same. None for a single process, empty if they cannot decide together."""
     if Topology.current().world_size == 1:
         return None
+    if calibration.sharded:
+        parameters = [p for optimizer in target.optimizers for group in optimizer.param_groups for p in group["params"]]
+        return ranks_of_shards(parameters)  # those of the model may be whole
     ddp = active_ddp()
     if ddp is None or unwrap(ddp) is not target.model:
         return []
@@ -441,9 +460,15 @@ def changes_model(lever: Algorithm) -> bool:
 
 def exchange_in(model: nn.Module) -> str | None:
     """Return what in a model waits for other ranks in each pass, which a trial must not run. None without."""
-    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
-        return "its parameters are shards, which a pass gathers from other ranks"
-    if Topology.current().world_size > 1 and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+    together = Topology.current().world_size > 1
+    units = sharded_units(model)
+    if any(in_forward_of_fsdp2(unit) for unit in units):
+        return "the call is inside another FSDP2 forward"
+    if any(holds_back_gradients(unit) for unit in units):
+        return "FSDP2 adds up the gradients of several passes before it averages them, and a trial would end that"
+    if any(hook is not None for unit in units for hook in all_reduce_hooks(unit)):
+        return "FSDP2 has an all-reduce hook, which may exchange gradients with other ranks"
+    if together and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         return "SyncBatchNorm exchanges numbers within a step, which a trial must not interrupt on one rank"
     return None
 

@@ -19,10 +19,12 @@ from torchboost.calibration.snapshot import Damage, Snapshot, Streams, plain, st
 from torchboost.calibration.watch import Call
 from torchboost.core.algorithm import Target
 from torchboost.core.forward import tensors_in, with_tensors
-from torchboost.core.torch_private import is_reentrant_checkpoint, version
+from torchboost.core.torch_private import end_pass, is_reentrant_checkpoint, version
+from torchboost.core.wrapping import sharded_units
+from torchboost.distributed.agreement import ranks_of_shards
 from torchboost.errors import IncompatibleError
 
-__all__ = ["Pass", "Passes", "noise", "on_real_inputs"]
+__all__ = ["Pass", "Passes", "noise", "on_real_inputs", "reshard"]
 
 _LOG = logging.getLogger("torchboost")
 
@@ -66,7 +68,8 @@ class Passes:
 
     The loss of the loop is not known here. If the model returns a loss, it is used. Otherwise a fixed random gradient
     enters at the outputs. Nothing is written to ``.grad``, and no hook that waits for a gradient to be accumulated is
-    called, so that the buckets of DDP and optimizers inside the backward pass are not touched.
+    called, so that the buckets of DDP and optimizers inside the backward pass are not touched. If FSDP2 shards the
+    model, which gathers gradients in a real backward pass only, ``.grad`` is written and set back.
 
     Args:
         model: The model, as the loop calls it.
@@ -95,6 +98,7 @@ class Passes:
         self.parameters: list[Tensor] = list(trained.values())
         self.device = next((p.device for p in self.parameters), torch.device("cpu"))
         self._streams = Streams(model)
+        self._sharded = bool(ranks_of_shards(self.parameters))
         self._seeds: list[Tensor] | None = None
         self._inputs: Call = call
         self._leaves: list[Tensor] = []
@@ -128,6 +132,9 @@ class Passes:
             _clear_casts()
             yield
         finally:
+            for unit in sharded_units(self.model):
+                end_pass(unit)
+            reshard(self.model)
             for parameter, gradient in gradients:
                 parameter.grad = gradient
             _clear_casts()
@@ -207,7 +214,16 @@ class Passes:
     def _backward(self, ends: Sequence[Tensor], seeds: Sequence[Tensor]) -> list[Tensor | None]:
         leaves = [*self.parameters, *self._leaves]
         retained = True if self.snapshot.has_history else None
+        if self._sharded:
+            torch.autograd.backward(ends, seeds, retained)
+            return [tensor.grad for tensor in leaves]
         return list(torch.autograd.grad(ends, leaves, seeds, retained, allow_unused=True))
+
+
+def reshard(model: nn.Module) -> None:
+    """Let FSDP2 free the whole parameters that it keeps after a forward pass without a backward pass."""
+    for unit in sharded_units(model):
+        unit.reshard()
 
 
 def _relative(first: Tensor, second: Tensor) -> float:

@@ -24,6 +24,7 @@ from torchboost.core.torch_private import (
     global_step_pre_hooks,
     gradient_hooks,
     is_of_interceptor,
+    local_shard,
     module_hooks,
     overrides_dispatch,
     version,
@@ -252,7 +253,7 @@ class Snapshot:
         elif isinstance(value, nn.Module):
             self._follow_attributes(value, 0)
             self._follow_classes(type(value))
-        elif not type(value).__module__.startswith("torch.distributed"):  # threads of torch use them
+        elif not type(value).__module__.startswith("torch.distributed"):  # FSDP2 ends a pass where it began
             self.has_iterator |= hops == 0 and isinstance(value, Iterator)  # objects may hold the loop itself
             self._follow_entries(value, hops)
             if hops < _HOPS:
@@ -332,6 +333,10 @@ class Snapshot:
             self._follow(kept.entries.values() if isinstance(kept.entries, dict) else kept.entries, hops)
 
     def _add_tensor(self, tensor: Tensor) -> None:
+        if hasattr(tensor, "device_mesh"):
+            shard = local_shard(tensor)
+            self._own |= {id(shard)} if id(tensor) in self._own else set()
+            tensor = shard
         if id(tensor) in self._tensors or not _has_memory(tensor):
             return
         self.has_history |= tensor.grad_fn is not None

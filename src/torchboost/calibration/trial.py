@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torchboost.calibration.passes import Passes
 from torchboost.calibration.watch import TimeUp, time_limit
 from torchboost.core.algorithm import Algorithm, AttachedAlgorithms, Target, attach_all
-from torchboost.core.torch_private import hooks_of_optimizer
+from torchboost.core.torch_private import hooks_of_optimizer, local_shard
 from torchboost.core.wrapping import hookable
 from torchboost.errors import IncompatibleError
 from torchboost.measure.stopwatch import Clock, collector_off
@@ -44,6 +44,8 @@ class Trial:
         scaler: Scaler of the loop, for levers that need one.
         base: Algorithms that every contestant has.
         reduce: Combines numbers over the ranks.
+        interrupt: Whether a step that takes longer than it may is interrupted. Ranks that exchange something in a step
+            would wait for the one that is.
 
     Attributes:
         step_seconds: Time of a plain step.
@@ -65,11 +67,12 @@ class Trial:
         scaler: Any = None,
         base: Sequence[Algorithm] = (),
         reduce: Reduce = list,
+        interrupt: bool = True,
     ) -> None:
         self._clock = Clock.of(passes.device)
         self._began = self._clock()
         self._passes, self._optimizers, self._scaler = passes, optimizers, scaler
-        self._levers, self._base, self._reduce = levers, base, reduce
+        self._levers, self._base, self._reduce, self._interrupt = levers, base, reduce, interrupt
         self._turn = 0
         self.built: set[str] = set()
         self._active: Contestant | None = None
@@ -179,7 +182,10 @@ class Trial:
     def _step_seconds(self, contestant: Contestant, within: float) -> float:
         """Time one step. Only the step is interrupted, never the change of levers before it."""
         self._activate(contestant)
-        with self._passes.prepared(), time_limit(within) if within < math.inf else nullcontext():
+        with (
+            self._passes.prepared(),
+            time_limit(within) if self._interrupt and within < math.inf else nullcontext(),
+        ):
             return contestant.step(self._clock)
 
 
@@ -324,9 +330,9 @@ def needed_bytes(model: nn.Module) -> int:
 
     Cost: no tensor is read or copied.
     """
-    parameters = list(model.parameters())
-    tensors = [*parameters, *parameters, *parameters, *model.buffers()]
-    entries = sum(p.numel() for p in parameters)
+    shards = [local_shard(p) if hasattr(p, "device_mesh") else p for p in model.parameters()]
+    tensors = [*shards, *shards, *shards, *model.buffers()]
+    entries = sum(p.numel() for p in shards)
     return sum(t.numel() * t.element_size() for t in tensors) + 2 * 3 * 4 * min(entries, _PART)
 
 

@@ -166,6 +166,11 @@ def sparse_values(tensor: Tensor) -> Tensor:
     return tensor._values()
 
 
+def local_shard(tensor: Any) -> Tensor:
+    """Return the memory of this rank's part of a DTensor, the same object each time."""
+    return tensor._local_tensor
+
+
 check_and_unscale_: Callable[[list[Tensor], Tensor, Tensor], None] = _aten._amp_foreach_non_finite_check_and_unscale_
 """Multiplies gradients in place and sets the second tensor to 1 if one is not finite, as ``GradScaler`` does.
 
@@ -639,9 +644,38 @@ def all_reduce_hooks(unit: nn.Module) -> list[Any]:
     return [group._all_reduce_hook for group in _parameter_groups(unit)]
 
 
+def holds_back_gradients(unit: nn.Module) -> bool:
+    """Whether an FSDP2 module does not average the gradients of a pass, or has such gradients of earlier passes.
+
+    Reads ``FSDPParamGroup.reduce_grads`` and ``fsdp_params``, and the gradients in either of their places.
+    """
+    groups = _parameter_groups(unit)
+    held = [param for group in groups for param in group.fsdp_params]
+    whole = [param._unsharded_param for param in held if hasattr(param, "_unsharded_param")]
+    waiting = any(p.unsharded_accumulated_grad is not None for p in held) or any(p.grad is not None for p in whole)
+    return waiting or not all(group.reduce_grads and group.all_reduce_grads for group in groups)
+
+
 def precision_of_unit(unit: Any) -> torch.dtype | None:
     """Return the type to which FSDP2 casts the parameters of a module; None without one: ``FSDPState._mp_policy``."""
     return unit._get_fsdp_state()._mp_policy.param_dtype
+
+
+def in_forward_of_fsdp2(unit: Any) -> bool:
+    """Whether the outermost FSDP2 module around a module, or itself, is in its forward: ``iter_forward_root``."""
+    return unit._get_fsdp_state()._state_ctx.iter_forward_root is not None
+
+
+def end_pass(unit: Any) -> None:
+    """Let FSDP2 end a pass in which a forward or backward of a module raised, as if its backward pass had ended.
+
+    Calls ``FSDPState._root_post_backward_final_callback`` and clears ``iter_forward_root``. torch before 2.13 has no
+    ``FSDPModule.reset_iter_state``. After a whole pass, and for a module that was not the outermost, nothing changes.
+    """
+    state: Any = unit._get_fsdp_state()
+    if state._is_root or state._state_ctx.iter_forward_root is state:
+        state._root_post_backward_final_callback()
+        state._state_ctx.iter_forward_root = None
 
 
 def _parameter_groups(unit: Any) -> list[Any]:
