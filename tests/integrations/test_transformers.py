@@ -17,7 +17,7 @@ from torchboost import ConfigError, IncompatibleError
 from torchboost.calibration.passes import Passes
 from torchboost.core.torch_private import module_hooks
 from torchboost.graph.removed_norm import RemovedNorm
-from torchboost.integrations.transformers import SIDE_FILE, BoostMixin, BoostTrainer
+from torchboost.integrations.transformers import SIDE_FILE, BoostTrainer, boost
 
 pytestmark = [
     pytest.mark.usefixtures("one_accelerator"),
@@ -126,7 +126,7 @@ def test_settings_of_the_trainer_are_named_in_the_plan(tmp_path: Path):
     assert "computes in bf16 itself" in reasons["autocast"]
 
 
-def test_a_trainer_of_another_class_is_boosted_with_the_mixin(tmp_path: Path):
+def test_a_trainer_of_another_class_is_boosted_and_left_as_it_is(tmp_path: Path):
     class Own(transformers.Trainer):
         seen = 0
 
@@ -134,14 +134,16 @@ def test_a_trainer_of_another_class_is_boosted_with_the_mixin(tmp_path: Path):
             self.seen += 1
             return super().compute_loss(*args, **kwargs)
 
-    class Boosted(BoostMixin, Own):
-        pass
-
-    trainer = Boosted(KINDS["bert"].seeded(), arguments(tmp_path), train_dataset=KINDS["bert"].data(), boost="O1")
-    trainer.train()
-    assert trainer.seen == STEPS
-    assert trainer.boosted is not None
-    assert trainer.boosted.plan.level == "O1"
+    given = Own(KINDS["bert"].seeded(), arguments(tmp_path), train_dataset=KINDS["bert"].data())
+    boosted = boost(given, "O1")
+    assert isinstance(boosted, Own)
+    assert type(given) is Own
+    boosted.train()
+    assert boosted.seen == STEPS
+    assert given.seen == 0
+    assert given.optimizer is None
+    assert boosted.boosted.plan.level == "O1"
+    assert type(boost(boosted, "O0")) is type(boosted)
 
 
 def test_bad_arguments_and_sharding_trainers_are_refused_at_once(tmp_path: Path):
@@ -150,6 +152,8 @@ def test_bad_arguments_and_sharding_trainers_are_refused_at_once(tmp_path: Path)
         BoostTrainer(model, arguments(tmp_path), train_dataset=data, boost="O9")
     with pytest.raises(ValueError, match="calibrate"):
         BoostTrainer(model, arguments(tmp_path), train_dataset=data, calibrate="often")
+    with pytest.raises(TypeError, match="found BertForSequenceClassification"):
+        boost(model, "O1")
     for flag, name in (("is_deepspeed_enabled", "DeepSpeed"), ("is_fsdp_enabled", "FSDP")):
         trainer = trainer_of(KINDS["resnet"], tmp_path)
         setattr(trainer, flag, True)
@@ -206,13 +210,9 @@ class Averaging(transformers.Trainer):
         self.losses.clear()
 
 
-class BoostedAveraging(BoostMixin, Averaging):
-    pass
-
-
 def test_what_the_trial_chose_leaves_the_averages_of_a_trainer_alone(tmp_path: Path):
     rows = Rows({"x": torch.randn(48, 4), "labels": torch.zeros(48, dtype=torch.long)})
-    trainer = BoostedAveraging(Recording(), arguments(tmp_path), train_dataset=rows, calibrate=2.0)
+    trainer = boost(Averaging(Recording(), arguments(tmp_path), train_dataset=rows), calibrate=2.0)
     trainer.train()
     logged = trainer.state.log_history
     assert [entry["steps_averaged"] for entry in logged if "loss" in entry] == [HALF, HALF]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 from torch.optim import Optimizer
@@ -18,7 +18,7 @@ from torchboost.errors import IncompatibleError
 from torchboost.front import Boosted, Host, attach, warn_of_missing_state
 from torchboost.plan import Plan
 
-__all__ = ["BoostMixin", "BoostTrainer"]
+__all__ = ["BoostMixin", "BoostTrainer", "boost"]
 
 _LOG = logging.getLogger("transformers.torchboost")
 
@@ -29,6 +29,7 @@ Stage = Literal["outside", "plain", "boosted"]
 """The state of a trainer: outside ``train``, in ``train`` with a plain pair, or in ``train`` with a boosted pair."""
 
 _Base = Trainer if TYPE_CHECKING else object
+AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 
 
 class BoostMixin(_Base):
@@ -78,11 +79,14 @@ class BoostMixin(_Base):
         verify: bool = True,
         **kwargs: Any,
     ) -> None:
-        check_calibrate(calibrate)
-        Plan.of(boost, boost_config, loop="transformers")
-        self._level, self._config, self._calibrate, self._verify = boost, boost_config, calibrate, verify
-        self.boosted, self._stage, self._awaited, self._logged = None, "outside", None, False
+        self._set_boost(boost, boost_config, calibrate, verify)
         super().__init__(*args, **kwargs)
+
+    def _set_boost(self, level: str, config: ConfigSource | None, calibrate: Calibrate, verify: bool) -> None:
+        check_calibrate(calibrate)
+        Plan.of(level, config, loop="transformers")
+        self._level, self._config, self._calibrate, self._verify = level, config, calibrate, verify
+        self.boosted, self._stage, self._awaited, self._logged = None, "outside", None, False
 
     @property
     def plan(self) -> Plan | None:
@@ -194,3 +198,47 @@ class BoostTrainer(BoostMixin, Trainer):
         >>> trainer.train()  # doctest: +SKIP
         >>> print(trainer.boosted.explain())  # doctest: +SKIP
     """
+
+
+def boost(
+    trainer: AnyTrainer,
+    level: str = "O1",
+    *,
+    config: ConfigSource | None = None,
+    calibrate: Calibrate = "auto",
+    verify: bool = True,
+) -> AnyTrainer:
+    """Return a trainer that does what the given one does, and boosts its training. Use it in place of the given one.
+
+    Args:
+        trainer: Any ``transformers.Trainer``, such as an ``SFTTrainer``, before ``train``. It is not changed; both
+            share model, arguments, data and callbacks.
+        level: See :class:`BoostMixin`.
+        config: See :class:`BoostMixin`.
+        calibrate: See :class:`BoostMixin`.
+        verify: See :class:`BoostMixin`.
+
+    Returns:
+        An object of a class made of :class:`BoostMixin` and the class of ``trainer``.
+
+    Raises:
+        TypeError: ``trainer`` is not a ``transformers.Trainer``.
+        ValueError, ConfigError: See :class:`BoostMixin`.
+
+    Example:
+        >>> from torchboost.integrations.transformers import boost
+        >>> trainer = boost(SFTTrainer(model, args, train_dataset=data), "O1")  # doctest: +SKIP
+        >>> trainer.train()  # doctest: +SKIP
+    """
+    if not isinstance(trainer, Trainer):
+        raise TypeError(
+            f"trainer: found {type(trainer).__name__}; pass a transformers.Trainer. For a model and an optimizer use "
+            "torchboost.boost."
+        )
+    kind = type(trainer)
+    if not isinstance(trainer, BoostMixin):
+        kind = type(f"Boost{kind.__name__}", (BoostMixin, kind), {})
+    twin = object.__new__(kind)
+    vars(twin).update(vars(trainer))
+    twin._set_boost(level, config, calibrate, verify)  # pyright: ignore[reportAttributeAccessIssue]
+    return cast(AnyTrainer, twin)
