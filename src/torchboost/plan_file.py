@@ -42,12 +42,12 @@ def build(entry: Entry, settings: Mapping[str, Any], origins: Mapping[str, str])
     if not settings:
         return _plain(entry.algorithm)
     hints = _hints(entry.algorithm)
-    given = {key: _frozen(value) for key, value in settings.items()}
+    given = {key: _frozen(value) for key, value in settings.items() if (key, value) not in entry.removed.items()}
     for key, value in given.items():
         path = origins.get(key, f"extra.{entry.name}.{key}")
         if key not in hints:
-            allowed = ", ".join(hints) or "no settings"
-            raise ConfigError(path, found="an unknown setting", allowed=allowed, hint=nearest(key, hints))
+            allowed, kind = ", ".join(hints) or "no settings", "a removed" if key in entry.removed else "an unknown"
+            raise ConfigError(path, found=f"{kind} setting", allowed=allowed, hint=nearest(key, hints))
         if key not in origins:
             continue  # of the registry, or a fact
         try:

@@ -169,6 +169,7 @@ class Entry:
         instead_of: Name of a lever. If a trial has kept that one, it does not try this one.
         of_optimizer: Whether it changes the update alone.
         in_no_level: Why no level has it although MindSpore's levels do. Shown if its switch is not read.
+        removed: Setting of an earlier version -> its default. Plan files may still have it at that value.
     """
 
     algorithm: type[Algorithm]
@@ -186,6 +187,7 @@ class Entry:
     instead_of: str = ""
     of_optimizer: bool = False
     in_no_level: str = ""
+    removed: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -385,6 +387,7 @@ _ENTRIES = (
         values=MappingProxyType({"freeze_type": dict(enumerate(get_args(Pattern)))}),
         facts=MappingProxyType({"total_steps": "total_steps"}),
         unproven=_freeze_unproven,
+        removed=MappingProxyType({"costs": None, "step_seconds": 0, "recompile_seconds": 0, "cache_path": None}),
     ),
     Entry(algorithm=FusedOptimizer, summary="updates all parameters in one kernel", lever=True, of_optimizer=True),
     Entry(
