@@ -317,10 +317,10 @@ class Autocast(Algorithm):
 
         If no output has a gradient, the settings stay as they are.
         """
-        found = None if self.float32 is not None else find_heads(model, args, kwargs)
-        if found is None:
+        heads = None if self.float32 is not None else find_heads(model, args, kwargs)
+        if heads is None:
             return self
-        return dataclasses.replace(self, float32=found.computed, float32_outputs=found.cast)
+        return dataclasses.replace(self, float32=heads.computed, float32_outputs=heads.cast)
 
     @property
     def _heads(self) -> Heads | None:
@@ -342,14 +342,14 @@ class Autocast(Algorithm):
 
 def _cast_by_fsdp2(model: nn.Module) -> str | None:
     """Return how FSDP2 lowers the precision of a model. Autocast would hand float32 to layers that it has cast."""
-    found = next((d for unit in sharded_units(model) if (d := precision_of_unit(unit)) in _HALF), None)
-    return None if found is None else f"FSDP2 computes in {_NAMES[found][1]} itself, by its MixedPrecisionPolicy"
+    dtype = next((d for unit in sharded_units(model) if (d := precision_of_unit(unit)) in _HALF), None)
+    return None if dtype is None else f"FSDP2 computes in {_NAMES[dtype][1]} itself, by its MixedPrecisionPolicy"
 
 
 def _explain(error: Exception, dtype: torch.dtype) -> None:
     """Add a note to an error about a half precision: torch has no class for these, but its messages name the type."""
-    said, add_note = str(error), getattr(error, "add_note", None)  # Python 3.10 has no notes
-    if add_note and not isinstance(error, IncompatibleError) and any(name in said for name in _NAMES[dtype]):
+    message, add_note = str(error), getattr(error, "add_note", None)  # Python 3.10 has no notes
+    if add_note and not isinstance(error, IncompatibleError) and any(name in message for name in _NAMES[dtype]):
         add_note(
             f"torchboost runs this forward under torch.autocast to {dtype}. If the model mixes precisions itself, turn "
             "it off: set extra.autocast = false in the configuration, or leave out Autocast. Or compute the part that "
