@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import cycle
@@ -37,7 +36,6 @@ WAYS: dict[str, dict[str, Any] | None] = {
     "stock": None,
     "frozen": {},
     "frozen+cache": {"cache_mebibytes": 2048},
-    "frozen+cache on disk": {"cache_mebibytes": 2048, "cache_path": ""},
 }
 TRAINED = ("stock", "frozen", "frozen+cache")
 """Trained to the end; the others differ from these in the time of a step only."""
@@ -57,14 +55,12 @@ def trained(job: Workload, data: Images, seed: int, epochs: int) -> nn.Module:
     return loop.parts.model.to(memory_format=torch.contiguous_format)  # pyright: ignore[reportCallIssue]
 
 
-def stepper(way: str, job: Workload, network: nn.Module, data: Images, steps: int, folder: str) -> Step:
+def stepper(way: str, job: Workload, network: nn.Module, data: Images, steps: int) -> Step:
     """A training step on the samples of given ids."""
     optimizer = job.optimizer(network.parameters(), lr=0.02)
     schedule = job.schedule(optimizer, steps)
     fast, more = None, WAYS[way]
     if more is not None:
-        if "cache_path" in more:
-            more = {**more, "cache_path": folder}
         settings = GradFreeze(pattern="fixed", groups=len(blocks_of(network)), frozen=FROZEN, norms="eval", **more)
         fast = freeze_blocks(network, optimizer, settings).fast
     names_samples = fast is not None and bool(more and "cache_mebibytes" in more)
@@ -97,18 +93,15 @@ def measure(options: Options) -> list[Path]:
     before, after = of_classes(every, 0, 5), of_classes(every, 5, 5)
     epochs, seeds = (1, 2) if options.smoke else (2, 3)
     curves: dict[str, list[Curve]] = {way: [] for way in WAYS}
-    with tempfile.TemporaryDirectory() as folder:
-        network = nn.Module()
-        for seed in range(seeds):
-            options.progress("learning classes 0 to 4", seed, seeds)
-            network = trained(job, before, seed, epochs)
-            for way in TRAINED:
-                options.progress("fine-tuning", seed, seeds, way)
-                curves[way].append(fine_tuned(way, job, copy.deepcopy(network), after, seed, epochs, folder))
-        steps = {way: timed(way, job, copy.deepcopy(network), after, folder) for way in WAYS}
-        found = compare(
-            steps, baselines=["stock", "frozen"], pairs=2 if options.smoke else 30, progress=options.progress
-        )
+    network = nn.Module()
+    for seed in range(seeds):
+        options.progress("learning classes 0 to 4", seed, seeds)
+        network = trained(job, before, seed, epochs)
+        for way in TRAINED:
+            options.progress("fine-tuning", seed, seeds, way)
+            curves[way].append(fine_tuned(way, job, copy.deepcopy(network), after, seed, epochs))
+    steps = {way: timed(way, job, copy.deepcopy(network), after) for way in WAYS}
+    found = compare(steps, baselines=["stock", "frozen"], pairs=2 if options.smoke else 30, progress=options.progress)
     finals = {way: [curve.metric[-1] for curve in runs] for way, runs in curves.items()}
     report = BenchReport(
         title=f"Fine-tuning on CIFAR-10's classes 5 to 9 with 75 % frozen: {job.model_name}",
@@ -139,17 +132,17 @@ def measure(options: Options) -> list[Path]:
     return [report.save(options.file("fine_tune", "cifar10"))]
 
 
-def timed(way: str, job: Workload, network: nn.Module, data: Images, folder: str) -> Callable[[], object]:
+def timed(way: str, job: Workload, network: nn.Module, data: Images) -> Callable[[], object]:
     count = min(8, data.steps(job.batch)) * job.batch
     supply = cycle(torch.arange(count).split(job.batch))
-    step = stepper(way, job, network, data, 10_000, folder)
+    step = stepper(way, job, network, data, 10_000)
     return lambda: step(next(supply))
 
 
-def fine_tuned(way: str, job: Workload, network: nn.Module, data: Images, seed: int, epochs: int, folder: str) -> Curve:
+def fine_tuned(way: str, job: Workload, network: nn.Module, data: Images, seed: int, epochs: int) -> Curve:
     per_epoch = data.steps(job.batch)
     network.train()
-    step = stepper(way, job, network, data, epochs * per_epoch, folder)
+    step = stepper(way, job, network, data, epochs * per_epoch)
     curve = Curve(seed=seed, epochs=[], seconds=[], train_loss=[], metric=[])
     clock, seconds = Clock.of("cpu"), 0.0
     for epoch in range(epochs):

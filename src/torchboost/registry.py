@@ -173,6 +173,7 @@ class Entry:
         instead_of: Name of a lever. If a trial has kept that one, it does not try this one.
         of_optimizer: Whether it changes the update alone.
         in_no_level: Why no level has it although MindSpore's levels do. Shown if its switch is not read.
+        removed: Setting of an earlier version -> its default. Plan files may still have it at that value.
     """
 
     algorithm: type[Algorithm]
@@ -190,6 +191,7 @@ class Entry:
     instead_of: str = ""
     of_optimizer: bool = False
     in_no_level: str = ""
+    removed: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -389,6 +391,7 @@ _ENTRIES = (
         values=MappingProxyType({"freeze_type": dict(enumerate(get_args(Pattern)))}),
         facts=MappingProxyType({"total_steps": "total_steps"}),
         unproven=_freeze_unproven,
+        removed=MappingProxyType({"costs": None, "step_seconds": 0, "recompile_seconds": 0, "cache_path": None}),
     ),
     Entry(algorithm=FusedOptimizer, summary="updates all parameters in one kernel", lever=True, of_optimizer=True),
     Entry(
@@ -489,8 +492,8 @@ def build(entry: Entry, settings: Mapping[str, Any], origins: Mapping[str, str])
     for key, value in values.items():
         path = origins.get(key, f"extra.{entry.name}.{key}")
         if key not in hints:
-            allowed = ", ".join(hints) or "no settings"
-            raise ConfigError(path, found="an unknown setting", allowed=allowed, hint=nearest(key, hints))
+            allowed, kind = ", ".join(hints) or "no settings", "a removed" if key in entry.removed else "an unknown"
+            raise ConfigError(path, found=f"{kind} setting", allowed=allowed, hint=nearest(key, hints))
         if key not in origins:
             continue  # of the registry, or a fact
         try:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Algorithm, Attachment, Form, Target, Traits
 from torchboost.core.forward import tensors_in, with_tensors
+from torchboost.core.hardware import unsafe_channels_last
 from torchboost.core.torch_private import (
     call_uncompiled,
     compiled_call,
@@ -32,7 +33,6 @@ from torchboost.core.torch_private import (
 )
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.errors import IncompatibleError, NoEffectWarning
-from torchboost.graph.unsafe_convolutions import unsafe_channels_last
 
 __all__ = ["Compile", "Compiled"]
 

@@ -29,7 +29,6 @@ from torchboost.errors import NoEffectWarning
 __all__ = [
     "ForwardWatch",
     "cover_forward",
-    "is_cover",
     "is_our_hook",
     "own_forward",
     "plain_hook",
@@ -105,9 +104,10 @@ def cover_forward(model: nn.Module, around: Around, *, innermost: bool = False) 
         covers.put_together()
         if not layers and getattr(vars(model).get("forward"), "__func__", None) is covers.entry:
             _set_forward(model, covers.own)
-        if _covers(model) is None:
+        if not layers and _covers(model) is None:
             vars(model).pop(MAKES_REPLICAS, None)
-        _unmark(model)
+        if not layers:
+            _unmark(model)
 
     return Attachment(undo=uncover)
 
@@ -158,18 +158,14 @@ def _set_forward(model: nn.Module, own: Any) -> None:
         model.forward = own
 
 
-def is_cover(function: Any) -> bool:
-    """Whether the function under a cover is another cover."""
-    return isinstance(function, types.FunctionType) and _COVER in vars(function)
-
-
 def _covers(model: nn.Module) -> _Covers | None:
     return _covers_of(vars(model).get("forward"))
 
 
 def _covers_of(method: Any) -> _Covers | None:
     function = getattr(method, "__func__", None)
-    return vars(function)[_COVER] if is_cover(function) else None
+    covered = isinstance(function, types.FunctionType) and _COVER in vars(function)
+    return vars(function)[_COVER] if covered else None
 
 
 def own_forward(model: nn.Module) -> Any:

@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torchboost.algorithms.grad_freeze.cache import FastPrefix
-from torchboost.algorithms.grad_freeze.checks import GradientChecks, check_freezable
-from torchboost.algorithms.grad_freeze.replicas import Replicas
+from torchboost.algorithms.grad_freeze.checks import GradientChecks, Replicas, check_freezable
 from torchboost.core.algorithm import Attachment, Removable
 from torchboost.core.forward import plain_hook
 from torchboost.core.torch_private import AnyBatchNorm, recompile_limit, version
@@ -88,7 +87,7 @@ class Freezing(Attachment):
     change in a post-hook of ``optimizer.step``, that is once per update: they stay inside an accumulation window, and
     if a ``GradScaler`` skips an update. On several ranks the reducer of DDP is rebuilt before the next pass, so that
     nothing of the frozen part is sent, and the ranks compare their state
-    (:class:`~torchboost.algorithms.grad_freeze.replicas.Replicas`).
+    (:class:`~torchboost.algorithms.grad_freeze.checks.Replicas`).
 
     Only parameters of the optimizer are frozen, and only while the user trains them: what the user freezes stays
     frozen, and what the user thaws stays thawed. The index in use is that of the schedule, or the largest index below
