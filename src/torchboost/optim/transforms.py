@@ -12,13 +12,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from torchboost.core.arguments import check_count, check_number
 from torchboost.core.torch_private import foreach, foreach_norm, sparse_values
 from torchboost.errors import IncompatibleError
 from torchboost.optim.groups import CENTRALIZE
 from torchboost.optim.pipeline import Gradients, GradientTransform, refuse_sparse
-from torchboost.optim.tensors import all_finite, merge_sparse, stand_in, total_norm, values_of
+from torchboost.optim.tensors import merge_sparse, stand_in, values_of
 
 __all__ = [
     "AddDecay",
@@ -223,15 +224,13 @@ class Decay:
 class ClipNorm:
     """Scale all gradients down together so that their joint norm is at most ``max_norm``.
 
-    Equals ``torch.nn.utils.clip_grad_norm_`` over all parameters of the optimizer. The norm is global under FSDP2. It
-    is also global in an optimizer of this package inside ``ZeroRedundancyOptimizer``: each rank sends one number.
+    Equals ``torch.nn.utils.clip_grad_norm_`` over all parameters of the optimizer. The norm is global under FSDP2.
     Duplicate rows of sparse gradients are merged first, so they count as if they were dense. Parameters without
     entries count as 0.
 
     Args:
         max_norm: Largest norm, above 0.
         norm_type: Order of the norm, above 0; ``math.inf`` for the largest magnitude.
-        error_if_nonfinite: Raise ``RuntimeError`` if the norm is not finite. Costs a device synchronisation.
 
     Raises:
         TypeError: A setting has the wrong type.
@@ -239,9 +238,9 @@ class ClipNorm:
     """
 
     scale_free = False
+    joint = True
     max_norm: float
     norm_type: float = 2.0
-    error_if_nonfinite: bool = False
 
     def __post_init__(self) -> None:
         if self.max_norm == math.inf:
@@ -252,31 +251,15 @@ class ClipNorm:
         check_number("max_norm", self.max_norm, above=True)
         if self.norm_type != math.inf:
             check_number("norm_type", self.norm_type, above=True)
-        if not isinstance(self.error_if_nonfinite, bool):
-            raise TypeError(f"error_if_nonfinite: found {self.error_if_nonfinite!r}; give True or False.")
-
-    @property
-    def collectives(self) -> int:
-        """Number of collectives per step among the ranks of a share."""
-        return 1 + self.error_if_nonfinite
-
-    def check(self, gradients: Gradients) -> None:
-        """Refuse gradients that are not finite, if ``error_if_nonfinite`` is set."""
-        if self.error_if_nonfinite and not all_finite(gradients.grads, gradients.share):
-            raise RuntimeError(
-                f"{self!r} found inf or nan in the gradients; find the cause, or set error_if_nonfinite=False."
-            )
 
     def __call__(self, gradients: Gradients) -> None:
         """Clip in place; sparse gradients are merged."""
         merge_sparse(gradients.grads)
         grads = [values_of(grad) for grad in gradients.grads]
-        norm = total_norm(grads, float(self.norm_type), gradients.share)
-        if norm is None:
+        filled = [grad for grad in grads if grad.numel()]  # torch raises for the maximum of an empty tensor
+        if not filled:
             return
-        if self.error_if_nonfinite and not bool(norm.isfinite()):
-            raise RuntimeError(f"{self!r} found a non-finite norm, {float(norm)}.")
-        factor = torch.clamp(self.max_norm / (norm + 1e-6), max=1.0)
+        factor = torch.clamp(self.max_norm / (get_total_norm(filled, float(self.norm_type)) + 1e-6), max=1.0)
         for device, part in _by_device(grads).items():
             foreach.mul_(part, factor.to(device))
 

@@ -46,7 +46,7 @@ from torchboost.optim.rules.options import (
     full_signature,
     take_schedules,
 )
-from torchboost.optim.tensors import Share, all_finite, share_of, stand_in
+from torchboost.optim.tensors import all_finite, holds_a_part, stand_in
 from torchboost.optim.transforms import with_centralization
 
 __all__ = ["Batch", "UpdateRule", "has_master"]
@@ -125,7 +125,6 @@ class UpdateRule(Optimizer):
         self._schedules: list[dict[str, Schedule]] = []
         self._stamps = Stamps()
         self._checked = Checked()
-        self._share: tuple[Share | None] | None = None
         defaults.setdefault("differentiable", False)  # torch adds it when it unpickles
         self._default_schedules = take_schedules(defaults)
         super().__init__(without_order(params), defaults)
@@ -266,7 +265,6 @@ class UpdateRule(Optimizer):
         Raises:
             IncompatibleError: The rule cannot use a gradient.
             FloatingPointError: The gradients contain inf or nan, and ``nonfinite="raise"``.
-            RankDisagreementError: Inside ``ZeroRedundancyOptimizer``, another rank raised while this one waited for it.
             IndexError: A list of learning rates has no entry for this update.
             TypeError, ValueError: An option in a group is invalid or was removed.
         """
@@ -285,18 +283,14 @@ class UpdateRule(Optimizer):
         before = list(map(dict, self.param_groups))
         fresh: list[tuple[Tensor, dict[str, Any]]] = []
         perform = None
-        share = self._shared()
         try:
-            if share is not None:
-                share.due = self.collectives()
+            self._check_whole()
             for number, (group, values) in enumerate(zip(self.param_groups, scheduled, strict=True)):
                 group.update(values)
                 self._checked.options(number, group, self._check_options)
             work = [self._gather(group, fresh) for group in self.param_groups]
             perform = self.prepare(work)
-        except BaseException as error:
-            if share is not None:
-                share.excuse(error)
+        except BaseException:
             # GradScaler does not clean up after an exception; the next step would use a scale that is left here.
             for name in ("grad_scale", "found_inf"):
                 self.__dict__.pop(name, None)
@@ -323,7 +317,6 @@ class UpdateRule(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._stamps, self._checked = Stamps(), Checked()  # the loaded state may be of another model
-        self.__dict__.setdefault("_share", None)
         for group, schedules in zip(self.param_groups, self._schedules, strict=True):
             for key, value in self.defaults_for(group).items():
                 group.setdefault(key, value)
@@ -464,42 +457,18 @@ class UpdateRule(Optimizer):
             self._check_grads(work, expected)
         if not self._usable(gradients.grads):
             return None
-        states = [state for batch in work for state in batch.states]
-        memories: dict[str, list[dict[str, Any]]] = {}
-
-        def recall(name: str, _: Sequence[Tensor]) -> list[dict[str, Any]]:
-            prefix = f"{name}."
-            if prefix not in memories:
-                memories[prefix] = [
-                    {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-                    for state in states
-                ]
-            return memories[prefix]
-
-        transform_gradients(chain, gradients, recall)
+        transform_gradients(chain, gradients)
         start = 0
         for batch in work:
             batch.grads[:] = gradients.grads[start : start + len(batch.grads)]
             start += len(batch.grads)
         if not foretold:
             self._check_grads(work, gradients.grads)
-
-        def perform() -> None:
-            for prefix, memory in memories.items():
-                for state, kept in zip(states, memory, strict=True):
-                    state.update({prefix + key: value for key, value in kept.items()})
-            self._update_all(work)
-
-        return perform if self._usable(gradients.grads) else None
-
-    def collectives(self) -> int:
-        """Return the number of collectives of :meth:`prepare` among the ranks of a share."""
-        looks = 0 if self.nonfinite == "ignore" else 1 + bool(self.chain)
-        return looks + sum(getattr(transform, "collectives", 0) for transform in self.chain)
+        return partial(self._update_all, work) if self._usable(gradients.grads) else None
 
     def _flattened(self, work: Sequence[Batch]) -> Gradients:
         """Return all gradients, those of masters in their precision, because transforms look at all of them."""
-        gradients = Gradients([], [], [], [], self._shared())
+        gradients = Gradients([], [], [])
         for group, batch in zip(self.param_groups, work, strict=True):
             pairs = zip(batch.grads, batch.states, strict=True)
             batch.grads[:] = [widened(grad) if "master" in state else grad for grad, state in pairs]
@@ -508,12 +477,18 @@ class UpdateRule(Optimizer):
             gradients.groups += [group] * len(batch.params)
         return gradients
 
-    def _shared(self) -> Share | None:
-        looks_across = self.nonfinite != "ignore" or any(not t.scale_free for t in self.transforms)
-        share = self._share or (share_of(self) if looks_across else None,)
-        if not torch.compiler.is_compiling():  # torch 2.9 cannot trace that it is kept
-            self._share = share
-        return share[0]
+    def _check_whole(self) -> None:
+        """Refuse to look across parameters if this optimizer holds a part of them only."""
+        joint = [repr(transform) for transform in self.transforms if getattr(transform, "joint", False)]
+        joint += [] if self.nonfinite == "ignore" else [f"nonfinite={self.nonfinite!r}"]
+        if not joint or self.__dict__.get("_whole") or torch.compiler.is_compiling():
+            return
+        if holds_a_part(self):
+            raise IncompatibleError(
+                f"ZeroRedundancyOptimizer gives this rank a part of the parameters, and {joint[0]} looks at all of "
+                "them. Attach GradientPipeline to the ZeroRedundancyOptimizer, or use fully_shard (FSDP2)."
+            )
+        self._whole = True
 
     def _check_grads(self, work: Sequence[Batch], grads: Sequence[Tensor]) -> None:
         """Run :meth:`check_grad` on each gradient as it will be; a master gets one of its precision."""
@@ -536,7 +511,7 @@ class UpdateRule(Optimizer):
 
     def _usable(self, grads: Sequence[Tensor]) -> bool:
         """Whether ``nonfinite`` allows an update with these gradients."""
-        if self.nonfinite == "ignore" or all_finite(grads, self._shared()):
+        if self.nonfinite == "ignore" or all_finite(grads):
             return True
         if self.nonfinite == "raise":
             raise FloatingPointError("the gradients contain inf or nan; the update was skipped.")
