@@ -11,8 +11,7 @@ import torch
 from tests.support.optimizers import CASES, SCHEDULED, parameters, rate_for, shapes_of, train, values
 from torchboost.errors import IncompatibleError
 from torchboost.optim import SGD, Adam, AdamOffload, ClipNorm, Constant, CosineDecay
-from torchboost.optim.rebuild import described_groups, rebuilt
-from torchboost.optim.wrapping_optimizer import WrappingOptimizer
+from torchboost.optim.wrapping_optimizer import WrappingOptimizer, described_groups, rebuilt
 
 LR = CosineDecay(0.05, decay_steps=9)
 

@@ -24,9 +24,8 @@ from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.graph.unsafe_convolutions import unsafe_channels_last
 from torchboost.optim.fusing import care_for_fused
 from torchboost.optim.rules.base import UpdateRule
-from torchboost.optim.rules.checkpoints import change_entries
 from torchboost.optim.tensors import aligned
-from torchboost.optim.wrapping_optimizer import WrappingOptimizer
+from torchboost.optim.wrapping_optimizer import WrappingOptimizer, change_entries
 
 __all__ = ["ChannelsLast", "to_channels_last"]
 

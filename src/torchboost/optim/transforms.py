@@ -17,11 +17,11 @@ from torch.nn.utils import get_total_norm
 from torchboost.core.arguments import check_count, check_number
 from torchboost.core.torch_private import foreach, foreach_norm, sparse_values
 from torchboost.errors import IncompatibleError
-from torchboost.optim.groups import CENTRALIZE
 from torchboost.optim.pipeline import Gradients, GradientTransform, refuse_sparse
 from torchboost.optim.tensors import merge_sparse, stand_in, values_of
 
 __all__ = [
+    "CENTRALIZE",
     "AddDecay",
     "Cautious",
     "Centralize",
@@ -38,6 +38,9 @@ __all__ = [
     "wish",
     "with_centralization",
 ]
+
+CENTRALIZE = "grad_centralization"
+"""Key of a group that says whether its gradients are centralised: True, False, or absent (MindSpore's convention)."""
 
 _LAYOUT = attrgetter("layout")
 

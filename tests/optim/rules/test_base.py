@@ -196,30 +196,10 @@ def test_another_schedule_takes_over_from_a_checkpoint():
         assert other.param_groups[0]["lr"] == 0.8
 
 
-def test_the_order_of_parameters_is_taken_and_checked():
-    params, plain = parameters(), parameters()
-    groups = [{"params": (p for p in params[:2])}, {"params": params[2:], "lr": 0.5}]
-    optimizer = SGD([*groups, {"order_params": params[::-1]}], lr=0.1)
-    other = SGD([{"params": plain[:2]}, {"params": plain[2:], "lr": 0.5}], lr=0.1)
-    assert [len(group["params"]) for group in optimizer.param_groups] == [2, len(params) - 2]
-    assert same(train(optimizer, params, range(2)), train(other, plain, range(2)))
-
-
-def wrong_orders() -> list[tuple[str, Any]]:
+def test_mindspores_order_of_parameters_is_refused():
     params = parameters()
-    return [
-        ("1 are missing and 0 are in no group", [{"params": params}, {"order_params": params[1:]}]),
-        ("0 are missing and 1 are in no group", [{"params": params[1:]}, {"order_params": params}]),
-        ("found 6 parameters, the groups hold 5", [{"params": params}, {"order_params": [*params, params[0]]}]),
-        ("found 2 entries", [{"params": params}, {"order_params": params}, {"order_params": params}]),
-        ("give one entry", [{"params": params, "order_params": params}]),
-    ]
-
-
-def test_an_order_of_other_parameters_is_refused():
-    for match, groups in wrong_orders():
-        with pytest.raises(ValueError, match=f"order_params: .*{match}"):
-            SGD(groups, lr=0.1)
+    with pytest.raises(TypeError, match=r"order_params.*no update depends on the order; leave the entry out"):
+        SGD([{"params": params}, {"order_params": params}], lr=0.1)
 
 
 def test_a_bare_parameter_and_a_generator_are_groups():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -12,9 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchboost.core.torch_private import foreach
 from torchboost.errors import IncompatibleError
-from torchboost.optim.groups import bare, listed, without_order
 from torchboost.optim.pipeline import (
     Gradients,
     GradientTransform,
@@ -22,8 +21,6 @@ from torchboost.optim.pipeline import (
     check_transforms,
     transform_gradients,
 )
-from torchboost.optim.rules.batch import Batch, Checked
-from torchboost.optim.rules.checkpoints import Saved, check_shapes, hide, in_order
 from torchboost.optim.rules.masters import (
     IN_CACHE,
     LOW_PRECISION,
@@ -31,7 +28,6 @@ from torchboost.optim.rules.masters import (
     check_narrow,
     has_master,
     is_rounded,
-    local,
     pieces,
     rounds_at_random,
     stochastic,
@@ -46,7 +42,7 @@ from torchboost.optim.rules.options import (
     full_signature,
     take_schedules,
 )
-from torchboost.optim.tensors import all_finite, holds_a_part, stand_in
+from torchboost.optim.tensors import Batch, Checked, all_finite, holds_a_part, stand_in
 from torchboost.optim.transforms import with_centralization
 
 __all__ = ["Batch", "UpdateRule", "has_master"]
@@ -127,7 +123,7 @@ class UpdateRule(Optimizer):
         self._checked = Checked()
         defaults.setdefault("differentiable", False)  # torch adds it when it unpickles
         self._default_schedules = take_schedules(defaults)
-        super().__init__(without_order(params), defaults)
+        super().__init__(params, defaults)
 
     def init_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return the initial state of a parameter: zeros, for each name of :meth:`state_keys`.
@@ -238,11 +234,12 @@ class UpdateRule(Optimizer):
         """
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group: found {type(param_group).__name__}; give a dict with the key 'params'.")
-        if "params" not in param_group:
-            raise ValueError(f"param_group: found the keys {sorted(param_group)}; give 'params' too.")
         defaults = self.defaults_for(param_group)
         check_group_names(param_group, defaults)
-        group = {**param_group, "params": listed(param_group["params"])}
+        if "params" not in param_group:
+            raise ValueError(f"param_group: found the keys {sorted(param_group)}; give 'params' too.")
+        members = param_group["params"]
+        group = {**param_group, "params": [members] if isinstance(members, Tensor) else list(members)}
         schedules = {key: rule for key, rule in self._default_schedules.items() if key not in group}
         schedules |= take_schedules(group)
         if schedules and "updates" not in group:
@@ -251,7 +248,8 @@ class UpdateRule(Optimizer):
             group["updates"] = int(max(counted or steps, default=0))
         complete = {**defaults, **group}
         complete |= {SET_BY_SCHEDULE + key: complete[key] for key in schedules}
-        self._check_values({**complete, "params": [bare(param) for param in group["params"]]})
+        bare = [param[1] if isinstance(param, tuple) else param for param in group["params"]]  # some are named
+        self._check_values({**complete, "params": bare})
         super().add_param_group(complete)
         self._schedules.append(schedules)
 
@@ -306,7 +304,7 @@ class UpdateRule(Optimizer):
         perform()
         for group, batch in zip(self.param_groups, work, strict=True):
             if group.get("master_weights"):
-                self._write_back(group, batch)
+                self._stamps.write_back(group, batch)
             if "updates" in group or rounds_at_random(group):
                 group["updates"] = group.get("updates", 0) + 1
         return loss
@@ -323,7 +321,7 @@ class UpdateRule(Optimizer):
             states = {param: self.state[param] for param in group["params"] if param in self.state}
             for param, entries in states.items():
                 for key, value in entries.items():
-                    if isinstance(value, Saved):
+                    if isinstance(value, _Saved):
                         entries[key] = self._loaded(param, group, key, value.value)
             if schedules or rounds_at_random(group):  # torch's checkpoints do not count updates, except in Adam's state
                 counts = [int(entries.get("step", 0)) for entries in states.values()]
@@ -356,15 +354,15 @@ class UpdateRule(Optimizer):
         Raises:
             ValueError: The groups differ, or a state does not have the shape of its parameter; nothing was changed.
         """
-        state_dict = in_order(state_dict, self.param_groups)
+        state_dict = _in_order(state_dict, self.param_groups)
         rules = [self.rule_for(group) for group in self.param_groups]
         groups = [rule.adopted(saved) for rule, saved in zip(rules, state_dict["param_groups"], strict=False)]
         groups += state_dict["param_groups"][len(rules) :]
         packing = [rule.packs_moments for rule in rules]
         state_dict = with_full_moments({**state_dict, "param_groups": groups}, packing)
         keys = [rule.state_keys({**rule.defaults, **group}) for rule, group in zip(rules, groups, strict=False)]
-        check_shapes(state_dict, self.param_groups, keys)
-        handle = self.register_load_state_dict_pre_hook(hide)
+        _check_shapes(state_dict, self.param_groups, keys)
+        handle = self.register_load_state_dict_pre_hook(_hide)
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -450,7 +448,14 @@ class UpdateRule(Optimizer):
             grads = [grad for batch in work for grad in batch.grads]
             self._check_grads(work, grads)
             return partial(self._update_all, work) if self._usable(grads) else None
-        gradients = self._flattened(work)
+        # Transforms look at all gradients, those of masters in their precision.
+        gradients = Gradients([], [], [])
+        for group, batch in zip(self.param_groups, work, strict=True):
+            pairs = zip(batch.grads, batch.states, strict=True)
+            batch.grads[:] = [widened(grad) if "master" in state else grad for grad, state in pairs]
+            gradients.params += batch.params
+            gradients.grads += batch.grads
+            gradients.groups += [group] * len(batch.params)
         expected = check_gradients(chain, gradients)
         foretold = all(hasattr(transform, "check") for transform in chain)
         if foretold:
@@ -465,17 +470,6 @@ class UpdateRule(Optimizer):
         if not foretold:
             self._check_grads(work, gradients.grads)
         return partial(self._update_all, work) if self._usable(gradients.grads) else None
-
-    def _flattened(self, work: Sequence[Batch]) -> Gradients:
-        """Return all gradients, those of masters in their precision, because transforms look at all of them."""
-        gradients = Gradients([], [], [])
-        for group, batch in zip(self.param_groups, work, strict=True):
-            pairs = zip(batch.grads, batch.states, strict=True)
-            batch.grads[:] = [widened(grad) if "master" in state else grad for grad, state in pairs]
-            gradients.params += batch.params
-            gradients.grads += batch.grads
-            gradients.groups += [group] * len(batch.params)
-        return gradients
 
     def _check_whole(self) -> None:
         """Refuse to look across parameters if this optimizer holds a part of them only."""
@@ -527,17 +521,6 @@ class UpdateRule(Optimizer):
             for part in pieces(batch, limit, seed=seed):
                 rule.update(group, part)
 
-    def _write_back(self, group: Mapping[str, Any], batch: Batch) -> None:
-        """Round the masters of a batch into their parameters, except rows, which the rule writes itself."""
-        params = [param for param in group["params"] if param.grad is not None]
-        worked = zip(params, batch.params, batch.grads, strict=True)
-        pairs = [(param, master) for param, master, grad in worked if master is not param and not grad.is_sparse]
-        if pairs:
-            foreach.copy_([local(param) for param, _ in pairs], [local(master) for _, master in pairs])
-        for param in params:
-            if has_master(param, group):
-                self._stamps.note(param)
-
 
 @_not_traced
 def _untraced(optimizer: UpdateRule, closure: Callable[[], Any] | None) -> Any:
@@ -550,3 +533,62 @@ def _by_hand(group: Mapping[str, Any], key: str) -> bool:
         return False
     value = group[key]
     return isinstance(value, (int, float, Tensor)) and bool(value != group[SET_BY_SCHEDULE + key])
+
+
+def _in_order(state_dict: dict[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the state dict with its parameters in the order of ``groups``, if both sides have the same names.
+
+    torch pairs by position only, so a model whose layers were reordered would get the wrong moments.
+    """
+    names = {name for group in groups for name in group.get("param_names", ())}
+    saved_groups = state_dict["param_groups"]
+    indices: dict[str, int] = {}
+    for saved in saved_groups:
+        indices.update(zip(saved.get("param_names", ()), saved["params"], strict=False))
+    sizes = [len(group["params"]) for group in groups]
+    if indices.keys() != names or sizes != [len(saved["params"]) for saved in saved_groups]:
+        return state_dict
+    ordered = [
+        {**saved, "params": [indices[name] for name in group["param_names"]], "param_names": list(group["param_names"])}
+        if "param_names" in group
+        else saved
+        for group, saved in zip(groups, saved_groups, strict=True)
+    ]
+    return {**state_dict, "param_groups": ordered}
+
+
+def _check_shapes(
+    state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], keys: Sequence[Sequence[str]]
+) -> None:
+    """Refuse saved entries, by name per group, that are no numbers and do not have the shape of their parameter.
+
+    Groups and parameters whose number differs are left to torch, which refuses them.
+    """
+    position = 0
+    for group, saved, names in zip(groups, state_dict["param_groups"], keys, strict=False):
+        for param, index in zip(group["params"], saved["params"], strict=False):
+            for key in (*names, "master"):
+                value = state_dict["state"].get(index, {}).get(key)
+                if isinstance(value, Tensor) and value.ndim and value.shape != param.shape:
+                    raise ValueError(
+                        f"the checkpoint's {key!r} of parameter {position} has shape {tuple(value.shape)}, "
+                        f"the parameter has {tuple(param.shape)}; give the parameters in the order of the checkpoint."
+                    )
+            position += 1
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """A state entry on its way through ``Optimizer.load_state_dict``, which casts and moves bare tensors itself."""
+
+    value: Any
+
+
+def _hide(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Wrap the entries of a state dict, as a hook before it is loaded."""
+    known = {index for group in state_dict["param_groups"] for index in group["params"]}
+    states = {
+        index: {key: _Saved(value) for key, value in state.items()} if index in known else state
+        for index, state in state_dict["state"].items()
+    }
+    return {**state_dict, "state": states}
