@@ -168,36 +168,20 @@ class LazyAdam(Adam):
             )
 
     @torch.no_grad()
-    def catch_up(self, param: Tensor | None = None, rows: Tensor | Sequence[int] | None = None) -> None:
-        """Replay missed steps, for rows that are about to be read or for all rows before evaluation or saving.
+    def catch_up(self) -> None:
+        """Replay the missed steps of all rows, before evaluation or saving. The state is then Adam's.
 
         Does nothing in classic mode or if no row lags. Safe at any time: it does not change what training computes.
         Cost: see the class. Memory: about 100 MB at most, for any size of the table.
 
-        Args:
-            param: A parameter of this optimizer; None for all.
-            rows: Row numbers of ``param``, in any shape and order; None for all, after which the state is Adam's.
-
-        Raises:
-            TypeError: ``rows`` are not whole numbers, or are given without ``param``.
-            ValueError: This optimizer does not hold the parameter.
-            IndexError: ``param`` does not have such a row.
-
         Example:
             >>> table = torch.nn.Embedding(10, 4, sparse=True)
             >>> optimizer = LazyAdam(table.parameters(), exact=True)
-            >>> optimizer.catch_up(table.weight, [3, 5])
             >>> optimizer.catch_up()
         """
-        if param is None:
-            if rows is not None:
-                raise TypeError("rows: also give the parameter that they belong to.")
-            for group in self.param_groups:
-                for each in group["params"]:
-                    self._catch_up(each)
-            return
-        self._check_held(param)
-        self._catch_up(param, None if rows is None else _row_numbers(param, rows))
+        for group in self.param_groups:
+            for param in group["params"]:
+                self._catch_up(param)
 
     def attach(self, module: nn.Embedding | nn.EmbeddingBag) -> Attachment:
         """Replay the missed steps of rows right before ``module`` reads them, in every forward pass, also in eval mode.
@@ -223,7 +207,10 @@ class LazyAdam(Adam):
                 "the embedding has sparse=False, so its gradients are dense and no row falls behind; use sparse=True."
             )
         weight = module.weight
-        self._check_held(weight)
+        if not any(weight is param for group in self.param_groups for param in group["params"]):
+            raise ValueError(
+                f"this optimizer does not hold the parameter of shape {tuple(weight.shape)}; give its module."
+            )
 
         @torch.no_grad()
         def before_forward(read: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -232,7 +219,7 @@ class LazyAdam(Adam):
                 self._catch_up(weight, ids)
 
         handle = module.register_forward_pre_hook(before_forward, with_kwargs=True)
-        return Attachment(handle, undo=lambda: self.catch_up(weight))
+        return Attachment(handle, undo=torch.no_grad()(lambda: self._catch_up(weight)))
 
     def update(self, group: dict[str, Any], batch: Batch) -> None:
         """Update in place; a sparse gradient is handled as a small dense one of its rows."""
@@ -310,11 +297,6 @@ class LazyAdam(Adam):
             batch.grads[:] = [grad.coalesce() if grad.is_sparse else grad for grad in batch.grads]
         return super().prepare(work)
 
-    def _check_held(self, param: Tensor) -> None:
-        if not any(param is other for group in self.param_groups for other in group["params"]):
-            found = f"of shape {tuple(param.shape)}" if isinstance(param, Tensor) else repr(param)
-            raise ValueError(f"this optimizer does not hold the parameter {found}; give one of its parameters.")
-
 
 def _made_step(group: Mapping[str, Any], state: dict[str, Any], rows: Tensor) -> None:
     """Record that only these rows made the step that the state counts."""
@@ -325,18 +307,6 @@ def _made_step(group: Mapping[str, Any], state: dict[str, Any], rows: Tensor) ->
         state["past"] = new_past(group)
     record(state["past"], step, group)
     state["last_step"].index_fill_(0, rows, step)
-
-
-def _row_numbers(param: Tensor, rows: Tensor | Sequence[int]) -> Tensor:
-    numbers = torch.as_tensor(rows, device=param.device)
-    if not numbers.numel():
-        return numbers.long()
-    if numbers.is_floating_point() or numbers.is_complex() or numbers.dtype is torch.bool:
-        raise TypeError(f"rows: found {numbers.dtype}; give whole numbers.")
-    low, high = int(numbers.min()), int(numbers.max())
-    if low < 0 or high >= len(param):
-        raise IndexError(f"rows: found {low} to {high}; the parameter has rows 0 to {len(param) - 1}.")
-    return numbers.long()
 
 
 def form_of(group: Mapping[str, Any]) -> tuple[bool, ...]:

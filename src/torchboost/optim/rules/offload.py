@@ -68,9 +68,8 @@ class AdamOffload(Adam):
         eps_uncorrected: See :class:`Adam`; torch has no fused kernel for it.
         maximize: See :class:`Adam`.
         master_weights: Keep a float32 copy of bfloat16 and float16 parameters on the host, and float32 moments.
-        chunk_mebibytes: Size of each of the two buffers, in MiB, at least 1/128.
-        pin_memory: Also page-lock the state of parameters on an accelerator, so that it is never swapped out. The
-            buffers are always page-locked.
+        chunk_mebibytes: Size of each of the two page-locked buffers, in MiB, at least 1/128. The state of parameters on
+            an accelerator is page-locked too, so that it is never swapped out.
         **common: ``transforms`` and ``nonfinite``, see :class:`~torchboost.optim.UpdateRule`.
 
     Raises:
@@ -82,7 +81,7 @@ class AdamOffload(Adam):
     """
 
     packs_moments = rounds = False
-    kept = (*Adam.kept, "chunk_mebibytes", "pin_memory")
+    kept = (*Adam.kept, "chunk_mebibytes")
 
     def __init__(
         self,
@@ -100,25 +99,20 @@ class AdamOffload(Adam):
         maximize: bool = False,
         master_weights: bool = True,
         chunk_mebibytes: float = 64.0,
-        pin_memory: bool = True,
         **common: Unpack[Pipeline],
     ) -> None:
         check_number("chunk_mebibytes", chunk_mebibytes, above=True)
         if chunk_mebibytes * MEBIBYTE < SMALLEST_CHUNK:
             raise ValueError(f"chunk_mebibytes: found {chunk_mebibytes!r}; give at least {SMALLEST_CHUNK / MEBIBYTE}.")
-        if not isinstance(pin_memory, bool):
-            raise TypeError(f"pin_memory: found {pin_memory!r}; give True or False.")
         self.chunk_mebibytes = float(chunk_mebibytes)
-        self.pin_memory = pin_memory
         fused = None if nesterov or eps_uncorrected else True
         arguments = rule_arguments(locals(), foreach=None, capturable=False, moments_8bit=False)
-        del arguments["defaults"]["chunk_mebibytes"], arguments["defaults"]["pin_memory"]
+        del arguments["defaults"]["chunk_mebibytes"]
         UpdateRule.__init__(self, **arguments)
 
     def constructor_options(self) -> dict[str, Any]:
         """Return the constructor's arguments that the param groups do not hold, by name."""
-        buffers = {"chunk_mebibytes": self.chunk_mebibytes, "pin_memory": self.pin_memory}
-        return {**super().constructor_options(), **buffers}
+        return {**super().constructor_options(), "chunk_mebibytes": self.chunk_mebibytes}
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -161,8 +155,7 @@ class AdamOffload(Adam):
         return param.device.type != "cpu"
 
     def _host_like(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        pinned = self.pin_memory and _pinnable(like.device)
-        return torch.empty_like(like, dtype=dtype, device="cpu", pin_memory=pinned)
+        return torch.empty_like(like, dtype=dtype, device="cpu", pin_memory=_pinnable(like.device))
 
     def _loaded(self, param: Tensor, group: Mapping[str, Any], key: str, value: Any) -> Any:
         if key not in ON_HOST[1:] or not isinstance(value, Tensor):
