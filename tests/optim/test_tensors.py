@@ -18,6 +18,7 @@ from tests.support.optimizers import give_grads, parameters, same, train
 from torchboost.core.torch_private import foreach
 from torchboost.errors import IncompatibleError
 from torchboost.optim import SGD, Adam, Batch
+from torchboost.optim.rules.trust_ratio import together
 from torchboost.optim.tensors import (
     aligned,
     all_finite,
@@ -26,7 +27,6 @@ from torchboost.optim.tensors import (
     stand_in,
     writable,
 )
-from torchboost.optim.transforms import together
 
 
 def test_strides_of_axes_of_length_one_mean_nothing():

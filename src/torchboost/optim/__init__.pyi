@@ -41,14 +41,9 @@ from .schedules import Trapezoid as Trapezoid
 from .schedules import Warmup as Warmup
 from .schedules import as_list as as_list
 from .tensors import Batch as Batch
-from .transforms import AddDecay as AddDecay
-from .transforms import Cautious as Cautious
 from .transforms import Centralize as Centralize
 from .transforms import ClipNorm as ClipNorm
 from .transforms import ClipValue as ClipValue
 from .transforms import Coalesce as Coalesce
 from .transforms import Decay as Decay
-from .transforms import ScaleByTrustRatio as ScaleByTrustRatio
 from .transforms import Unscale as Unscale
-from .transforms import Updates as Updates
-from .transforms import UpdateTransform as UpdateTransform

@@ -225,8 +225,8 @@ class _Attached(Attachment):
         optimizer.grad_scale = torch.ones_like(scale)
 
 
-def check_transforms(transforms: Iterable[object], inputs: type = Gradients) -> None:
-    """Refuse objects that are not transforms of ``inputs``.
+def check_transforms(transforms: Iterable[object]) -> None:
+    """Refuse objects that are not transforms.
 
     Raises:
         TypeError: Something is not a transform.
@@ -234,10 +234,10 @@ def check_transforms(transforms: Iterable[object], inputs: type = Gradients) -> 
     for transform in transforms:
         if isinstance(transform, type):
             raise TypeError(f"found the class {transform.__name__}; give an instance: {transform.__name__}(...).")
-        needs_flag = inputs is Gradients and not isinstance(getattr(transform, "scale_free", None), bool)
-        if needs_flag or not callable(transform):
-            flag = " and have a boolean 'scale_free'" if inputs is Gradients else ""
-            raise TypeError(f"found {transform!r}; a transform must be callable with {inputs.__name__}{flag}.")
+        if not callable(transform) or not isinstance(getattr(transform, "scale_free", None), bool):
+            raise TypeError(
+                f"found {transform!r}; a transform must be callable with Gradients and have a boolean 'scale_free'."
+            )
 
 
 def check_gradients(transforms: Iterable[GradientTransform], gradients: Gradients) -> list[Tensor]:

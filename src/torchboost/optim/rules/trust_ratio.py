@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +18,6 @@ from torchboost.optim.rules.adam import adam_directions, as_real, rooted_directi
 from torchboost.optim.rules.base import Batch, UpdateRule
 from torchboost.optim.rules.options import Common, rule_arguments
 from torchboost.optim.rules.sgd import SGD, Forms
-from torchboost.optim.transforms import AddDecay, ScaleByTrustRatio, Updates, together
 
 __all__ = ["LARS", "Lamb", "TrustRatio"]
 
@@ -201,9 +200,33 @@ class Lamb(UpdateRule):
         batch = as_real(batch, ("exp_avg", "exp_avg_sq"))
         if group["maximize"]:
             batch.grads[:] = foreach.neg(batch.grads)
-        updates = Updates(batch.params, adam_directions(group, batch), batch.grads, group)
-        if group["adapt"] and group["eps_in_root"]:
-            updates.measured = rooted_directions(group, batch)
-        for transform in (AddDecay(), ScaleByTrustRatio(max_ratio=None)):
-            transform(updates)
-        foreach.add_(batch.params, updates.updates, alpha=-float(group["lr"]))
+        directions = adam_directions(group, batch)
+        measured = rooted_directions(group, batch) if group["adapt"] and group["eps_in_root"] else directions
+        for changed in (directions,) if measured is directions else (directions, measured):
+            if group["weight_decay"]:
+                foreach.add_(changed, batch.params, alpha=float(group["weight_decay"]))
+        if group["adapt"]:
+            ratio = partial(_ratio, most=float(group["max_ratio"]))
+            foreach.mul_(directions, together(ratio, foreach_norm(batch.params), foreach_norm(measured)))
+        foreach.add_(batch.params, directions, alpha=-float(group["lr"]))
+
+
+def _ratio(size: Tensor, steepness: Tensor, most: float) -> Tensor:
+    usable = (size > 0) & (steepness > 0)
+    return torch.where(usable, (size / steepness).clamp(max=most), torch.ones_like(size))
+
+
+def together(function: Callable[..., Tensor], *lists: Sequence[Tensor]) -> list[Tensor]:
+    """Apply an elementwise function to lists of scalars, in a few operations instead of a few per scalar.
+
+    Args:
+        function: Elementwise; given tensors of equal shape, returns one of that shape.
+        lists: Tensors of shape ``()``; all lists have the same length.
+
+    Returns:
+        Tensors of shape ``()``. Scalars that differ in type, device or precision are processed one by one.
+    """
+    kinds = {(type(number), number.device, number.dtype) for numbers in lists for number in numbers}
+    if [kind for kind, _, _ in kinds] == [Tensor]:
+        return list(function(*(torch.stack(list(numbers)) for numbers in lists)).unbind())
+    return [function(*numbers) for numbers in zip(*lists, strict=True)]
