@@ -37,7 +37,7 @@ from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.graph.trace import shared_traces
 from torchboost.inference import fast_copy
 from torchboost.levers import Levers
-from torchboost.optim.muon_groups import named_optimizer
+from torchboost.optim.groups import named_optimizer
 from torchboost.optim.rules.schedule_free import warn_of_training_weights
 from torchboost.plan import Plan, why_idle
 from torchboost.registry import Facts, Loop

@@ -225,12 +225,6 @@ FAULTS: dict[str, tuple[dict[str, Any], Callable[[list[nn.Parameter]], None] | N
         FloatingPointError,
     ),
     "late refusal": ({"transforms": (Centralize(), ClipNorm(1.0), Decay(0.1))}, row_sparse_grad, RuntimeError),
-    "norm after transforms": (
-        {"transforms": (Centralize(), ClipValue(0.1), ClipNorm(1.0, error_if_nonfinite=True))},
-        infinite_grad,
-        RuntimeError,
-    ),
-    "norm": ({"transforms": (ClipNorm(1.0, error_if_nonfinite=True),)}, infinite_grad, RuntimeError),
     "transform": ({"transforms": (Spoilt(),)}, None, OSError),
     "list": ({"lr": [0.1]}, None, IndexError),
     "function": ({"lr": lambda step: 0.1 if step < 1 else "late"}, None, TypeError),

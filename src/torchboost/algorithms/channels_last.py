@@ -24,9 +24,8 @@ from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.optim.fusing import care_for_fused
 from torchboost.optim.rules.base import UpdateRule
-from torchboost.optim.rules.checkpoints import change_entries
 from torchboost.optim.tensors import aligned
-from torchboost.optim.wrapping_optimizer import WrappingOptimizer
+from torchboost.optim.wrapping_optimizer import WrappingOptimizer, change_entries
 
 __all__ = ["ChannelsLast", "to_channels_last"]
 

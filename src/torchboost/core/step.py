@@ -278,7 +278,8 @@ class TrainStep:
     def _forward_backward(self, inputs: tuple[Any, ...], accumulator: MicroSteps | None) -> None:
         optimizer = self.target.optimizer
         if isinstance(optimizer, ClosureOptimizer):
-            device = optimizer.param_groups[0]["params"][0].device
+            parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            device = next((parameter.device for parameter in parameters), torch.device("cpu"))
             self._replay = Replay(lambda: self._checked_loss(inputs)[0], device)
             loss, count = self._replay.first(), None
         else:
