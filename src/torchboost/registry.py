@@ -488,7 +488,7 @@ def build(entry: Entry, settings: Mapping[str, Any], origins: Mapping[str, str])
     if not settings:
         return _plain(entry.algorithm)
     hints = _hints(entry.algorithm)
-    values = {key: _frozen(value) for key, value in settings.items()}
+    values = {k: _frozen(value) for k, value in settings.items() if (k, value) not in entry.removed.items()}
     for key, value in values.items():
         path = origins.get(key, f"extra.{entry.name}.{key}")
         if key not in hints:

@@ -19,8 +19,7 @@ from typing_extensions import Self
 
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import check_module
-from torchboost.core.forward import tensors_in, with_tensors
-from torchboost.core.forward import ForwardWatch, cover_forward
+from torchboost.core.forward import ForwardWatch, cover_forward, tensors_in, with_tensors
 from torchboost.core.hardware import is_on_cpu
 from torchboost.core.torch_private import (
     AnyConv,
