@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
-from torchboost.algorithms.adaptive_sum.algorithm import AdaptiveSum
+from torchboost.algorithms.adaptive_sum import AdaptiveSum
 from torchboost.algorithms.autocast import Autocast
 from torchboost.algorithms.channels_last import ChannelsLast
 from torchboost.algorithms.compile import Compile

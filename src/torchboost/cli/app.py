@@ -13,18 +13,11 @@ import torch
 import typer
 
 from torchboost import __version__
-from torchboost.algorithms.dim_reduce.basis import (
-    checkpoint_files,
-    length_of,
-    read_checkpoints,
-    shapes_in,
-    write_matrix,
-)
 from torchboost.bench.report.table import markdown, print_report
 from torchboost.bench.report.template import bench_page, write_page
 from torchboost.cli.bench import bench
 from torchboost.cli.doctor import doctor
-from torchboost.cli.shared import Json, display, fail, print_json, print_table, print_tuning, summary_of, user_errors
+from torchboost.cli.shared import Json, fail, print_json, print_table, print_tuning, summary_of, user_errors
 from torchboost.cli.tune import tune
 from torchboost.config import BoostConfig
 from torchboost.core.hardware import device_fault, half_precision
@@ -206,42 +199,3 @@ def report(
         print_report(loaded)
     if page is not None:
         typer.echo(f"wrote {page}", err=as_markdown)
-
-
-@app.command()
-def pca(
-    folder: Annotated[Path, typer.Argument(help="Checkpoints of one model: .safetensors, or .pt with tensors only.")],
-    components: Annotated[int, typer.Option(min=1, help="Number of directions.")] = 32,
-    out: Annotated[
-        Path, typer.Option(help="The .npy file to write; a .json with the same name lists the columns.")
-    ] = Path("pca.npy"),
-    exclude: Annotated[
-        str, typer.Option(help="Entries that are not trained parameters: name patterns, comma-separated.")
-    ] = "*running_mean,*running_var",
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the file in --out and its .json.")] = False,
-    json: Json = False,
-) -> None:
-    """Compute the principal components of the weights in checkpoints, for dim_reduce.pca_mat_path."""
-    if out.suffix != ".npy":
-        fail(f"--out: found {out}; give a file that ends in .npy.")
-    for file in (out, out.with_suffix(".json")):
-        if file.exists() and not force:
-            fail(f"--out: {file} already exists; choose another file, or overwrite it with --force.")
-    if not out.parent.is_dir():
-        fail(f"--out: the folder {out.parent} does not exist; create it first.")
-    patterns = [pattern.strip() for pattern in exclude.split(",") if pattern.strip()]
-    with user_errors(), display() as progress:
-        try:
-            files = checkpoint_files(folder)
-            shapes = shapes_in(files[0], patterns)
-            explained = write_matrix(out, read_checkpoints(files, shapes), shapes, components, progress=progress)
-        except ValueError as error:
-            fail(str(error))
-    if json:
-        counts = {"checkpoints": len(files), "parameters": len(shapes), "weights": length_of(shapes)}
-        print_json({"out": str(out), "components": components, **counts, "explained": explained})
-        return
-    typer.echo(
-        f"wrote {out}: {components} directions of {length_of(shapes):,} weights in {len(shapes)} parameters, "
-        f"from {len(files)} checkpoints; they explain {explained:.1%} of the variance"
-    )

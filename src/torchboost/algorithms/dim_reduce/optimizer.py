@@ -52,7 +52,6 @@ class DimReduceOptimizer(ClosureOptimizer):
     Attributes:
         accepted: Updates so far in which a trial was accepted.
         trial: The trial that the last update accepted, from 1; 0 if none was, or a number was not finite.
-        loss: The loss before the last update, averaged over the ranks.
 
     Raises:
         ValueError: A setting out of range, or the basis spans another number of weights.
@@ -104,7 +103,6 @@ class DimReduceOptimizer(ClosureOptimizer):
             "step": torch.zeros_like(matrix[0]),
         }
         self.accepted = self.trial = 0
-        self.loss = math.nan
         self._alike = basis.group is None
         self._buffers = tuple(buffers)
         self._residual = torch.zeros(length, dtype=parameters[0].dtype, device=parameters[0].device)
@@ -142,7 +140,7 @@ class DimReduceOptimizer(ClosureOptimizer):
         if not self._alike:
             self._check_alike(gradient)
         projected = self.basis.project(gradient)
-        self.loss = start = self._mean(loss)
+        start = self._mean(loss)
         self.trial = 0
         if not (projected.isfinite().all() and math.isfinite(start)):
             return

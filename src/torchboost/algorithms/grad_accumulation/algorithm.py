@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,6 @@ from torchboost.core.wrapping import only_ddp, wrapper_of
 from torchboost.errors import IncompatibleError
 
 __all__ = ["Accumulator", "GradAccumulation", "Window", "checked_steps"]
-
-Reduction: TypeAlias = Literal["mean", "sum"]
 
 
 def checked_steps(steps: int, name: str = "steps") -> int:
@@ -250,13 +248,12 @@ class Accumulator:
         if closing:
             self._complete()
 
-    def share(self, loss: Tensor, count: float | Tensor | None = None, *, reduction: Reduction = "mean") -> Tensor:
+    def share(self, loss: Tensor, count: float | Tensor | None = None) -> Tensor:
         """Return the loss times the weight of this micro-batch. Call it once per micro-step.
 
         Args:
-            loss: Of shape ``()``.
+            loss: The mean over the samples or tokens, of shape ``()``.
             count: Number of samples or tokens in the loss, 0 or more; without it, all micro-batches weigh the same.
-            reduction: Whether the loss is the mean or the sum over them.
 
         Raises:
             ValueError: A count is negative, not finite or missing; only some micro-batches of a window have counts; or
@@ -264,15 +261,11 @@ class Accumulator:
             RuntimeError: Called outside a micro-step, or twice in one.
         """
         window = self._in_phase("open")
-        if reduction not in ("mean", "sum"):
-            raise ValueError(f"reduction: found {reduction!r}; allowed are 'mean' and 'sum'.")
         number = window.checked(count)
-        if number is None and reduction == "sum":
-            raise ValueError("count: found none; pass the number of samples or tokens that the sum runs over.")
         if number == 0 and not bool(torch.isfinite(loss)):
             raise ValueError(
-                f"count: found 0 for a loss of {loss.item()}; the mean over nothing is undefined: pass the sum "
-                "(reduction='sum'), or divide by at least 1."
+                f"count: found 0 for a loss of {loss.item()}; the mean over nothing is undefined: divide "
+                "the sum by at least 1."
             )
         if number is None:
             window.add(1.0, counted=False)
@@ -283,7 +276,7 @@ class Accumulator:
                 self._nominal = self._ranks.largest(max(number, 1.0))
             window.add(number / self._nominal, counted=True)
             # The nominal count takes the path of a plain mean, so equal batches give the same bits as without counts.
-            factor = (1.0 if reduction == "sum" else number) / self._nominal
+            factor = number / self._nominal
             part = loss if factor == 1.0 else loss * factor
         window.phase = "shared"
         return part if window.length == 1 else part / window.length
