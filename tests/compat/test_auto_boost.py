@@ -191,18 +191,6 @@ def test_the_cell_accumulates_with_either_optimizer():
         assert len(updates) == 5
 
 
-def test_the_cell_takes_the_subspace_with_the_optimizer_that_was_given():
-    network = WithLoss(nn.Linear(4, 2), F.cross_entropy)
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-    config = {"boost": {"mode": "manual", "dim_reduce": True}, "dim_reduce": {"n_components": 2}}
-    config["extra"] = {"dim_reduce": {"snapshot_every": 1}}
-    AutoBoost("O0", config).network_auto_process_train(network, optimizer)
-    cell = BoostTrainOneStepCell(network, optimizer)
-    assert cell.check_dim_reduce_enable()
-    for _ in range(4):
-        cell(torch.randn(3, 4), torch.zeros(3, dtype=torch.long))
-
-
 def trained_steps(network, optimizer, n: int):
     for x, y in batches(n):
         optimizer.zero_grad()

@@ -429,7 +429,7 @@ def _combine(
 
 
 def _exchange(sent: Sequence[Tensor], received: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Send and receive one tensor to and from each other rank; the sizes agree, and empty ones do not travel."""
+    """Send and receive one tensor to and from each other rank. The sizes agree, and empty ones do not travel."""
     rank = dist.get_rank(group)
     calls = [
         dist.P2POp(way, tensor, group=group, group_peer=peer)

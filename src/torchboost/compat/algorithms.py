@@ -141,7 +141,7 @@ class AdaSum:
         device_number: Number of ranks on a node.
         group_number: Number of nodes.
         parameter_tuple: The parameters, in the same order on all ranks.
-        fusion: The :class:`~torchboost.ParameterProcess` that numbered the parameters; those with one number share a
+        fusion: The :class:`~torchboost.ParameterProcess` that numbered the parameters. Those with one number share a
             set of collectives. With None all do.
 
     Raises:
@@ -322,7 +322,7 @@ class DimReduce:
 
         Args:
             loss: The loss of the batch at these weights.
-            old_grad: The gradients, averaged over the ranks; None for a parameter without a gradient.
+            old_grad: The gradients, averaged over the ranks. None for a parameter without a gradient.
             weight: The parameters that this object was built with.
             weight_clone: The weights at which the step starts. They are first written into the parameters.
             *inputs: The inputs of the network, for the trials.

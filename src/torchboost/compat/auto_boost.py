@@ -34,8 +34,8 @@ class AutoBoost:
         loop: The owner of the training loop: ``"own"``, which includes the training cells, or the trainer
             ``"transformers"``, ``"lightning"`` or ``"accelerate"``. Trainers accumulate gradients and scale the loss
             themselves, so accumulation and loss scaling are left out, and the reason names the trainer's setting.
-        calibrate: Whether the first training call measures which speed levers pay; see :func:`torchboost.boost`.
-        verify: Whether it compares the speed levers with a plain step; see :func:`torchboost.boost`.
+        calibrate: Whether the first training call measures which speed levers pay. See :func:`torchboost.boost`.
+        verify: Whether it compares the speed levers with a plain step. See :func:`torchboost.boost`.
 
     Raises:
         ConfigError: A level, mode, section or key is unknown, or a value has the wrong type or is out of range. A
@@ -91,7 +91,7 @@ class AutoBoost:
         The returned optimizer is the given one, with two exceptions. With gradient accumulation it is an
         :class:`~torchboost.algorithms.grad_accumulation.optimizer.AccumulatingOptimizer` around the given one, which
         applies every k-th ``step``. With dimension-reduced training it is one whose ``step`` needs a function that
-        returns the loss (:class:`~torchboost.algorithms.dim_reduce.algorithm.DimReduceRun`); the training cells pass
+        returns the loss (:class:`~torchboost.algorithms.dim_reduce.algorithm.DimReduceRun`). The training cells pass
         this function. In these two cases the training cells accept the given optimizer too, but in your own loop its
         ``step`` raises ``IncompatibleError``.
 
@@ -127,7 +127,7 @@ class AutoBoost:
         """Return a fast copy for inference. ``network`` itself is not changed and can continue to train.
 
         Every BatchNorm that certainly follows a convolution or a linear layer in every call is folded into it, and
-        kernels are stored channels-last; see :func:`~torchboost.inference.fast_copy`. The copy is in eval mode,
+        kernels are stored channels-last. See :func:`~torchboost.inference.fast_copy`. The copy is in eval mode,
         consists of torch's modules and the network's own, and computes in the precision of its parameters. In float32
         its outputs equal those of ``network.eval()`` within 1e-4 of the largest output. This is checked on ``sample``,
         or at the first call of the copy with the inputs of that call. If the check fails, the copy is not folded, and a
@@ -145,7 +145,7 @@ class AutoBoost:
                 keyword arguments.
 
         Raises:
-            TypeError: ``network`` is not a module, or it cannot be copied; see :func:`torchboost.inference.fast_copy`.
+            TypeError: ``network`` is not a module, or it cannot be copied. See :func:`torchboost.inference.fast_copy`.
             ValueError: The network does not run on ``sample``, or it computes NaN or infinities, for example because it
                 diverged.
 

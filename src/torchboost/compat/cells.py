@@ -100,7 +100,7 @@ class BoostTrainOneStepCell:
 
     Args:
         network: Returns the loss, a tensor of shape ``()``, alone or followed by the number of samples or tokens, by
-            which gradient accumulation weighs it; see :class:`WithLoss`. Usually the network and the optimizer come
+            which gradient accumulation weighs it. See :class:`WithLoss`. Usually the network and the optimizer come
             from :meth:`AutoBoost.network_auto_process_train`, whose algorithms then act in this step.
         optimizer: Updates the network. The optimizer that was passed to :class:`AutoBoost` is replaced by the one that
             it returned.
@@ -133,7 +133,7 @@ class BoostTrainOneStepCell:
         self._build(network, optimizer, scaler, advice)
 
     def _build(self, network: nn.Module, optimizer: Optimizer, scaler: Scaler | None, advice: str) -> None:
-        """Build the step; ``advice`` tells what to do if boosting has added another scaler than this one.
+        """Build the step. ``advice`` tells what to do if boosting has added another scaler than this one.
 
         MindSpore's API passes only the network and the optimizer from ``AutoBoost`` to the cell.
         """
@@ -210,7 +210,7 @@ class BoostTrainOneStepCell:
 
         Args:
             loss: Returned unchanged.
-            grads: One unscaled gradient per parameter of the optimizer; None for a parameter without a gradient.
+            grads: One unscaled gradient per parameter of the optimizer. None for a parameter without a gradient.
 
         Raises:
             IncompatibleError: AdaSum does not act in this cell. Nothing is changed.
@@ -232,7 +232,7 @@ class BoostTrainOneStepCell:
 
         Args:
             loss: Returned unchanged.
-            grads: One gradient per parameter of the optimizer, multiplied by ``sens``; None for a parameter without a
+            grads: One gradient per parameter of the optimizer, multiplied by ``sens``. None for a parameter without a
                 gradient.
             sens: Not used. MindSpore passes it to dimension-reduced training.
             *inputs: Not used.
@@ -266,7 +266,7 @@ class BoostTrainOneStepWithLossScaleCell(BoostTrainOneStepCell):
             :class:`~torchboost.DynamicLossScale`, ``torch.amp.GradScaler``, :class:`~torchboost.GroupGradScaler`,
             :class:`GroupLossScaleManager`, or an object with their methods; or an update cell, called as
             ``cell(loss_scale, overflow)`` after each update with two tensors of shape ``()``. An update cell changes
-            ``loss_scale`` in place, or returns the new scale; a returned boolean is ignored. Its initial scale is
+            ``loss_scale`` in place, or returns the new scale. A returned boolean is ignored. Its initial scale is
             ``cell.get_loss_scale()``, or 65536 without such a method.
 
     Raises:

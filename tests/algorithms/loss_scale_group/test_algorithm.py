@@ -218,7 +218,7 @@ def test_a_window_that_was_resumed_may_hold_gradients_of_a_module_that_was_not_c
     assert all_equal(model.parameters(), again.parameters())
 
 
-def test_the_report_names_the_group_and_the_warning_the_gradient():
+def test_the_report_and_the_warning_name_the_group():
     model = mlp()
     scaler = GroupGradScaler(model, ["0", ["2", "3"]])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

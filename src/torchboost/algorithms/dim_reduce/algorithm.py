@@ -47,12 +47,12 @@ _PASSED_BY = (
     "target.optimizer.step(lambda: loss_fn(model(inputs), labels))."
 )
 _LONGEST = 10**9
-"""Seconds; a wait is a timedelta, which holds no more than some millennia."""
+"""Seconds. A wait is a timedelta, which holds no more than some millennia."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DimReduction(Algorithm):
-    """Train along a few directions that earlier training has found; not combined with other algorithms.
+    """Train along a few directions that earlier training has found. It is not combined with other algorithms.
 
     ``attach`` replaces the target's optimizer by a :class:`DimReduceRun`. The directions come from a file, from
     checkpoints of an earlier run, or, if neither is named, from snapshots of this run: it then trains with the
@@ -325,7 +325,7 @@ def _on_ranks(make: Callable[[], DimReduceBasis], settings: DimReduction, group:
 
 
 def _group(model: nn.Module) -> dist.ProcessGroup | None:
-    """Return the ranks that train the model together; a bare one is taken to be wrapped later, over all ranks."""
+    """Return the ranks that train the model together. A bare one is taken to be wrapped later, over all ranks."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     wrapped = only_ddp(model)

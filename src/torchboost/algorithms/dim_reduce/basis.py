@@ -133,7 +133,7 @@ class DimReduceBasis:
         return vectors
 
     def fingerprint(self) -> Tensor:
-        """Return the projection of a fixed vector, shape ``(k,)``, to tell bases apart; NaN for rows of other ranks."""
+        """Return the projection of a fixed vector, shape ``(k,)``, to tell bases apart. NaN for rows of other ranks."""
         vector = torch.arange(self.length, device=self.rows.device).to(self.rows.dtype).cos()
         mark = torch.full((self.components,), torch.nan, dtype=torch.float64, device="cpu")
         mark[self._place] = (self.rows @ vector).to("cpu", torch.float64)
@@ -143,7 +143,7 @@ class DimReduceBasis:
         """Check that ``P P'c`` is c for a few random c. With a group, all ranks must call this together.
 
         Raises:
-            ValueError: It is not; raised on every rank.
+            ValueError: It is not. Raised on every rank.
         """
         generator = torch.Generator("cpu").manual_seed(0)
         for _ in range(4):

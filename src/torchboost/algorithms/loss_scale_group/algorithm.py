@@ -93,7 +93,7 @@ class GroupScaler(LossScaler):
         return min(status.scale for status in self.report)
 
     def restart(self, scales: Sequence[float]) -> None:
-        """Begin again with these scales, one per name; a window that has begun keeps its own."""
+        """Begin again with these scales, one per name. A window that has begun keeps its own."""
         states = [self.rule.start(scale) for scale in scales]
         if self._pinned:
             states[0] = ScaleState(1.0)
@@ -163,7 +163,7 @@ class GroupGradScaler(GroupScaler):
     """A ``GradScaler`` with one scale per group, for float16 models that no single scale fits.
 
     Borders at the modules of each group change the scale of the gradients that pass, and are the identity in the
-    forward pass; the code of the model does not change. With ``s_g`` the scale of group g, its gradients are ``s_g``
+    forward pass. The code of the model does not change. With ``s_g`` the scale of group g, its gradients are ``s_g``
     times the true ones during the backward pass, and the true ones, bit for bit but for under- and overflow, after
     :meth:`unscale_`. (What is multiplied is the power of two below ``s_g``.) Between :meth:`update` and the next
     :meth:`scale` the borders let gradients pass unchanged, so a backward pass without this scaler is as it was. They go
@@ -187,21 +187,21 @@ class GroupGradScaler(GroupScaler):
     Raises:
         TypeError, ValueError: An argument is not valid, or no module has a given name.
         IncompatibleError: Two groups, or a group and the rest, share a parameter, the model is compiled already, or
-            another of these scalers is on it; nothing was changed. :meth:`unscale_` raises it if a module of a group
+            another of these scalers is on it. Nothing was changed. :meth:`unscale_` raises it if a module of a group
             has gradients but was never called itself.
 
     Warns:
         ScaleCollapseWarning: A scale collapses. The message names the group.
 
-    Cost: one pass over each tensor that crosses a border, in the backward pass; in float16 a copy in float32 of what
+    Cost: one pass over each tensor that crosses a border, in the backward pass. In float16 a copy in float32 of what
     leaves a group for anything but a module of another group. One pass over the gradients and one wait for the device
     per update.
 
     Limits: a module's weight that is used outside of it (``F.linear(x, embedding.weight)``) gets gradients of the wrong
-    scale there; put what uses it into the same group, or neither into any. torch refuses operations in place
+    scale there. Put what uses it into the same group, or neither into any. torch refuses operations in place
     directly on what leaves or enters a group: take the activation behind it into the group.
 
-    Source: layer-wise loss scaling, Zhao et al. 2019 (arXiv:1910.12385); shrinkage and growth as in MindSpore.
+    Source: layer-wise loss scaling, Zhao et al. 2019 (arXiv:1910.12385). Shrinkage and growth as in MindSpore.
 
     Example:
         >>> import torch, torchboost
@@ -273,7 +273,7 @@ class GroupGradScaler(GroupScaler):
 class LossScaleGroup(Algorithm):
     """A loss scale per group of modules. The loop must use ``target.scaler``.
 
-    :class:`~torchboost.core.step.TrainStep` and the training cells do; a loop of your own uses ``booster.scaler``, or
+    :class:`~torchboost.core.step.TrainStep` and the training cells do. A loop of your own uses ``booster.scaler``, or
     :class:`GroupGradScaler`, as it would a ``GradScaler``. A loop that does not scale trains as before.
 
     Args:

@@ -50,7 +50,7 @@ class ScaleState(NamedTuple):
 class ScaleRule:
     """The rule that adjusts a scale after overflows: MindSpore's, with bounds.
 
-    On overflow ``scale = max(scale * shrink, floor)`` and the window starts again; after every ``window`` updates
+    On overflow ``scale = max(scale * shrink, floor)`` and the window starts again. After every ``window`` updates
     without one ``scale = min(scale * growth, ceiling)``.
 
     Args:
@@ -92,7 +92,7 @@ class ScaleRule:
             )
 
     def start(self, scale: float, name: str = "init_scale") -> ScaleState:
-        """Return the state at the beginning of a run; ``name`` is what the caller calls the scale.
+        """Return the state at the beginning of a run. ``name`` is what the caller calls the scale.
 
         Raises:
             TypeError, ValueError: The scale is not a number, or outside floor and ceiling.
@@ -106,7 +106,7 @@ class ScaleRule:
         return ScaleState(float(scale))
 
     def after(self, state: ScaleState, overflow: bool) -> ScaleState:
-        """Return the state after an update; ``overflow`` says whether it overflowed."""
+        """Return the state after an update. ``overflow`` says whether it overflowed."""
         scale, clean = state
         if overflow:
             return ScaleState(max(scale * self.shrink, self.floor))
@@ -131,7 +131,7 @@ class MovingScale:
         self._warned = False
 
     def move(self, overflow: bool) -> None:
-        """Move the scale after an update; ``overflow`` says whether it overflowed."""
+        """Move the scale after an update. ``overflow`` says whether it overflowed."""
         self.state = self._rule.after(self.state, overflow)
         self.in_a_row = self.in_a_row + 1 if overflow else 0
         self.overflows += overflow
@@ -203,11 +203,11 @@ class LossScaler:
         return type(outputs)(self.scale(output) for output in outputs)
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the gradients by their scale, in place, and look for overflow; once per update and optimizer.
+        """Divide the gradients by their scale, in place, and look for overflow. Once per update and optimizer.
 
         Raises:
             RuntimeError: Called twice since the last update, or before anything was scaled.
-            IncompatibleError: A gradient is in float16; nothing was divided.
+            IncompatibleError: A gradient is in float16. Nothing was divided.
         """
         check_optimizer(optimizer)
         if optimizer in self._overflows:
@@ -226,11 +226,11 @@ class LossScaler:
         self._overflows[optimizer] = [flag > 0 for flag in total.tolist()]
 
     def step(self, optimizer: Optimizer, *args: Any) -> float | None:
-        """Step the optimizer unless a gradient overflowed; unscale first if needed.
+        """Step the optimizer unless a gradient overflowed. Unscale first if needed.
 
         Raises:
             RuntimeError: Called twice since the last update.
-            IncompatibleError: A closure was given; its gradients would not be unscaled.
+            IncompatibleError: A closure was given. Its gradients would not be unscaled.
         """
         if any(callable(arg) for arg in args):
             raise IncompatibleError(
@@ -265,7 +265,7 @@ class LossScaler:
         """Resume from the result of :meth:`state_dict`.
 
         Raises:
-            ValueError: The checkpoint is of another scaler; nothing was loaded.
+            ValueError: The checkpoint is of another scaler. Nothing was loaded.
         """
         entries = [*self._own_state(), "in_use"]
         if set(state_dict) != set(entries):
@@ -284,7 +284,7 @@ class LossScaler:
         return min(self._applied())
 
     def _applied(self) -> list[float]:
-        """The current scales; the first one multiplies the loss."""
+        """The current scales. The first one multiplies the loss."""
         raise NotImplementedError
 
     def _begun(self, scales: Sequence[float]) -> None:
@@ -295,7 +295,7 @@ class LossScaler:
         return [[param for group in optimizer.param_groups for param in group["params"]]]
 
     def _conclude(self, overflows: Sequence[bool]) -> None:
-        """Move the scales; ``overflows`` says for each of them whether it overflowed."""
+        """Move the scales. ``overflows`` says for each of them whether it overflowed."""
 
     def _own_state(self) -> dict[str, Any]:
         raise NotImplementedError
@@ -305,7 +305,7 @@ class LossScaler:
 
 
 class FixedLossScale(LossScaler):
-    """A fixed loss scale; updates that overflow are skipped.
+    """A fixed loss scale. Updates that overflow are skipped.
 
     Args:
         scale: Above 0.
@@ -327,7 +327,7 @@ class FixedLossScale(LossScaler):
         self.set(scale)
 
     def set(self, scale: float) -> None:
-        """Change the scale; inside an accumulation window it applies from the next window on."""
+        """Change the scale. Inside an accumulation window it applies from the next window on."""
         check_scale("scale", scale)
         self._scale = float(scale)
 
@@ -349,7 +349,7 @@ class DynamicLossScale(LossScaler):
 
     Args:
         init_scale: Scale at the beginning.
-        factor: Divides the scale at an overflow, multiplies it after a window; above 1.
+        factor: Divides the scale at an overflow, multiplies it after a window. Above 1.
         window: Updates without overflow per growth.
         floor: Smallest scale.
         ceiling: Largest scale.
@@ -439,7 +439,7 @@ def _divided(members: Sequence[Sequence[Tensor]], scales: Sequence[float]) -> li
 
 
 def _numbers(grad: Any) -> Tensor:
-    """Return the stored numbers of a gradient; shards of this rank only."""
+    """Return the stored numbers of a gradient. Shards of this rank only."""
     if hasattr(grad, "to_local"):
         grad = grad.to_local()
     values = sparse_values(grad) if grad.is_sparse else grad
