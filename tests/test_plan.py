@@ -246,7 +246,7 @@ def test_common_keys_that_nothing_reads_are_listed():
     config = {"common": {"gradient_split_groups": [3], "device_number": 4}}
     for mode in ("auto", "manual"):
         left_out = reasons(Plan.of("O1", {**config, "boost": {"mode": mode}}, FAST))
-        assert "AutoBoost.ddp_options(network)" in left_out["common.gradient_split_groups"]
+        assert "DistributedDataParallel has bucket_cap_mb" in left_out["common.gradient_split_groups"]
         assert "nothing else uses the number of ranks on a node" in left_out["common.device_number"]
     for other in ({"boost": {"mode": "disable_all"}}, {"extra": {"adasum": True}}):
         assert not any(name.startswith("common.") for name in reasons(Plan.of("O1", {**config, **other}, FAST)))

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchboost.algorithms.adaptive_sum.algorithm import AdaptiveSum
+from torchboost.algorithms.adaptive_sum import AdaptiveSum
 from torchboost.config import BoostConfig, BoostSwitches, ConfigSource
 from torchboost.core.algorithm import Algorithm, AttachedAlgorithms, Target, attach_all
 from torchboost.core.arguments import check_module, check_optimizer, check_pair, check_shapes, in_words
@@ -32,8 +32,7 @@ SWITCHES = tuple(name for name in BoostSwitches.model_fields if name != "mode")
 _LENGTH = "total_steps"
 """A fact about the run, not a choice: the written value always counts."""
 _COMMON = {
-    "gradient_split_groups": "AdaSum, which packs gradients by it, is off; for DistributedDataParallel pass it "
-    "AutoBoost.ddp_options(network)",
+    "gradient_split_groups": "AdaSum, which packs the updates by it, is off; DistributedDataParallel has bucket_cap_mb",
     "device_number": "AdaSum is off, and nothing else uses the number of ranks on a node",
 }
 

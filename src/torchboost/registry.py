@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
-from torchboost.algorithms.adaptive_sum.algorithm import AdaptiveSum
+from torchboost.algorithms.adaptive_sum import AdaptiveSum
 from torchboost.algorithms.autocast import Autocast
 from torchboost.algorithms.channels_last import ChannelsLast
 from torchboost.algorithms.compile import Compile

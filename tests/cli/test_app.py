@@ -7,12 +7,8 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
-from torch import nn
 from typer.testing import CliRunner
 
 import torchboost
@@ -23,7 +19,7 @@ from torchboost.cli import main
 from torchboost.cli.app import app
 from torchboost.registry import LEVELS, REGISTRY
 
-COMMANDS = ("bench", "levels", "explain", "report", "doctor", "pca", "tune")
+COMMANDS = ("bench", "levels", "explain", "report", "doctor", "tune")
 
 
 def run(*words: str, stdin: str | None = None):
@@ -190,57 +186,3 @@ def test_output_that_cannot_be_shown_is_escaped(saved, monkeypatch):
         written.flush()
         assert stopped.value.code == 0
         assert escaped in written.buffer.getvalue()
-
-
-def pca(*words: object):
-    return run("pca", *map(str, words))
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    path = tmp_path / "checkpoints"
-    path.mkdir()
-    for i in range(4):
-        torch.manual_seed(i)
-        torch.save(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).state_dict(), path / f"{i}.pt")
-    return path
-
-
-def test_pca_writes_the_directions_and_says_what_they_hold(folder: Path, tmp_path: Path) -> None:
-    out = tmp_path / "basis.npy"
-    found = pca(folder, "--components", 3, "--out", out)
-    assert found.exit_code == 0, found.output
-    assert "3 directions of 12 weights in 4 parameters, from 4 checkpoints; they explain 100.0%" in found.stdout
-    matrix = np.load(out)
-    np.testing.assert_allclose(matrix @ matrix.T, np.eye(3), atol=1e-6)
-    assert "comparing the snapshots, weights: " in found.stderr
-
-
-def test_pca_in_json_and_with_statistics_where_nobody_excludes_them(folder: Path, tmp_path: Path) -> None:
-    for more, weights in ((), 12), (("--exclude", "", "--force"), 16):
-        found = json.loads(pca(folder, "--components", 2, "--out", tmp_path / "basis.npy", *more, "--json").stdout)
-        assert (found["checkpoints"], found["weights"]) == (4, weights)
-        assert 0 < found["explained"] <= 1
-
-
-def test_pca_what_is_wrong_is_said_in_one_line(folder: Path, tmp_path: Path) -> None:
-    out = tmp_path / "basis.npy"
-    for words, said in (
-        ([folder, "--out", tmp_path / "basis.bin"], "ends in .npy"),
-        ([folder, "--components", 9, "--out", out], "n_components: found 9 and 4 snapshots"),
-        ([tmp_path / "none", "--out", out], "found no folder"),
-        ([folder, "--out", tmp_path / "none" / "basis.npy"], "create it first"),
-    ):
-        found = run("pca", *map(str, words))
-        assert found.exit_code == 1
-        assert said in found.stderr
-        assert "Traceback" not in found.output
-    assert not out.exists()
-    beside = tmp_path / "basis.json"
-    for file in (out, beside):  # of somebody else
-        file.write_bytes(b"mine")
-        assert f"{file.name} already exists" in pca(folder, "--out", out).stderr
-        assert file.read_bytes() == b"mine"
-        assert pca(folder, "--components", 2, "--out", out, "--force").exit_code == 0
-        out.unlink()
-    assert json.loads(beside.read_text())["names"]

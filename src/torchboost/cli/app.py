@@ -13,13 +13,6 @@ import torch
 import typer
 
 from torchboost import __version__
-from torchboost.algorithms.dim_reduce.basis import (
-    checkpoint_files,
-    length_of,
-    read_checkpoints,
-    shapes_in,
-    write_matrix,
-)
 from torchboost.bench.bench import CONTESTANTS, run_bench
 from torchboost.bench.contestants import Recipe
 from torchboost.bench.report.page import bench_page, write_page
@@ -336,43 +329,3 @@ def report(
         print_tuning(loaded)
     else:
         print_report(loaded)
-
-
-@app.command()
-def pca(
-    folder: Annotated[Path, typer.Argument(help="Checkpoints of one model: .safetensors, or .pt with tensors only.")],
-    components: Annotated[int, typer.Option(min=1, help="Number of directions.")] = 32,
-    out: Annotated[
-        Path, typer.Option(help="The .npy file to write; a .json with the same name lists the columns.")
-    ] = Path("pca.npy"),
-    exclude: Annotated[
-        str, typer.Option(help="Entries that are not trained parameters: name patterns, comma-separated.")
-    ] = "*running_mean,*running_var",
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the file in --out and its .json.")] = False,
-    json: Json = False,
-) -> None:
-    """Compute the principal components of the weights in checkpoints, for dim_reduce.pca_mat_path."""
-    if out.suffix != ".npy":
-        fail(f"--out: found {out}; give a file that ends in .npy.")
-    for file in (out, out.with_suffix(".json")):
-        if file.exists() and not force:
-            fail(f"--out: {file} already exists; choose another file, or overwrite it with --force.")
-    if not out.parent.is_dir():
-        fail(f"--out: the folder {out.parent} does not exist; create it first.")
-    patterns = [pattern.strip() for pattern in exclude.split(",") if pattern.strip()]
-    progress = Display(sys.stderr)
-    with user_errors():
-        try:
-            files = checkpoint_files(folder)
-            shapes = shapes_in(files[0], patterns)
-            explained = write_matrix(out, read_checkpoints(files, shapes), shapes, components, progress=progress)
-        except ValueError as error:
-            fail(str(error))
-    if json:
-        counts = {"checkpoints": len(files), "parameters": len(shapes), "weights": length_of(shapes)}
-        print_json({"out": str(out), "components": components, **counts, "explained": explained})
-        return
-    typer.echo(
-        f"wrote {out}: {components} directions of {length_of(shapes):,} weights in {len(shapes)} parameters, "
-        f"from {len(files)} checkpoints; they explain {explained:.1%} of the variance"
-    )

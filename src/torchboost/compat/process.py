@@ -241,7 +241,7 @@ def _check_parameters(parameters: Sequence[Any], *, groups: bool = True) -> bool
 
 
 def _split(group: ParamGroup, chosen: Collection[Tensor]) -> list[ParamGroup]:
-    """Split a group in two, the chosen parameters first; both parts keep its options. An empty part is omitted."""
+    """Split a group in two, the chosen parameters first. Both parts keep its options. An empty part is omitted."""
     params = _listed(group["params"])
     inside, outside = [p for p in params if p in chosen], [p for p in params if p not in chosen]
     plain = {key: value for key, value in group.items() if key != CENTRALIZE}
@@ -257,7 +257,7 @@ def _names(groups: Iterable[Mapping[str, Any]]) -> dict[Tensor, str]:
 
 
 def _over(group: Mapping[str, Any], members: list[Tensor], names: Mapping[Tensor, str]) -> ParamGroup:
-    """Copy the group over other members; torch requires names in all groups or in none."""
+    """Copy the group over other members. torch requires names in all groups or in none."""
     options = {key: value for key, value in group.items() if key != "param_names"}
     return {**options, "params": members, **({"param_names": [names[param] for param in members]} if names else {})}
 

@@ -151,8 +151,6 @@ class GradientChecks(Attachment):
 def check_reducer(model: nn.Module) -> None:
     """Refuse a DDP, as the model or inside it, whose reducer cannot be rebuilt.
 
-    A hook state that supports changing buckets has an attribute ``follows_buckets``.
-
     Raises:
         IncompatibleError: DDP has ``static_graph=True``, a communication hook with its own state, or one built into the
             reducer.
@@ -172,7 +170,7 @@ def check_reducer(model: nn.Module) -> None:
                 "fp16_compress_hook."
             )
         for hook, state in comm_hooks(ddp):
-            if not (state is None or isinstance(state, dist.ProcessGroup) or getattr(state, "follows_buckets", False)):
+            if not (state is None or isinstance(state, dist.ProcessGroup)):
                 raise IncompatibleError(
                     f"freezing: DistributedDataParallel has the communication hook {hook.__qualname__} with a state "
                     f"({type(state).__name__}), which may hold data per bucket, and freezing changes the buckets; use "
