@@ -24,6 +24,7 @@ from torchboost import (
     Target,
     TrainStep,
     WithLoss,
+    shutdown,
 )
 from torchboost.optim import ClipNorm, GradientPipeline
 
@@ -169,7 +170,7 @@ def test_gradient_split_groups_are_the_buckets_of_ddp():
             model = nn.Sequential(*(nn.Linear(5, 5, bias=False) for _ in range(6)))
             assert bucket_sizes(model, splitting(points).ddp_options(model)) == [100 * count for count in layers]
     finally:
-        torch.distributed.destroy_process_group()
+        shutdown()
     model[0].requires_grad_(False)
     assert len(splitting(5).ddp_options(model)["bucket_cap_mb_list"]) == 1, "positions among the trained parameters"
     model[1].double()
@@ -281,7 +282,7 @@ def test_what_is_refused():
         with pytest.raises(IncompatibleError, match="DistributedDataParallel"):
             AutoBoost("O1").network_auto_process_train(wrapped, sgd(model))
     finally:
-        torch.distributed.destroy_process_group()
+        shutdown()
 
 
 def test_the_copy_for_inference_is_folded_and_keeps_the_outputs():
