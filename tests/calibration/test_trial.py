@@ -152,6 +152,21 @@ def test_an_optimizer_is_copied_in_part_without_hooks_and_without_the_step_of_a_
     assert share == sum(p.numel() for p, _ in pairs) / sum(p.numel() for p in model.parameters())
 
 
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "SGD"])
+def test_an_optimizer_that_has_stepped_is_copied_in_part(kind: str):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1))
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=1e-3)
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    duplicate, pairs, _ = optimizer_over(optimizer, list(model.parameters()), 80)
+    assert 0 < len(pairs) < 6
+    for parameter, copied in pairs:
+        copied.grad = torch.zeros_like(copied)
+        assert duplicate.state[copied].keys() == optimizer.state[parameter].keys()
+    duplicate.step()
+    assert set(duplicate.state) <= {copied for _, copied in pairs}
+
+
 @pytest.mark.parametrize("name", ["cuda", "xpu"])
 def test_memory_that_the_allocator_of_a_device_holds_unused_is_free(name, monkeypatch):
     held = {"mem_get_info": (5, 100), "memory_reserved": 60, "memory_allocated": 20}

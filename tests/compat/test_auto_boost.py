@@ -23,6 +23,7 @@ from torchboost import (
     Target,
     TrainStep,
     WithLoss,
+    shutdown,
 )
 from torchboost.optim import ClipNorm, GradientPipeline
 
@@ -230,7 +231,7 @@ def test_what_is_refused():
         with pytest.raises(IncompatibleError, match="DistributedDataParallel"):
             AutoBoost("O1").network_auto_process_train(wrapped, sgd(model))
     finally:
-        torch.distributed.destroy_process_group()
+        shutdown()
 
 
 def test_the_copy_for_inference_is_folded_and_keeps_the_outputs():

@@ -11,7 +11,7 @@ import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from enum import IntEnum
 from typing import Any
 
@@ -23,6 +23,7 @@ from torchboost.core.torch_private import (
     global_step_post_hooks,
     global_step_pre_hooks,
     gradient_hooks,
+    guards_of_hooks,
     is_of_interceptor,
     local_shard,
     module_hooks,
@@ -479,7 +480,7 @@ def plain(model: nn.Module) -> Iterator[None]:
             if len(kept) < len(hooks):
                 taken.append((hooks, dict(hooks)))
                 _write_dict(hooks, kept)
-        with uncovered(model):
+        with uncovered(model), guards_of_hooks() if taken else nullcontext():
             yield
     finally:
         for hooks, entries in taken:

@@ -291,7 +291,7 @@ def optimizer_over(
     absent = nn.Parameter(torch.empty(0, device="cpu"))
     memo: dict[int, Any] = {id(p): copies.get(id(p), absent) for p in all_parameters}
     absent_state = [value for p in all_parameters if id(p) not in copies for value in inner.state.get(p, {}).values()]
-    memo |= {id(value): None for value in absent_state if isinstance(value, Tensor)}
+    memo |= {id(value): absent for value in absent_state if isinstance(value, Tensor)}  # Adam asks whether it is one
     memo |= {id(hook): hook for hooks in hooks_of_optimizer(inner) for hook in hooks.values()}
     memo |= {id(value): value for value in vars(inner).values() if isinstance(value, nn.Module)}
     try:

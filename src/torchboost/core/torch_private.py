@@ -13,7 +13,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from operator import attrgetter, methodcaller
 from types import SimpleNamespace
@@ -506,6 +506,15 @@ def guards_of_every_flag() -> AbstractContextManager[Any]:
 
     patch: Any = config.patch
     return patch(skip_tensor_guards_with_matching_dict_tags=False)
+
+
+def guards_of_hooks() -> AbstractContextManager[Any]:
+    """Within it new graphs check the hooks of modules: ``torch._dynamo.config``; nothing without the compiler.
+
+    Otherwise a graph that was made while hooks are taken off is used after they are back, and leaves them out.
+    """
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    return nullcontext() if dynamo is None else dynamo.config.patch(skip_nnmodule_hook_guards=False)
 
 
 def recompile_limit() -> int:
