@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchboost.core.containers import with_tensors
+from torchboost.core.forward import with_tensors
 from torchboost.core.torch_private import functions_of_subclasses_off
 from torchboost.tokens.attention import scaled_dot_product_attention
 from torchboost.tokens.losses import cross_entropy
