@@ -424,3 +424,9 @@ def test_a_form_that_raises_leaves_the_lever_as_it_is():
     assert (verdict.kept, verdict.form) == (True, "")
     assert "raises: it raised RuntimeError: planted" in verdict.reason
     assert ratio == verdict.ratio
+
+
+def test_a_lever_that_is_much_faster_in_each_of_four_pairs_is_kept_without_more():
+    (verdict,), _ = search(["unpad"], Planted({"unpad": 1 / 3}, noise=0.01), seconds=60)
+    assert (verdict.kept, verdict.pairs) == (True, 4)
+    assert "times as fast" in verdict.reason
