@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: setup
-	$(BIN)/torchboost bench digits --decide 240s --out out/demo
+	$(BIN)/torchboost bench digits --decide 240s --out out/demo --force
 
 test: setup
 	$(PYTEST) $(PYTEST_ARGS)

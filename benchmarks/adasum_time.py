@@ -21,7 +21,7 @@ from optimizer_step import resnet50
 from options import Options, parser, run
 from torch import Tensor
 
-from torchboost.algorithms.adaptive_sum.rule import adasum_, hierarchical_adasum_
+from torchboost.algorithms.adaptive_sum import adasum_
 from torchboost.distributed.topology import NodeGroups, Topology, shutdown
 from torchboost.measure.evidence import BenchReport, Contestant
 from torchboost.measure.statistics import paired_ratio
@@ -74,7 +74,7 @@ def ways(shapes: Shapes, groups: NodeGroups | None) -> dict[str, Callable[[], ob
         ADASUM: lambda: adasum_(lists[ADASUM]),
     }
     if groups is not None:
-        found[NODES] = lambda: hierarchical_adasum_(lists[NODES], groups)
+        found[NODES] = lambda: adasum_(lists[NODES], groups.across, groups.inside)
     return found
 
 

@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from torchboost.algorithms.grad_freeze.algorithm import GradFreeze, freeze_blocks
-from torchboost.algorithms.grad_freeze.replicas import rebuild_reducer
+from torchboost.algorithms.grad_freeze.checks import rebuild_reducer
 from torchboost.distributed.agreement import Agreement
 from torchboost.distributed.topology import shutdown
 from torchboost.graph.blocks import blocks_of

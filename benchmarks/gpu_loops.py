@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from gpu_networks import network
 from gpu_record import DEVICE, Results, Row, Task, Turn, apart, figures, host
+from ratios import total_ratio
 from torch import nn
 from zoo_cells import CALIBRATION_STEPS, NO_FREEZING, PLANNED_STEPS, Step, boosted_loop, by_hand, has_images
 from zoo_networks import Network
@@ -24,7 +25,7 @@ from zoo_verdict import AGAIN, STOCK
 from torchboost.bench.bench import ENOUGH_ROUNDS
 from torchboost.front import Boosted
 from torchboost.measure.machine import PeakMemory
-from torchboost.measure.statistics import bootstrap_median, total_ratio
+from torchboost.measure.statistics import bootstrap_median
 from torchboost.measure.stopwatch import Clock, Warmup, compare
 from torchboost.optim import AdamOffload
 from torchboost.registry import LEVELS

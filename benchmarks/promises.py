@@ -32,8 +32,8 @@ from torchboost.measure.evidence import Environment, Interval
 from torchboost.measure.stopwatch import instructions
 from torchboost.plan import Plan
 from torchboost.registry import Facts
-from torchboost.tuning.candidates import try_levers
 from torchboost.tuning.report import STOCK, Finding, TuneReport
+from torchboost.tuning.training import try_levers
 from torchboost.tuning.tune import report_path, tune
 from torchboost.workloads.data import Images, cifar10
 from torchboost.workloads.named import Workload, find_workload

@@ -25,7 +25,7 @@ from options import Options, parser, run_own
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torchboost.algorithms.adaptive_sum.rule import adasum_
+from torchboost.algorithms.adaptive_sum import adasum_
 from torchboost.algorithms.dim_reduce.basis import DimReduceBasis, rows_of
 from torchboost.algorithms.dim_reduce.optimizer import DimReduceOptimizer
 from torchboost.algorithms.grad_accumulation import Accumulator

@@ -80,9 +80,8 @@ def recipe(data: Images, seed: int, rate: float, collecting: int, subspace: int)
         n_components=DIRECTIONS,
         snapshots=SNAPSHOTS,
         snapshot_every=every,
-        restart=True,  # as published
-        patience=None,
     )
+    first = [p.detach().clone() for p in model.parameters()]
     attach_all(target, [settings])
     run = target.optimizer
     assert isinstance(run, DimReduceRun)
@@ -105,6 +104,9 @@ def recipe(data: Images, seed: int, rate: float, collecting: int, subspace: int)
                 found["mean"] = {"accuracy": averaged(model, mean, taken, data, seed), "seconds": spent}
         if run.phase == "subspace":
             break
+    with torch.no_grad():
+        for p, start in zip(model.parameters(), first, strict=True):
+            p.copy_(start)  # as published
     found["start"] = {"accuracy": scored(model, data), "seconds": spent}
     for batches, _ in zip(epochs(data, LARGE, seed + 100), range(subspace), strict=False):
         for batch in batches:

@@ -25,11 +25,12 @@ import ranks
 import subspace_recipe
 import time_to_metric
 import trainers
+from ratios import total_ratio
 
 from torchboost.bench.report import wording
 from torchboost.bench.report.table import Table, result_table
 from torchboost.measure.evidence import BenchReport, Contestant
-from torchboost.measure.statistics import paired_ratio, total_ratio
+from torchboost.measure.statistics import paired_ratio
 from torchboost.registry import LEVELS, REGISTRY
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -26,9 +26,8 @@ from torchboost.bench.report.table import Table
 from torchboost.measure.evidence import Environment
 from torchboost.measure.statistics import paired_difference, paired_ratio
 from torchboost.measure.stopwatch import environment
-from torchboost.tuning.candidates import try_levers
 from torchboost.tuning.report import STOCK, Candidate
-from torchboost.tuning.training import Training
+from torchboost.tuning.training import Training, try_levers
 
 SEEDS = 4
 FEWER_SEEDS = {"resnet-bottleneck": 3}

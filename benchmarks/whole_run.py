@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from options import Options, parser, run
+from ratios import total_ratio
 
 from torchboost.bench.contestants import Planner, Recipe, build_loop, plan_for
 from torchboost.measure.evidence import BenchReport, Contestant, Ratio
-from torchboost.measure.statistics import bootstrap_median, total_ratio
+from torchboost.measure.statistics import bootstrap_median
 from torchboost.measure.stopwatch import Clock, environment
 from torchboost.workloads.named import Workload, find_workload
 

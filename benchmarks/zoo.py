@@ -22,11 +22,20 @@ from zoo_cells import Grid, Task
 from zoo_networks import TINY, ZOO
 from zoo_verdict import STOCK, conclusion
 
-from torchboost.cli.doctor import PROGRAM
 from torchboost.errors import nearest
 from torchboost.measure.evidence import BenchReport
 from torchboost.measure.stopwatch import environment
 
+PROGRAM = """
+import time, torch
+from torch import nn
+model = torch.compile(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)))
+inputs = torch.ones(16, 64)
+start = time.perf_counter()
+model(inputs).sum().backward()
+print(time.perf_counter() - start)
+"""
+"""A small compilation, which fills the caches of the compiler."""
 PAIRS = 20
 MOST_CRASHES = 5
 LIMIT_SECONDS = 2 * 3600

@@ -57,6 +57,15 @@ def test_every_snippet_runs_when_it_is_copied_alone(page, snippet, tmp_path, mon
     run(page, snippet)
 
 
+def test_snippets_end_process_groups_by_shutdown():
+    """After PyTorch's ``destroy_process_group``, one of about 50 runs hangs if DDP outlives the group."""
+    texts = {named(page): "".join(snippets(page)) for page in PAGES}
+    assert [page for page, text in texts.items() if "destroy_process_group" in text] == []
+    started = [page for page, text in texts.items() if "init_process_group(" in text]
+    assert started
+    assert all("shutdown()" in texts[page] for page in started)
+
+
 def test_the_readme_has_a_snippet_that_trains_boosted():
     page = ROOT / "README.md"
     (snippet,) = snippets(page)

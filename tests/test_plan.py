@@ -138,7 +138,7 @@ def test_settings_are_allowed_in_the_words_of_json():
         ("less_bn", "keep", 3, "'last', 'narrowest'"),
         ("less_bn", "keep_shortcut", "yes", "true or false"),
         ("compile", "dynamic", 1, "true or false or null"),
-        ("grad_freeze", "costs", ["x"], "null or a list, each entry a number"),
+        ("autocast", "float32", [1], "null or a list, each entry a string"),
     ):
         with pytest.raises(ConfigError) as caught:
             Plan.of("O0", {"extra": {name: {key: value}}}, FAST)
@@ -246,16 +246,16 @@ def test_common_keys_that_nothing_reads_are_listed():
     config = {"common": {"gradient_split_groups": [3], "device_number": 4}}
     for mode in ("auto", "manual"):
         left_out = reasons(Plan.of("O1", {**config, "boost": {"mode": mode}}, FAST))
-        assert "AutoBoost.ddp_options(network)" in left_out["common.gradient_split_groups"]
+        assert "DistributedDataParallel has bucket_cap_mb" in left_out["common.gradient_split_groups"]
         assert "nothing else uses the number of ranks on a node" in left_out["common.device_number"]
     for other in ({"boost": {"mode": "disable_all"}}, {"extra": {"adasum": True}}):
         assert not any(name.startswith("common.") for name in reasons(Plan.of("O1", {**config, **other}, FAST)))
 
 
 def test_lists_are_allowed_for_settings_that_are_tuples():
-    for written in ([1, 2, 3], (1.0, 2.0, 3.0), [1.0, 2, 3]):
-        plan = Plan.of("O1", {"extra": {"grad_freeze": {"costs": written}}}, FAST)
-        assert next(a for a in plan.algorithms if a.name == "grad_freeze").costs == (1, 2, 3)
+    for written in (["head"], ("head",)):
+        plan = Plan.of("O1", {"extra": {"autocast": {"float32": written}}}, FAST)
+        assert next(a for a in plan.algorithms if a.name == "autocast").float32 == ("head",)
         hash(plan)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import stat
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -69,8 +69,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "full_share": SHARE,
         "total_steps": st.integers(1, 2**53),
         "prefixes": st.none() | st.integers(2, 9),
-        "costs": st.none() | st.lists(POSITIVE, min_size=1, max_size=3),
-        "cache_path": st.none() | st.text(max_size=5),
     },
     "fused_optimizer": {},
     "compile": {
@@ -266,40 +264,30 @@ class Disguised(Autocast):
     """A class that a configuration cannot name, under a name that it can."""
 
 
-def test_what_json_cannot_hold_is_refused_and_nothing_is_written(tmp_path):
-    for algorithms, found in (
-        ((Own(),), r"found the algorithm Own\(\), which a configuration cannot name; allowed are less_bn, .*in code"),
-        ((Disguised(),), r"found the algorithm Disguised"),
-        ((Compile(backend=print),), r"compile\.backend: found <built-in function print>, which JSON cannot hold"),
-        (
-            (GradFreeze(total_steps=9, agree_within=float("inf")),),
-            r"grad_freeze\.agree_within: found inf, which JSON cannot hold",
-        ),
-        ((GradFreeze(total_steps=9, agree_within=float("nan")),), r"grad_freeze\.agree_within: found nan"),
-        ((GradFreeze(total_steps=9, cache_path=Path("a")),), r"grad_freeze\.cache_path: found PosixPath\('a'\)"),
-        ((GradFreeze(total_steps=9, groups=1 << 70),), r"could not be read back: extra\.grad_freeze\.groups"),
-        ((Compile(), Autocast()), r"Give each algorithm once, in attach order"),
-        ((Autocast(), Autocast()), r"Give each algorithm once, in attach order"),
-        ((Compile(dynamic="yes"),), r"could not be read back: extra\.compile\.dynamic: found 'yes'"),
+def test_what_no_configuration_gives_back_is_refused_and_nothing_is_written(tmp_path):
+    for algorithms, said in (
+        ((Own(),), r"found the algorithms Own\(\), which no configuration gives back: 'own'. Save a plan"),
+        ((Disguised(),), r"found the algorithms Disguised\(.*would be read back as \[Autocast"),
+        ((Compile(backend=print),), r"gives back: .*function.* is not JSON serializable\. Save a plan"),
+        ((GradFreeze(total_steps=9, agree_within=float("inf")),), "agree_within=inf.* not JSON compliant"),
+        ((GradFreeze(total_steps=9, agree_within=float("nan")),), "agree_within=nan.* not JSON compliant"),
+        ((GradFreeze(total_steps=9, groups=1 << 70),), r"gives back: extra\.grad_freeze\.groups"),
+        ((Compile(), Autocast()), "would be read back"),
+        ((Autocast(), Autocast()), "would be read back"),
+        ((Compile(dynamic="yes"),), r"gives back: extra\.compile\.dynamic: found 'yes'"),
     ):
-        with pytest.raises(ValueError, match=found):
+        with pytest.raises(ValueError, match=said):
             by_hand(*algorithms).save(tmp_path / "boost.json")
         assert list(tmp_path.iterdir()) == []
 
 
 def test_paths_that_cannot_be_written(tmp_path):
     plan = by_hand()
-    with pytest.raises(FileNotFoundError, match=r"found no folder '.*absent'; create it first, or give a path"):
+    with pytest.raises(FileNotFoundError, match=r"found no folder '.*absent'; create it first, or give another path"):
         plan.save(tmp_path / "absent" / "boost.json")
-    with pytest.raises(IsADirectoryError, match=r"found a folder at '.*'; give the path of a file"):
+    with pytest.raises(OSError, match=re.escape(str(tmp_path))):
         plan.save(tmp_path)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(FileNotFoundError, match="found no folder"):
-        plan.save(tmp_path / "file" / "boost.json")
-    for wrong in (3, None, {"a": 1}):
-        with pytest.raises(TypeError, match=r"path: found .*; give the path of a file"):
-            plan.save(wrong)
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_is_replaced_as_a_whole_and_a_link_is_followed(tmp_path, monkeypatch):

@@ -37,7 +37,6 @@ from .distributed import checkpoint as checkpoint
 from .distributed.topology import NodeGroups as NodeGroups
 from .distributed.topology import Topology as Topology
 from .distributed.topology import shutdown as shutdown
-from .errors import CacheSpaceWarning as CacheSpaceWarning
 from .errors import ConfigError as ConfigError
 from .errors import IncompatibleError as IncompatibleError
 from .errors import NoEffectWarning as NoEffectWarning

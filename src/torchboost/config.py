@@ -33,8 +33,6 @@ _SWITCH = "true or false"
 _MOST = 2**53
 """Largest integer that is exact as a floating point number. Shares of integers are computed in floating point."""
 _COUNT = "an integer, 1 or more and at most 2**53"
-_LONGEST = 1 << 24
-"""Largest size of a configuration file in bytes. A complete configuration has a few thousand."""
 
 
 class _Section(BaseModel):
@@ -180,21 +178,12 @@ def _read(source: Any) -> dict[str, Any]:
 
 def _read_file(path: str | bytes) -> str:
     try:
-        file = Path(os.fsdecode(path))
-        # Reading a pipe would wait for a writer, and reading a device may never end.
-        if file.exists() and not file.is_file() and not file.is_dir():
-            raise ValueError("it is a pipe or a device")
-        with file.open("rb") as opened:
-            content = opened.read(_LONGEST + 1)
-        if len(content) > _LONGEST:
-            raise ValueError(f"it has more than {_LONGEST >> 20} MiB")
-        return content.decode("utf-8-sig")
+        return Path(os.fsdecode(path)).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         reason = "there is no such file" if isinstance(error, FileNotFoundError) else error
-        reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else reason
         raise ConfigError(
             "",
-            found=f"{shown(path)}, which cannot be read: {getattr(reason, 'strerror', None) or reason}",
+            found=f"{shown(path)}, which cannot be read: {reason}",
             allowed="the path of a readable JSON file, or JSON text that starts with '{'",
         ) from None
 
@@ -202,15 +191,10 @@ def _read_file(path: str | bytes) -> str:
 def _parse(text: str, where: str) -> dict[str, Any]:
     try:
         data = json.loads(text, object_pairs_hook=_object)
-    except json.JSONDecodeError as error:
-        found = f"JSON{where} with a fault at line {error.lineno}, column {error.colno}: {error.msg}"
-        raise ConfigError("", found=found, allowed="a JSON object") from None
-    except RecursionError:
-        raise ConfigError("", found=f"JSON{where} nested too deeply", allowed="a JSON object") from None
     except ConfigError:
         raise
-    except ValueError as error:
-        raise ConfigError("", found=f"JSON{where} that cannot be read: {error}", allowed="a JSON object") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError("", found=f"JSON{where} with a fault: {error}", allowed="a JSON object") from None
     if not isinstance(data, dict):
         raise ConfigError("", found=f"{_found(data)}{where}", allowed="a JSON object with sections such as 'boost'")
     return data

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 __all__ = [
-    "CacheSpaceWarning",
     "ConfigError",
     "FactoryError",
     "IncompatibleError",
@@ -57,10 +56,6 @@ class IncompatibleError(RuntimeError):
 
 class RankDisagreementError(RuntimeError):
     """Ranks that train one model together disagree. The message names the ranks, the step and the values."""
-
-
-class CacheSpaceWarning(RuntimeWarning):
-    """A cache did not get the space it asked for. Training continues without it, more slowly."""
 
 
 class NoEffectWarning(UserWarning):

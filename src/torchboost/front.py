@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,9 +35,9 @@ from torchboost.core.wrapping import already_wrapped, hookable, wrapper_of
 from torchboost.distributed.agreement import from_first_rank
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.graph.trace import shared_traces
-from torchboost.inference import fast_copy, fastest
+from torchboost.inference import fast_copy
 from torchboost.levers import Levers
-from torchboost.optim.muon_groups import named_optimizer
+from torchboost.optim.groups import named_optimizer
 from torchboost.optim.rules.schedule_free import warn_of_training_weights
 from torchboost.plan import Plan, why_idle
 from torchboost.registry import Facts, Loop
@@ -196,7 +197,7 @@ class Boosted:
             self._warned = self._warned or warn_of_training_weights(
                 optimizer, "the copy for inference has", stacklevel=3
             )
-        return fast_copy(self.model, sample=sample, pick=fastest)
+        return fast_copy(self.model, sample=sample)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs in addition to the states of model, optimizer and the loop's scaler."""
@@ -251,12 +252,12 @@ class Boosted:
 
         For TensorBoard: ``for name, value in boosted.figures().items(): writer.add_scalar(name, value, step)``.
         """
-        found = dict.fromkeys((f"boost/{name}" for name in self.attached), 1.0)
+        figures = dict.fromkeys((f"boost/{name}" for name in self.attached), 1.0)
         for name in self.attached:
-            found |= {f"boost/{name}/{key}": value for key, value in self.attached[name].figures().items()}
+            figures |= {f"boost/{name}/{key}": value for key, value in self.attached[name].figures().items()}
         if self.scaler is not None:
-            found["boost/loss_scale"] = float(self.scaler.get_scale())
-        return found
+            figures["boost/loss_scale"] = float(self.scaler.get_scale())
+        return figures
 
     def remove(self) -> None:
         """Remove everything that was attached. BatchNorm layers that ``less_bn`` removed do not come back."""
@@ -360,7 +361,7 @@ def boost(
         optimizer = named_optimizer(optimizer, model, lr)
     elif lr is not None:
         raise ValueError(f"lr: found {lr!r} next to {type(optimizer).__name__}, which has its own; leave lr out.")
-    made = attach(
+    boosted = attach(
         model,
         optimizer,
         level=level,
@@ -371,8 +372,8 @@ def boost(
         calibrate=calibrate,
         verify=verify,
     )
-    warn_of_missing_length(made, config, total_steps, loop)
-    return made
+    warn_of_missing_length(boosted, config, total_steps, loop)
+    return boosted
 
 
 def attach(
@@ -410,11 +411,11 @@ def attach(
     idle = dict.fromkeys(pending, "it found nothing to change before the model was sharded")
     if idle and wrapper is not None and not transformed:
         raise already_wrapped(name, wrapper, caller)
-    earlier = {one: found for one in optimizers if (found := boosted_of(one)) is not None}
-    for found in earlier.values():
-        _check_one_model(found, model, name)
+    earlier = {one: before for one in optimizers if (before := boosted_of(one)) is not None}
+    for before in earlier.values():
+        _check_one_model(before, model, name)
     # An optimizer that stands in front of the user's since an earlier boost gives way to it.
-    inner = {one: found._given for one, found in earlier.items() if not found._target.others}
+    inner = {one: before._given for one, before in earlier.items() if not before._target.others}
     given, *others = (inner.get(one, one) for one in optimizers)
     target = Target(model, given, scaler, others=tuple(others))
     at_work = (*(_BOOSTED.get(module, lambda: None)() for module in model.modules()), *earlier.values())
@@ -427,9 +428,9 @@ def attach(
         levers = Levers(
             plan.without(idle), target, calibrate=calibrate, verify=verify, wrapper=wrapper, forward=host.forward
         )
-    made = Boosted(levers, target, given, scaler, listed=listed)
-    _BOOSTED[model] = weakref.ref(made)
-    return made
+    boosted = Boosted(levers, target, given, scaler, listed=listed)
+    _BOOSTED[model] = weakref.ref(boosted)
+    return boosted
 
 
 def _warn_of_other_parameters(before: Boosted, target: Target, caller: str) -> None:
@@ -462,17 +463,26 @@ def _check_one_model(earlier: Boosted | None, model: nn.Module, name: str) -> No
     )
 
 
-def warn_of_missing_length(made: Boosted, config: ConfigSource | None, total_steps: int | None, loop: Loop) -> None:
+def warn_of_missing_state(boosted: Boosted, log: logging.Logger) -> None:
+    """Name the algorithms that start again because a trainer's checkpoint does not have their state."""
+    counting = [name for name, state in boosted.state_dict()["attached"].items() if state]
+    if counting:
+        log.warning(
+            "the checkpoint was written without torchboost, so these start as in a new run: %s.", ", ".join(counting)
+        )
+
+
+def warn_of_missing_length(boosted: Boosted, config: ConfigSource | None, total_steps: int | None, loop: Loop) -> None:
     """Warn about algorithms that the level left out only because ``total_steps`` is missing."""
     if total_steps is not None:
         return
-    facts = replace(Facts.measure(made.model, loop=loop), total_steps=_LONG_RUN)
-    running, plan = {a.name for a in made.levers.asked.algorithms}, Plan.of(made.plan.level, config, facts)
-    others, optimizers = [a for a in plan.algorithms if a.name not in running], list(map(hookable, made._all_given))
-    missed = [algorithm.name for algorithm in others if why_idle(algorithm, made.model, optimizers) is None]
+    facts = replace(Facts.measure(boosted.model, loop=loop), total_steps=_LONG_RUN)
+    running, plan = {a.name for a in boosted.levers.asked.algorithms}, Plan.of(boosted.plan.level, config, facts)
+    others, optimizers = [a for a in plan.algorithms if a.name not in running], list(map(hookable, boosted._all_given))
+    missed = [algorithm.name for algorithm in others if why_idle(algorithm, boosted.model, optimizers) is None]
     if missed:
         warnings.warn(
-            f"{made.plan.level} runs without {' and '.join(missed)}, which must know the length of the run. "
+            f"{boosted.plan.level} runs without {' and '.join(missed)}, which must know the length of the run. "
             "Pass boost(..., total_steps=...), the number of updates.",
             NoEffectWarning,
             stacklevel=3,

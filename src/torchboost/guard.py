@@ -1,4 +1,4 @@
-"""Watch the loss of a boosted run and its metric, and withdraw what hurts."""
+"""Watch the loss of a boosted run, and withdraw what hurts."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _LOG = logging.getLogger("torchboost")
 
 TOLERANCE, TOLERANCE_OF_TREND = 0.05, 0.25
 
-PAUSE, PAUSE_OF_METRIC = 50, 5
-"""Blocks, and evaluations, that are ignored after a withdrawal."""
+PAUSE = 50
+"""Blocks that are ignored after a withdrawal."""
 
 _TINY = 1e-12
-_METRIC_EVERY = 5
-"""A run has few evaluations, so a further test of the metric begins after five."""
 _WINDOW, _MEMORY, _SPREADS = 5, 50, 2.0
+_EARLIER = ("metric_test", "metric_trend", "metric_pause")
+"""Keys of earlier checkpoints, of a test of the metric. They are ignored."""
 _NORMAL = 2 / math.sqrt(math.pi)
 """How much two normal values differ on average, in units of their standard deviation."""
 
@@ -46,11 +46,10 @@ class Guard:
     look finds that the mean is above 0, one algorithm is withdrawn: gradient freezing first, then reduced precision,
     then centralised gradients. Further tests begin during the run, first after every 25 blocks and later at intervals
     of about a tenth of the run so far, so harm that comes late is found too. They share the error, the k-th has 1 / (k
-    * (k + 1)) of it. What cannot be withdrawn, such as BatchNorm layers that were removed, is named in the log. If
-    ``drop`` is given, a metric is watched too, see :meth:`update_metric`.
+    * (k + 1)) of it. What cannot be withdrawn, such as BatchNorm layers that were removed, is named in the log.
 
-    After a withdrawal, 50 blocks and 5 evaluations are ignored, because the loss needs time to return. Then the tests
-    begin again, with half of the error rate. A loss that is not finite withdraws at the end of its block, also then. If
+    After a withdrawal, 50 blocks are ignored, because the loss needs time to return. Then the tests begin again, with
+    half of the error rate. A loss that is not finite withdraws at the end of its block, also then. If
     nothing is left to withdraw, this is said once, and the tests end.
 
     Assumed is that the excesses of blocks vary independently, about a mean that is at most the tolerance. If they are
@@ -74,9 +73,8 @@ class Guard:
             runs that learn slowly, and not runs that were bad from the beginning.
         tolerance: Excess that is accepted, as a share of the loss of ``reference`` as above, or of the lowest mean.
             None takes 0.05, and 0.25 for ``"trend"``.
-        drop: Excess of the metric that is accepted, in its own units; None if no metric is watched.
-        error: Largest probability of a false alarm in the whole run. If a metric is watched, it gets half. All tests of
-            one quantity together get half of its part until the first withdrawal, then a quarter, and so on.
+        error: Largest probability of a false alarm in the whole run. All tests together get half of it until the first
+            withdrawal, then a quarter, and so on.
         block: Steps per block.
         log: Called with every decision as text; by default the logger ``"torchboost"``.
 
@@ -103,7 +101,6 @@ class Guard:
         reference: Sequence[float] | Literal["trend"] = "trend",
         *,
         tolerance: float | None = None,
-        drop: float | None = None,
         error: float = 0.01,
         block: int = 20,
         log: Callable[[str], object] | None = None,
@@ -117,13 +114,15 @@ class Guard:
             raise ValueError(f"reference: found {reference!r}; give the losses of the stock loop, or 'trend'.")
         if tolerance is None:
             tolerance = TOLERANCE_OF_TREND if trend else TOLERANCE
-        _check(tolerance, drop, error, block)
-        self._boosted, self._tolerance, self._drop, self._block = boosted, tolerance, drop, block
+        check_number("tolerance", tolerance)
+        if not is_number(error) or not 0 < error < 1:
+            raise ValueError(f"error: found {error!r}; give a probability between 0 and 1.")
+        check_count("block", block, of="steps in a block")
+        self._boosted, self._tolerance, self._block = boosted, tolerance, block
         self._reference = None if isinstance(reference, str) else _checked(reference, block)
         self._scale = 1.0 if self._reference is None else sum(map(abs, self._reference)) / len(self._reference)
         self._log = _LOG.warning if log is None else log
-        part = error / (2 if drop is None else 4)
-        self._state = _State(ChangeTest(part), ChangeTest(part, every=_METRIC_EVERY))
+        self._state = _State(ChangeTest(error / 2))
         self._sum: Tensor | None = None
 
     @property
@@ -158,51 +157,6 @@ class Guard:
         self._sum, state.inside = None, 0
         return self._judge(mean)
 
-    def update_metric(self, value: float, wanted: float | None = None) -> str | None:
-        """Take the metric of an evaluation; the same on all ranks.
-
-        A test needs at least seven evaluations, so this finds a lasting difference in a long run. Without ``wanted`` it
-        needs about a dozen, and sees only a drop below the best of this run by more than ``drop`` and two standard
-        deviations of an evaluation.
-
-        Args:
-            value: Higher is better.
-            wanted: What the stock loop had at the same time; None for the best mean of five evaluations in a row of
-                this run so far.
-
-        Returns:
-            The name of the algorithm that was withdrawn now; None if nothing was.
-
-        Raises:
-            ValueError: The guard was made without ``drop``, or ``wanted`` is not finite.
-        """
-        if self._drop is None:
-            raise ValueError(
-                "update_metric: this guard watches no metric; give Guard(drop=...), in units of the metric."
-            )
-        state, value = self._state, float(value)
-        if wanted is not None and not math.isfinite(wanted):
-            raise ValueError(f"wanted: found {wanted!r}; give a finite number, or leave it out.")
-        if not math.isfinite(value):
-            return self._withdraw(f"the metric is {value} at step {state.step}")
-        if state.metric_pause > 0:
-            state.metric_pause -= 1
-            return None
-        best = state.metric_trend.add(-value) if wanted is None else (-float(wanted), 0.0)
-        if best is None or self._is_over():
-            return None
-        if not state.metric_test.add(-value - best[0] - _SPREADS * best[1] - self._drop):
-            return None
-        test = state.metric_test.leading
-        beyond = test.total / test.count
-        text = (
-            f"{beyond + self._drop:.4g} below that of the stock loop ({self._drop:g} is accepted)"
-            if wanted is not None
-            else f"{beyond:.4g} further below its best mean than is accepted ({self._drop:g} and {_SPREADS:g} standard "
-            "deviations of an evaluation)"
-        )
-        return self._withdraw(f"the metric is {text}, on average over {test.count} evaluations, at step {state.step}")
-
     def figures(self) -> dict[str, float]:
         """Return the state for a log: excess of the last block, evidence, and how many algorithms were withdrawn."""
         return {
@@ -224,8 +178,9 @@ class Guard:
             ValueError: The state is not complete, or a part of it is damaged. Nothing is loaded.
         """
         try:
-            loaded = TypeAdapter(_State).validate_python(dict(state))
-            if json.dumps(asdict(loaded), sort_keys=True) != json.dumps(dict(state), sort_keys=True):
+            state = {key: value for key, value in dict(state).items() if key not in _EARLIER}
+            loaded = TypeAdapter(_State).validate_python(state)
+            if json.dumps(asdict(loaded), sort_keys=True) != json.dumps(state, sort_keys=True):
                 raise ValueError(f"it has the parts {sorted(state)}, or parts of another form")
         except (TypeError, ValueError) as error:
             raise ValueError(
@@ -286,9 +241,7 @@ class Guard:
         live, state = self._live(), self._state
         # What comes now is judged as another run, with half of the error rate.
         state.test = ChangeTest(state.test.error / 2)
-        state.metric_test = ChangeTest(state.metric_test.error / 2, every=_METRIC_EVERY)
-        state.trend, state.metric_trend = _Trend(), _Trend()
-        state.pause, state.metric_pause = PAUSE, PAUSE_OF_METRIC
+        state.trend, state.pause = _Trend(), PAUSE
         if not live:
             on = ", ".join(one.name for one in self._boosted.plan.algorithms if one.name in self._boosted.attached)
             self._log(f"guard: {reason}; nothing is left to withdraw (on: {on or 'nothing'}).")
@@ -325,14 +278,11 @@ class _State:
     """What a checkpoint keeps of a guard."""
 
     test: ChangeTest
-    metric_test: ChangeTest
     trend: _Trend = field(default_factory=_Trend)
-    metric_trend: _Trend = field(default_factory=_Trend)
     step: int = 0
     inside: int = 0
     sum: float | None = None
     pause: int = 0
-    metric_pause: int = 0
     excess: float = 0.0
     ended: bool = False
     withdrawn: list[str] = field(default_factory=list)
@@ -340,15 +290,6 @@ class _State:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.3g} %"
-
-
-def _check(tolerance: float, drop: float | None, error: float, block: int) -> None:
-    check_number("tolerance", tolerance)
-    if drop is not None:
-        check_number("drop", drop)
-    if not is_number(error) or not 0 < error < 1:
-        raise ValueError(f"error: found {error!r}; give a probability between 0 and 1.")
-    check_count("block", block, of="steps in a block")
 
 
 def _checked(reference: Sequence[float], block: int) -> list[float]:

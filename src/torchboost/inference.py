@@ -7,7 +7,7 @@ import statistics
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,11 +28,9 @@ from torchboost.measure.stopwatch import Clock, Warmup, compare
 __all__ = ["fast_copy", "fastest"]
 
 _TOLERANCE = 1e-4
-Pick = Callable[[Mapping[str, nn.Module], Any], str]
-"""Takes networks under their names and a sample they run on; returns the name of the fastest."""
 
 
-def fast_copy(network: nn.Module, *, sample: Any = None, pick: Pick | None = None) -> nn.Module:
+def fast_copy(network: nn.Module, *, sample: Any = None) -> nn.Module:
     """Return a copy for inference whose outputs equal those of ``network.eval()`` within 1e-4 of the largest output.
 
     Every BatchNorm that certainly follows a convolution or linear layer is folded into it
@@ -45,13 +43,13 @@ def fast_copy(network: nn.Module, *, sample: Any = None, pick: Pick | None = Non
         stays in contiguous memory, or it stays unfolded and a warning is issued. Pickles and copies of a copy that was
         never called are not checked.
 
-    Cost: one copy of the parameters, and a second one until the check. With ``sample`` and ``pick``, a few more passes.
+    Cost: one copy of the parameters, and a second one until the check. With ``sample`` a few more passes: of the forms
+    that passed the check, the fastest is returned.
 
     Args:
         network: Wrapped or not. It is not changed.
         sample: An input as the copy will be called with: a tensor, a tuple of positional arguments or a dict of keyword
             arguments.
-        pick: Chooses among the forms that passed the check on ``sample``.
 
     Raises:
         TypeError: The network cannot be copied, or the copy would compute with tensors of the network, to which a
@@ -91,7 +89,7 @@ def fast_copy(network: nn.Module, *, sample: Any = None, pick: Pick | None = Non
         right = {name: form for name, form in forms.items() if form is plain or _equal(form, sample, expected)}
         if folded and "folded" not in right:
             _warn_of_difference(3)
-        return right[pick(right, sample) if pick is not None and len(right) > 1 else next(reversed(right))]
+        return right[fastest(right, sample) if len(right) > 1 else "plain"]
 
 
 def _as_torch(model: nn.Module) -> nn.Module:

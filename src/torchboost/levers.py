@@ -24,7 +24,7 @@ from torchboost.calibration.calibration import (
 )
 from torchboost.calibration.choice import Choice, Machine, Verdict, key_of, load_choice, store_choice
 from torchboost.calibration.snapshot import streams_kept
-from torchboost.calibration.watch import Call, Gate, StepWatch, entries_in, is_training_call, shapes_of
+from torchboost.calibration.watch import Call, Gate, StepWatch, is_training_call, shapes_of
 from torchboost.core.algorithm import Algorithm, Target, attach_all
 from torchboost.core.files import record_folder
 from torchboost.distributed.topology import Topology
@@ -90,8 +90,8 @@ class Levers:
         self._gate: Gate | None = None
         pair, levers = (target.model, *target.optimizers), frozenset(lever.name for lever in plan.levers)
         self.asked = plan.fit(*pair, but=levers)
-        given: dict[str, Any] = {"calibrate": calibrate, "wrapper": wrapper, "verify": verify, "forward": forward}
-        self._calibrated = functools.partial(Calibration.of, **given)
+        settings: dict[str, Any] = {"calibrate": calibrate, "wrapper": wrapper, "verify": verify, "forward": forward}
+        self._calibrated = functools.partial(Calibration.of, **settings)
         self._calibration = self._calibrated(self.asked)
         obstacle = None if self._calibration is None else self._calibration.obstacle(target.model)
         fixed = {} if self._calibration is None else self._calibration.fixed
@@ -222,7 +222,7 @@ class Levers:
                 self.attached.adopt(attach_all(self._target, missing))
 
     def _settle(self, choice: Choice, call: Call) -> None:
-        again, entries = self.choice is not None, None if self._loaded is not None else entries_in(call)
+        again = self.choice is not None
         self.due, self._unseen, self._gate, self._loaded = False, False, None, None
         self.state = "decided"
         calibration, target = self._calibration, self._target
@@ -242,7 +242,7 @@ class Levers:
         _LOG.info("%s: %s", self.asked.level, choice.describe())
         tries = calibration.obstacle(target.model) is None
         if tries and not again and choice.source != "prior" and alone:
-            watch = StepWatch(target.model, target.optimizers[0], self._measure_again, entries=entries)
+            watch = StepWatch(target.optimizers[0], self._measure_again)
             self.attached.with_undo(watch.remove)
 
     def _meet_other_shapes(self, call: Call) -> bool:

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+import reprlib
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchboost.algorithms.adaptive_sum.algorithm import AdaptiveSum
+from torchboost.algorithms.adaptive_sum import AdaptiveSum
 from torchboost.config import BoostConfig, BoostSwitches, ConfigSource
 from torchboost.core.algorithm import Algorithm, AttachedAlgorithms, Target, attach_all
 from torchboost.core.arguments import check_module, check_optimizer, check_pair, check_shapes, in_words
+from torchboost.core.files import write_whole
 from torchboost.core.wrapping import hookable, wrapper_of
 from torchboost.errors import ConfigError, IncompatibleError, nearest, shown
 from torchboost.graph.trace import shared_traces
-from torchboost.plan_file import build, place, write_plan
-from torchboost.registry import LEVELS, REGISTRY, Entry, Facts, Loop
+from torchboost.measure.stopwatch import package_version, processor_name
+from torchboost.registry import LEVELS, REGISTRY, Entry, Facts, Loop, build, place
 
 __all__ = ["Dropped", "Plan", "own_settings", "resolve", "why_idle"]
 
@@ -28,8 +32,7 @@ SWITCHES = tuple(name for name in BoostSwitches.model_fields if name != "mode")
 _LENGTH = "total_steps"
 """A fact about the run, not a choice: the written value always counts."""
 _COMMON = {
-    "gradient_split_groups": "AdaSum, which packs gradients by it, is off; for DistributedDataParallel pass it "
-    "AutoBoost.ddp_options(network)",
+    "gradient_split_groups": "AdaSum, which packs the updates by it, is off; DistributedDataParallel has bucket_cap_mb",
     "device_number": "AdaSum is off, and nothing else uses the number of ranks on a node",
 }
 
@@ -127,12 +130,9 @@ class Plan:
             path: In a folder that exists.
 
         Raises:
-            TypeError: ``path`` is not a path.
             ValueError: The plan has an algorithm that is not in the registry, or a setting that JSON cannot hold, such
                 as a function or infinity. Nothing is written.
-            FileNotFoundError: The folder does not exist.
-            IsADirectoryError: ``path`` is a folder.
-            OSError: The file cannot be written.
+            OSError: There is no such folder, or the file cannot be written.
 
         Example:
             >>> import torchboost
@@ -141,7 +141,20 @@ class Plan:
             >>> torchboost.Plan.of("O0", "boost.json").algorithms == plan.algorithms  # doctest: +SKIP
             True
         """
-        write_plan(path, self.algorithms, level=self.level, mode=self.mode)
+        file = Path(os.path.realpath(path))
+        if not file.parent.is_dir():
+            raise FileNotFoundError(f"found no folder {str(file.parent)!r}; create it first, or give another path.")
+        about = {
+            "level": self.level,
+            "mode": self.mode,
+            "torchboost": package_version(),
+            "torch": torch.__version__,
+            "processor": processor_name(),
+            "threads": str(torch.get_num_threads()),
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        }
+        content = {"about": about, "extra": _as_extra(self.algorithms)}
+        write_whole(file, json.dumps(content, indent=2).encode() + b"\n")
 
     def fit(
         self, model: nn.Module, optimizer: Optimizer, *others: Optimizer, but: Container[str] = frozenset()
@@ -249,7 +262,7 @@ class Plan:
         lines.append("on:" if self.algorithms else "on: nothing, training is unchanged")
         for a in self.algorithms:
             served = dict(self.served).get(a.name, "")
-            settings = f": {said}" if (said := own_settings(a)) else ""
+            settings = f": {text}" if (text := own_settings(a)) else ""
             lines.append(f"  {a.name:<{width}}  {REGISTRY[a.name].summary}{settings}{served}")
         if self.dropped:
             lines.append("left out:")
@@ -262,6 +275,28 @@ class Plan:
                 "measured times decide about speed levers; plan.save(path) keeps this plan for exact repetition"
             )
         return "\n".join(lines)
+
+
+def _as_extra(algorithms: Sequence[Algorithm]) -> dict[str, Any]:
+    """Return a section ``extra`` from which these algorithms are read back. A plan built by hand may hold anything."""
+    extra: dict[str, Any] = dict.fromkeys(REGISTRY, False)
+    for algorithm in algorithms:
+        settings = [field.name for field in fields(algorithm) if field.init]  # pyright: ignore[reportArgumentType]
+        extra[algorithm.name] = {name: getattr(algorithm, name) for name in settings}
+    try:
+        section = json.loads(json.dumps(extra, allow_nan=False))
+        on = {name: settings for name, settings in section.items() if settings is not False}
+        paths = {name: {key: f"extra.{name}.{key}" for key in settings} for name, settings in on.items()}
+        read = sorted((build(REGISTRY[name], settings, paths[name]) for name, settings in on.items()), key=place)
+        fault = "" if read == list(algorithms) else f"it would be read back as {reprlib.repr(read)}"
+    except (TypeError, ValueError, KeyError, RecursionError) as error:
+        fault = str(error)
+    if fault:
+        raise ValueError(
+            f"found the algorithms {', '.join(map(repr, algorithms))}, which no configuration gives back: {fault}. "
+            "Save a plan of Plan.of, and set in code what JSON cannot hold, such as your own algorithm or a function."
+        )
+    return extra
 
 
 def why_idle(algorithm: Algorithm, model: nn.Module, optimizers: Sequence[Optimizer]) -> str | None:
@@ -371,16 +406,16 @@ def _written_length(config: BoostConfig) -> int | None:
 
 def own_settings(algorithm: Algorithm) -> str:
     """Return the settings that differ from the defaults, as code; empty if none does."""
-    found = [(f.name, getattr(algorithm, f.name), f.default) for f in fields(algorithm)]  # pyright: ignore[reportArgumentType]
-    return ", ".join(f"{name}={value!r}" for name, value, default in found if value != default)
+    settings = [(f.name, getattr(algorithm, f.name), f.default) for f in fields(algorithm)]  # pyright: ignore[reportArgumentType]
+    return ", ".join(f"{name}={value!r}" for name, value, default in settings if value != default)
 
 
 def _ranks_per_node(config: BoostConfig) -> int | None:
     """Return the number that the user wrote. MindSpore's default of 8 says nothing about the launched ranks."""
     extra = config.extra.get("adasum")
     if isinstance(extra, dict) and "devices_per_node" in extra:
-        own = extra["devices_per_node"]  # null: the launched ranks, whatever the section says
-        return own if type(own) is int and own >= 1 else None
+        ranks = extra["devices_per_node"]  # null: the launched ranks, whatever the section says
+        return ranks if type(ranks) is int and ranks >= 1 else None
     return config.common.device_number if "device_number" in config.common.model_fields_set else None
 
 
@@ -470,24 +505,24 @@ def _unmeasured(
     rows = LEVELS[level]
     if config.boost.mode != "auto" or not rows or config.extra.keys() >= REGISTRY.keys():
         return ()
-    found = [f"extra.{name} = false" for name in rows if config.extra.get(name, True) is False]
+    differences = [f"extra.{name} = false" for name in rows if config.extra.get(name, True) is False]
     for entry in REGISTRY.values():
         for key, brought in entry.brings.items():
             if brought in rows and brought not in requested and brought not in config.extra:
-                found.append(f"{entry.section}.{key} = {_json(getattr(getattr(config, entry.section), key))}")
+                differences.append(f"{entry.section}.{key} = {_json(getattr(getattr(config, entry.section), key))}")
     for algorithm in kept:
         entry = REGISTRY[algorithm.name]
         if entry.name not in rows:
-            found.append(f"extra.{algorithm.name}")
+            differences.append(f"extra.{algorithm.name}")
             continue
         measured = build(entry, *_settings(entry, BoostConfig(), level, facts))
         _, origins = _settings(entry, config, level, facts)
-        found += [
+        differences += [
             f"{path} = {_json(getattr(algorithm, ours))}"
             for ours, path in origins.items()
             if ours != _LENGTH and getattr(algorithm, ours) != getattr(measured, ours)
         ]
-    return tuple(found)
+    return tuple(differences)
 
 
 def _says(section: Any, key: str) -> bool:

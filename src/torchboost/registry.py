@@ -1,15 +1,19 @@
-"""The table of all algorithms, and the levels: data only."""
+"""The table of all algorithms, the levels, and how an algorithm is built from settings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import functools
+import re
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
+from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
-from torchboost.algorithms.adaptive_sum.algorithm import AdaptiveSum
+from torchboost.algorithms.adaptive_sum import AdaptiveSum
 from torchboost.algorithms.autocast import Autocast
 from torchboost.algorithms.channels_last import ChannelsLast
 from torchboost.algorithms.compile import Compile
@@ -28,11 +32,11 @@ from torchboost.core.arguments import check_count, check_module
 from torchboost.core.hardware import half_precision
 from torchboost.core.torch_private import AnyBatchNorm, AnyConv, default_device
 from torchboost.distributed.topology import Topology
-from torchboost.errors import nearest
+from torchboost.errors import ConfigError, nearest, shown
 from torchboost.graph.norms import was_trained
 from torchboost.graph.removed_norm import RemovedNorm
 
-__all__ = ["LEVELS", "REGISTRY", "Entry", "Facts", "Loop"]
+__all__ = ["LEVELS", "REGISTRY", "Entry", "Facts", "Loop", "build", "place"]
 
 Loop = Literal["torchboost", "own", "transformers", "lightning", "accelerate"]
 
@@ -171,6 +175,7 @@ class Entry:
         instead_of: Name of a lever. If a trial has kept that one, it does not try this one.
         of_optimizer: Whether it changes the update alone.
         in_no_level: Why no level has it although MindSpore's levels do. Shown if its switch is not read.
+        removed: Setting of an earlier version -> its default. Plan files may still have it at that value.
     """
 
     algorithm: type[Algorithm]
@@ -188,6 +193,7 @@ class Entry:
     instead_of: str = ""
     of_optimizer: bool = False
     in_no_level: str = ""
+    removed: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -405,6 +411,7 @@ _ENTRIES = (
         values=MappingProxyType({"freeze_type": dict(enumerate(get_args(Pattern)))}),
         facts=MappingProxyType({"total_steps": "total_steps"}),
         unproven=_freeze_unproven,
+        removed=MappingProxyType({"costs": None, "step_seconds": 0, "recompile_seconds": 0, "cache_path": None}),
     ),
     Entry(algorithm=FusedOptimizer, summary="updates all parameters in one kernel", lever=True, of_optimizer=True),
     Entry(
@@ -486,3 +493,86 @@ LEVELS: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     }
 )
 """Level -> algorithm -> settings that differ from its defaults. Chosen by measurement; see ``docs/levels.md``."""
+
+_TOO_LARGE = 1 << 63
+
+
+def build(entry: Entry, settings: Mapping[str, Any], origins: Mapping[str, str]) -> Algorithm:
+    """Build an algorithm from its settings.
+
+    Args:
+        entry: Of the algorithm.
+        settings: As JSON has them.
+        origins: Setting -> JSON path, for those that the user wrote. Their types are checked.
+
+    Raises:
+        ConfigError: A setting is unknown, of a wrong type, or out of range.
+    """
+    if not settings:
+        return _plain(entry.algorithm)
+    hints = _hints(entry.algorithm)
+    values = {k: _frozen(value) for k, value in settings.items() if (k, value) not in entry.removed.items()}
+    for key, value in values.items():
+        path = origins.get(key, f"extra.{entry.name}.{key}")
+        if key not in hints:
+            allowed, kind = ", ".join(hints) or "no settings", "a removed" if key in entry.removed else "an unknown"
+            raise ConfigError(path, found=f"{kind} setting", allowed=allowed, hint=nearest(key, hints))
+        if key not in origins:
+            continue  # of the registry, or a fact
+        try:
+            TypeAdapter(hints[key]).validate_python(value, strict=True)
+        except ValidationError:
+            raise ConfigError(path, found=shown(settings[key]), allowed=_in_words(hints[key])) from None
+        if any(abs(number) >= _TOO_LARGE for number in _integers(value)):
+            raise ConfigError(path, found=shown(settings[key]), allowed="integers of 64 bits")
+    try:
+        return entry.algorithm(**values)
+    except (TypeError, ValueError, OverflowError) as error:
+        # A message begins with the name of its setting.
+        named = next((key for key in values if re.match(rf"{key}\b", str(error))), None)
+        path = f"extra.{entry.name}" if named is None else origins.get(named, f"extra.{entry.name}.{named}")
+        found = shown(dict(settings)) if named is None else shown(settings[named])
+        raise ConfigError(path, found=found, allowed=str(error)) from None
+
+
+@functools.cache
+def _plain(kind: type[Algorithm]) -> Algorithm:
+    """Return an algorithm with its default settings, a value that plans share."""
+    return kind()
+
+
+@functools.cache
+def _hints(kind: type[Algorithm]) -> dict[str, Any]:
+    """Return the type of each setting of an algorithm."""
+    hints = typing.get_type_hints(kind)
+    return {field.name: hints[field.name] for field in fields(kind) if field.init}  # pyright: ignore[reportArgumentType]
+
+
+def _frozen(value: Any) -> Any:
+    """Return lists as tuples, which JSON does not have."""
+    return tuple(_frozen(entry) for entry in value) if isinstance(value, (list, tuple)) else value
+
+
+def _integers(value: Any) -> list[int]:
+    if isinstance(value, tuple):
+        return [number for entry in value for number in _integers(entry)]
+    return [value] if isinstance(value, int) else []
+
+
+def _in_words(hint: Any) -> str:
+    """Describe the values of a type in the terms of JSON."""
+    if typing.get_origin(hint) is typing.Literal:
+        return ", ".join(repr(choice) for choice in typing.get_args(hint))
+    parts = [part for part in typing.get_args(hint) if part is not Ellipsis]
+    if isinstance(typing.get_origin(hint), type) and issubclass(typing.get_origin(hint), Sequence):
+        return f"a list, each entry {' or '.join(_in_words(part) for part in parts)}"
+    if parts:
+        # Lists come last, so that "or" does not seem to belong to their entries.
+        return " or ".join(sorted(map(_in_words, parts), key=lambda words: words.startswith("a list")))
+    words = {bool: "true or false", int: "an integer", float: "a number", str: "a string", type(None): "null"}
+    return words.get(hint, str(hint))
+
+
+def place(algorithm: Algorithm) -> tuple[int, int]:
+    """Return the place of an algorithm in the attach order. The registry decides between equal orders."""
+    return algorithm.traits.order, list(REGISTRY).index(algorithm.name)

@@ -6,11 +6,13 @@ import itertools
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import torchboost
 from tests.support.models import BottleneckNet, batch_for, cnn, mlp
 from tests.support.trajectories import identical, train
 from torchboost import Target
@@ -96,6 +98,26 @@ def test_hooks_on_the_root_are_part_of_the_compiled_call() -> None:
         expected = model(inputs)
         with Compile(backend="aot_eager").attach(target_of(model)):
             torch.testing.assert_close(model(inputs), expected)
+
+
+@pytest.mark.parametrize("make", [cnn, BottleneckNet])
+def test_hooks_from_before_boost_run_in_the_graphs_that_the_check_compiled(make: Callable[[], nn.Module]) -> None:
+    """The check takes hooks off, and the graphs that it compiles do not stay for the run."""
+
+    def course(compiled: bool) -> list[Tensor]:
+        torch.manual_seed(1)
+        target = target_of(make())
+        for module in target.model.modules():
+            if isinstance(module, nn.Conv2d):
+                module.register_forward_hook(lambda module, args, output: 1.5 * output)
+        if compiled:
+            config = {"boost": {"mode": "manual"}, "extra": {"compile": {"backend": "eager"}}}
+            assert "compile" in torchboost.boost(target.model, target.optimizer, level="O0", config=config).explain()
+        train(target, 2, 3)
+        return list(target.model.state_dict().values())
+
+    for found, expected in zip(course(True), course(False), strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("where", ["whole", "part", "wrapped", "part wrapped"])

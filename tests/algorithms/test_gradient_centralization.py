@@ -20,7 +20,7 @@ from torchboost.algorithms.gradient_centralization import (
 )
 from torchboost.core import attach_all
 from torchboost.errors import NoEffectWarning
-from torchboost.graph.normalized_linear import NormalizedLinear
+from torchboost.graph.norms import NormalizedLinear
 from torchboost.optim import SGD
 
 

@@ -32,7 +32,7 @@ from torchboost import Target, less_bn
 from torchboost.algorithms import LessBn
 from torchboost.core import attach_all
 from torchboost.errors import IncompatibleError, NoEffectWarning
-from torchboost.graph.normalized_linear import NormalizedLinear
+from torchboost.graph.norms import NormalizedLinear
 from torchboost.graph.removed_norm import RemovedNorm
 from torchboost.workloads.models import BasicBlock, Bottleneck, ResNet
 

@@ -223,7 +223,7 @@ def test_a_report_of_something_else_is_not_continued(tmp_path: Path, monkeypatch
     benched(factory, "stock", resume=True, **settings)
     with pytest.raises(ValueError, match=r"measured with epochs 0, but now it is 2; .*another file"):
         benched(factory, "stock", out=out, epochs=2, resume=True)
-    with pytest.raises(ValueError, match="another version of the file"):
+    with pytest.raises(ValueError, match="another version of the factory's file"):
         benched(replace(factory, source="after"), "stock", resume=True, **settings)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "OTHER")
     with pytest.raises(ValueError, match="instructions"):

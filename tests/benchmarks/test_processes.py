@@ -30,14 +30,14 @@ def is_running(process: str) -> bool:
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the state of a process is read from /proc")
 def test_a_process_that_takes_too_long_is_killed_with_its_children(tmp_path: Path):
     file = tmp_path / "started"
-    assert processes.run_within(4.0, [sys.executable, "-c", WITH_A_CHILD, str(file)], {}) is None
+    assert processes.run_within(2.0, [sys.executable, "-c", WITH_A_CHILD, str(file)], {}) is None
     child = file.read_text()
     for _ in range(100):
         if not is_running(child):
             break
         time.sleep(0.1)
     assert not is_running(child)
-    assert processes.outcome(None, 4.0) == "did not end in 4 seconds"
+    assert processes.outcome(None, 2.0) == "did not end in 2 seconds"
 
 
 @pytest.mark.parametrize(

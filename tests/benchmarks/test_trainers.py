@@ -37,17 +37,6 @@ def test_one_step_at_a_time():
     assert done[4:] == ["a ended", "b ended"]
 
 
-def test_an_error_of_a_training_arrives():
-    def failing(pause: Callable[[], bool]) -> None:
-        pause()
-        raise RuntimeError("planted")
-
-    turn = trainers.Turns(failing)
-    turn()
-    with pytest.raises(RuntimeError, match="planted"):
-        turn()
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_smoke_run(tmp_path: Path):

@@ -48,25 +48,11 @@ def test_a_network_whose_plain_loop_crashes_is_lost(at: str, tmp_path: Path, mon
     assert (paths, lost) == ([], ["tiny"])
 
 
-def test_a_network_that_crashes_again_and_again_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(zoo, "run_once", Ends(*((f"cell {k}", CRASH) for k in range(20))))
-    assert not zoo.measure_network("tiny", tmp_path / "out.json", options(tmp_path), zoo.Asked())
-
-
 def saved(path: Path, **changed: Any) -> Path:
     """Save a result of this machine, with 12 rounds."""
     stock = contestant("stock", "stock", 0.1).model_copy(update={"samples": 12 * [0.1]})
     here = environment().model_copy(update=changed)
     return report().model_copy(update={"contestants": [stock], "environment": here}).save(path)
-
-
-@pytest.mark.slow
-def test_results_of_a_simulated_machine_have_names_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    saved(tmp_path / "zoo-avx2-mlp.json")
-    monkeypatch.setattr(zoo, "run_once", Ends())
-    asked = zoo.Asked(networks=("mlp",), simulate="avx2", pairs=12)
-    paths, lost = zoo.measure_zoo(options(tmp_path, resume=True), asked)
-    assert ([path.name for path in paths], lost) == (["zoo-avx2-mlp.json"], [])
 
 
 @pytest.mark.parametrize(
@@ -76,16 +62,6 @@ def test_results_of_a_simulated_machine_have_names_of_their_own(tmp_path: Path, 
 )
 def test_a_result_is_kept_if_it_could_be_repeated(changed: dict[str, str], pairs: int, current: bool, tmp_path: Path):
     assert zoo.is_current(saved(tmp_path / "zoo-mlp.json", **changed), pairs) == current
-
-
-@pytest.mark.parametrize(
-    "words", [["--networks", "gpt3"], ["--pairs", "0"], ["--compile", "--no-compile"], ["--simulate", "sse"]]
-)
-def test_wrong_options_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as stopped:
-        zoo.main(words)
-    assert stopped.value.code == 2
-    assert "error" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from torchboost.calibration import calibration as module
 from torchboost.calibration import watch as watch_module
 from torchboost.calibration.calibration import check_calibrate, resolved
 from torchboost.calibration.choice import Choice, Verdict
+from torchboost.calibration.search import Price
 from torchboost.calibration.trial import Trial
 from torchboost.core.torch_private import compiled_call, interceptor_of
 
@@ -329,31 +330,28 @@ def test_bad_values_are_refused_and_the_environment_switches_auto_off(monkeypatc
     assert resolved("auto") == "auto"
 
 
-@pytest.mark.parametrize("change", ["time", "size"])
-def test_slower_steps_and_inputs_of_another_size_are_measured_again_once(monkeypatch, caplog, change):
+def test_slower_steps_are_measured_again_once(monkeypatch, caplog):
     choose(monkeypatch, {"fused_optimizer"})
     pair, now = boosted(steps=900), [0.0]
     x, y = batches(1)[0]
 
-    def steps(count: int, seconds: float, samples: int = 4) -> None:
+    def steps(count: int, seconds: float) -> None:
         for _ in range(count):
             now[0] += seconds
-            nn.functional.cross_entropy(pair.model(x[:samples]), y[:samples]).backward()
+            nn.functional.cross_entropy(pair.model(x), y).backward()
             pair.optimizer.step()
             pair.optimizer.zero_grad()
 
-    monkeypatch.setattr(watch_module.StepWatch.__init__, "__kwdefaults__", {"entries": None, "read": lambda: now[0]})
+    monkeypatch.setattr(watch_module.StepWatch.__init__, "__kwdefaults__", {"read": lambda: now[0]})
     steps(60, 0.1)
     choose(monkeypatch, {"channels_last"})
     with caplog.at_level("INFO", logger="torchboost"):
-        steps(*((120, 0.2) if change == "time" else (300, 0.1, 2)))
-    (said,) = [record.message for record in caplog.records if "measures the levers again, once" in record.message]
-    assert change == "time" or said.startswith("O1: the inputs have 864 entries, at the trial 1,728; the next call")
+        steps(120, 0.2)
+    assert sum("measures the levers again, once" in record.message for record in caplog.records) == 1
     assert on(pair) == {"channels_last"}
     choose(monkeypatch, set())
     steps(300, 0.9)
     assert on(pair) == {"channels_last"}
-    assert interceptor_of(pair.model) is None or change == "time"
     pair.remove()
     assert not pair.optimizer._optimizer_step_post_hooks
 
@@ -397,13 +395,36 @@ def test_a_run_that_is_too_short_for_a_trial_has_none(monkeypatch):
         assert measured or "calibrate=seconds" in pair.choice.verdicts[0].reason
 
 
+def budget(calibrate: Any, steps: int | None) -> module.Calibration:
+    return module.Calibration(levers=(), prior=frozenset(), calibrate=calibrate, total_steps=steps)
+
+
 def test_the_price_follows_the_length_of_the_run():
     for calibrate, steps, expected in (
         *(("auto", None, 3.0), ("auto", 500, 2.0), ("auto", 1000, 4.0), ("auto", 4000, 4.0), ("auto", 10_000, 10.0)),
         *(("auto", 10**6, 60.0), (True, 1000, 4.0), (7.5, 10, 7.5)),
     ):
-        made = module.Calibration(levers=(), prior=frozenset(), calibrate=calibrate, total_steps=steps)
-        assert made.seconds(0.1) == pytest.approx(expected)
+        assert budget(calibrate, steps).seconds(0.1) == pytest.approx(expected)
+
+
+def test_a_price_that_is_worth_it_makes_the_trial_longer():
+    for calibrate, steps, price, expected in (
+        ("auto", 10_000, (27.0, 1, 1.5), 37.0),  # 1 % of the run and the price
+        ("auto", 10_000, (36.0, 1, 1.5), 48.0),  # three quarters are set aside for the price
+        ("auto", 10_000, (38.0, 1, 1.5), 10.0),  # it would take more than 5 % of the run
+        ("auto", 10_000, (7.0, 1, 1.5), 10.0),  # it fits as it is
+        ("auto", 10_000, (27.0, 4, 1.5), 37.0),
+        ("auto", 10_000, (27.0, 5, 1.5), 10.0),  # the run must save three times what it pays
+        ("auto", 10_000, (27.0, 1, 1.05), 10.0),
+        ("auto", None, (27.0, 1, 1.5), 3.0),
+        (12.5, 10_000, (27.0, 1, 1.5), 12.5),
+    ):
+        seconds, times, ratio = price
+        asked = Price(expected=seconds, best_ratio=ratio, times=times)
+        assert budget(calibrate, steps).seconds(0.1, asked) == pytest.approx(expected), (calibrate, steps, price)
+    for calibrate, steps, expected in (("auto", 200_000, 250.0), ("auto", 40_000, 0.0), ("auto", None, 0.0), (1, 9, 0)):
+        dearer = Price(expected=150.0, best_ratio=1.15)
+        assert budget(calibrate, steps).longer(50.0, 0.1, dearer) == pytest.approx(expected)
 
 
 def test_a_trial_on_the_cpu_is_not_longer_for_the_price_of_compilation(monkeypatch):

@@ -152,41 +152,19 @@ def test_an_optimizer_is_copied_in_part_without_hooks_and_without_the_step_of_a_
     assert share == sum(p.numel() for p, _ in pairs) / sum(p.numel() for p in model.parameters())
 
 
-def test_a_lever_that_fails_on_this_rank_is_told_to_the_others_before_it_raises():
-    model, told = nn.Linear(2, 2), []
-
-    def reduce(numbers: list[float]) -> list[float]:
-        told.append(numbers)
-        return numbers
-
-    trial = Trial(passes(model, torch.randn(1, 2)), [sgd(model)], {}, reduce=reduce)
-    with pytest.raises(KeyError):
-        trial.build(["unknown"], within=60)
-    assert told[-1][1] == float("inf")
-
-
-def test_a_failure_of_another_rank_raises_here_too():
-    model, failing = nn.Linear(2, 2), []
-
-    def reduce(numbers: list[float]) -> list[float]:
-        return [float("inf")] * len(numbers) if failing else numbers
-
-    trial = Trial(passes(model, torch.randn(1, 2)), [sgd(model)], LEVERS, reduce=reduce)
-    failing.append(True)
-    with pytest.raises(IncompatibleError, match="another rank"):
-        trial.build(["fused_optimizer"], within=60)
-
-
-def test_a_closed_trial_leaves_no_lever():
-    model, x = network(), torch.randn(4, 3, 8, 8)
-    before = portrait(model)
-    made = passes(model, x)
-    trial = Trial(made, [torch.optim.AdamW(model.parameters())], LEVERS)
-    trial.build(["channels_last", "autocast"], within=60.0)
-    assert changes(before, portrait(model))
-    trial.close()
-    made.snapshot.restore()
-    assert changes(before, portrait(model)) == {}
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "SGD"])
+def test_an_optimizer_that_has_stepped_is_copied_in_part(kind: str):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1))
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=1e-3)
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    duplicate, pairs, _ = optimizer_over(optimizer, list(model.parameters()), 80)
+    assert 0 < len(pairs) < 6
+    for parameter, copied in pairs:
+        copied.grad = torch.zeros_like(copied)
+        assert duplicate.state[copied].keys() == optimizer.state[parameter].keys()
+    duplicate.step()
+    assert set(duplicate.state) <= {copied for _, copied in pairs}
 
 
 @pytest.mark.parametrize("name", ["cuda", "xpu"])

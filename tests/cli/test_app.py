@@ -7,12 +7,8 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
-from torch import nn
 from typer.testing import CliRunner
 
 import torchboost
@@ -23,7 +19,7 @@ from torchboost.cli import main
 from torchboost.cli.app import app
 from torchboost.registry import LEVELS, REGISTRY
 
-COMMANDS = ("bench", "levels", "check", "explain", "report", "doctor", "pca", "tune")
+COMMANDS = ("bench", "levels", "explain", "report", "doctor", "tune")
 
 
 def run(*words: str, stdin: str | None = None):
@@ -56,15 +52,7 @@ def test_levels():
     assert all(name in shown for name in [*LEVELS, *REGISTRY])
 
 
-def test_check_accepts(tmp_path):
-    path = tmp_path / "boost.json"
-    path.write_text('{"boost": {"mode": "manual", "less_bn": true}}')
-    assert run("check", str(path)).stdout.endswith("valid, mode manual\n")
-    assert answer("check", str(path), "--json")["config"]["boost"]["less_bn"] is True
-    assert run("check", "-", stdin="{}").exit_code == 0
-
-
-def test_check_refuses_with_one_message(tmp_path):
+def test_a_wrong_configuration_is_refused_with_one_message(tmp_path):
     for text, said in {
         '{"bost": {}}': "Did you mean 'boost'?",
         '{"extra": {"less_bnn": true}}': "extra.less_bnn",
@@ -72,13 +60,12 @@ def test_check_refuses_with_one_message(tmp_path):
         "[]": "text on standard input",
         "": "nothing on standard input",
     }.items():
-        result = run("check", "-", stdin=text)
+        result = run("explain", "-", stdin=text)
         assert result.exit_code == 1
         assert result.stderr.startswith("Error: ")
         assert said in result.stderr
         assert "Traceback" not in result.output
     for words in (
-        ("check", str(tmp_path / "none.json")),
         ("explain", str(tmp_path / "none.json")),
         ("explain", "--level", "O9"),
     ):
@@ -128,7 +115,6 @@ def test_errors_are_short():
 
 def test_report(saved, tmp_path):
     assert "O1 promises to be no slower than stock" in run("report", str(saved)).stdout
-    assert run("report", str(saved), "--markdown").stdout.startswith("## A small benchmark")
     page = tmp_path / "deep" / "page.html"
     assert answer("report", str(saved), "--html", str(page), "--json")["html"] == str(page)
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
@@ -147,9 +133,6 @@ def test_report_of_a_tuning(tmp_path):
     assert "Tuning of a model" in page.read_text(encoding="utf-8")
     found = answer("report", path, "--json")
     assert (found["headline"][:12], found["html"], found["drop"]) == ("Turn on fast", None, 0.005)
-    refused = run("report", path, "--markdown")
-    assert refused.exit_code == 1
-    assert "Error: --markdown: this is a report of `torchboost tune`" in refused.stderr
     (tmp_path / "broken.json").write_text('{"findings": []}', encoding="utf-8")
     assert "this is not a report of torchboost: title" in run("report", str(tmp_path / "broken.json")).stderr
 
@@ -181,12 +164,12 @@ def test_without_the_extra_or_stopped_while_torch_is_imported(monkeypatch, capsy
     with pytest.raises(SystemExit) as stopped:
         main()
     assert (stopped.value.code, capsys.readouterr().err) == (130, "\nStopped.\n")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "rich" else find(name))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "typer" else find(name))
     with pytest.raises(SystemExit) as stopped:
         main()
     assert stopped.value.code == 1
     said = capsys.readouterr().err
-    assert "needs rich" in said
+    assert "needs typer" in said
     assert said.endswith("install it from the folder of the project: pip install '.[cli]'\n")
 
 
@@ -203,57 +186,3 @@ def test_output_that_cannot_be_shown_is_escaped(saved, monkeypatch):
         written.flush()
         assert stopped.value.code == 0
         assert escaped in written.buffer.getvalue()
-
-
-def pca(*words: object):
-    return run("pca", *map(str, words))
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    path = tmp_path / "checkpoints"
-    path.mkdir()
-    for i in range(4):
-        torch.manual_seed(i)
-        torch.save(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).state_dict(), path / f"{i}.pt")
-    return path
-
-
-def test_pca_writes_the_directions_and_says_what_they_hold(folder: Path, tmp_path: Path) -> None:
-    out = tmp_path / "basis.npy"
-    found = pca(folder, "--components", 3, "--out", out)
-    assert found.exit_code == 0, found.output
-    assert "3 directions of 12 weights in 4 parameters, from 4 checkpoints; they explain 100.0%" in found.stdout
-    matrix = np.load(out)
-    np.testing.assert_allclose(matrix @ matrix.T, np.eye(3), atol=1e-6)
-    assert "comparing the snapshots, weights: " in found.stderr
-
-
-def test_pca_in_json_and_with_statistics_where_nobody_excludes_them(folder: Path, tmp_path: Path) -> None:
-    for more, weights in ((), 12), (("--exclude", "", "--force"), 16):
-        found = json.loads(pca(folder, "--components", 2, "--out", tmp_path / "basis.npy", *more, "--json").stdout)
-        assert (found["checkpoints"], found["weights"]) == (4, weights)
-        assert 0 < found["explained"] <= 1
-
-
-def test_pca_what_is_wrong_is_said_in_one_line(folder: Path, tmp_path: Path) -> None:
-    out = tmp_path / "basis.npy"
-    for words, said in (
-        ([folder, "--out", tmp_path / "basis.bin"], "ends in .npy"),
-        ([folder, "--components", 9, "--out", out], "n_components: found 9 and 4 snapshots"),
-        ([tmp_path / "none", "--out", out], "found no folder"),
-        ([folder, "--out", tmp_path / "none" / "basis.npy"], "create it first"),
-    ):
-        found = run("pca", *map(str, words))
-        assert found.exit_code == 1
-        assert said in found.stderr
-        assert "Traceback" not in found.output
-    assert not out.exists()
-    beside = tmp_path / "basis.json"
-    for file in (out, beside):  # of somebody else
-        file.write_bytes(b"mine")
-        assert f"{file.name} already exists" in pca(folder, "--out", out).stderr
-        assert file.read_bytes() == b"mine"
-        assert pca(folder, "--components", 2, "--out", out, "--force").exit_code == 0
-        out.unlink()
-    assert json.loads(beside.read_text())["names"]

@@ -31,7 +31,7 @@ def pretend(monkeypatch):
             end(options)
             return winning_report()
 
-        monkeypatch.setattr("torchboost.cli.bench.run_bench", benched)
+        monkeypatch.setattr("torchboost.cli.app.run_bench", benched)
         return asked
 
     return set_up
@@ -75,7 +75,6 @@ def test_errors_before_anything_runs(tmp_path):
         ("digits", "--device", "toaster"): "--device",
         ("none.py:make",): "found no file",
         ("train.py",): "train.py:make",
-        ("none.py:make", "--model", "x"): "builds model and data",
         ("none.py:make", "--data", "x"): "builds model and data",
         ("digits", "--decide", "5x"): "--decide: found '5x'",
         ("digits", "--accuracy"): "--accuracy: leave it out",
@@ -106,7 +105,7 @@ def test_interrupted(pretend, tmp_path):
     for folder, earlier, saves, words, said in (
         ("new", False, True, (), saved),
         ("none", False, False, (), "Nothing was saved"),
-        ("old", True, False, (), "from an earlier run"),
+        ("old", True, False, ("--force",), "Nothing was saved"),
         ("old", True, False, ("--resume",), saved),
     ):
         (tmp_path / folder).mkdir(exist_ok=True)
@@ -118,20 +117,17 @@ def test_interrupted(pretend, tmp_path):
         assert said in result.stderr
 
 
-def test_the_report_of_another_workload_is_not_overwritten(pretend, tmp_path):
+def test_a_report_that_is_there_is_not_overwritten(pretend, tmp_path):
     asked = pretend()
-    place_report(tmp_path, "text-gpt")
+    place_report(tmp_path)
     before = (tmp_path / "report.json").read_bytes()
     result = run("--out", str(tmp_path))
     assert result.exit_code == 1
-    assert "holds a report of text-gpt, but this is digits-resnet; choose another folder with --out" in result.stderr
+    assert "exists; continue it with --resume, overwrite it with --force, or choose another folder" in result.stderr
     assert (tmp_path / "report.json").read_bytes() == before
     assert not asked
     assert run("--out", str(tmp_path), "--force").exit_code == 0
-    place_report(tmp_path)
-    assert run("--out", str(tmp_path)).exit_code == 0
-    (tmp_path / "report.json").write_text("{}")
-    assert "holds a file that is not a report of torchboost" in run("--out", str(tmp_path)).stderr
+    assert run("--out", str(tmp_path), "--resume").exit_code == 0
 
 
 def test_a_relative_folder_is_that_of_the_start(pretend, monkeypatch, tmp_path):

@@ -170,7 +170,7 @@ def test_ranks():
         assert "delta_weights: found tensors of shapes []" in messages[3]
         assert "delta_weights: found tensors of shapes [(3,)]" in messages[4]
     assert first == second
-    expected = simulated("delta", 2, 1, 3, lambda params: torch.optim.SGD(params, lr=0.2))
+    expected = simulated(2, 1, 3, lambda params: torch.optim.SGD(params, lr=0.2))
     for result in (first["cell"], first["scaled"]):
         assert result["called"] == result["process"]
         for ours, theirs in zip(result["called"], expected, strict=True):

@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.versions import needs_bucket_sizes
 from torchboost import (
     AutoBoost,
     BoostTrainOneStepCell,
@@ -24,6 +23,7 @@ from torchboost import (
     Target,
     TrainStep,
     WithLoss,
+    shutdown,
 )
 from torchboost.optim import ClipNorm, GradientPipeline
 
@@ -148,44 +148,6 @@ def test_a_refused_pair_is_left_as_it_was():
     assert (norms(network), list(network.state_dict())) == before
 
 
-def bucket_sizes(model: nn.Module, options: dict[str, Any]) -> list[int]:
-    """Return the bytes of the buckets by DDP's own log, the last layers first."""
-    wrapped = DistributedDataParallel(model, **options)
-    for _ in range(3):  # the log is a pass behind
-        wrapped(torch.ones(2, 5)).sum().backward()
-    return [int(size) for size in wrapped._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(", ")]
-
-
-def splitting(points: Any) -> AutoBoost:
-    return AutoBoost("O1", {"common": {"gradient_split_groups": points}})
-
-
-@needs_bucket_sizes
-def test_gradient_split_groups_are_the_buckets_of_ddp():
-    assert "ddp_options" in splitting([2, 6]).explain()
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        for points, layers in (([1, 4], [2, 3, 1]), (2, [4, 2]), ([1, 2, 3, 4, 5], [1] * 6), ([50], [6])):
-            model = nn.Sequential(*(nn.Linear(5, 5, bias=False) for _ in range(6)))
-            assert bucket_sizes(model, splitting(points).ddp_options(model)) == [100 * count for count in layers]
-    finally:
-        torch.distributed.destroy_process_group()
-    model[0].requires_grad_(False)
-    assert len(splitting(5).ddp_options(model)["bucket_cap_mb_list"]) == 1, "positions among the trained parameters"
-    model[1].double()
-    with pytest.raises(IncompatibleError, match=r"float32 on cpu, torch\.float64 on cpu"):
-        splitting([1]).ddp_options(model)
-
-
-def test_what_has_no_buckets_of_its_own(monkeypatch):
-    assert AutoBoost("O1").ddp_options(net()) == {}
-    with pytest.raises(TypeError, match="network must be"):
-        splitting([1]).ddp_options(3)  # pyright: ignore[reportArgumentType]
-    monkeypatch.setattr("torchboost.compat.auto_boost._SIZES", "no_such_argument")
-    with pytest.raises(IncompatibleError, match="has no no_such_argument"):
-        splitting([1]).ddp_options(net())
-
-
 @pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, Wrapping])
 def test_the_optimizer_that_was_given_does_not_pass_by_the_accumulation(wrap):
     """As the documented example writes it: the pair that is returned is thrown away."""
@@ -230,18 +192,6 @@ def test_the_cell_accumulates_with_either_optimizer():
         assert len(updates) == 5
 
 
-def test_the_cell_takes_the_subspace_with_the_optimizer_that_was_given():
-    network = WithLoss(nn.Linear(4, 2), F.cross_entropy)
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-    config = {"boost": {"mode": "manual", "dim_reduce": True}, "dim_reduce": {"n_components": 2}}
-    config["extra"] = {"dim_reduce": {"snapshot_every": 1}}
-    AutoBoost("O0", config).network_auto_process_train(network, optimizer)
-    cell = BoostTrainOneStepCell(network, optimizer)
-    assert cell.check_dim_reduce_enable()
-    for _ in range(4):
-        cell(torch.randn(3, 4), torch.zeros(3, dtype=torch.long))
-
-
 def trained_steps(network, optimizer, n: int):
     for x, y in batches(n):
         optimizer.zero_grad()
@@ -281,7 +231,7 @@ def test_what_is_refused():
         with pytest.raises(IncompatibleError, match="DistributedDataParallel"):
             AutoBoost("O1").network_auto_process_train(wrapped, sgd(model))
     finally:
-        torch.distributed.destroy_process_group()
+        shutdown()
 
 
 def test_the_copy_for_inference_is_folded_and_keeps_the_outputs():

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.support.conv_nets import ForeignNames, names_of_norms, train_a_little, vgg
-from torchboost.compat.wrappers import GradientAccumulation, LessBN
+from torchboost import GradientAccumulation, LessBN
 from torchboost.errors import NoEffectWarning
 
 

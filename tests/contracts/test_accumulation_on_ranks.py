@@ -50,8 +50,8 @@ def _train(kind: Kind, how: str) -> list[float]:
                 if how == "equal":
                     accumulator.share(F.cross_entropy(called(x), y)).backward()
                 else:
-                    loss = F.cross_entropy(called(x), y, reduction="sum")
-                    accumulator.share(loss, count, reduction="sum").backward()
+                    loss = F.cross_entropy(called(x), y, reduction="sum") / max(count, 1)
+                    accumulator.share(loss, count).backward()
             offset += count
         assert not mine or accumulator.flush() == (how == "flush")
         optimizer.step()
@@ -91,7 +91,7 @@ def _inside_the_loss(ranks: int) -> list[float]:
             (sum(network(*part) for part in parts) / 27).backward()
         for x, y in parts[2 * dist.get_rank() :][:2] if ranks == 2 else ():
             with accumulator.micro_step():
-                accumulator.share(network(x, y), len(y), reduction="sum").backward()
+                accumulator.share(network(x, y) / len(y), len(y)).backward()
         optimizer.step()
         optimizer.zero_grad()
     return all_weights(model)

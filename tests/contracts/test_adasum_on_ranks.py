@@ -16,20 +16,16 @@ from tests.support.nodes import batch_of, fresh, node_wrapped, simulated, tensor
 from tests.support.ranks import run_ranks
 from torchboost import DynamicLossScale, Target, TrainStep, adasum
 from torchboost.algorithms import AdaptiveSum, Autocast, GradAccumulation, GradFreeze, GradientCentralization
-from torchboost.algorithms.grad_accumulation import Accumulator
 from torchboost.core import attach_all
 
 pytestmark = pytest.mark.dist
 
 STEPS = 3
-UNITS = [[0, 1], [2, 3], [4, 5]]
+WAYS = ("ddp", "fsdp")
 
 
-WAYS = [("ddp", "delta"), ("ddp", "gradient"), ("fsdp", "delta"), ("fsdp", "gradient")]
-
-
-def in_every_way(fn: Any) -> dict[tuple[str, str], Any]:
-    return {(how, on): fn(how, on) for how, on in WAYS}
+def in_every_way(fn: Any) -> dict[str, Any]:
+    return {how: fn(how) for how in WAYS}
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
@@ -45,53 +41,21 @@ def close(found: list[list[float]], wanted: list[list[float]], tolerance: float 
     return all(torch.allclose(torch.tensor(a), torch.tensor(b), rtol=1e-5, atol=tolerance) for a, b in pairs)
 
 
-def trained(how: str, on: Any, per_node: int, optimizer_of: Any, make: Any = mlp, **ddp: Any) -> list[list[float]]:
+def trained(how: str, per_node: int, optimizer_of: Any, make: Any = mlp, **ddp: Any) -> list[list[float]]:
     like = fresh(make)
-    model = node_wrapped(copy.deepcopy(like), how, on, per_node, **ddp)
+    model = node_wrapped(copy.deepcopy(like), how, per_node, **ddp)
     optimizer = optimizer_of(model.parameters())
-    summing = adasum(model, optimizer, on=on, devices_per_node=per_node)
+    summing = adasum(model, optimizer, devices_per_node=per_node)
     train(model, optimizer, STEPS, like=like)
     assert -1 <= summing.agreement < 1
     return tensors(model)
-
-
-def under_ddp_on_gradients() -> list[list[list[float]]]:
-    per_node = dist.get_world_size() // 2
-    return [trained("ddp", "gradient", per_node, sgd, make) for make in (mlp, cnn)]
-
-
-def check_under_ddp_on_gradients(found: list[Any], ranks: int) -> None:
-    assert all(other == found[0] for other in found)
-    for weights, make in zip(found[0], (mlp, cnn), strict=True):
-        assert close(weights, simulated("gradient", 2, ranks // 2, STEPS, sgd, make=make))
-        assert not close(weights, simulated("gradient", 1, ranks, STEPS, sgd, make=make), 1e-4)
-
-
-def test_gradients_under_ddp_follow_the_formula_per_parameter(two, four):
-    check_under_ddp_on_gradients(two["under_ddp_on_gradients"], 2)
-    check_under_ddp_on_gradients(four["under_ddp_on_gradients"], 4)
-
-
-def every_bucket_size() -> list[list[list[float]]]:
-    found = []
-    for megabytes, view, unused in ((25, False, False), (1e-3, True, False), (1e-4, False, True), (1e-6, True, True)):
-        options = {"gradient_as_bucket_view": view, "find_unused_parameters": unused}
-        found.append(trained("ddp", "gradient", 2, sgd, bucket_cap_mb=megabytes, **options))
-    return found
-
-
-def test_the_buckets_of_ddp_do_not_matter(four):
-    for found in four["every_bucket_size"]:
-        assert all(weights == found[0] for weights in found)
 
 
 def on_updates() -> dict[tuple[str, str, int], list[list[float]]]:
     ways = [("bare", 1), ("bare", 2), ("ddp", 2), ("fsdp", 2)]
     makers = {"sgd": sgd, "adam": adam}
     return {
-        (name, how, per_node): trained(how, "delta", per_node, make)
-        for name, make in makers.items()
-        for how, per_node in ways
+        (name, how, per_node): trained(how, per_node, make) for name, make in makers.items() for how, per_node in ways
     }
 
 
@@ -101,25 +65,13 @@ def test_updates_follow_the_formula_per_parameter(four):
     for (name, how, per_node), weights in found[0].items():
         if (name, how, per_node) != ("adam", "bare", 2):  # the mean of two updates of Adam is not that of the mean
             make = {"sgd": sgd, "adam": adam}[name]
-            assert close(weights, simulated("delta", 4 // per_node, per_node, STEPS, make), 1e-5), (name, how)
-    assert close(found[0]["sgd", "ddp", 2], simulated("gradient", 2, 2, STEPS, sgd)), "for SGD both forms are one"
+            assert close(weights, simulated(4 // per_node, per_node, STEPS, make), 1e-5), (name, how)
 
 
-def under_fsdp_on_gradients() -> list[list[float]]:
-    return trained("fsdp", "gradient", 2, sgd)
-
-
-def test_gradients_under_fsdp_follow_the_formula_per_unit(four):
-    found = four["under_fsdp_on_gradients"]
-    assert all(other == found[0] for other in found)
-    assert close(found[0], simulated("gradient", 2, 2, STEPS, sgd, units=UNITS))
-    assert not close(found[0], simulated("gradient", 2, 2, STEPS, sgd), 1e-4)
-
-
-def accumulated(how: str, on: Any) -> list[list[float]]:
-    model = node_wrapped(fresh(), how, on, 2)
+def accumulated(how: str) -> list[list[float]]:
+    model = node_wrapped(fresh(), how, 2)
     target = Target(model, sgd(model.parameters()))
-    attached = attach_all(target, [AdaptiveSum(on=on, devices_per_node=2), GradAccumulation(steps=2)])
+    attached = attach_all(target, [AdaptiveSum(devices_per_node=2), GradAccumulation(steps=2)])
     step = TrainStep(target, lambda x, y: F.cross_entropy(model(x), y), attached=attached)
     for number in range(2 * STEPS):
         step(*batch_of(dist.get_rank(), number))
@@ -127,15 +79,14 @@ def accumulated(how: str, on: Any) -> list[list[float]]:
 
 
 def test_windows_of_accumulation_are_combined_once(four):
-    for (how, on), weights in four["accumulated"][0].items():
-        units = UNITS if (how, on) == ("fsdp", "gradient") else None
-        assert close(weights, simulated(on, 2, 2, STEPS, sgd, micro=2, units=units)), (how, on)
+    for how, weights in four["accumulated"][0].items():
+        assert close(weights, simulated(2, 2, STEPS, sgd, micro=2)), how
 
 
-def with_overflow(how: str, on: Any) -> tuple[list[bool], list[float], bool, list[list[float]]]:
-    model = node_wrapped(fresh(), how, on, 2)
+def with_overflow(how: str) -> tuple[list[bool], list[float], bool, list[list[float]]]:
+    model = node_wrapped(fresh(), how, 2)
     target = Target(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), DynamicLossScale(1024.0))
-    attached = attach_all(target, [AdaptiveSum(on=on, devices_per_node=2)])
+    attached = attach_all(target, [AdaptiveSum(devices_per_node=2)])
     factor = {"value": 1.0}
     step = TrainStep(target, lambda x, y: F.cross_entropy(model(x), y) * factor["value"], attached=attached)
     overflow, scales, kept = [], [], True
@@ -159,60 +110,25 @@ def test_an_overflow_on_one_rank_skips_the_update_everywhere(four):
         assert all(math.isfinite(weight) for param in weights for weight in param), way
 
 
-def gradients_overflow_under_torchs_scaler() -> tuple[list[float], list[list[float]]]:
-    """The exchange of gradients tells all ranks, as it does without AdaSum."""
-    model = node_wrapped(fresh(), "ddp", "gradient", 2)
-    optimizer = sgd(model.parameters())
-    adasum(model, optimizer, on="gradient", devices_per_node=2)
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-    scales = []
-    for number in range(4):
-        factor = math.inf if number == 1 and dist.get_rank() == 0 else 1.0
-        x, y = batch_of(dist.get_rank(), number)
-        scaler.scale(F.cross_entropy(model(x), y) * factor).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        scales.append(scaler.get_scale())
-    return scales, tensors(model)
-
-
-def test_torchs_scaler_works_on_gradients(four):
-    found = four["gradients_overflow_under_torchs_scaler"]
-    assert all(other == found[0] for other in found)
-    assert found[0][0] == [64.0, 32.0, 32.0, 32.0]
-    assert all(math.isfinite(weight) for param in found[0][1] for weight in param)
-
-
-def frozen_in_one_form(on: Any) -> tuple[list[list[float]], list[list[float]], list[int]]:
-    model = node_wrapped(fresh(), "ddp", on, 2, find_unused_parameters=True)
+def frozen() -> tuple[list[list[float]], list[list[float]]]:
+    model = node_wrapped(fresh(), "ddp", 2, find_unused_parameters=True)
     target = Target(model, torch.optim.Adam(model.parameters(), lr=0.01))
     freezing = GradFreeze(groups=3, full_share=0.4, total_steps=8)
-    attached = attach_all(target, [AdaptiveSum(on=on, devices_per_node=2), freezing])
-    middle, travelled = [], []
+    attach_all(target, [AdaptiveSum(devices_per_node=2), freezing])
+    middle = []
     for number in range(8):
         train(model, target.optimizer, 1, first=number)
-        live: Any = attached["adasum"]
-        travelled.append(len(live.cosines))
         if number == 5:
             middle = tensors(model)
-    return middle, tensors(model), travelled
-
-
-def frozen() -> dict[str, Any]:
-    return {on: frozen_in_one_form(on) for on in ("delta", "gradient")}
+    return middle, tensors(model)
 
 
 def test_freezing_composes(four):
     found = four["frozen"]
     assert all(other == found[0] for other in found)
-    for on, (middle, last, travelled) in found[0].items():
-        still = [a == b for a, b in zip(middle, last, strict=True)]
-        assert any(still), "frozen parameters keep their bytes"
-        assert not all(still)
-        if on == "delta":
-            assert travelled[0] == 6
-            assert travelled[-1] == still.count(False), "what is frozen does not travel"
+    still = [a == b for a, b in zip(*found[0], strict=True)]
+    assert any(still), "frozen parameters keep their bytes"
+    assert not all(still)
 
 
 def composed() -> list[list[float]]:
@@ -241,42 +157,37 @@ def test_autocast_centralisation_and_a_scheduler_compose(two):
     assert first != tensors(cnn())
 
 
-def compiled() -> list[tuple[Any, Any]]:
-    return [compiled_in_one_form("delta"), compiled_in_one_form("gradient")]
-
-
-def compiled_in_one_form(on: Any) -> tuple[list[list[float]], list[list[float]]]:
+def compiled() -> tuple[list[list[float]], list[list[float]]]:
     found = []
     for backend in (None, "eager"):
-        model = node_wrapped(fresh(), "ddp", on, 1)
+        model = node_wrapped(fresh(), "ddp", 1)
         if backend is not None:
             model.compile(backend=backend)
         optimizer = sgd(model.parameters())
-        adasum(model, optimizer, on=on, devices_per_node=1)
+        adasum(model, optimizer, devices_per_node=1)
         train(model, optimizer, STEPS)
         found.append(tensors(model))
     return found[0], found[1]
 
 
 def test_a_compiled_model_trains_alike(two):
-    for forms in two["compiled"]:
-        assert all(close(plain, other) for plain, other in forms)
+    assert all(close(plain, other) for plain, other in two["compiled"])
 
 
-def removed(how: str, on: Any) -> tuple[list[list[float]], list[list[float]], list[list[float]]]:
+def removed(how: str) -> tuple[list[list[float]], list[list[float]], list[list[float]]]:
     """Weights after a run without AdaSum, one in which it was taken away before the first step, and one put back."""
     found = []
     for case in range(3):
-        model = node_wrapped(fresh(), how, on, 2)
+        model = node_wrapped(fresh(), how, 2)
         optimizer = sgd(model.parameters())
         before = len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks)
         if case:
-            summing = adasum(model, optimizer, on=on, devices_per_node=2)
+            summing = adasum(model, optimizer, devices_per_node=2)
             summing.remove()
             assert not summing.active
         assert (len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks)) == before
         if case == 2:
-            adasum(model, optimizer, on=on, devices_per_node=2)
+            adasum(model, optimizer, devices_per_node=2)
         train(model, optimizer, STEPS)
         found.append(tensors(model))
     return found[0], found[1], found[2]
@@ -284,38 +195,17 @@ def removed(how: str, on: Any) -> tuple[list[list[float]], list[list[float]], li
 
 def test_removal_leaves_plain_training_and_it_can_come_back(four):
     for found in four["removed"]:
-        for (how, on), (plain, without, again) in found.items():
-            units = UNITS if (how, on) == ("fsdp", "gradient") else None
-            assert without == plain, (how, on)
-            assert close(again, simulated(on, 2, 2, STEPS, sgd, units=units)), (how, on)
-
-
-def a_short_window_on_updates() -> list[list[float]]:
-    model = node_wrapped(fresh(), "ddp", "delta", 2)
-    optimizer = sgd(model.parameters())
-    adasum(model, optimizer, devices_per_node=2)
-    accumulator = Accumulator(3, model)
-    for number in range(2):
-        with accumulator.micro_step():
-            x, y = batch_of(dist.get_rank(), number)
-            accumulator.share(F.cross_entropy(model(x), y)).backward()
-    assert accumulator.flush()
-    optimizer.step()
-    return tensors(model)
-
-
-def test_a_short_window_is_flushed_inside_the_node(four):
-    assert close(four["a_short_window_on_updates"][0], simulated("delta", 2, 2, 1, sgd, micro=2))
+        for how, (plain, without, again) in found.items():
+            assert without == plain, how
+            assert close(again, simulated(2, 2, STEPS, sgd)), how
 
 
 def on_two() -> dict[str, Any]:
-    return {fn.__name__: fn() for fn in (under_ddp_on_gradients, composed, compiled)}
+    return {fn.__name__: fn() for fn in (composed, compiled)}
 
 
 def on_four() -> dict[str, Any]:
-    plain = (every_bucket_size, on_updates, under_ddp_on_gradients, under_fsdp_on_gradients, frozen)
-    plain += (gradients_overflow_under_torchs_scaler, a_short_window_on_updates)
-    found = {fn.__name__: fn() for fn in plain}
+    found = {fn.__name__: fn() for fn in (on_updates, frozen)}
     return found | {fn.__name__: in_every_way(fn) for fn in (accumulated, with_overflow, removed)}
 
 

@@ -37,8 +37,8 @@ def test_adasum_takes_nodes_from_the_launcher_and_packs_from_the_section():
     manual = {"boost": {"mode": "manual", "adasum": True}}
     assert adasum(manual, NODES) == AdaptiveSum(split_groups=(50, 100), devices_per_node=4)
     assert adasum({"extra": {"adasum": True}}, NODES) == AdaptiveSum(devices_per_node=4)
-    written = {"common": {"gradient_split_groups": 7}, "extra": {"adasum": {"on": "gradient"}}}
-    assert adasum(written, NODES) == AdaptiveSum(on="gradient", split_groups=7, devices_per_node=4)
+    written = {"common": {"gradient_split_groups": 7}, "extra": {"adasum": True}}
+    assert adasum(written, NODES) == AdaptiveSum(split_groups=7, devices_per_node=4)
     assert adasum({"extra": {"adasum": {"split_groups": [3, 9]}}}, NODES).split_groups == (3, 9)
 
 
@@ -74,7 +74,7 @@ def test_adasum_without_whole_nodes_is_dropped():
 
 
 def test_wrong_settings_of_adasum_are_placed():
-    for extra in ({"devices_per_node": "2"}, {"split_groups": "x"}, {"on": "both"}, {"split_groups": [0]}):
+    for extra in ({"devices_per_node": "2"}, {"split_groups": "x"}, {"on": "gradient"}, {"split_groups": [0]}):
         with pytest.raises(ConfigError) as caught:
             Plan.of("O0", {"extra": {"adasum": extra}}, NODES)
         assert caught.value.path.startswith("extra.adasum")

@@ -34,7 +34,7 @@ pytestmark = [
 FAST_TO_BUILD: dict[str, dict[str, Any]] = {
     "adasum": {"devices_per_node": 1},
     "compile": {"backend": "eager"},
-    "dim_reduce": {"n_components": 2, "snapshot_every": 1, "patience": 2, "tolerance": 0.5, "alpha": 0.05},
+    "dim_reduce": {"n_components": 2, "snapshot_every": 1, "alpha": 0.05},
     "grad_freeze": {"groups": 3, "full_share": 0.3, "total_steps": 12},
 }
 NAMES = sorted(REGISTRY)

@@ -97,7 +97,7 @@ def tried(evaluated: bool, raising: int) -> list[Any]:
 
     attach, FusedOptimizer.attach = FusedOptimizer.attach, planted
     try:
-        left, boosted = train(calibrate=2.0, evaluated=evaluated)
+        left, boosted = train(calibrate=1.0, evaluated=evaluated)
     finally:
         FusedOptimizer.attach = attach
     choice = boosted.choice
@@ -109,15 +109,21 @@ def tried(evaluated: bool, raising: int) -> list[Any]:
     return [left == again, kept, boosted.explain()]
 
 
+TRIED = [(True, -1), (False, 1)]
+
+
+def tried_each() -> list[list[Any]]:
+    return [tried(*case) for case in TRIED]
+
+
 @pytest.mark.dist
-@pytest.mark.parametrize(("evaluated", "raising"), [(False, -1), (True, -1), (False, 1)])
-def test_the_run_is_that_of_one_that_was_given_the_choice(evaluated: bool, raising: int) -> None:
-    first, second = run_ranks(tried, 2, evaluated, raising)
-    assert first[1] == second[1]
-    assert first[0]
-    assert second[0]
-    assert "not checked: under FSDP2" in first[2]
-    assert ("another rank could not run it" in first[2]) == ("planted" in second[2]) == (raising == 1)
+def test_the_run_is_that_of_one_that_was_given_the_choice() -> None:
+    for (_, raising), first, second in zip(TRIED, *run_ranks(tried_each, 2), strict=True):
+        assert first[1] == second[1]
+        assert first[0]
+        assert second[0]
+        assert "not checked: under FSDP2" in first[2]
+        assert ("another rank could not run it" in first[2]) == ("planted" in second[2]) == (raising == 1)
 
 
 def accumulated() -> tuple[bool, str]:
@@ -162,12 +168,16 @@ def refused(unit: bool) -> tuple[list[float], str]:
     return losses, boosted.explain()
 
 
+def refused_each() -> list[tuple[list[float], str]]:
+    return [refused(unit) for unit in (True, False)]
+
+
 @pytest.mark.dist
-@pytest.mark.parametrize("unit", [True, False])
-def test_the_run_goes_on_after_a_lever_that_a_layer_refuses(unit: bool) -> None:
-    for losses, said in run_ranks(refused, 2, unit):
-        assert "float32 only" in said
-        assert losses[1] < losses[0]
+def test_the_run_goes_on_after_a_lever_that_a_layer_refuses() -> None:
+    for runs in run_ranks(refused_each, 2):
+        for losses, text in runs:
+            assert "float32 only" in text
+            assert losses[1] < losses[0]
 
 
 def lowered(calibrate: Any) -> tuple[list[float], str]:
@@ -187,9 +197,8 @@ def lowered(calibrate: Any) -> tuple[list[float], str]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("calibrate", [False, 1.0])
-def test_mixed_precision_of_fsdp2_leaves_autocast_out(calibrate: Any) -> None:
-    for losses, said in run_ranks(lowered, 2, calibrate):
+def test_mixed_precision_of_fsdp2_leaves_autocast_out() -> None:
+    for losses, said in run_ranks(lowered, 2, 1.0):
         assert "FSDP2 computes in bfloat16 itself, by its MixedPrecisionPolicy" in said
         assert losses[1] < losses[0]
 
@@ -230,10 +239,17 @@ def within(case: str, boosted: bool) -> tuple[list[float], str]:
     return losses, pair.explain()
 
 
+def within_each() -> list[tuple[list[float], list[float], str]]:
+    found = []
+    for case in ("unit", "plain", "method"):
+        plain, (losses, text) = within(case, False)[0], within(case, True)
+        found.append((plain, losses, text))
+    return found
+
+
 @pytest.mark.dist
-@pytest.mark.parametrize("case", ["unit", "plain", "method"])
-def test_nothing_is_measured_inside_another_forward(case: str) -> None:
-    plain = [losses for losses, _ in run_ranks(within, 2, case, False)]
-    for (losses, said), expected in zip(run_ranks(within, 2, case, True), plain, strict=True):
-        assert "not measured: the call is inside another FSDP2 forward" in said
-        assert losses == pytest.approx(expected, rel=0.02)
+def test_nothing_is_measured_inside_another_forward() -> None:
+    for runs in run_ranks(within_each, 2):
+        for plain, losses, text in runs:
+            assert "not measured: the call is inside another FSDP2 forward" in text
+            assert losses == pytest.approx(plain, rel=0.02)

@@ -42,8 +42,6 @@ NORMS = [
     "mlp_batch_norm",
     "resnet_preact_inplace",
     "densenet",
-    "repvgg_inplace",
-    "unet",
     "reused_layers",
     "plain_list",
 ]

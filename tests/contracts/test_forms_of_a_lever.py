@@ -105,7 +105,7 @@ def test_the_trial_keeps_the_mode_that_pays(pauses, form, mode, modes):
     assert "compile(mode='max-autotune" in made.explain()
     assert "exact here" in made.checks["compile"]
     assert made.choice.ratio is not None
-    assert made.choice.ratio.mid > 2
+    assert made.choice.ratio.mid > 1
 
 
 def test_no_form_is_tried_if_compilation_gains_nothing(modes):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 
 import pytest
@@ -33,10 +32,6 @@ def network() -> BottleneckNet:
         if isinstance(module, nn.BatchNorm2d):
             module.eval()
     return model
-
-
-def settings(pattern: str) -> GradFreeze:
-    return GradFreeze(pattern=pattern, groups=4, full_share=0.25, total_steps=12)  # pyright: ignore
 
 
 def share(number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,41 +99,3 @@ def test_equals_flags_turned_by_hand_beside_everything_else_bit_for_bit(kind: Ki
         assert ours == by_hand, how
         assert any(ours[1]) == ("dynamic" in how or "groups" in how), how
     assert len({str(ours) for ours, _ in first.values()}) > 3, "they are different runs"
-
-
-def _resumed(kind: Kind, pattern: str) -> tuple[list[float], list[float], list[int]]:
-    def start() -> tuple[nn.Module, torch.optim.Optimizer, TrainStep]:
-        model = wrap(network(), kind)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        target = Target(model, optimizer)
-        attached = attach_all(target, [settings(pattern), GradAccumulation(steps=2)])
-        return model, optimizer, TrainStep(target, lambda x, y: F.cross_entropy(model(x), y), attached=attached)
-
-    model, optimizer, step = start()
-    indices, saved = [], None
-    for number in range(24):
-        if number == 12:
-            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), step.state_dict()))
-        indices.append(step.attached["grad_freeze"].index)  # pyright: ignore[reportAttributeAccessIssue]
-        step(*share(number))
-    again, other, resumed = start()
-    assert saved is not None
-    for part, state in zip((again, other, resumed), saved, strict=True):
-        part.load_state_dict(state)
-    for number in range(12, 24):
-        resumed(*share(number))
-    return all_weights(model), all_weights(again), indices
-
-
-def _resumed_all() -> list[tuple[list[float], list[float], list[int]]]:
-    kinds: tuple[Kind, ...] = ("ddp", "fsdp")
-    return [_resumed(kind, pattern) for kind in kinds for pattern in ("continuous", "interval", "progressive")]
-
-
-@pytest.mark.dist
-def test_a_resumed_run_continues_bit_for_bit() -> None:
-    first, second = run_ranks(_resumed_all, 2)
-    assert first == second
-    for straight, again, indices in first:
-        assert straight == again
-        assert max(indices) > min(indices), "something was frozen and something not"

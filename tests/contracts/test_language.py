@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import io
 import re
+import tokenize
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from tests.conftest import ROOT
-from tests.support.prose import passages
 
 TURNS = {
     r"anew": "again",
@@ -27,6 +31,79 @@ TURNS = {
 WHERE_PER_10_000 = 5
 """``where`` for ``if`` cannot be told from ``where`` for a place, so its share is limited. Docstrings of optax have 5,
 those of Composer 8 in 10,000 words."""
+
+_CODE = re.compile(r"``.*?``|`[^`]*`", re.DOTALL)
+_EXAMPLE = re.compile(r"^\s*(>>>|\.\.\.) .*$", re.MULTILINE)
+_FENCED = re.compile(r"^(`{3,}).*?^\1\s*$", re.MULTILINE | re.DOTALL)
+_WORDS = 3
+"""A string with fewer words is a key or a name, not a message."""
+
+
+class Passage(NamedTuple):
+    """A docstring, a comment, a message or a paragraph: its place, and its text without code and examples."""
+
+    path: Path
+    line: int
+    text: str
+
+
+def passages(path: Path) -> Iterator[Passage]:
+    """Yield the prose of a Python file or a Markdown page."""
+    source = path.read_text(encoding="utf-8")
+    found = _paragraphs(source) if path.suffix == ".md" else _in_code(source)
+    for line, text in found:
+        yield Passage(path, line, _plain(text))
+
+
+def _plain(text: str) -> str:
+    return " ".join(_CODE.sub("`", _EXAMPLE.sub("", text)).split())
+
+
+def _in_code(source: str) -> Iterator[tuple[int, str]]:
+    pending: list[ast.AST] = [ast.parse(source)]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.JoinedStr):
+            pending += [part.value for part in node.values if isinstance(part, ast.FormattedValue)]
+        else:
+            pending += ast.iter_child_nodes(node)
+        if isinstance(node, (ast.JoinedStr, ast.Constant)):
+            text = _text(node)
+            if len(text.split()) >= _WORDS:
+                yield node.lineno, text
+    yield from _comments(source)
+
+
+def _comments(source: str) -> Iterator[tuple[int, str]]:
+    """Yield comments; comments on consecutive lines belong together."""
+    start, last, block = 0, -1, ""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type != tokenize.COMMENT:
+            continue
+        line, text = token.start[0], token.string.lstrip("# ")
+        if line != last + 1 and block:
+            yield start, block
+            block = ""
+        start, last, block = (start if block else line), line, f"{block} {text}"
+    if block:
+        yield start, block
+
+
+def _text(node: ast.AST) -> str:
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_text(part) if isinstance(part, ast.Constant) else "{}" for part in node.values)
+    return f"{_text(node.left)}{_text(node.right)}" if isinstance(node, ast.BinOp) else ""
+
+
+def _paragraphs(source: str) -> Iterator[tuple[int, str]]:
+    line = 1
+    for paragraph in re.split(r"(\n\s*\n)", _FENCED.sub(lambda block: "\n" * block.group().count("\n"), source)):
+        if paragraph.strip():
+            yield line, paragraph
+        line += paragraph.count("\n")
+
 
 PARTS = ["src/torchboost", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs", "examples", "benchmarks"]
 

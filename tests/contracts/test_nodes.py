@@ -13,6 +13,7 @@ from tests.support.two_nodes import trained
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_two_nodes_of_two_ranks_are_seen_and_train_like_one_process(tmp_path):
     torchrun(ROOT / "tests" / "support" / "two_nodes.py", tmp_path, ranks=2, nodes=2)
     seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.autograd.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.optimizers import CASES, give_grads, parameters, train
-from torchboost.optim.transforms import ClipNorm, ClipValue, Decay, Unscale
 
 TENSORS = 6
 CALLS = 20
@@ -51,18 +49,3 @@ def test_few_kernel_calls_per_tensor():
         assert 0 < kernels <= KERNELS * TENSORS * (2 if name.startswith(("Muon", "Mixed")) else 1)
         # Muon takes another form of its iteration if one side is at least twice as long as the other.
         assert counted(name, (60, 40) if name.startswith(("Muon", "Mixed")) else (60, 5)) == (calls, kernels)
-
-
-def test_transforms_masters_and_checks_of_the_gradients_too():
-    for name in ["Adam-fused", "Lamb", "FTRL"]:
-        options = {"transforms": (Unscale(2.0), Decay(0.1), ClipNorm(1.0), ClipValue(0.1)), "nonfinite": "skip"}
-        small, large = (counted(name, shape, **options) for shape in ((3, 2), (60, 5)))
-        assert small == large
-        assert small[1] <= (KERNELS + 24) * TENSORS
-        with torch.no_grad():
-            params = parameters([(60, 5)] * TENSORS, dtype=torch.bfloat16)
-        optimizer = CASES[name](params, master_weights=True)
-        train(optimizer, params, range(1))
-        with profile(use_kineto=False) as trace:
-            optimizer.step()
-        assert 0 < len(trace.function_events or ()) <= (KERNELS + 20) * TENSORS

@@ -42,7 +42,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, kind: Kind) -> Non
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(("name", "boost_first"), [("bert", True), ("gpt", False), ("resnet", True), ("resnet", False)])
+@pytest.mark.parametrize(("name", "boost_first"), [("bert", True), ("gpt", False), ("resnet", True)])
 def test_no_frozen_weight_moves_in_a_loop_of_ones_own(name: str, boost_first: bool):
     kind = KINDS[name]
     if boost_first:
@@ -66,9 +66,8 @@ def test_no_frozen_weight_moves_in_a_loop_of_ones_own(name: str, boost_first: bo
     assert any(not torch.equal(now[name], value) for name, value in adapters.items())
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt"])
-def test_a_resumed_adapter_equals_that_of_the_uninterrupted_run(name: str, tmp_path: Path):
-    kind = KINDS[name]
+def test_a_resumed_adapter_equals_that_of_the_uninterrupted_run(tmp_path: Path):
+    name, kind = "bert", KINDS["bert"]
 
     def trainer(folder: str) -> BoostTrainer:
         quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "save_steps": STEPS // 2, "max_steps": STEPS}

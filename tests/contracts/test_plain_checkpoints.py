@@ -15,8 +15,6 @@ from torchboost import boost
 from torchboost.algorithms.channels_last import ChannelsLast
 from torchboost.core.algorithm import Target, attach_all
 
-LAST = torch.channels_last
-
 
 def sgd(model: nn.Module, **options: bool) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, **options)
@@ -49,16 +47,6 @@ def test_a_checkpoint_has_the_strides_from_before(fused: bool) -> None:
     assert all(optimizer.state[p]["momentum_buffer"].stride() == p.stride() for p in model.parameters())
     attached.remove()
     assert all(optimizer.state[p]["momentum_buffer"].is_contiguous() for p in model.parameters())
-
-
-def test_a_checkpoint_of_a_model_that_was_channels_last_before_stays_so() -> None:
-    model = cnn().to(memory_format=LAST)
-    before = [p.stride() for p in model.parameters()]
-    target = Target(model, sgd(model))
-    attach_all(target, [ChannelsLast()])
-    train(target, 1, 3)
-    saved = target.optimizer.state_dict()["state"]
-    assert [entry["momentum_buffer"].stride() for entry in saved.values()] == before
 
 
 def without_norms() -> nn.Module:

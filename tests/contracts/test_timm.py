@@ -13,6 +13,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 def test_models_lose_batch_norms_and_leave_the_library():
     found = in_a_process("models")
     assert {name for name, figures in found.items() if figures["removed"] == 0} == {"densenet121"}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchboost.core.containers import with_tensors
+from torchboost.core.forward import with_tensors
 
 HALF = torch.ones(2, dtype=torch.bfloat16)
 Pair = namedtuple("Pair", ["first", "second"])

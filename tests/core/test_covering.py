@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torchboost import NoEffectWarning
-from torchboost.core.covering import ForwardWatch, cover_forward, own_forward, plain_hook
+from torchboost.core.forward import ForwardWatch, cover_forward, own_forward, plain_hook
 from torchboost.core.torch_private import store_in_order
 
 X = 2.0

@@ -226,32 +226,3 @@ def test_the_folder_may_be_deleted_at_any_time(folder, monkeypatch):
     monkeypatch.setattr(files, "write_whole", delete)
     store_record(folder, FIRST)
     assert load(folder) is None
-
-
-HAMMER = """
-import sys
-from pathlib import Path
-from tests.core.test_files import Note, load, store_record
-
-me, folder = sys.argv[1], Path(sys.argv[2])
-print("ready", flush=True)
-sys.stdin.readline()
-for count in range(60):
-    store_record(folder, Note(text=me * 4000))
-    found = load(folder)
-    assert found is not None, "absent"
-    assert found.text in ("a" * 4000, "b" * 4000), "mixed"
-"""
-
-
-def test_two_processes_that_hammer_one_key_always_find_a_whole_record(folder):
-    pipe = subprocess.PIPE
-    commands = [[sys.executable, "-c", HAMMER, name, str(folder)] for name in ("a", "b")]
-    processes = [subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) for command in commands]
-    assert [process.stdout.readline() for process in processes] == ["ready\n", "ready\n"]
-    for process in processes:
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    ends = [process.communicate(timeout=60) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], ends
-    assert [path.name for path in folder.iterdir()] == [f"{KEY}.json"]

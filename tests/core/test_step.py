@@ -226,14 +226,14 @@ class Watching(ClosureOptimizer):
         assert closure.loss is not None
         with torch.no_grad():
             self.seen.append((closure.loss.item(), closure().item()))
-            for p in self.param_groups[0]["params"]:
+            for p in self.param_groups[1]["params"]:
                 p.sub_(0.1 * p.grad)
 
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_the_training_step_hands_over_its_forward_pass(scaled: bool) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
-    optimizer = Watching(model.parameters(), {})
+    optimizer = Watching([{"params": []}, {"params": model.parameters()}], {})
     optimizer.seen = []
     step = step_of(
         model, optimizer, scaler_of(8.0) if scaled else None, loss=lambda out, y: (F.mse_loss(out, y), len(y))

@@ -238,12 +238,8 @@ def test_transforms_of_functions_and_tensors_under_vmap_are_told():
     assert not private.is_tracing()
 
 
-def test_a_tree_comes_apart_and_together():
-    tree = {"a": [1, 2], "b": (3,)}
-    leaves, spec = private.tree_flatten(tree)
-    assert leaves == [1, 2, 3]
-    assert private.tree_unflatten(leaves, spec) == tree
-    assert spec == private.tree_flatten(tree)[1]
+def test_a_tree_comes_apart():
+    assert private.tree_flatten({"a": [1, 2], "b": (3,)})[0] == [1, 2, 3]
 
 
 def test_an_operation_on_lists_does_what_the_one_on_tensors_does():
@@ -364,10 +360,10 @@ def test_the_module_inside_a_compiled_one_is_found():
 class Counting(private.DispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.writes: list[object] = []
+        self.operations: list[str] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.writes += private.writes_to(func, args, kwargs or {})
+        self.operations.append(func.overloadpacket.__name__)
         return func(*args, **(kwargs or {}))
 
 
@@ -379,7 +375,7 @@ def test_a_mode_sees_compiled_code_which_compiles_later_all_the_same():
     with Counting() as outer, Counting() as inner:
         compiled(x)
         torch.add(x, 1, out=y)
-    assert [id(tensor) for tensor in outer.writes] == [id(x), id(y)] == [id(tensor) for tensor in inner.writes]
+    assert outer.operations == ["add_", "add"] == inner.operations
     assert private.compiled_graphs() == before
     compiled(x)
     assert private.compiled_graphs() == before + 1
@@ -393,7 +389,7 @@ def test_a_mode_inside_a_compiled_function_is_entered_all_the_same():
     def watched(x):
         with Counting() as mode:
             x = x.mul_(2)
-        seen.append(len(mode.writes))
+        seen.append(len(mode.operations))
         return x
 
     assert float(torch.compile(lambda x: watched(x) + 1, backend="eager")(torch.ones(()))) == 3

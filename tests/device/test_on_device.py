@@ -1,6 +1,6 @@
-"""Every branch for ``cuda`` runs without a GPU: a file of ``on_device`` in a process with the pretend device.
+"""Every branch for ``cuda`` runs without a GPU: the files of ``on_device`` in a process with the pretend device.
 
-The device is registered before torch is imported and stays for the whole process, so each file has its own.
+The device is registered before torch is imported and stays for the whole process.
 """
 
 from __future__ import annotations
@@ -15,27 +15,20 @@ import pytest
 from tests.conftest import ROOT
 from tests.support.pretend_device.build import built, compiler
 
-SUBJECTS = sorted(path for path in Path(__file__).with_name("on_device").glob("*.py") if not path.stem.startswith("_"))
-LIMIT = 300.0
+FILES = sorted(str(path) for path in Path(__file__).with_name("on_device").glob("[!_]*.py"))
+LIMIT = 600.0
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
 
-@pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
-    """The compiled device, which the workers of a session share."""
-    folder = tmp_path_factory.getbasetemp()
-    return built(folder if worker_id == "master" else folder.parent)
-
-
-@pytest.mark.parametrize("subject", SUBJECTS, ids=lambda path: path.stem)
-def test_on_device(subject: Path, library: Path, pytestconfig: pytest.Config):
+def test_on_device(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config):
+    library = built(tmp_path_factory.getbasetemp())
     plugin, marks = "tests.support.pretend_device.plugin", str(pytestconfig.getoption("markexpr"))
     options = ["-q", "--no-header", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", marks]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
     environment |= {"TORCHBOOST_PRETEND_DEVICE": str(library), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", plugin, *options, str(subject)],
+        [sys.executable, "-m", "pytest", "-p", plugin, *options, *FILES],
         cwd=ROOT,
         env=environment,
         capture_output=True,

@@ -20,7 +20,6 @@ from torchboost.distributed.agreement import (
     bit_sum,
     first_holder,
     from_first_rank,
-    is_first_rank,
     mean_over_ranks,
     own_store,
 )
@@ -177,9 +176,9 @@ def test_of_many_ranks_those_that_are_silent_are_found() -> None:
     assert everyone._silent() == [0, 62, 131, 199]
 
 
-def _shared() -> tuple[float, float, str, bool]:
+def _shared() -> tuple[float, float, str]:
     own = torch.tensor(float(dist.get_rank()))
-    return mean_over_ranks(own), float(own), from_first_rank(f"of rank {dist.get_rank()}"), is_first_rank()
+    return mean_over_ranks(own), float(own), from_first_rank(f"of rank {dist.get_rank()}")
 
 
 CHANGES = ("one bit", "sign of a zero", "shape", "precision", "a number", "a name", "order of the names")
@@ -192,14 +191,13 @@ def _of_two() -> tuple[Any, list[int]]:
 @pytest.mark.dist
 def test_two_ranks_share_a_mean_and_the_value_of_the_first_and_what_differs_has_another_holder():
     shared, held = zip(*run_ranks(_of_two, 2), strict=True)
-    assert list(shared) == [(0.5, 0.0, "of rank 0", True), (0.5, 1.0, "of rank 0", False)]
+    assert list(shared) == [(0.5, 0.0, "of rank 0"), (0.5, 1.0, "of rank 0")]
     assert list(held) == [[0] * 7, [1] * 6 + [0]]
 
 
 def test_without_a_group_they_are_those_of_the_process():
     value = object()
     assert from_first_rank(value) is value
-    assert is_first_rank()
     assert mean_over_ranks(torch.tensor(0.25)) == 0.25
 
 

@@ -252,26 +252,6 @@ def test_other_errors_pass_and_threads_are_not_watched() -> None:
     assert len(outputs) == 1
 
 
-class Bank(nn.Module):
-    """Keeps a large tensor as a plain attribute."""
-
-    def __init__(self, writes: bool) -> None:
-        super().__init__()
-        self.bank, self.writes, self.layer = torch.ones(2**19), writes, nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) + (self.bank.mul_(2) if self.writes else self.bank).sum()
-
-
-def test_large_plain_tensors_are_lent_to_read() -> None:
-    with pytest.raises(ReachesOriginal, match="writes to a large tensor"):
-        evaluate(Bank(True), torch.ones(2))
-    model = Bank(False)
-    with undisturbed(model) as copied:
-        assert copied.bank.data_ptr() == model.bank.data_ptr()
-    assert twin(model).bank.data_ptr() != model.bank.data_ptr()
-
-
 def test_copies_of_a_copy_do_not_reach_the_first_original() -> None:
     model = ThroughLambda()
     with undisturbed(model) as copied, copies_of(model):
@@ -291,17 +271,6 @@ def test_draws_are_forgotten_after_an_error_too():
                 raise error
         assert torch.equal(torch.get_rng_state(), before)
         assert random.getstate() == python
-
-
-def test_draws_of_other_threads_stay():
-    before = torch.get_rng_state()
-    with generators_kept():
-        torch.ones(3).relu()
-        thread = threading.Thread(target=torch.rand, args=(4,))
-        thread.start()
-        thread.join()
-    assert not torch.equal(torch.get_rng_state(), before)
-    torch.set_rng_state(before)
 
 
 def test_the_generators_of_every_kind_of_accelerator_are_read_and_set(monkeypatch):

@@ -280,6 +280,16 @@ def test_behind_a_linear_layer_there_must_be_two_dimensions():
     assert fold_batch_norms(model, sample=torch.randn(2, 6, 6)).folded == ()
     assert fold_batch_norms(model, sample=rows).folded == ("1",)
 
+    class Pooled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Conv2d(3, 4, 3), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+        def forward(self, x):
+            return self.head(torch.relu(self.body(x)).mean((2, 3)))
+
+    assert fold_batch_norms(shaken(Pooled())).folded == ("head.1",)
+
 
 def test_a_convolution_that_computes_otherwise_inside_stays():
     class Standardised(nn.Conv2d):

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from tests.support.conv_nets import Basic, ForeignNames, InvertedResidual, vgg
 from tests.support.removal_nets import NormAct
-from torchboost.graph.normalized_linear import NormalizedLinear
 from torchboost.graph.norms import (
     WEIGHTED,
+    NormalizedLinear,
     norm_tail,
     plain_stacks,
     reasons_to_stay,

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.support.conv_nets import Basic, ForeignNames, RefusesTracing, vgg
-from torchboost.core.containers import tensors_in
+from torchboost.core.forward import tensors_in
 from torchboost.graph.copies import ReachesOriginal, undisturbed
 from torchboost.graph.flow import Dataflow
 from torchboost.graph.trace import evaluate, record_run, runnable, shared_traces, trace, trace_paths
@@ -426,9 +426,20 @@ def test_two_dimensions_are_certain_behind_what_flattens():
         (lambda x: x.reshape((4, 2, -1)), False),
         (lambda x: torch.relu(x.flatten(1)) + 1, True),
         (lambda x: x.flatten(1) + x, False),
+        (lambda x: x.mean((2, 3)), False),
         (lambda x: x[0], False),
     ]:
         assert flat(By(function), nn.Linear(3, 3)) == [certain]
+    for function, certain in [
+        (lambda x: x.mean((2, 3)), True),
+        (lambda x: torch.relu(x).amax(dim=(-1, -2)), True),
+        (lambda x: x.mean(2).mean(2), True),
+        (lambda x: x.mean((2, 3), keepdim=True), False),
+        (lambda x: x.mean(2), False),
+    ]:
+        found = flat(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.MaxPool2d(2), By(function), nn.Linear(3, 3))
+        assert found[-1] is certain
+    assert not flat(nn.Conv3d(3, 3, 1), By(lambda x: x.mean((2, 3))), nn.Linear(3, 3))[-1]
 
 
 def test_a_trace_copies_no_parameters_unless_their_values_decide():

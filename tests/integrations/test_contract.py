@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import torchboost
 import torchboost.registry
 from tests.integrations.trainers import WAYS, forget_accelerator, run
 from tests.support.ranks import run_ranks
 from tests.support.trainer_models import FORMS, KINDS, SPEED, differences, has_plain_layout, trained_alike
+from torchboost.calibration.choice import Choice, Verdict
 from torchboost.core.hardware import HalfPrecision
 from torchboost.core.torch_private import module_hooks, step_pre_hooks
+from torchboost.front import warn_of_missing_state
 from torchboost.graph.removed_norm import RemovedNorm
+from torchboost.measure.evidence import Interval
 
 pytestmark = [
     pytest.mark.usefixtures("one_accelerator"),
@@ -113,3 +118,27 @@ def test_a_resumed_run_does_not_measure_again(trainer: str, tmp_path: Path):
     assert (whole.boosted.choice.source, resumed.boosted.choice.source) == ("trial", "checkpoint")
     assert resumed.boosted.choice.kept == whole.boosted.choice.kept
     assert trained_alike(whole.net, resumed.net)
+
+
+def test_a_missing_state_is_told_if_anything_counts(caplog):
+    for extra, counts in (({}, False), ({"grad_freeze": {"pattern": "progressive"}}, True)):
+        model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        boosted = torchboost.boost(model, optimizer, level="O1", total_steps=10, config={"extra": extra})
+        with caplog.at_level(logging.WARNING):
+            warn_of_missing_state(boosted, logging.getLogger("torchboost.tests"))
+        assert ("so these start as in a new run: grad_freeze." in caplog.text) == counts
+
+
+def test_figures_are_levers_gain_and_time():
+    reasons = {"compile": (False, "slow"), "fused_optimizer": (True, "fast")}
+    verdicts = tuple(Verdict(lever=name, kept=kept, reason=reason) for name, (kept, reason) in reasons.items())
+    for source, seconds in (("trial", 7.5), ("checkpoint", 0.0), ("cache", 0.0)):
+        choice = Choice(verdicts=verdicts, source=source, seconds=7.5, ratio=Interval(low=1.1, mid=1.2, high=1.3))
+        assert choice.figures() == {
+            "boost/compile": 0.0,
+            "boost/fused_optimizer": 1.0,
+            "boost/times_as_fast": 1.2,
+            "boost/trial_seconds": seconds,
+        }
+    assert "boost/times_as_fast" not in Choice(verdicts=verdicts, source="prior").figures()

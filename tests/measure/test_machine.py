@@ -7,28 +7,21 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from torchboost.errors import IncompatibleError
 from torchboost.measure import machine
 from torchboost.measure.machine import (
-    LOADING,
     PRIOR_SECONDS,
     PeakMemory,
     Products,
     Rung,
-    StepParts,
     climb,
-    copy_bandwidth,
     products,
-    time_step_parts,
 )
 from torchboost.measure.stopwatch import Clock
 
@@ -175,21 +168,11 @@ def test_what_cannot_be_measured_is_said(monkeypatch):
         products("sum")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="device: found 'meta'; only cpu and cuda devices are measured"):
         products("convolution", "meta")
-    with pytest.raises(ValueError, match="found 'mps'"):
-        copy_bandwidth("mps")
     assert torch.cuda.is_available() or products("matrix product", "cuda").fault
     monkeypatch.setattr(torch, "mm", refuse)
     found = products("matrix product")
     assert (found.ratio, found.half_pays) == (None, False)
     assert str(found) == "a bfloat16 matrix product does not run here: could not create a primitive"
-
-
-def test_copy_bandwidth_counts_read_and_written_bytes_of_the_fastest_copy(monkeypatch):
-    monkeypatch.setitem(machine.COPIED, "cpu", 4096)
-    times = iter([0.0, 9.0, 9.5, 9.75, 10.25])
-    monkeypatch.setattr(Clock, "of", lambda device: Clock(read=lambda: next(times)))
-    assert copy_bandwidth(copies=3) == 2 * 4096 / 0.25
-    assert next(times, None) is None
 
 
 @pytest.mark.gpu
@@ -198,7 +181,6 @@ def test_a_gpu():
         found = products(kind, "cuda")
         assert not found.fault
         assert found.pairs >= 3
-    assert copy_bandwidth("cuda") > 1e9
     with PeakMemory(torch.device("cuda")) as peak:
         held = torch.ones(10 * MEBIBYTE, device="cuda")
         del held
@@ -234,75 +216,3 @@ def test_elsewhere_the_allocator_of_the_device_counts_or_nothing(monkeypatch):
         with PeakMemory(device) as peak:
             torch.ones(MEBIBYTE)
         assert peak.bytes is None
-
-
-class Planted:
-    """A training whose parts move a clock by given seconds."""
-
-    def __init__(self, loading: float, forward: float, backward: float, update: float, moving: float = 0.0) -> None:
-        self.now = 0.0
-        self.updates = self.begun = 0
-        self._seconds = {"load": loading, "forward": forward, "backward": backward, "update": update, "move": moving}
-        self._weight = nn.Parameter(torch.ones(1))
-
-    def _take(self, part: str, value: Any = None) -> Any:
-        self.now += self._seconds[part]
-        return value
-
-    def __iter__(self) -> Iterator[Tensor]:
-        self.begun += 1
-        for _ in range(4):
-            yield self._take("load", torch.ones(1))
-
-    def _forward(self, batch: Tensor) -> Tensor:
-        loss = self._take("forward", (self._weight * batch).sum())
-        loss.register_hook(lambda gradient: self._take("backward"))
-        return loss
-
-    def _update(self) -> None:
-        self.updates += 1
-        self._take("update")
-
-    def timed(self, batches: Any = None, **options: Any) -> StepParts:
-        return time_step_parts(
-            self if batches is None else batches,
-            load=lambda batch: self._take("move", batch),
-            forward=self._forward,
-            update=self._update,
-            clock=Clock(read=lambda: self.now),
-            **options,
-        )
-
-
-def test_every_part_of_a_step_has_its_own_time():
-    found = Planted(0.25, 0.125, 0.25, 0.125, moving=0.25).timed(steps=6)
-    parts = {LOADING: 0.5, "forward": 0.125, "backward": 0.25, "optimizer": 0.125}  # to move a batch is to load it
-    assert found.seconds == {part: [seconds] * 6 for part, seconds in parts.items()}
-    assert (found.steps, found.share(LOADING), found.median("backward")) == (6, 0.5, 0.25)
-    assert sum(map(found.share, found.seconds)) == 1.0
-    # Shares compare totals: workers deliver four batches at once, then the loop waits.
-    timed = StepParts({LOADING: [0.0, 0.0, 0.0, 6.0], "forward": [0.5] * 4})
-    assert (timed.median(LOADING), timed.share(LOADING)) == (0.0, 0.75)
-    assert StepParts({LOADING: [0.0], "forward": [0.0]}).share(LOADING) == 0.0
-
-
-def test_the_epoch_is_begun_again_the_warm_up_is_not_measured_and_progress_counts_every_step():
-    here, seen = Planted(1.0, 0.0, 0.0, 0.0), []
-    found = here.timed(
-        steps=7, warmup=2, progress=lambda phase, done, total, note="": seen.append((phase, done, total))
-    )
-    assert (found.steps, here.updates, here.begun) == (7, 9, 3)
-    assert seen == [("steps", done, 9) for done in range(1, 10)]
-
-
-def test_batches_that_can_be_read_once_end_the_steps_and_too_few_are_refused():
-    here = Planted(0.0, 1.0, 0.0, 0.0)
-    assert here.timed(iter([torch.ones(1)] * 5), steps=20, warmup=3).steps == 2
-    for batches in ([], iter([torch.ones(1)] * 3)):
-        with pytest.raises(IncompatibleError, match="needed: more than 3 of them"):
-            Planted(0.0, 0.0, 0.0, 0.0).timed(batches, steps=1)
-    here = Planted(0.0, 0.0, 0.0, 0.0)
-    for wrong in ({"steps": 0}, {"warmup": -1}):
-        with pytest.raises(ValueError, match="needed: steps >= 1, warmup >= 0"):
-            here.timed(**wrong)
-    assert here.updates == here.begun == 0

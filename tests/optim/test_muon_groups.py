@@ -190,25 +190,10 @@ def test_a_parameter_of_three_axes_that_is_multiplied_in_another_shape_is_for_ad
     assert next(row for row in groups.rows if row.name == "query").reason == "multiplied in another shape"
 
 
-def test_the_hidden_matrices_of_a_recurrent_network_that_cannot_be_run():
-    class Unusual(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.head = nn.GRU(3, 8, num_layers=2, bidirectional=True), nn.Linear(16, 5)
-
-        def forward(self, x: Tensor, *, lengths: list[int]) -> Tensor:
-            raise RuntimeError("needs true lengths")
-
-    rule = {row.name: row.rule for row in muon_groups(Unusual()).rows}
-    inputs = {"body.weight_ih_l0", "body.weight_ih_l0_reverse"}
-    hidden = {name for name in rule if name.startswith("body.weight")} - inputs
-    assert {name for name, chosen in rule.items() if chosen == "muon"} == hidden
-
-
 def test_what_is_refused():
     with pytest.raises(ValueError, match="found no parameter to train"):
         muon_groups(mlp().requires_grad_(False))
-    with pytest.raises(ValueError, match="run the model on one batch first"):
+    with pytest.raises(ValueError, match="run the model on one batch"):
         muon_groups(nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2)))
 
 

@@ -1,4 +1,4 @@
-"""Optimizers that wrap another one and share its groups and state, and steps that pass by the one in front."""
+"""Optimizers around another one, and optimizers over other groups in place of another one."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from torchboost import IncompatibleError
-from torchboost.optim import ScheduleFreeSGD
-from torchboost.optim.wrapping_optimizer import DirectSteps, WrappingOptimizer
+from tests.support.optimizers import CASES, SCHEDULED, parameters, rate_for, shapes_of, train, values
+from torchboost.errors import IncompatibleError
+from torchboost.optim import SGD, Adam, AdamOffload, ClipNorm, Constant, CosineDecay, ScheduleFreeSGD
+from torchboost.optim.wrapping_optimizer import DirectSteps, WrappingOptimizer, described_groups, rebuilt
+
+LR = CosineDecay(0.05, decay_steps=9)
 
 
 def wrapped(*params: nn.Parameter) -> tuple[torch.optim.SGD, WrappingOptimizer]:
@@ -106,3 +109,138 @@ def test_the_one_in_front_lives_as_long_as_the_one_behind():
     del behind
     gc.collect()
     assert kept() is None
+
+
+def halves(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [
+        {**group, "params": part}
+        for group in described_groups(optimizer)
+        for part in (group["params"][:2], group["params"][2:])
+    ]
+
+
+def test_every_rule_goes_on_as_it_was():
+    for name in CASES:
+        mine, other = parameters(shapes_of(name)), parameters(shapes_of(name))
+        rate = LR if name.split("-")[0] in SCHEDULED else Constant(0.05)
+        options: dict[str, Any] = {"lr": rate_for(name, LR), "transforms": (ClipNorm(0.5),), "nonfinite": "skip"}
+        options["weight_decay"] = lambda update: 0.1 / (1 + update)
+        whole, old = CASES[name](mine, **options), CASES[name](other, **options)
+        train(whole, mine, range(3))
+        train(old, other, range(3))
+        new = rebuilt(old, halves(old))
+        for param, state in old.state.items():
+            new.state[param] = copy.deepcopy(state)
+        assert isinstance(new, type(old))
+        assert new.constructor_options().keys() == old.constructor_options().keys()
+        assert (new.transforms, new.nonfinite) == (old.transforms, "skip")
+        assert len(new.param_groups) == len(halves(old))
+        text = repr(new)
+        assert text.startswith(f"{type(new).__name__} (\n")
+        assert "ClipNorm(max_norm=0.5" in text
+        assert "nonfinite: 'skip'" in text
+        assert (f"lr: {rate!r}" in text) == (rate is LR)
+        train(whole, mine, range(3, 6))
+        train(new, other, range(3, 6))
+        assert values(new)[1:] == values(whole)[1:]
+        assert new.param_groups[1]["lr"] == whole.param_groups[0]["lr"] == rate(5)
+
+
+def test_the_schedule_of_a_group_goes_with_its_parameters_unless_it_was_overwritten():
+    params = parameters()
+    slow, fast = CosineDecay(0.01, decay_steps=9), CosineDecay(0.1, decay_steps=9)
+    old = SGD([{"params": params[:2], "lr": slow}, {"params": params[2:4], "lr": fast}, {"params": params[4:]}], lr=3.0)
+    new = rebuilt(old, list(reversed(described_groups(old))))
+    train(new, params, range(3))
+    assert [group["lr"] for group in new.param_groups] == [3.0, fast(2), slow(2)]
+    new.param_groups[1]["lr"] = 0.7
+    again = rebuilt(new, described_groups(new))
+    train(again, params, range(2))
+    assert again.param_groups[1]["lr"] == 0.7
+    assert "lr: 0.7\n" in repr(again)
+
+
+def test_what_no_group_holds_is_kept():
+    old = AdamOffload(parameters(), chunk_mebibytes=2.0)
+    new = rebuilt(old, described_groups(old))
+    assert isinstance(new, AdamOffload)
+    assert new.chunk_mebibytes == 2.0
+
+
+def test_every_optimizer_of_torch_is_rebuilt_or_refuses_groups_itself():
+    kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
+    for kind in set(kinds) - {torch.optim.Optimizer}:
+        if not issubclass(kind, torch.optim.Optimizer):
+            continue
+        make: Any = kind
+        params = parameters([(3, 2), (2, 3), (2, 2)] if kind.__name__ == "Muon" else [(3, 2), (2,), (2, 2)])
+        if kind is torch.optim.LBFGS:
+            with pytest.raises(ValueError, match="parameter"):
+                rebuilt(make(params), halves(make(params)))
+            continue
+        old = make(params, lr=0.02)
+        old.param_groups[0]["weight_decay"] = 0.3
+        new = rebuilt(old, halves(old))
+        assert type(new) is kind
+        assert new.defaults == old.defaults
+        plain = {key: value for key, value in old.param_groups[0].items() if key != "params"}
+        assert all({k: v for k, v in group.items() if k != "params"} == plain for group in new.param_groups)
+
+
+class Passing(SGD):
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+
+
+class Fixed(Adam):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.3, nonfinite="raise")
+
+
+class Losing(Adam):
+    def __init__(self, params: Any, clip: float = 1.0) -> None:
+        super().__init__(params, transforms=(ClipNorm(clip),))
+
+
+class Kept(torch.optim.SGD):
+    def __init__(self, params: Any, trust: float, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        self.trust = trust
+
+
+class Clashing(torch.optim.SGD):
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, momentum=0.9, **options)
+
+
+def test_subclasses_with_other_signatures():
+    old: Any = Passing(parameters(), lr=0.3, momentum=0.5, nonfinite="skip")
+    new: Any = rebuilt(old, described_groups(old))
+    assert (new.param_groups[0]["momentum"], new.nonfinite) == (0.5, "skip")
+    old = Fixed(parameters())
+    old.param_groups[0]["lr"] = 0.7
+    new = rebuilt(old, described_groups(old))
+    assert (new.param_groups[0]["lr"], new.nonfinite) == (0.7, "raise")
+    old = Kept(parameters(), 0.4)
+    new = rebuilt(old, described_groups(old))
+    assert new.trust == 0.4
+    changed = Fixed(parameters())
+    changed.nonfinite = "skip"
+    wrapping = WrappingOptimizer(torch.optim.SGD(parameters(), lr=0.1))
+    for old, message in (
+        (Losing(parameters(), clip=2.0), "Losing takes clip, but neither its 'defaults' nor its attributes"),
+        (changed, "constructor of Fixed does not take nonfinite"),
+        (Clashing(parameters()), "multiple values"),
+        (wrapping, "wraps another optimizer"),
+    ):
+        with pytest.raises(IncompatibleError, match=message):
+            rebuilt(old, described_groups(old))
+
+
+def test_changes_are_applied_and_unknown_ones_refused():
+    old = torch.optim.AdamW(parameters(), lr=0.1, foreach=True)
+    groups = [{k: v for k, v in group.items() if k not in ("fused", "foreach")} for group in described_groups(old)]
+    new = rebuilt(old, groups, fused=True, foreach=None)
+    assert (new.param_groups[0]["fused"], new.param_groups[0]["lr"]) == (True, 0.1)
+    with pytest.raises(IncompatibleError, match="AdamW takes no 'trust'"):
+        rebuilt(old, groups, trust=True)

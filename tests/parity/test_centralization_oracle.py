@@ -15,7 +15,7 @@ from torch import nn
 
 from tests.parity.networks import adam_eps, parameters_of, single
 from torchboost import OptimizerProcess, ParameterProcess
-from torchboost.graph.normalized_linear import NormalizedLinear
+from torchboost.graph.norms import NormalizedLinear
 from torchboost.optim import Centralize, Decay, GradientPipeline
 
 MINDSPORE_WIDTH = 16

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from tests.support.conv_nets import names_of_norms
 from torchboost.algorithms.less_bn import less_bn
-from torchboost.graph.normalized_linear import NormalizedLinear
+from torchboost.graph.norms import NormalizedLinear
 
 TORCH_NAMES = {"gamma": "weight", "beta": "bias", "moving_mean": "running_mean", "moving_variance": "running_var"}
 

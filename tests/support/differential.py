@@ -18,7 +18,7 @@ from tests.support.zoo import ZOO, Batch, Network
 from torchboost import REGISTRY, AutoBoost, Facts, NoEffectWarning, Plan, Target, TrainStep
 from torchboost.algorithms.grad_freeze.freezer import Freezing
 from torchboost.core import AttachedAlgorithms, attach_all
-from torchboost.graph.normalized_linear import NormalizedLinear
+from torchboost.graph.norms import NormalizedLinear
 
 __all__ = [
     "FRONTS",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.support.models import batch_for, cnn, mlp
-from torchboost.algorithms.grad_freeze.cache import ActivationCache, FastPrefix
+from torchboost.algorithms.grad_freeze.cache import FastPrefix
 from torchboost.algorithms.grad_freeze.freezer import Freezing, prefixes_of
 from torchboost.algorithms.grad_freeze.schedule import Repeated
 from torchboost.graph.blocks import blocks_of
@@ -146,7 +146,7 @@ class Net(nn.Module):
 
 
 def with_rows(model: nn.Module, budget: int = 2**22) -> FastPrefix:
-    return FastPrefix(model, ActivationCache(budget))
+    return FastPrefix(model, budget)
 
 
 def named(fast: FastPrefix, *args: Any, **kwargs: Any) -> Any:

@@ -28,13 +28,11 @@ __all__ = [
     "adamw",
     "batches",
     "bits",
-    "bytes_of",
     "centralise",
     "channels_last",
     "detached",
     "drop_gradients",
     "half_precision",
-    "joined",
     "loss_of",
     "moving",
     "no_context",
@@ -98,12 +96,6 @@ def batches(network: Network, steps: int, dtype: torch.dtype = torch.float32) ->
     """Draw the same batches every time."""
     generator = Generator().manual_seed(1)
     return [network.batch(generator, dtype) for _ in range(steps)]
-
-
-def joined(first: Batch, second: Batch) -> Batch:
-    """Return one batch of the samples of two, of tensors only."""
-    args = tuple(torch.cat(pair) for pair in zip(first.args, second.args, strict=True))
-    return Batch(args, {}, torch.cat((first.target, second.target)))
 
 
 def loss_of(network: Network, model: nn.Module, batch: Batch) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,8 @@ from torch.optim import Optimizer
 from tests.support.models import batch_for, mlp
 from torchboost.distributed.topology import NodeGroups, Topology
 
-__all__ = ["On", "batch_of", "formula", "fresh", "node_wrapped", "simulated", "tensors", "train"]
+__all__ = ["batch_of", "formula", "fresh", "node_wrapped", "simulated", "tensors", "train"]
 
-On = Literal["delta", "gradient"]
 Make = Callable[[], nn.Module]
 
 
@@ -35,10 +34,10 @@ def batch_of(rank: int, step: int, model: nn.Module | None = None, size: int = 6
     return batch_for(mlp() if model is None else model, torch.Generator().manual_seed(100 * step + rank), size)
 
 
-def node_wrapped(model: nn.Module, how: str, on: On, per_node: int, **ddp: Any) -> nn.Module:
-    """Wrap a model so that gradients are averaged where the form needs it: ``"bare"``, ``"ddp"`` or ``"fsdp"``."""
+def node_wrapped(model: nn.Module, how: str, per_node: int, **ddp: Any) -> nn.Module:
+    """Wrap a model so that gradients are averaged inside the node: ``"bare"``, ``"ddp"`` or ``"fsdp"``."""
     if how == "ddp":
-        group = None if on == "gradient" else NodeGroups.of(Topology.current(per_node)).inside
+        group = NodeGroups.of(Topology.current(per_node)).inside
         return DistributedDataParallel(model, process_group=group, **ddp)
     if how == "fsdp":
         mesh = init_device_mesh("cpu", (dist.get_world_size() // per_node, per_node), mesh_dim_names=("node", "shard"))
@@ -80,33 +79,28 @@ def _pair(a: Tensor, b: Tensor) -> Tensor:
 
 
 def simulated(
-    on: On,
     nodes: int,
     per_node: int,
     steps: int,
     optimizer_of: Callable[[list[nn.Parameter]], Optimizer],
     *,
     make: Make = mlp,
-    units: Sequence[Sequence[int]] | None = None,
     micro: int = 1,
 ) -> list[list[float]]:
     """Return the weights after ``steps`` updates on ranks in nodes, computed one after another in float64.
 
     Args:
-        on: What is combined.
         nodes: Number of nodes.
         per_node: Ranks per node.
         steps: Number of updates.
         optimizer_of: Makes the optimizer of a node.
         make: Makes the model.
-        units: Positions of the parameters that share a dot product; each has its own where None.
         micro: Batches per update.
     """
     like = fresh(make)
     models = [copy.deepcopy(like).double() for _ in range(nodes)]
     params = [list(model.parameters()) for model in models]
     optimizers = [optimizer_of(held) for held in params]
-    units = units if units is not None else [[i] for i in range(len(params[0]))]
     for step in range(steps):
         for node, model in enumerate(models):
             for rank in range(node * per_node, (node + 1) * per_node):
@@ -114,27 +108,12 @@ def simulated(
                     x, y = batch_of(rank, step * micro + part, like)
                     x = x.double() if x.is_floating_point() else x
                     (F.cross_entropy(model(x), y) / (per_node * micro)).backward()
-        if on == "gradient":
-            summed = _combined([[param.grad for param in held] for held in params], units)  # pyright: ignore
-            for held in params:
-                for param, gradient in zip(held, summed, strict=True):
-                    param.grad = gradient.clone()
         old = [param.detach().clone() for param in params[0]]
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        if on == "delta":
-            summed = _combined([[o - p.detach() for o, p in zip(old, held, strict=True)] for held in params], units)
+        for place, before in enumerate(old):
+            summed = formula([before - held[place].detach() for held in params])
             for held in params:
-                for param, before, delta in zip(held, old, summed, strict=True):
-                    param.data = before - delta
+                held[place].data = before - summed
     return tensors(models[0])
-
-
-def _combined(by_node: list[list[Tensor]], units: Sequence[Sequence[int]]) -> list[Tensor]:
-    found: dict[int, Tensor] = {}
-    for unit in units:
-        flat = formula([torch.cat([vectors[i].flatten() for i in unit]) for vectors in by_node])
-        parts = flat.split([by_node[0][i].numel() for i in unit])
-        found |= {i: part.view_as(by_node[0][i]) for i, part in zip(unit, parts, strict=True)}
-    return [found[i] for i in range(len(found))]

@@ -16,8 +16,6 @@ import torchboost.optim
 from torchboost.optim.rules.adam import Adam, AdamW, AdamWeightDecay
 from torchboost.optim.rules.base import UpdateRule
 from torchboost.optim.rules.ftrl import FTRL
-from torchboost.optim.rules.lamb import Lamb
-from torchboost.optim.rules.lars import LARS
 from torchboost.optim.rules.lazy_adam import LazyAdam
 from torchboost.optim.rules.mixed import MixedOptimizer
 from torchboost.optim.rules.muon import Muon
@@ -25,6 +23,7 @@ from torchboost.optim.rules.offload import AdamOffload
 from torchboost.optim.rules.rmsprop import RMSProp, RMSprop
 from torchboost.optim.rules.schedule_free import ScheduleFreeAdamW, ScheduleFreeSGD
 from torchboost.optim.rules.sgd import SGD, Momentum
+from torchboost.optim.rules.trust_ratio import LARS, Lamb
 
 SHAPES = ((4, 3), (4,), (), (2, 3, 2, 2), (0, 3))
 MATRICES = ((4, 3), (3, 4), (4, 3), (2, 3, 2, 2), (0, 3))

@@ -15,7 +15,6 @@ __all__ = [
     "GROUPS_OF_REPLICATE",
     "SYNC_NORM_NEEDS_A_GPU",
     "flags_are_followed",
-    "needs_bucket_sizes",
     "needs_gradient_dtypes",
 ]
 
@@ -28,9 +27,6 @@ SYNC_NORM_NEEDS_A_GPU = _VERSION < (2, 10)
 GROUPS_OF_REPLICATE = 2 if _VERSION < (2, 10) else 1
 """How often ``replicate`` reduces a gradient: torch 2.9 also does so in a group of one rank, which sends nothing."""
 
-needs_bucket_sizes = pytest.mark.skipif(
-    _VERSION < (2, 11), reason="DistributedDataParallel has bucket_cap_mb_list from torch 2.11 on"
-)
 needs_gradient_dtypes = pytest.mark.skipif(
     _VERSION < (2, 10), reason="a gradient may have another dtype than its parameter from torch 2.10 on"
 )

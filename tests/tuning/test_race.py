@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -281,47 +280,11 @@ def test_every_prefix_of_runs_leads_to_the_same_decisions(jitter: float):
         assert again.trained == train.trained[stop:]
 
 
-def test_an_interruption_at_any_run_leaves_what_was_known():
-    for stop in range(26):
-        left = itertools.count(stop, -1)
-
-        def until(candidate: Candidate, seed: int, run: Run, left: Any = left) -> Mapping[str, Any]:
-            if next(left) == 0:
-                raise KeyboardInterrupt
-            return {}
-
-        stopped = race(Planted({}, {"a": 0.7}, change=until))
-        with pytest.raises(KeyboardInterrupt):
-            stopped.decide()
-        assert len(stopped.runs) == stop
-        assert all(finding.outcome is None for finding in stopped.whole)
-    assert stopped.whole
-
-
 def test_the_cost_of_starting_is_spread_over_the_users_run():
     compiled = Planted({}, {"a": 0.5}, change=lambda c, s, r: {"setup_seconds": 20.0 * (c.name == "a")})
     for steps, outcome, extra in ((101, "no gain", {}), (100_001, "kept", {"a": True})):
         ended = race(compiled, skips=False, total_steps=steps)
         assert (ended.decide(), outcomes(ended)) == (extra, {"a": outcome})
-
-
-def test_another_recipe_is_judged_but_never_turned_on():
-    """It takes half of the time; stock with half of the steps loses 2 points."""
-    recipe = Candidate(name="a", recipe=True, share=0.5, skips_work=True)
-    for effect, outcome, drop in (
-        *((0.0, "kept", POINT), (-3.0, "lost", POINT)),
-        (-2.0, "not better than fewer steps", 3 * POINT),
-    ):
-        ended = race(Planted({"a": effect + 2.0}), candidates=[recipe], drop=drop)
-        assert (ended.decide(), outcomes(ended), ended.whole) == ({}, {"a": outcome}, [])
-    # It is timed over the steps that it had: a tenth of four steps is less than the least number of steps, two.
-    short = Planted(change=lambda c, s, r: {"steps": 2 if c.recipe else 4, "seconds": 1.0 if c.recipe else 3.0})
-    tenth = recipe.model_copy(update={"share": 0.1})
-    ended = race(short, candidates=[tenth], drop=5 * POINT, total_steps=4, most=4)
-    ended.decide()
-    speed = ended.findings["a"].speed
-    assert speed is not None
-    assert speed.mid == pytest.approx(3.0)
 
 
 TOO_SLOW = "its steps took more than 2 times as long as stock's, so its training was stopped"

@@ -73,10 +73,8 @@ def test_the_headline_is_the_answer() -> None:
     unsure = report(findings=[finding("kept")], whole=[finding("not shown", "the budget was spent")])
     assert "(the budget was spent)" in headline(unsure)
     assert headline(report(state="interrupted")).startswith("Not finished: 0 runs")
-    recipe = finding("kept").model_copy(update={"candidate": Candidate(name="half", recipe=True, share=0.5)})
-    said = headline(report(findings=[recipe]))
-    assert said.startswith("Nothing is turned on: no candidate was shown")
-    assert said.endswith("The recipe half keeps the metric in 67% of the time.")
+    old = {"name": "half", "recipe": True, "share": 0.5, "fingerprint": ""}  # of a report of an earlier version
+    assert Candidate.model_validate(old).share == 0.5
 
 
 def test_the_horizon_says_what_could_not_be_seen() -> None:
@@ -141,7 +139,6 @@ def test_a_report_is_written_and_read(tmp_path: Path) -> None:
 def test_set_up_is_paid_once_and_the_rest_per_step() -> None:
     run = Run(name="a", seed=0, steps=11, metric=1.0, setup_seconds=5.0, seconds=10.0, wall_seconds=16.0)
     assert (run.projected(11), run.projected(101), run.projected(1)) == (15.0, 105.0, 5.0)
-    assert run.projected(101, share=0.5) == pytest.approx(5.0 + 49.5)
 
 
 def test_the_losses_of_stock_are_the_mean_of_its_complete_runs_at_every_step() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,23 +11,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.support.ranks import run_ranks
-from torchboost.bench.factory import made_by, source_of
+from torchboost.bench.factory import made_by
 from torchboost.errors import ConfigError, FactoryError
 from torchboost.measure.stopwatch import Clock
 from torchboost.registry import LEVELS, REGISTRY
 from torchboost.tuning import training as module
-from torchboost.tuning.candidates import (
+from torchboost.tuning.report import Candidate, Finding, Run
+from torchboost.tuning.training import (
+    Training,
     fingerprint_of,
     fresh,
     looked_at,
     named_candidates,
-    recipe_candidates,
     standard_candidates,
     try_levers,
 )
-from torchboost.tuning.report import Candidate, Finding, Run
-from torchboost.tuning.training import Training
 
 STEPS = 12
 STOCK = Candidate(name="stock")
@@ -147,26 +144,6 @@ def test_a_generator_of_batches_is_read_once_and_repeated():
     assert math.isfinite(run.metric)
 
 
-def _on_ranks() -> tuple[float, float, float]:
-    import torch.distributed as dist
-
-    def uneven(seed: int) -> Any:
-        parts = make(seed)
-        return (*parts[:4], lambda model: 0.25 + dist.get_rank())
-
-    training = Training(make=uneven, steps=4, device=torch.device("cpu"))
-    assert replace(training, steps=100)(STOCK, 0, 0.0 if dist.get_rank() else 1e-9).too_slow
-    run = training(STOCK, 0)
-    return run.metric, run.seconds, run.wall_seconds
-
-
-@pytest.mark.dist
-def test_ranks_agree_about_metric_and_times():
-    first, second = run_ranks(_on_ranks, 2)
-    assert first == second
-    assert first[0] == 0.25
-
-
 def test_an_error_of_a_candidate_is_part_of_its_run_and_that_of_stock_is_raised():
     def failing(seed: int) -> Any:
         parts = make(seed)
@@ -246,9 +223,9 @@ def test_every_training_pays_for_its_compilation_and_no_step_does(monkeypatch):
 
 
 def test_the_standard_candidates_are_the_settings_of_the_levels():
-    trial = try_levers(make, steps=2000, seconds=0.5)
-    assert {*trial.kept, *trial.left_out} == {name for name, entry in REGISTRY.items() if entry.lever}
-    assert all(trial.left_out.values())
+    kept, left_out = try_levers(make, steps=2000, seconds=0.5)
+    assert {*kept, *left_out} == {name for name, entry in REGISTRY.items() if entry.lever}
+    assert all(left_out.values())
     candidates = {one.name: one for one in standard_candidates(["channels_last", "autocast"])}
     both = "less_bn and gradient_centralization"
     for level, name, called in (("O1", "less_bn", both), ("O2", "less_bn", both), ("O2", "grad_freeze", "grad_freeze")):
@@ -337,31 +314,14 @@ def test_two_candidates_that_come_to_the_same_training_are_one():
     assert [one.outcome for one in looked(residual(4), **given)] == [None, None, "duplicate"]
 
 
-def test_recipes_are_candidates_that_must_beat_fewer_steps():
-    stock = made_by(make, 0)
-    recipes = recipe_candidates({"half": (make, 0.5), "more": (make, 0.5)}, stock)
-    fingerprint = f"{fingerprint_of(stock)} {source_of(make)}"
-    wanted = Candidate(name="half", recipe=True, share=0.5, skips_work=True, fingerprint=fingerprint)
-    assert recipes[0] == wanted
-    assert [one.outcome for one in looked_at(recipes, make, 10)] == [None, None]  # two are never taken for one
+def test_a_factory_that_returns_the_same_parameters_twice_is_refused():
     body = make(0)[0]
 
     def around(seed: int) -> Any:
         model = torch.nn.Sequential(body)
         return (model, torch.optim.SGD(model.parameters(), lr=0.1), *make(seed)[2:])
 
-    outer = lambda seed: (torch.nn.Sequential(body), *around(seed)[1:])  # noqa: E731
-    for wrong, said in (
-        ({"": (make, 0.5)}, "a factory and a share above 0 and at most 1"),
-        ({"a": (make, 0.0)}, "a factory and a share above 0 and at most 1"),
-        ({"a": (make, 1.5)}, "a factory and a share above 0 and at most 1"),
-        ({"a": (make, "half")}, "with 'half'"),
-        ({"a": (lambda seed: make(seed)[:4], 0.5)}, "the factory of 'a' has no evaluate"),
-        ({"a": (outer, 0.5)}, r"the same parameter twice \(0.0.weight\)"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            recipe_candidates(wrong, made_by(around if "twice" in said else make, 0))  # pyright: ignore[reportArgumentType]
-    with pytest.raises(FactoryError, match="the same parameter twice"):
+    with pytest.raises(FactoryError, match=r"the same parameter twice \(0.0.weight\)"):
         fresh(around)
 
 

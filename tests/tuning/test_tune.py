@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 
-from tests.support.ranks import run_ranks
 from tests.tuning.test_training import make
 from torchboost import boost, tune
-from torchboost.errors import FactoryError, RankDisagreementError
+from torchboost.errors import FactoryError, IncompatibleError
 from torchboost.tuning import tune as tuning
 from torchboost.tuning.report import STOCK, Candidate, Run, TuneReport
 from torchboost.tuning.tune import report_path
@@ -122,10 +119,7 @@ def test_a_report_of_another_tuning_is_not_continued(tmp_path, monkeypatch):
     for changes, said in (
         ({"drop": 0.02}, r"was made with drop 0\.05, but now it is 0\.02"),
         ({"epochs": 3}, "was made with steps 12, but now it is 18"),
-        (
-            {"candidates": {**CANDIDATES, "memory": {"autocast": True}}},
-            "other candidates, recipes, or settings of them",
-        ),
+        ({"candidates": {**CANDIDATES, "memory": {"autocast": True}}}, "other candidates, or settings of them"),
         ({"factory": other}, "fingerprint"),
     ):
         with pytest.raises(ValueError, match=said):
@@ -133,7 +127,7 @@ def test_a_report_of_another_tuning_is_not_continued(tmp_path, monkeypatch):
     assert saved.source
     with monkeypatch.context() as patch:
         patch.setattr(tuning, "source_of", lambda make: "another")
-        with pytest.raises(ValueError, match="another factory, another version of its file"):
+        with pytest.raises(ValueError, match="another version of the factory's file"):
             tuned(out, resume=True)
     assert tuned(out, resume=True).extra == {"channels_last": True}
     unknown = saved.environment.model_copy(update={"instructions": ""})  # an old report does not tell them
@@ -147,10 +141,6 @@ def test_a_report_of_another_tuning_is_not_continued(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("fake")
 def test_arguments_are_checked_before_any_run(tmp_path):
-    def slow(seed: int) -> Any:
-        time.sleep(0.05)
-        return make(seed)
-
     parts = make(0)
     for changes, said in (
         ({"error": "small"}, "error: found 'small'"),
@@ -165,11 +155,8 @@ def test_arguments_are_checked_before_any_run(tmp_path):
         ({"total_steps": 3}, "total_steps: found 3; the runs that are made have 12 steps"),
         ({"total_steps": "x"}, "total_steps: found 'x'"),
         ({"candidates": {"x": {}}}, "candidates: found 'x'"),
-        ({"recipes": {"norms": (make, 0.5)}}, "found 'norms', which is also the name of a candidate"),
-        ({"recipes": {"levers: x": (make, 0.5)}, "candidates": None}, "found 'levers: x', which is also"),
         ({"title": 5}, "title\n"),
         ({"out": ""}, "a folder; give a file"),
-        ({"factory": slow, "budget": 0.5}, r"the factory takes 0\.\d s, and a tuning calls it 12 times at least"),
         ({"factory": changed(4, lambda: None)}, "the factory has no evaluate"),
         ({"factory": changed(3, list)}, "batches are empty"),
         ({"factory": lambda seed: parts}, "the same parameter twice"),
@@ -196,96 +183,10 @@ def test_a_real_tuning_keeps_its_budget(tmp_path):
     assert {run.seed for run in report.runs if run.name == STOCK} >= {0, 1}
 
 
-def _tuned_on_ranks(folder: str, interrupted_at: int | None) -> tuple[dict[str, Any], list[tuple[str, int]], str]:
-    """Tune a network that DDP averages; rank 1 is slower and has another share of the data."""
-    rank = dist.get_rank()
-    built: list[int] = []
-
-    def wrapped(seed: int) -> Any:
-        built.append(seed)
-        if interrupted_at is not None and len(built) > interrupted_at:
-            raise KeyboardInterrupt
-        torch.manual_seed(seed)
-        model, _, loss, loader, _ = make(seed)[:5]
-        loader.inputs = loader.inputs[12 * rank :][:12]
-        loader.targets = loader.targets[12 * rank :][:12]
-        model = nn.parallel.DistributedDataParallel(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        batches = [(loader.inputs[at : at + 4], loader.targets[at : at + 4]) for at in (0, 4, 8)]
-
-        def evaluate(model: Any) -> float:
-            time.sleep(0.02 * rank)
-            return float((model.module(loader.inputs).argmax(1) == loader.targets).float().mean())
-
-        return model, optimizer, loss, batches, evaluate
-
-    out = Path(folder) / "boost.json"
-    given = {"norms": {"gradient_centralization": True}, "bits": {"autocast": True}}
-    state = "complete"
-    try:
-        report = tune(wrapped, drop=0.5, budget=40, candidates=given, epochs=8, seeds=3, out=out, resume=True)
-    except KeyboardInterrupt:
-        state = "interrupted"
-        dist.barrier()  # the first rank has written the report
-        report = TuneReport.load(report_path(out))
-    outcomes = {finding.candidate.name: finding.outcome for finding in report.findings}
-    return outcomes, [(run.name, run.seed) for run in report.runs], state
-
-
-def _uneven() -> str:
-    def wrapped(seed: int) -> Any:
-        model, _, loss, loader, evaluate = make(seed)[:5]
-        model = nn.parallel.DistributedDataParallel(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        return model, optimizer, loss, list(loader)[: 3 + dist.get_rank()], evaluate
-
-    with pytest.raises(RankDisagreementError) as caught:
-        tune(wrapped, drop=0.5, budget=20)
-    return str(caught.value)
-
-
-@pytest.mark.dist
-def test_two_ranks_tune_together_and_resume(tmp_path):
-    first, second = run_ranks(_uneven, 2)
-    assert first == second
-    assert "the number of steps of a run is 3 on rank 0 and 4 on rank 1" in first
-    assert first.endswith("Give all ranks equally many batches.")
-    first, second = run_ranks(_tuned_on_ranks, 2, str(tmp_path), 6)
-    assert first == second
-    assert first[2] == "interrupted"
-    assert TuneReport.load(tmp_path / "boost.report.json").state == "interrupted"
-    first, second = run_ranks(_tuned_on_ranks, 2, str(tmp_path), None)
-    assert first == second
-    assert first[2] == "complete"
-    assert len(first[1]) == len(set(first[1]))
-    assert {("stock", 1), ("norms", 1), ("bits", 0)} <= set(first[1])
-    assert all(first[0].values())
-    assert len(TuneReport.load(tmp_path / "boost.report.json").stock_losses()) == 20
-
-
-def test_a_recipe_is_trained_by_its_own_factory_for_its_share(tmp_path):
-    built: list[str] = []
-
-    def other(seed: int) -> Any:
-        built.append("other")
-        return make(seed)
-
-    def slower(seed: int) -> Any:
-        model, optimizer, *rest = make(seed)
-        optimizer.param_groups[0]["lr"] = 1e-4
-        return model, optimizer, *rest
-
-    given = {"drop": 0.9, "budget": 12, "epochs": 4, "seeds": 3, "candidates": {}, "out": tmp_path / "a.json"}
-    report = tune(make, recipes={"half": (other, 0.5)}, **given)
-    (finding,) = report.findings
-    assert finding.candidate.recipe
-    assert finding.outcome is not None
-    assert {run.steps for run in report.runs if run.name == "half"} == {12}
-    assert len(built) == 2 + sum(run.name == "half" for run in report.runs)
-    assert report.extra == {}
-    for recipes in ({}, {"half": (slower, 0.5)}):
-        with pytest.raises(ValueError, match=r"\('half' \(0.5\)\); give the same .* same optimizers and start weights"):
-            tune(make, resume=True, recipes=recipes, **given)
+def test_several_ranks_are_refused(monkeypatch):
+    monkeypatch.setattr(tuning.Topology, "current", lambda: SimpleNamespace(world_size=2))
+    with pytest.raises(IncompatibleError, match="tune runs in one process"):
+        tuned()
 
 
 class OneShot:

@@ -8,8 +8,6 @@ from .compile import Compile as Compile
 from .dim_reduce import DimReduceBasis as DimReduceBasis
 from .dim_reduce import DimReduceOptimizer as DimReduceOptimizer
 from .dim_reduce import DimReduction as DimReduction
-from .dim_reduce import principal_basis as principal_basis
-from .dim_reduce import read_checkpoints as read_checkpoints
 from .fused_optimizer import FusedOptimizer as FusedOptimizer
 from .fused_optimizer import fuse_optimizer as fuse_optimizer
 from .grad_accumulation import Accumulator as Accumulator

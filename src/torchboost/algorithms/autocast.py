@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,24 +19,61 @@ from typing_extensions import Self
 
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import check_module
-from torchboost.core.containers import tensors_in, with_tensors
-from torchboost.core.covering import ForwardWatch, cover_forward, is_cover
+from torchboost.core.forward import ForwardWatch, cover_forward, tensors_in, with_tensors
+from torchboost.core.hardware import is_on_cpu
 from torchboost.core.torch_private import (
+    AnyConv,
+    call_uncompiled,
+    conv_padding,
     default_device,
     has_saved_tensor_hooks,
     inside_function_transform,
+    is_reentrant_checkpoint,
     is_tracing,
+    module_hooks,
+    node_number,
+    parameter_slots,
     precision_of_unit,
+    sequence_number,
+    tree_flatten,
 )
-from torchboost.core.wrapping import sharded_units, unwrap
+from torchboost.core.wrapping import is_compiled, sharded_units, unwrap
 from torchboost.errors import IncompatibleError, NoEffectWarning, nearest
-from torchboost.graph.heads import Heads, HeadSearch, find_heads, guessed_heads
-from torchboost.graph.unsafe_convolutions import convolutions_unsafe_in_bfloat16, is_unsafe_in_bfloat16
+from torchboost.graph.copies import parameter_bytes, undisturbed
+from torchboost.graph.norms import NormalizedLinear
 
-__all__ = ["Autocast", "autocast_forward"]
+__all__ = ["Autocast", "Heads", "autocast_forward", "find_heads", "guessed_heads"]
 
 _NAMES = {torch.bfloat16: ("BFloat16", "bfloat16"), torch.float16: ("Half", "float16")}
 _HALF = tuple(_NAMES)
+_PLAIN = (bool, int, float, str, type(None))
+_TOO_LARGE = 2**30
+"""A model with more bytes of parameters is not copied to find its heads."""
+_CHEAP = 0.1
+"""A head of at most this share of all multiplications costs little in float32."""
+_FEW = 8
+"""A head with this many inputs for each output, or more, costs less than what computes its inputs."""
+_LARGE = 128.0
+"""Numbers of this size come in steps of 1 in bfloat16."""
+_LAYERS = (nn.Linear, NormalizedLinear, AnyConv, nn.Bilinear)
+_PRODUCTS = frozenset(
+    {
+        *("Mm", "Addmm", "Bmm", "Baddbmm", "Addbmm", "Mv", "Addmv", "Linear", "MkldnnLinear", "GroupedMm", "ScaledMm"),
+        *("Convolution", "ConvolutionOverrideable", "MkldnnConvolution", "CudnnConvolution", "SlowConv3D"),
+        *("MkldnnRnnLayer", "CudnnRnn", "MiopenRnn", "CompiledFunction"),
+    }
+)
+"""Nodes of the autograd graph; a compiled part counts as one product."""
+_ATTENTION = "ScaledDotProduct"
+_MOVING = frozenset(
+    {
+        *("View", "UnsafeView", "ReshapeAlias", "Alias", "AsStrided", "T", "Transpose", "Permute", "Squeeze"),
+        *("Unsqueeze", "Select", "Slice", "Split", "SplitWithSizes", "Unbind", "Unfold", "Expand", "Clone", "ToCopy"),
+        *("Cat", "Stack", "Index", "Gather", "CopySlices", "Copy"),
+    }
+)
+"""Nodes that move numbers and compute none."""
+_MANY = object()
 
 
 def autocast_forward(
@@ -45,7 +85,7 @@ def autocast_forward(
 ) -> Attachment:
     """Run every forward of ``model`` under ``torch.autocast`` and return its outputs in float32.
 
-    Outputs keep their containers (see :func:`~torchboost.core.containers.with_tensors`); tensors in an
+    Outputs keep their containers (see :func:`~torchboost.core.forward.with_tensors`); tensors in an
     object of another kind stay in the precision that autocast gave them.
 
     Matrix products and convolutions read ``dtype``; reductions that need it stay in float32; parameters,
@@ -57,13 +97,14 @@ def autocast_forward(
     whose results reach an output without another product, computes in float32 if something is computed with its
     results, if they are large, if it has eight inputs or more for each output, or at most a tenth of all
     multiplications. Other heads, such as one over a large vocabulary whose
-    results are returned as they are, or enter a loss inside the model, stay in ``dtype`` and return float32. The first
-    eager pass with gradients shows which modules these are (:func:`~torchboost.graph.heads.find_heads`). Until then,
-    and if a compiler traces the first pass, the last layer in the order of the modules counts as the head.
+    results are returned as they are, or enter a loss inside the model, stay in ``dtype`` and return float32. Before the
+    first eager pass with gradients, a pass of a copy shows which modules these are. Until then, and if this pass is
+    traced by a compiler, is inside a checkpoint or has arguments other than tensors and plain values, or the model is
+    sharded, cannot be copied or has more than 1 GiB of parameters, the last layer in the order of the modules counts as
+    the head.
 
     On the CPU, a strided convolution whose outputs have one entry in the last dimension computes in float32, because
-    oneDNN computes its gradient wrongly in bfloat16
-    (:func:`~torchboost.graph.unsafe_convolutions.is_unsafe_in_bfloat16`).
+    oneDNN computes its gradient wrongly in bfloat16, and so does one whose kernel is wider than its inputs.
 
     The ``forward`` of this one instance is replaced by a function that calls the original. Forward hooks do not work:
     in a model compiled by ``nn.Module.compile()`` the hooks of the root are compiled separately from ``forward``, so
@@ -119,16 +160,16 @@ def _cover(model: nn.Module, dtype: torch.dtype, heads: Heads | None, watch: For
 
     covers = [ends, cover_forward(model, under_autocast)]
     if dtype is torch.bfloat16:
-        unsafe = convolutions_unsafe_in_bfloat16(model)
+        unsafe = _convolutions_unsafe_in_bfloat16(model)
         covers += [cover_forward(conv, _in_float32_if_unsafe, innermost=True) for conv in unsafe]
     return Attachment(*covers)
 
 
 class _Ends(Attachment):
-    """The covers of the heads. If these are not known, they are guessed until a pass shows them.
+    """The covers of the heads. If these are not known, they are guessed until the first eager pass with gradients.
 
-    A checkpoint computes a part of a pass again in the backward pass, and must find the same precisions. So covers
-    change in front of a pass, if the backward pass of each earlier one has begun or never will.
+    From then on they stay as they are: a checkpoint computes a part of a pass again in the backward pass, and must find
+    the same precisions.
 
     Args:
         model: As the loop calls it.
@@ -140,39 +181,18 @@ class _Ends(Attachment):
         super().__init__(undo=self._uncover)
         self._model, self._device_type = model, device_type
         self._known = heads is not None or isinstance(model, DataParallel)  # replicas run in threads
-        self._heads: Heads | None = None
-        self._open: list[weakref.ref[_Open]] = []
         self._covers: list[Attachment] = []
         self._cover(guessed_heads(model) if heads is None else heads)
 
     def run(self, forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call ``forward``. If the heads are not known and this is an eager pass with gradients, find them."""
-        # A cover beneath, such as that of a frozen prefix, may look at the hooks that a search sets.
-        if self._known or torch.compiler.is_compiling() or is_cover(forward) or not self._is_usual(module):
-            return forward(module, *args, **kwargs)
-        if self._heads is not None:
-            self._use(self._heads)
-        if self._known or not torch.is_grad_enabled():
-            return forward(module, *args, **kwargs)
-        if self._heads is None:
-            with HeadSearch(module) as search:
-                outputs = forward(module, *args, **kwargs)
-            self._heads = search.heads(outputs)
-        else:
-            outputs = forward(module, *args, **kwargs)
-        self._open += [_Open.of(output) for output in tensors_in(outputs) if output.requires_grad]
-        return outputs
-
-    def _use(self, heads: Heads) -> None:
-        """Cover these heads, unless an earlier pass has still to go backward or this one is inside a checkpoint."""
-        self._open = [ref for ref in self._open if (one := ref()) is not None and not one.begun]
-        if not self._open and not has_saved_tensor_hooks():
+        """Call ``forward``. If the heads are not known and this is an eager pass with gradients, find them first."""
+        if not self._known and torch.is_grad_enabled() and module is self._model and not _is_traced():
             self._known = True
-            self._uncover()
-            self._cover(heads)
-
-    def _is_usual(self, module: nn.Module) -> bool:
-        return module is self._model and not (is_tracing() or inside_function_transform())
+            heads = None if has_saved_tensor_hooks() else _heads_of_copy(unwrap(module), args, kwargs)
+            if heads is not None:
+                self._uncover()
+                self._cover(heads)
+        return forward(module, *args, **kwargs)
 
     def _cover(self, heads: Heads) -> None:
         modules = dict(unwrap(self._model).named_modules())
@@ -191,20 +211,23 @@ class _Ends(Attachment):
             self._covers.pop().remove()
 
 
-class _Open:
-    """A pass that may still go backward. Only its graph holds this, as a hook of an output."""
+def _is_traced() -> bool:
+    return torch.compiler.is_compiling() or is_tracing() or inside_function_transform()
 
-    begun = False
 
-    def __call__(self, gradient: Tensor) -> None:
-        self.begun = True
-
-    @classmethod
-    def of(cls, output: Tensor) -> weakref.ref[_Open]:
-        """Watch the backward pass through an output."""
-        made = cls()
-        output.register_hook(made)
-        return weakref.ref(made)
+def _heads_of_copy(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Heads | None:
+    """Return the heads that a pass of a copy shows; None if the model cannot be copied, or its copy not be run."""
+    plain = all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in tree_flatten((args, kwargs))[0])
+    if not plain or sharded_units(model) or parameter_bytes(model) > _TOO_LARGE:
+        return None  # an iterator among the arguments would lose a batch
+    inputs = with_tensors((args, kwargs), lambda tensor: tensor.detach().clone())
+    try:
+        with undisturbed(model) as copied:
+            for hooks in (hooks for module in copied.modules() for hooks in module_hooks(module)):
+                hooks.clear()
+            return find_heads(copied.train(model.training), *inputs)
+    except Exception:  # of the user's forward, which raises it in the pass itself too
+        return None
 
 
 def _returns_float32(forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -226,7 +249,7 @@ def _unknown_name(model: nn.Module, heads: Heads) -> str | None:
 
 def _in_float32_if_unsafe(forward: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     inputs = args[0] if args else kwargs["input"]
-    if not is_unsafe_in_bfloat16(module, inputs):
+    if not _is_unsafe_in_bfloat16(module, inputs):
         return forward(module, *args, **kwargs)
     with torch.autocast("cpu", enabled=False):
         return forward(module, inputs.float(), *args[1:], **{k: v for k, v in kwargs.items() if k != "input"})
@@ -293,10 +316,10 @@ class Autocast(Algorithm):
 
         If no output has a gradient, the settings stay as they are.
         """
-        found = None if self.float32 is not None else find_heads(model, args, kwargs)
-        if found is None:
+        heads = None if self.float32 is not None else find_heads(model, args, kwargs)
+        if heads is None:
             return self
-        return dataclasses.replace(self, float32=found.computed, float32_outputs=found.cast)
+        return dataclasses.replace(self, float32=heads.computed, float32_outputs=heads.cast)
 
     @property
     def _heads(self) -> Heads | None:
@@ -318,14 +341,14 @@ class Autocast(Algorithm):
 
 def _cast_by_fsdp2(model: nn.Module) -> str | None:
     """Return how FSDP2 lowers the precision of a model. Autocast would hand float32 to layers that it has cast."""
-    found = next((d for unit in sharded_units(model) if (d := precision_of_unit(unit)) in _HALF), None)
-    return None if found is None else f"FSDP2 computes in {_NAMES[found][1]} itself, by its MixedPrecisionPolicy"
+    dtype = next((d for unit in sharded_units(model) if (d := precision_of_unit(unit)) in _HALF), None)
+    return None if dtype is None else f"FSDP2 computes in {_NAMES[dtype][1]} itself, by its MixedPrecisionPolicy"
 
 
 def _explain(error: Exception, dtype: torch.dtype) -> None:
     """Add a note to an error about a half precision: torch has no class for these, but its messages name the type."""
-    said, add_note = str(error), getattr(error, "add_note", None)  # Python 3.10 has no notes
-    if add_note and not isinstance(error, IncompatibleError) and any(name in said for name in _NAMES[dtype]):
+    message, add_note = str(error), getattr(error, "add_note", None)  # Python 3.10 has no notes
+    if add_note and not isinstance(error, IncompatibleError) and any(name in message for name in _NAMES[dtype]):
         add_note(
             f"torchboost runs this forward under torch.autocast to {dtype}. If the model mixes precisions itself, turn "
             "it off: set extra.autocast = false in the configuration, or leave out Autocast. Or compute the part that "
@@ -335,3 +358,220 @@ def _explain(error: Exception, dtype: torch.dtype) -> None:
 
 def _to_float32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in _HALF else tensor
+
+
+class Heads(NamedTuple):
+    """What of a model has to be in float32 for its outputs to be exact. Names are those of ``named_modules``.
+
+    Args:
+        computed: Modules that compute in float32: a head that costs little, has few outputs, or has results that are
+            large or computed with. The empty name is the whole model, if it computes the product itself.
+        cast: Heads that are too expensive for that, and whose results are only cast.
+    """
+
+    computed: tuple[str, ...] = ()
+    cast: tuple[str, ...] = ()
+
+
+def find_heads(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Heads | None:
+    """Run one pass with gradients, and return the heads of the model; None if no output has a gradient.
+
+    Nothing else is changed: hooks that are set meanwhile are removed. Buffers and random generators move as in any
+    pass.
+
+    Args:
+        model: Wrapped or not. The pass is that of the bare module.
+        args: Of the call.
+        kwargs: Of the call.
+    """
+    bare = unwrap(model)
+    with _HeadSearch(bare) as search, torch.enable_grad():
+        outputs = call_uncompiled(bare, *args, **kwargs)
+    return search.heads(outputs)
+
+
+def guessed_heads(model: nn.Module) -> Heads:
+    """Return the last layer in the order of the modules as the head, without a pass."""
+    bare = unwrap(model)
+    sizes = {name: _entries(module) for name, module in bare.named_modules() if isinstance(module, _LAYERS)}
+    if not sizes:
+        return Heads()
+    name, size = list(sizes.items())[-1]
+    cheap = size <= _CHEAP * sum(sizes.values()) or _has_few_outputs(bare.get_submodule(name))
+    return Heads((name,)) if cheap else Heads(cast=(name,))
+
+
+class _HeadSearch:
+    """Watches one pass of a model inside the ``with`` block. What is compiled in it runs eagerly.
+
+    Mechanism: temporary hooks note which operations of the autograd graph were recorded in which module; then the graph
+    is followed from the outputs to the first products. Tied weights, several heads and products outside of any layer
+    (``x @ w``) are found, too.
+
+    Limit: what ran inside a checkpoint with ``use_reentrant=True`` is not in the graph.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._cleanup = ExitStack()
+        self._stack = [""]
+        self._starts, self._names = [0], [""]
+        self._work: dict[str, float] = defaultdict(float)
+
+    def __enter__(self) -> Self:
+        if is_compiled(self._model):
+            self._cleanup.enter_context(torch.compiler.set_stance("force_eager"))
+        for name, module in unwrap(self._model).named_modules():
+            if name and not isinstance(module, torch.jit.ScriptModule):  # pyright: ignore[reportPrivateImportUsage]
+                self._cleanup.enter_context(module.register_forward_pre_hook(partial(self._enter, name)))
+                leaving = partial(self._leave, name)
+                self._cleanup.enter_context(module.register_forward_hook(leaving, always_call=True))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._cleanup.close()
+
+    def _enter(self, name: str, module: nn.Module, args: Any) -> None:
+        self._stack.append(name)
+        self._mark()
+
+    def _leave(self, name: str, module: nn.Module, args: Any, outputs: Any) -> None:
+        if self._stack[-1] != name:  # a hook before this one raised an exception
+            return
+        self._stack.pop()
+        self._mark()
+        self._work[name] += _multiplications(module, outputs)
+
+    def _mark(self) -> None:
+        self._starts.append(sequence_number())
+        self._names.append(self._stack[-1])
+
+    def heads(self, outputs: Any) -> Heads | None:
+        """Return the heads, from what the pass returned."""
+        ends, products = self._reached([tensor for tensor in tensors_in(outputs) if tensor.grad_fn is not None])
+        if not ends:
+            return None
+        total = sum(self._work[name] for name in products)
+        modules = dict(unwrap(self._model).named_modules())
+        computed, cast = [], []
+        for name, behind in ends.items():
+            share = sum(self._work[other] for other in products if _is_inside(other, name)) / total if total else 1.0
+            cheap = share <= _CHEAP or _has_few_outputs(modules[name])
+            (computed if behind or (name and cheap) else cast).append(name)
+        return Heads(tuple(sorted(computed)), tuple(sorted(name for name in cast if name)))
+
+    def _reached(self, outputs: list[Tensor]) -> tuple[dict[str, bool], set[str]]:
+        """Return each head and whether its results are large or computed with, and the owners of all products.
+
+        What leads to a loss, an output without dimensions, does not count as such: a cast of the results is enough.
+        """
+        ends: dict[str, bool] = {}
+        nodes: dict[Any, None] = dict.fromkeys(tensor.grad_fn for tensor in outputs)
+        unread = list(nodes)
+        while unread:
+            after = [node for node, _ in unread.pop().next_functions if node is not None and node not in nodes]
+            nodes |= dict.fromkeys(after)
+            unread += after
+        products = {self._owner(node) for node in nodes if _is_product(node)}
+        seen: set[Any] = set()
+        waiting: list[tuple[Any, Any, bool]] = [
+            (tensor.grad_fn, _MANY if _is_large(tensor) else None, tensor.ndim == 0) for tensor in outputs
+        ]
+        while waiting:
+            entry = waiting.pop()
+            node, by, loss = entry
+            if entry in seen or is_reentrant_checkpoint(node):
+                continue
+            seen.add(entry)
+            if _is_product(node):
+                owner = self._owner(node)
+                alone = by is owner and not any(_is_inside(other, owner) for other in products - {owner})
+                ends[owner] = ends.get(owner, False) or not (loss or by is None or (alone and owner))
+                continue
+            if _kind(node) not in _MOVING:
+                owner = self._owner(node)
+                by = owner if by is None or by is owner else _MANY
+            waiting += [(after, by, loss) for after, _ in node.next_functions if after is not None]
+        return ends, products
+
+    def _owner(self, node: Any) -> str:
+        """Return the innermost module that was running when an operation was recorded."""
+        return self._names[bisect_right(self._starts, node_number(node)) - 1]
+
+
+def _kind(node: Any) -> str:
+    return node.name().rpartition("Backward")[0]
+
+
+def _is_product(node: Any) -> bool:
+    kind = _kind(node)
+    return kind in _PRODUCTS or kind.startswith(_ATTENTION)
+
+
+def _is_inside(name: str, other: str) -> bool:
+    return not other or name == other or name.startswith(f"{other}.")
+
+
+def _has_few_outputs(module: nn.Module) -> bool:
+    if isinstance(module, AnyConv):
+        return module.in_channels >= _FEW * module.out_channels
+    return isinstance(module, nn.Linear) and module.in_features >= _FEW * module.out_features
+
+
+def _is_large(tensor: Tensor) -> bool:
+    return tensor.ndim > 0 and tensor.numel() > 0 and bool(tensor.detach().abs().max() >= _LARGE)
+
+
+def _entries(module: nn.Module) -> int:
+    """Return the size of the matrices of a module itself."""
+    parameters = [p for p in parameter_slots(module).values() if p is not None]
+    return sum(p.numel() for p in parameters if not isinstance(p, nn.parameter.UninitializedParameter) and p.ndim > 1)
+
+
+def _multiplications(module: nn.Module, outputs: Any) -> float:
+    entries = 0 if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) else _entries(module)
+    tensors = tensors_in(outputs)
+    if not entries or not tensors or not tensors[0].ndim:
+        return 0.0
+    channels = tensors[0].shape[1 if isinstance(module, AnyConv) and tensors[0].ndim > 1 else -1]
+    return entries * tensors[0].numel() / max(1, channels)
+
+
+def _convolutions_unsafe_in_bfloat16(model: nn.Module) -> Iterator[AnyConv]:
+    """Yield the convolutions on the CPU that oneDNN computes wrongly in bfloat16 for some inputs."""
+    for module in model.modules():
+        if not isinstance(module, AnyConv) or max(module.kernel_size) == 1 or not is_on_cpu(module):
+            continue
+        if any(conv_padding(module)) or _has_stride(module):
+            yield module
+
+
+def _is_unsafe_in_bfloat16(module: AnyConv, inputs: Tensor) -> bool:
+    """Whether oneDNN computes a convolution of these inputs wrongly in bfloat16.
+
+    It does in two situations; for a transposed convolution, read outputs for inputs, and the other way round:
+
+    - In some dimension the kernel is wider than the inputs before padding, such as a kernel of 3 on a depth of 2.
+    - The stride is above 1 and the last dimension of the outputs has one entry.
+
+    The gradient of the kernel then reads memory that was never written, and so does the forward pass in three
+    dimensions. The results are of any size, infinity included, and differ from run to run. Processors with AVX512-BF16
+    or AMX have such kernels. Source: https://github.com/pytorch/pytorch/issues/169688; found in the oneDNN of torch
+    2.13.
+    """
+    kernels, strides = module.kernel_size, module.stride
+    reaches = [dilation * (kernel - 1) for dilation, kernel in zip(module.dilation, kernels, strict=True)]
+    padding = [sum(conv_padding(module)[at : at + 2]) for at in range(2 * len(kernels) - 2, -1, -2)]
+    given = list(inputs.shape[-len(kernels) :])
+    if module.transposed:
+        few, more = given[-1], module.output_padding
+        sizes = zip(given, strides, padding, reaches, more, strict=True)
+        given = [(size - 1) * stride - pad + reach + 1 + extra for size, stride, pad, reach, extra in sizes]
+    else:
+        few = (given[-1] + padding[-1] - reaches[-1] - 1) // strides[-1] + 1
+    wider = any(reach >= size for reach, size in zip(reaches, given, strict=True))
+    return wider or (_has_stride(module) and few == 1)
+
+
+def _has_stride(module: AnyConv) -> bool:
+    return module.stride[-1] > 1 and module.kernel_size[-1] > 1

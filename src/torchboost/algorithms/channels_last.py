@@ -17,16 +17,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits, attach_each
 from torchboost.core.arguments import check_module
-from torchboost.core.covering import plain_hook
+from torchboost.core.forward import plain_hook
+from torchboost.core.hardware import unsafe_channels_last
 from torchboost.core.torch_private import AnyConv, calls_hooks, is_functorch_wrapped, is_view, parameter_slots
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.errors import IncompatibleError, NoEffectWarning
-from torchboost.graph.unsafe_convolutions import unsafe_channels_last
 from torchboost.optim.fusing import care_for_fused
 from torchboost.optim.rules.base import UpdateRule
-from torchboost.optim.rules.checkpoints import change_entries
 from torchboost.optim.tensors import aligned
-from torchboost.optim.wrapping_optimizer import WrappingOptimizer
+from torchboost.optim.wrapping_optimizer import WrappingOptimizer, change_entries
 
 __all__ = ["ChannelsLast", "to_channels_last"]
 
@@ -64,7 +63,7 @@ def to_channels_last(model: nn.Module, optimizer: Optimizer | None = None) -> At
     Raises:
         TypeError: Not a module.
         IncompatibleError: The model is wrapped and has kernels in another format, or oneDNN would crash on one of its
-            convolutions in this format (:func:`~torchboost.graph.unsafe_convolutions.unsafe_channels_last`).
+            convolutions in this format (:func:`~torchboost.core.hardware.unsafe_channels_last`).
 
     Warns:
         NoEffectWarning: The model has no 2-d or 3-d convolution.

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Algorithm, Attachment, Form, Target, Traits
-from torchboost.core.containers import tensors_in, with_tensors
+from torchboost.core.forward import tensors_in, with_tensors
+from torchboost.core.hardware import unsafe_channels_last
 from torchboost.core.torch_private import (
     call_uncompiled,
     compiled_call,
@@ -32,7 +33,6 @@ from torchboost.core.torch_private import (
 )
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.errors import IncompatibleError, NoEffectWarning
-from torchboost.graph.unsafe_convolutions import unsafe_channels_last
 
 __all__ = ["Compile", "Compiled"]
 
@@ -83,7 +83,7 @@ class Compile(Algorithm):
 
     CUDA graphs (``"reduce-overhead"``, ``"max-autotune"``) replay into the same memory at each call. Outputs are copied
     out of it, and so are gradients that the parameters still hold at the next call or at the removal, as in gradient
-    accumulation. Outputs in objects that :func:`~torchboost.core.containers.with_tensors` does not search, and
+    accumulation. Outputs in objects that :func:`~torchboost.core.forward.with_tensors` does not search, and
     gradients that the loop keeps elsewhere, are overwritten. If shapes change, what is compiled for changing shapes
     runs without CUDA graphs. None of this was run on a GPU.
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits, attach_each
 from torchboost.core.torch_private import AnyConv
 from torchboost.errors import NoEffectWarning
-from torchboost.graph.normalized_linear import NormalizedLinear
+from torchboost.graph.norms import NormalizedLinear
 from torchboost.optim.pipeline import GradientPipeline
 from torchboost.optim.transforms import Centralize, has_rows, wish
 

@@ -20,10 +20,10 @@ from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.graph.copies import copies_of
 from torchboost.graph.flow import Dataflow
 from torchboost.graph.folding import Fold, fold_pairs, plan_folds, shared_weights
-from torchboost.graph.normalized_linear import NormalizedLinear
 from torchboost.graph.norms import (
     WEIGHTED,
     Keep,
+    NormalizedLinear,
     is_customised,
     norm_tail,
     reasons_to_stay,
@@ -208,7 +208,7 @@ def less_bn(
         optimizer: Forgets the parameters that are gone; new ones (biases, the head's factor) join the group of
             the weight they belong to. Needed if it was made before this call.
         normalize_head: Replace the last linear layer of the forward pass by
-            :class:`~torchboost.graph.normalized_linear.NormalizedLinear`; it keeps its parameters.
+            :class:`~torchboost.graph.norms.NormalizedLinear`; it keeps its parameters.
         keep: Which BatchNorm of a residual branch stays. ``"narrowest"``: the one over the fewest channels (of several
             the last), in a bottleneck a quarter of the cost of the last one. The branch then ends without one, see
             ``blocks_per_norm`` for how it starts. ``"last"``, as in MindSpore: the one right before the addition; in

@@ -15,7 +15,7 @@ from typing_extensions import Self
 
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import check_module
-from torchboost.core.containers import tensors_in
+from torchboost.core.forward import tensors_in
 from torchboost.core.wrapping import sharded_units, unwrap
 from torchboost.tokens.call import Part, PartialCall, PartialForward
 from torchboost.tokens.layout import Layout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import time
@@ -18,8 +19,8 @@ from torchboost.bench.factory import RETURNS, Epoch, Factory, check_seeds, one_e
 from torchboost.bench.verdict import stock_of
 from torchboost.measure.evidence import AlgorithmRow, BenchReport, Contestant, Curve, Quality
 from torchboost.measure.machine import PeakMemory
-from torchboost.measure.statistics import SequentialTest, noninferiority
-from torchboost.measure.stopwatch import Clock, Progress, Stopwatch, compare, environment
+from torchboost.measure.statistics import SequentialTest
+from torchboost.measure.stopwatch import Clock, Progress, compare, environment
 
 __all__ = ["CONTESTANTS", "check_same", "run_bench"]
 
@@ -191,12 +192,6 @@ class _Session:
         saved = BenchReport.load(path)
         names = ("workload", "model", "parameters", "batch", "metric_name", "epochs", "train_samples")
         check_same(path, saved, now, names, "was measured with")
-        if saved.source and saved.source != now.source:
-            raise ValueError(
-                f"{path} was measured with another version of the file {now.workload.rpartition(':')[0]!r}, or with "
-                "other arguments of its function; runs of both cannot be mixed. Restore the file, save to another one, "
-                "or do not resume."
-            )
         self.report = saved
         note = f"continued at commit {now.environment.commit or 'unknown'}"
         if saved.environment.commit != now.environment.commit and note not in saved.notes:
@@ -207,7 +202,7 @@ class _Session:
         loops = {name: self.loop(name, 0, TIMING_SCHEDULE) for name in names}
         batches = list(itertools.islice(self.batches(loops[names[0]], 0, 0), DISTINCT_BATCHES))
         comparison = compare(
-            {name: _stepper(loop, batches) for name, loop in loops.items()},
+            {name: functools.partial(_step, loop, itertools.cycle(batches)) for name, loop in loops.items()},
             baselines=[name for name in names if Recipe.parse(name).kind in ("stock", "hand")],
             pairs=pairs,
             clock=Clock.of(self.device),
@@ -284,25 +279,26 @@ class _Session:
     def curve(self, name: str, seed: int, share: Callable[[int], tuple[int, int]]) -> Curve:
         """Train a contestant from scratch."""
         curve, clock = Curve(seed=seed, epochs=[], seconds=[], train_loss=[], metric=[]), Clock.of(self.device)
-        setup, watch = Stopwatch(clock), Stopwatch(clock)
         losses: list[Tensor] = []
         with PeakMemory(self.device) as peak:
-            with setup:
-                loop = self.loop(name, seed, self.report.epochs * self.epoch.steps)
+            start, trained = clock(), 0.0
+            loop = self.loop(name, seed, self.report.epochs * self.epoch.steps)
+            setup = clock() - start
             for epoch in range(self.report.epochs):
                 self.tell("training", *share(epoch), f"{name}, seed {seed}, epoch {epoch + 1}")
                 batches = self.batches(loop, seed, epoch)
+                start = clock()
                 if epoch == 0:
-                    with setup:
-                        losses.append(loop.step(*next(batches)))
-                with watch:
-                    for inputs, targets in batches:
-                        losses.append(loop.step(inputs, targets))
+                    losses.append(loop.step(*next(batches)))
+                    setup, start = setup + clock() - start, clock()
+                for inputs, targets in batches:
+                    losses.append(loop.step(inputs, targets))
+                trained += clock() - start
                 curve.epochs.append(epoch + 1.0)
-                curve.seconds.append(watch.seconds)
+                curve.seconds.append(trained)
                 curve.train_loss.append(_smoothed(losses))
                 curve.metric.append(self.factory.evaluate(loop.parts, loop.predict))
-        return curve.model_copy(update={"setup_seconds": setup.seconds, "peak_bytes": peak.bytes})
+        return curve.model_copy(update={"setup_seconds": setup, "peak_bytes": peak.bytes})
 
     def judge(self) -> list[str]:
         """Judge the final metrics against stock's, if the allowed drops are known, and return the undecided levels."""
@@ -316,21 +312,20 @@ class _Session:
             ours = {curve.seed: sign * curve.final for curve in contestant.curves}
             differences = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
             margin = self.factory.drops[base == "O2"]
-            if contestant is not stock and SEQUENTIAL in self.report.notes and base in PROMISING:
-                look = SequentialTest(margin=margin, most=MOST_SEEDS).look(differences)
-                undecided += [] if look.decided else [contestant.name]
+            if contestant is not stock and len(differences) > 1:
+                sequential = SEQUENTIAL in self.report.notes and base in PROMISING
+                looks = {"most": MOST_SEEDS} if sequential else {"least": len(differences), "most": len(differences)}
+                look = SequentialTest(margin=margin, **looks).look(differences)
                 judged = {"seeds": look.pairs, "passed": look.state == "passed", "detectable": look.detectable}
                 quality = [Quality(baseline=STOCK, difference=look.difference, margin=margin, **judged)]
-            elif contestant is not stock and len(differences) > 1:
-                quality = [noninferiority([0.0] * len(differences), differences, margin, against=STOCK)]
-            quality = quality if len(differences) > 1 else []
+                undecided += [contestant.name] if sequential and not look.decided else []
             contestants.append(contestant.model_copy(update={"quality": quality}))
         self.update(contestants=contestants)
         return undecided
 
 
 def check_same(path: Path, saved: Any, now: Any, names: Sequence[str], history: str) -> None:
-    """Check that two reports agree about some attributes and about their environment.
+    """Check that two reports agree about some attributes, their environment and the source of their factory.
 
     Args:
         path: File of the saved report.
@@ -351,6 +346,11 @@ def check_same(path: Path, saved: Any, now: Any, names: Sequence[str], history: 
                 f"{path} {history} {name} {before!r}, but now it is {after!r}; they cannot be mixed. Save to another "
                 "file, or do not resume."
             )
+    if saved.source and saved.source != now.source:
+        raise ValueError(
+            f"{path} {history} another version of the factory's file, or other arguments of its function; runs of both "
+            "cannot be mixed. Restore the file, save to another one, or do not resume."
+        )
 
 
 def _same_plans(contestants: list[Contestant]) -> list[str]:
@@ -363,9 +363,8 @@ def _same_plans(contestants: list[Contestant]) -> list[str]:
     return [f"{', '.join(first)} and {last} {SAME}" for *first, last in same]
 
 
-def _stepper(loop: Loop, batches: list[tuple[Any, Any]]) -> Callable[[], object]:
-    supply = itertools.cycle(batches)
-    return lambda: loop.step(*next(supply))
+def _step(loop: Loop, batches: Iterator[tuple[Any, Any]]) -> None:
+    loop.step(*next(batches))
 
 
 def _smoothed(losses: list[Tensor]) -> float:

@@ -31,7 +31,7 @@ from torchboost.core.hardware import half_precision
 from torchboost.core.torch_private import AnyConv
 from torchboost.errors import IncompatibleError, nearest
 from torchboost.measure.evidence import AlgorithmRow, DroppedRow
-from torchboost.optim.rebuild import described_groups, rebuilt
+from torchboost.optim.wrapping_optimizer import described_groups, rebuilt
 from torchboost.plan import Plan
 from torchboost.registry import Facts
 

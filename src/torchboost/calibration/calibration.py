@@ -80,7 +80,7 @@ _READ_ONCE = "the inputs or the model hold an iterator, which can be read only o
 _WITHOUT_DDP = "several ranks decide together only under DDP or FSDP2"
 _ELSEWHERE = "another rank has a reason not to, which its explain() gives"
 _RANKS_TIMEOUT = 600.0
-"""Seconds that a rank waits for another one; a rank may compile for minutes."""
+"""Seconds that a rank waits for another one. A rank may compile for minutes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +92,8 @@ class Calibration:
         fixed: Levers that stay as the prior says, with the reason.
         prior: Names of those that are on without a trial.
         calibrate: Whether and how long to measure.
-        total_steps: Updates of the run; None if unknown.
-        graphs: The most graphs of a compiled model over the run; the trial compiles one of them.
+        total_steps: Updates of the run. None if unknown.
+        graphs: The most graphs of a compiled model over the run. The trial compiles one of them.
         forward: Makes the context in which a trainer computes each forward pass.
         asked: Levers that the user has named. They are not measured, but checked.
         verify: Whether the levers that are on are compared with the plain step.
@@ -121,7 +121,7 @@ class Calibration:
         verify: bool,
         forward: Callable[[], AbstractContextManager[Any]],
     ) -> Calibration | None:
-        """Return what the first training call has to decide and to check; None if there is nothing.
+        """Return what the first training call has to decide and to check. None if there is nothing.
 
         A model inside a ``wrapper`` is not bare, unless FSDP2 shards it in place.
         """
@@ -203,7 +203,7 @@ class Calibration:
 
         Args:
             step_seconds: Time of a plain step.
-            price: Of a lever for which the trial may take longer, up to 5 % of the run; None without one.
+            price: Of a lever for which the trial may take longer, up to 5 % of the run. None without one.
         """
         if not isinstance(self.calibrate, (bool, str)):
             return float(self.calibrate)
@@ -215,7 +215,7 @@ class Calibration:
         return self._granted(step_seconds, price, max(usual + price.expected, price.expected / SET_ASIDE)) or usual
 
     def longer(self, spent: float, step_seconds: float, price: Price) -> float:
-        """Return the budget of a trial that has spent some of it and tries one more price; 0 if it gets no more."""
+        """Return the budget of a trial that has spent some of it and tries one more price. 0 if it gets no more."""
         if not isinstance(self.calibrate, (bool, str)):
             return 0.0
         return self._granted(step_seconds, price, spent + price.expected / SET_ASIDE)
@@ -227,7 +227,7 @@ class Calibration:
         return wanted if pays and wanted <= _MOST_SHARE_WITH_PRICE * run else 0.0
 
     def obstacle(self, model: nn.Module) -> str | None:
-        """Return why no trial takes place; None if it does."""
+        """Return why no trial takes place. None if it does."""
         if self.calibrate is False:
             return "calibrate=False"
         if any(REGISTRY[name].once for name in {*(lever.name for lever in self.asked), *(self.prior & {*self.fixed})}):
@@ -371,7 +371,7 @@ def decide(
         target: The pair.
         calibration: What to decide and at what price.
         call: A training call.
-        choice: An earlier choice, which is used instead of a trial; None without one.
+        choice: An earlier choice, which is used instead of a trial. None without one.
         detach: Detaches the levers that are on. Called unless there is a choice that is not checked.
 
     Returns:
@@ -420,7 +420,7 @@ def _decided(
 
 
 def deciding_ranks(calibration: Calibration, target: Target) -> list[int] | None:
-    """Return the ranks that must decide the same; None for a single process, empty if they cannot decide together."""
+    """Return the ranks that must decide the same. None for a single process, empty if they cannot decide together."""
     if Topology.current().world_size == 1:
         return None
     if calibration.sharded:
@@ -466,7 +466,7 @@ def changes_model(lever: Algorithm) -> bool:
 
 
 def exchange_in(model: nn.Module) -> str | None:
-    """Return what in a model waits for other ranks in each pass, which a trial must not run; None without."""
+    """Return what in a model waits for other ranks in each pass, which a trial must not run. None without."""
     together = Topology.current().world_size > 1
     units = sharded_units(model)
     if any(in_forward_of_fsdp2(unit) for unit in units):

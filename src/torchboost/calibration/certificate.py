@@ -40,7 +40,7 @@ _LARGE = 1e-3
 _WIDE_SHARE = 3 / _STEPS_OF_ROUNDING
 _GARBAGE = 1e30
 _LARGEST_BLOCK = 2**22
-"""Entries of the largest block that is filled; what is larger, the system hands out as zeros."""
+"""Entries of the largest block that is filled. What is larger, the system hands out as zeros."""
 _SMALL, _SMALL_BLOCKS, _LARGE_BLOCKS = 4096, 16, 4
 """Entries of a small block, and how many blocks of each size are filled. A pass allocates many small ones."""
 _PERTURB, _BYTE = -6, 0x8E
@@ -106,7 +106,7 @@ class Finding(NamedTuple):
     """The result of one comparison.
 
     Attributes:
-        reason: Why the levers must not stay, with the number; empty if they may.
+        reason: Why the levers must not stay, with the number. Empty if they may.
         gradient: Difference of the whole gradient, relative to its norm.
         outputs: The largest relative difference of an output.
     """
@@ -164,7 +164,7 @@ class Certificate:
 
         Args:
             levers: They are attached for the pass and removed after it.
-            rounding: Relative rounding of the lowest precision in which they compute; 0 if the plain pass has the same.
+            rounding: Relative rounding of the lowest precision in which they compute. 0 if the plain pass has the same.
 
         Raises:
             Exception: Whatever the levers or the model raise with them.
@@ -218,7 +218,7 @@ class Certificate:
         _fill_freed_memory({tensor.numel() for tensor in self._sized}, device)
 
     def _excess(self, distances: _Distances, bounds: Sequence[tuple[Bound, float]]) -> str:
-        """Return which tensor is too far away from all bounds, each with its scale, in words; empty if none is."""
+        """Return which tensor is too far away from all bounds, each with its scale, in words. Empty if none is."""
         for kind, whole in (("outputs", None), ("gradients", self._whole)):
             norms: list[float] = getattr(self._norms, kind)
             for index, (distance, norm) in enumerate(zip(getattr(distances, kind), norms, strict=True)):
@@ -276,7 +276,7 @@ def _distances(plain: Pass, other: Pass | None) -> _Distances:
 
 
 def _distance(plain: Tensor, other: Tensor | None) -> float:
-    """Return the norm of a difference, in float64; infinity if only one of the two is finite."""
+    """Return the norm of a difference, in float64. Infinity if only one of the two is finite."""
     base = numbers_of(plain if not isinstance(other, Rows) else other.operand(plain))
     if other is None:
         norm = float(torch.linalg.vector_norm(base))
@@ -314,7 +314,7 @@ def _fill_freed_memory(sizes: Iterable[int], device: torch.device) -> None:
     """Fill blocks of memory with large numbers and free them, so that the next allocations find those.
 
     Args:
-        sizes: Entries of float32 of tensors that the next pass allocates; powers of two are added.
+        sizes: Entries of float32 of tensors that the next pass allocates. Powers of two are added.
         device: Where.
     """
     filled = [size for size in sizes if 0 < size <= _LARGEST_BLOCK] + [2**power for power in range(4, 21)]
@@ -324,7 +324,7 @@ def _fill_freed_memory(sizes: Iterable[int], device: torch.device) -> None:
 
 
 def _mallopt() -> Any:
-    """Return the function of glibc that sets options of its allocator; None elsewhere."""
+    """Return the function of glibc that sets options of its allocator. None elsewhere."""
     if not sys.platform.startswith("linux"):
         return None
     library = ctypes.CDLL(None)
@@ -354,13 +354,13 @@ def verified(
     Args:
         levers: Those that are to stay, in any order.
         passes: Passes of the plain model.
-        optimizers: Of the loop; copies of them are stepped.
+        optimizers: Of the loop. Copies of them are stepped.
         scaler: Scaler of the loop, for levers that ask for one.
 
     Returns:
         For each lever how far its run is from the plain one, or why it must not stay.
 
-    Cost: three passes; one or two more with lower precision or a compiler, and one for each lever if a comparison
+    Cost: three passes. One or two more with lower precision or a compiler, and one for each lever if a comparison
     fails. With dropout, compiling once more, since it is compared at zero.
     """
     ordered = sorted(levers, key=lambda lever: (REGISTRY[lever.name].once, lever.rounding))
@@ -410,7 +410,7 @@ def _compared(levers: Sequence[Algorithm], certificate: Certificate) -> str:
     rounding = max(lever.rounding for lever in levers)
     try:
         finding = certificate.check(levers, rounding=rounding)
-    except Exception as error:  # levers may raise anything; training continues without them
+    except Exception as error:  # levers may raise anything. Training continues without them
         return f"{_NOT}it raised {in_a_line(error)}"
     if finding.reason:
         return f"{_NOT}{finding.reason}"

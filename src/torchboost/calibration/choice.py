@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from typing_extensions import Self
 
 from torchboost.core.algorithm import Algorithm
-from torchboost.core.containers import tensors_in
 from torchboost.core.files import Record, load_record, record_folder, store_record
+from torchboost.core.forward import tensors_in
 from torchboost.core.hardware import kernel_switches
 from torchboost.core.torch_private import buffer_slots, compiled_call, parameter_slots
 from torchboost.core.wrapping import hookable
@@ -58,7 +58,7 @@ class Machine(_Record):
         )
 
     def differences(self, here: Machine) -> str:
-        """Return each field that differs, as it was found and as it is ``here``; empty if the machines are equal."""
+        """Return each field that differs, as it was found and as it is ``here``. Empty if the machines are equal."""
         before, now = self.model_dump(), here.model_dump()
         return "; ".join(f"{name}: found {before[name]}, here {now[name]}" for name in now if before[name] != now[name])
 
@@ -73,11 +73,11 @@ class Verdict(_Record):
         ratio: How many times as fast a step is with the lever as without it, both with the levers kept before it. None
             if it was not measured.
         pairs: Number of paired steps behind the ratio.
-        price: Seconds that it costs once, such as those of a compilation; 0 if it is not tried or costs nothing.
+        price: Seconds that it costs once, such as those of a compilation. 0 if it is not tried or costs nothing.
         interrupted: Whether its first steps took longer than the trial had left. The compiler keeps parts of its work
             on disk, so a later start may come to a decision.
-        form: The settings of the lever that the trial preferred, as code; empty for those of the level.
-        check: How far its step was found to be from the plain one, in words; empty if it is off.
+        form: The settings of the lever that the trial preferred, as code. Empty for those of the level.
+        check: How far its step was found to be from the plain one, in words. Empty if it is off.
     """
 
     lever: str
@@ -102,12 +102,12 @@ class Choice(_Record):
         verdicts: One for each lever, in the order of the trial.
         source: Where the choice comes from.
         seconds: Time that the trial took.
-        budget: Time that the trial was allowed to take; 0 if there was no trial. Unit: seconds.
-        peak_bytes: Memory that the trial needed in addition to that of training; 0 if there was no trial.
-        step_seconds: Median time of a plain step; None if it was not measured.
-        ratio: How many times as fast a step of the chosen combination is as a step without levers; None if it was not
+        budget: Time that the trial was allowed to take. 0 if there was no trial. Unit: seconds.
+        peak_bytes: Memory that the trial needed in addition to that of training. 0 if there was no trial.
+        step_seconds: Median time of a plain step. None if it was not measured.
+        ratio: How many times as fast a step of the chosen combination is as a step without levers. None if it was not
             measured.
-        machine: Where it was measured; None for a prior.
+        machine: Where it was measured. None for a prior.
     """
 
     verdicts: tuple[Verdict, ...]
@@ -121,7 +121,7 @@ class Choice(_Record):
 
     @classmethod
     def saved(cls, state: Mapping[str, Any]) -> Self | None:
-        """Return what a checkpoint says about the levers, measured or as they were; None if it says nothing.
+        """Return what a checkpoint says about the levers, measured or as they were. None if it says nothing.
 
         Raises:
             ValueError: It is damaged.
@@ -145,9 +145,16 @@ class Choice(_Record):
         names = {lever.name for lever in levers}
         return self.model_copy(update={"verdicts": tuple(v for v in self.verdicts if v.lever in names)})
 
+    def figures(self) -> dict[str, float]:
+        """Return each lever as 1 or 0, how many times as fast a step is, if known, and the seconds of the trial."""
+        figures = {f"boost/{verdict.lever}": float(verdict.kept) for verdict in self.verdicts}
+        if self.ratio is not None:
+            figures["boost/times_as_fast"] = self.ratio.mid
+        return {**figures, "boost/trial_seconds": self.seconds if self.source == "trial" else 0.0}
+
     @property
     def levers(self) -> dict[str, bool | str]:
-        """Lever -> whether it is on, or its form; what :meth:`saved` reads under ``"levers"``."""
+        """Lever -> whether it is on, or its form. What :meth:`saved` reads under ``"levers"``."""
         return {verdict.lever: verdict.kept and (verdict.form or True) for verdict in self.verdicts}
 
     @property
@@ -157,7 +164,7 @@ class Choice(_Record):
 
     @property
     def gain(self) -> str:
-        """The ratio as a clause; empty if it was not measured."""
+        """The ratio as a clause. Empty if it was not measured."""
         if self.ratio is None:
             return ""
         low, high = f"{self.ratio.low:.2f}", f"{self.ratio.high:.2f}"
@@ -184,7 +191,7 @@ class Choice(_Record):
         return "\n".join([*lines, *([f"  {self.gain}"] if self.gain else [])])
 
     def measured_elsewhere(self, device: torch.device) -> str:
-        """Return how the machine of a checkpoint's choice differs from this one, and what to do; empty if it is not."""
+        """Return how the machine of a checkpoint's choice differs from this one, and what to do. Empty if it is not."""
         differences = "" if self.machine is None else self.machine.differences(Machine.of(device))
         if not differences:
             return ""
@@ -212,7 +219,7 @@ class _Entry(Record):
 
 
 def load_choice(key: str) -> Choice | None:
-    """Return the choice that was stored on disk under a key of :func:`key_of`; None without one."""
+    """Return the choice that was stored on disk under a key of :func:`key_of`. None without one."""
     entry = load_record(record_folder("choices"), key, _Entry)
     return None if entry is None else entry.choice.model_copy(update={"source": "cache"})
 

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torchboost.calibration.snapshot import Damage, Snapshot, Streams, plain, streams_kept
 from torchboost.calibration.watch import Call
 from torchboost.core.algorithm import Target
-from torchboost.core.containers import tensors_in, with_tensors
+from torchboost.core.forward import tensors_in, with_tensors
 from torchboost.core.torch_private import end_pass, is_reentrant_checkpoint, version
 from torchboost.core.wrapping import sharded_units
 from torchboost.distributed.agreement import ranks_of_shards
@@ -68,7 +68,7 @@ class Pass:
 class Passes:
     """Runs passes of a model on copies of the tensors of one call, with the same random numbers each time.
 
-    The loss of the loop is not known here. If the model returns a loss, it is used; otherwise a fixed random gradient
+    The loss of the loop is not known here. If the model returns a loss, it is used. Otherwise a fixed random gradient
     enters at the outputs. Nothing is written to ``.grad``, and no hook that waits for a gradient to be accumulated is
     called, so that the buckets of DDP and optimizers inside the backward pass are not touched. If FSDP2 shards the
     model, which gathers gradients in a real backward pass only, ``.grad`` is written and set back.
@@ -76,7 +76,7 @@ class Passes:
     Args:
         model: The model, as the loop calls it.
         call: Positional and named arguments of one training call.
-        snapshot: Of the model and the call; what a pass changes is restored from it.
+        snapshot: Of the model and the call. What a pass changes is restored from it.
         others: Trained parameters that the model uses but does not hold.
         forward: Makes the context of each forward pass, such as the mixed precision of a trainer.
 
@@ -84,7 +84,7 @@ class Passes:
         parameters: Those that are trained, in the order of the gradients of a pass.
         without_dropout: Whether passes compute with dropout at zero, to be compared.
         unread: Masks of shape (batch, length), zero at positions of outputs that count as read by no loss.
-        unequal: By how much two equal passes were seen to differ, relative to an output; 0 if they do not.
+        unequal: By how much two equal passes were seen to differ, relative to an output. 0 if they do not.
     """
 
     def __init__(
@@ -363,7 +363,7 @@ def _gradient_for(output: Tensor) -> Tensor:
 
 
 def _has_reentrant_checkpoint(end: Tensor) -> bool:
-    """Whether ``torch.utils.checkpoint`` with ``use_reentrant=True`` is in the graph; it refuses ``autograd.grad``."""
+    """Whether ``torch.utils.checkpoint`` with ``use_reentrant=True`` is in the graph. It refuses ``autograd.grad``."""
     waiting, seen = [end.grad_fn], set()
     while waiting:
         node = waiting.pop()

@@ -36,7 +36,7 @@ _SLOWER_BY_FAR = 0.5
 _HOPELESS = 0.9
 """A lever with a lower ratio is not tried a second time."""
 _LEAST_GAIN = 1.01
-"""A lever that makes a step less than 1 % faster is not kept; with a price, less than ``_PROMISING``."""
+"""A lever that makes a step less than 1 % faster is not kept. With a price, less than ``_PROMISING``."""
 _NEUTRAL = 0.97
 """A lever that was dropped with at least this ratio is tried together with one that has a price."""
 _AGAIN = 2.0
@@ -105,9 +105,10 @@ def search(
     """Try the levers one after the other on top of those that were kept, then those again that were dropped too early.
 
     A lever is kept if the 98 % interval of its paired ratio is above 1 and the ratio at least 1.01, or 1.02 with a
-    price. It is dropped if the interval excludes that, if it raises, or if its price is not repaid. A lever that was
+    price. Without a price it is also kept if it is at least 1.5 times as fast in each of the first four pairs. It is
+    dropped if the interval excludes that, if it raises, or if its price is not repaid. A lever that was
     dropped before another one was kept is tried a second time on top of that one. Levers with a price come last, since
-    each later try would pay the price again; time is set aside for them. If one of those gains nothing, it is tried
+    each later try would pay the price again. Time is set aside for them. If one of those gains nothing, it is tried
     once more together with levers that cost nothing, since compiled code may need another memory format. If it was
     kept, its forms are tried in its place, by the same rules. If it cost more than expected, so do they. What is left
     goes to levers that were not decided. At the end the combination is compared with the plain step. If it is slower,
@@ -117,7 +118,7 @@ def search(
         levers: Names, in the order of the trial, except that levers with a price come last.
         bench: Its incumbent is the plain step. With several ranks, every number comes from the slowest rank.
         seconds: Budget of the trial.
-        steps: Updates that remain in the run; None if unknown. Levers with a price are then not tried.
+        steps: Updates that remain in the run. None if unknown. Levers with a price are then not tried.
         prices: Lever -> what it costs once.
         undecided: Lever -> whether to keep it if the budget does not suffice for a decision. Missing means no. A lever
             whose few samples speak against it is dropped, and so is one that was not timed although it had time.
@@ -125,11 +126,11 @@ def search(
         forms: Lever with a price, or one of its forms -> forms that may replace it. All of them have prices.
         longer: Called with the seconds that were spent, the seconds of a step, and the price of a form. Returns the
             budget of a trial that tries it, if that is more.
-        step_seconds: Time of a plain step; None if unknown.
+        step_seconds: Time of a plain step. None if unknown.
 
     Returns:
         One verdict for each lever, in the given order, and how many times as fast a step of the chosen combination is
-        as a plain one; None if it was not measured.
+        as a plain one. None if it was not measured.
     """
     told = dict(prices or {}), dict(undecided or {}), dict(instead_of or {}), dict(forms or {}), longer
     return _Search(list(levers), bench, seconds, steps, *told, last_step=step_seconds).run()
@@ -269,7 +270,7 @@ class _Search:
             if self.last_step is not None and within < _PATIENCE * self.last_step:
                 self.open.add(lever)
             return
-        except Exception as error:  # a lever may raise anything; training continues without it
+        except Exception as error:  # a lever may raise anything. Training continues without it
             self._decide(lever, False, f"it raised {in_a_line(error)}", None)
             return
         sample = self._measure(
@@ -298,7 +299,7 @@ class _Search:
         self.verdicts[lever] = Verdict(lever=lever, kept=usual, reason=reason)
 
     def _mark_interrupted(self, lever: str) -> None:
-        """Only a price becomes less at a later start; a lever that is far too slow will be so again."""
+        """Only a price becomes less at a later start. A lever that is far too slow will be so again."""
         if lever in self.prices:
             self.verdicts[lever] = self.verdicts[lever].but(interrupted=True)
 
@@ -315,7 +316,7 @@ class _Search:
             sample.incumbent.append(base)
             sample.ratios.append(base / challenger if challenger > 0 and math.isfinite(challenger) else 0.0)
             done = len(sample.ratios)
-            if early and (_is_clearly_slower(sample.ratios) or _is_clearly_faster(sample.ratios)):
+            if early and (_is_clearly_slower(sample.ratios) or (grace == 0.0 and _is_clearly_faster(sample.ratios))):
                 return sample
             if done in _LOOKS and sample.is_decided:
                 return sample
@@ -343,7 +344,7 @@ class _Search:
         if _is_clearly_slower(sample.ratios) or max(sample.ratios) < _SLOWER_BY_FAR:
             text = f"a step takes {1 / middle:.2f} times as long" if middle else "a step did not end in the time left"
             self._decide(lever, False, text, sample)
-        elif _is_clearly_faster(sample.ratios) or (
+        elif (lever not in self.prices and _is_clearly_faster(sample.ratios)) or (
             sample.interval is not None and sample.interval.low > 1 and middle >= least
         ):
             saving, price = self._saving(middle), self._in_all(lever, sample.price)
@@ -374,7 +375,7 @@ class _Search:
             self.bench.promote()
 
     def _dear(self, lever: str, share: float) -> str | None:
-        """Return why the price of a lever is not paid; None if it is."""
+        """Return why the price of a lever is not paid. None if it is."""
         price = self.prices[lever]
         if self.steps is None:
             return "its price is only repaid over a long run; pass total_steps, the number of updates"
@@ -419,7 +420,7 @@ class _Search:
             return None
         try:
             self.bench.build((), within=self._left())
-        except Exception:  # what was decided stands; only the gain of all together is unknown
+        except Exception:  # what was decided stands. Only the gain of all together is unknown
             return None
         plain = self._measure(self.seconds, early=False).interval
         if plain is None or plain.low <= 0:

@@ -11,18 +11,19 @@ import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from enum import IntEnum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchboost.core.covering import uncovered
+from torchboost.core.forward import uncovered
 from torchboost.core.torch_private import (
     global_step_post_hooks,
     global_step_pre_hooks,
     gradient_hooks,
+    guards_of_hooks,
     is_of_interceptor,
     local_shard,
     module_hooks,
@@ -194,7 +195,7 @@ class Snapshot:
         """Restore what the first complete pass was seen to change, quickly. Levers that are attached stay attached.
 
         That pass must be one without levers, because everything is restored after it. A later pass that is interrupted
-        may leave more; :meth:`restore` undoes it once no lever is attached.
+        may leave more. :meth:`restore` undoes it once no lever is attached.
         """
         if self._moving is None:
             self.restore()
@@ -416,7 +417,7 @@ def _home(thing: Any) -> str:
 
 
 def _generator_state(value: Any) -> _Way | None:
-    """Return how the state of a generator of random numbers is read and written; None for other objects."""
+    """Return how the state of a generator of random numbers is read and written. None for other objects."""
     if isinstance(value, torch.Generator):
         return (lambda g: g.get_state()), (lambda g, state: g.set_state(state))
     if isinstance(value, random.Random):
@@ -479,7 +480,7 @@ def plain(model: nn.Module) -> Iterator[None]:
             if len(kept) < len(hooks):
                 taken.append((hooks, dict(hooks)))
                 _write_dict(hooks, kept)
-        with uncovered(model):
+        with uncovered(model), guards_of_hooks() if taken else nullcontext():
             yield
     finally:
         for hooks, entries in taken:

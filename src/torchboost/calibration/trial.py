@@ -80,7 +80,7 @@ class Trial:
         self._challenger = self._incumbent
 
     def build(self, levers: Sequence[str], *, within: float) -> float:
-        """Make a challenger with levers and run its first steps; return the seconds above what later steps take.
+        """Make a challenger with levers and run its first steps. Return the seconds above what later steps take.
 
         Raises:
             TimeoutError: It takes longer than ``within`` seconds. The incumbent is unchanged.
@@ -150,7 +150,7 @@ class Trial:
             warm = contestant
         except TimeUp:
             failure = TimeoutError(f"its first steps take longer than the {within:.1f} s that the trial had left")
-        except Exception as error:  # levers may raise anything; the other ranks are told before it is raised here
+        except Exception as error:  # levers may raise anything. The other ranks are told before it is raised here
             failure = error
         if failure is not None:
             self._activate(None)
@@ -173,7 +173,7 @@ class Trial:
             candidate.stop_learning()
             self._activate(candidate)
             contestant = candidate
-        except Exception as error:  # levers may raise anything; the other ranks are told before it is raised here
+        except Exception as error:  # levers may raise anything. The other ranks are told before it is raised here
             failure = error
         if self._reduce([float(contestant is None)])[0] or contestant is None:
             raise failure or IncompatibleError(_ELSEWHERE)
@@ -194,7 +194,7 @@ class Contestant:
 
     Args:
         passes: Of the model.
-        optimizers: Of the loop; not changed.
+        optimizers: Of the loop. Not changed.
         levers: Attached by :meth:`attach`.
         scaler: Of the loop.
         part: About as many entries of the parameters are copied.
@@ -270,7 +270,7 @@ def optimizer_over(
     """Copy an optimizer over copies of the parameters, or of a part of them.
 
     Args:
-        optimizer: Of the loop. Its hooks are not copied; modules that it refers to are shared.
+        optimizer: Of the loop. Its hooks are not copied. Modules that it refers to are shared.
         parameters: Those that get a gradient.
         part: About as many entries are copied.
 
@@ -291,7 +291,7 @@ def optimizer_over(
     absent = nn.Parameter(torch.empty(0, device="cpu"))
     memo: dict[int, Any] = {id(p): copies.get(id(p), absent) for p in all_parameters}
     absent_state = [value for p in all_parameters if id(p) not in copies for value in inner.state.get(p, {}).values()]
-    memo |= {id(value): None for value in absent_state if isinstance(value, Tensor)}
+    memo |= {id(value): absent for value in absent_state if isinstance(value, Tensor)}  # Adam asks whether it is one
     memo |= {id(hook): hook for hooks in hooks_of_optimizer(inner) for hook in hooks.values()}
     memo |= {id(value): value for value in vars(inner).values() if isinstance(value, nn.Module)}
     try:
@@ -337,7 +337,7 @@ def needed_bytes(model: nn.Module) -> int:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the free memory of a device, with what torch's allocator holds unused; None if it is unknown."""
+    """Return the free memory of a device, with what torch's allocator holds unused. None if it is unknown."""
     module = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
     if module is not None and hasattr(module, "mem_get_info"):
         unused = module.memory_reserved(device) - module.memory_allocated(device)

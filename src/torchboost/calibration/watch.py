@@ -1,4 +1,4 @@
-"""Look at calls and steps of the loop: the next training call, whether training has changed, and a limit of time."""
+"""Look at calls and steps of the loop: the next training call, whether steps are slower, and a limit of time."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Attachment
-from torchboost.core.containers import tensors_in
+from torchboost.core.forward import tensors_in
 from torchboost.core.torch_private import (
     Interceptor,
     compiled_call,
-    compiled_graphs,
     has_saved_tensor_hooks,
     inside_function_transform,
     inside_mode,
@@ -29,7 +28,7 @@ from torchboost.core.torch_private import (
     set_compiled_call,
 )
 
-__all__ = ["Call", "Gate", "StepWatch", "TimeUp", "entries_in", "is_training_call", "shapes_of", "time_limit"]
+__all__ = ["Call", "Gate", "StepWatch", "TimeUp", "is_training_call", "shapes_of", "time_limit"]
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and named arguments of a training call."""
@@ -40,10 +39,6 @@ _SKIPPED = 5
 _SLOWER = 1.3
 _WINDOWS = 2
 """This number of windows in a row must be slower, so that a pause or a busy minute does not count."""
-_RESIZED = 0.25
-_SAMPLES = 4
-"""The inputs of this number of sampled calls in a row must be larger, or smaller, so that padding to varying lengths
-does not count."""
 _DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
@@ -111,61 +106,38 @@ def is_training_call(model: nn.Module, call: Call) -> bool:
     return all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors_in(list(call)))
 
 
-def entries_in(call: Call) -> int:
-    """Return how many entries the tensors of a call have together."""
-    return sum(tensor.numel() for tensor in tensors_in(list(call)))
-
-
 def shapes_of(call: Call) -> list[tuple[torch.Size | int, torch.dtype]]:
     """Return shape and precision of each tensor of a call."""
     return [(t.shape if not t.is_nested else t.numel(), t.dtype) for t in tensors_in(list(call))]
 
 
 class StepWatch(Attachment):
-    """Compares steps and inputs with those of the trial, and reports once if a step takes 30 % longer or inputs change.
+    """Reports once if the steps of a loop take 30 % longer than at first.
 
-    Time: the median of 50 steps counts, twice in a row. Evaluation, checkpoints and pauses are single long intervals,
-    which a median ignores.
-
-    Size: after each 50 steps, the entries of the inputs of the next training call are counted. If the number is more
-    than 25 % above, or below, four times in a row, this is reported. If the loop compiled something after the trial,
-    inputs are not counted, because this could compile the model once more.
+    The median of 50 steps counts, twice in a row. Evaluation, checkpoints and pauses are single long intervals, which a
+    median ignores.
 
     Args:
-        model: The bare model, as the loop or DDP calls it.
         optimizer: Each of its steps is an update.
-        report: Called once, after an update, with what was found: the time of a step, the size of the inputs, or both.
-        entries: Entries of the inputs of the trial. If None, the first ones that are counted are compared with.
+        report: Called once, after an update, with both times in words.
         read: The clock.
 
-    Cost: one reading of a clock and one entry of a list per update; the size of one call in 50.
+    Cost: one reading of a clock and one entry of a list per update.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        report: Callable[[str], None],
-        *,
-        entries: int | None = None,
-        read: Callable[[], float] = time.perf_counter,
+        self, optimizer: Optimizer, report: Callable[[str], None], *, read: Callable[[], float] = time.perf_counter
     ) -> None:
-        self._model, self._report, self._read = model, report, read
+        self._report, self._read = report, read
         self._last: float | None = None
         self._skip = _SKIPPED
         self._times: list[float] = []
         self._usual: float | None = None
         self._slow = 0
-        self._reference = "before" if entries is None else "at the trial"
-        self._usual_entries, self._entries = entries, 0
-        self._resized, self._side = 0, 0
-        self._next: Gate | None = None
-        self._over = False
-        self._graphs = compiled_graphs()
-        super().__init__(optimizer.register_step_post_hook(self._look), undo=self._stop_counting)
+        super().__init__(optimizer.register_step_post_hook(self._look))
 
     def _look(self, *_: Any) -> None:
-        if self._over:
+        if self._slow >= _WINDOWS:
             return
         now = self._read()
         last, self._last = self._last, now
@@ -173,41 +145,14 @@ class StepWatch(Attachment):
             self._skip -= 1
             return
         self._times.append(now - last)
-        # One step more after each odd size, so that it is not the short last batch of an epoch each time.
-        if len(self._times) >= _WINDOW + self._resized:
-            seconds = median(self._times)
-            self._times.clear()
-            self._judge(seconds)
-
-    def _judge(self, seconds: float) -> None:
+        if len(self._times) < _WINDOW:
+            return
+        seconds = median(self._times)
+        self._times.clear()
         usual = self._usual = seconds if self._usual is None else self._usual
         self._slow = self._slow + 1 if seconds > _SLOWER * usual else 0
-        slower = self._slow >= _WINDOWS
-        if not slower and self._resized < _SAMPLES:
-            compiled_elsewhere = compiled_call(self._model) is None and compiled_graphs() != self._graphs
-            if interceptor_of(self._model) is None and not compiled_elsewhere:
-                self._next = Gate(self._model, self._count)
-            return
-        texts = [f"a step takes {1e3 * seconds:.1f} ms, after the trial it took {1e3 * usual:.1f} ms"] if slower else []
-        if self._resized:
-            texts.append(f"the inputs have {self._entries:,} entries, {self._reference} {self._usual_entries:,}")
-        self._over = True  # torch walks through the hooks of the step just now, so this one stays until remove()
-        self._report(", and ".join(texts))
-
-    def _count(self, call: Call) -> bool:
-        if not is_training_call(self._model, call):
-            return False
-        self._next, self._entries = None, entries_in(call)
-        entries = self._entries
-        usual = self._usual_entries = entries if self._usual_entries is None else self._usual_entries
-        side = (entries > (1 + _RESIZED) * usual) - (entries < (1 - _RESIZED) * usual)
-        self._resized = self._resized + 1 if side and side == self._side else abs(side)
-        self._side = side
-        return True
-
-    def _stop_counting(self) -> None:
-        if self._next is not None:
-            self._next.remove()
+        if self._slow >= _WINDOWS:  # torch walks through the hooks of the step, so this one stays until remove()
+            self._report(f"a step takes {1e3 * seconds:.1f} ms, after the trial it took {1e3 * usual:.1f} ms")
 
 
 class TimeUp(BaseException):

@@ -11,13 +11,9 @@ __all__ = ["main"]
 
 def main() -> None:
     """Run the command line. Exit with 0 (done), 1 (user error), 2 (usage error) or 130 (Ctrl-C)."""
-    missing = [name for name in ("typer", "rich") if importlib.util.find_spec(name) is None]
-    if missing:
-        print(
-            f"The command line needs {' and '.join(missing)}, which are missing in this environment; "
-            "install it from the folder of the project: pip install '.[cli]'",
-            file=sys.stderr,
-        )
+    if importlib.util.find_spec("typer") is None:
+        text = "The command line needs typer; install it from the folder of the project: pip install '.[cli]'"
+        print(text, file=sys.stderr)
         raise SystemExit(1)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

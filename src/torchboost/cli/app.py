@@ -1,4 +1,4 @@
-"""The short commands, and the registration of the long ones."""
+"""The commands."""
 
 from __future__ import annotations
 
@@ -13,26 +13,40 @@ import torch
 import typer
 
 from torchboost import __version__
-from torchboost.algorithms.dim_reduce.basis import (
-    checkpoint_files,
-    length_of,
-    read_checkpoints,
-    shapes_in,
-    write_matrix,
-)
-from torchboost.bench.report.table import markdown, print_report
-from torchboost.bench.report.template import bench_page, write_page
-from torchboost.cli.bench import bench
+from torchboost.bench.bench import CONTESTANTS, run_bench
+from torchboost.bench.contestants import Recipe
+from torchboost.bench.report.page import bench_page, write_page
+from torchboost.bench.report.table import print_report
 from torchboost.cli.doctor import doctor
-from torchboost.cli.shared import Json, display, fail, print_json, print_table, print_tuning, summary_of, user_errors
-from torchboost.cli.tune import tune
+from torchboost.cli.shared import (
+    Data,
+    Device,
+    Display,
+    Html,
+    Json,
+    TrainLimit,
+    chosen,
+    fail,
+    json_only,
+    loaded,
+    print_json,
+    print_table,
+    print_tuning,
+    summary_of,
+    usable_device,
+    user_errors,
+)
 from torchboost.config import BoostConfig
+from torchboost.core.arguments import seconds_of
 from torchboost.core.hardware import device_fault, half_precision
 from torchboost.errors import ConfigError
 from torchboost.measure.evidence import BenchReport
-from torchboost.plan import Plan, resolve
+from torchboost.plan import Plan
 from torchboost.registry import LEVELS, REGISTRY, Facts
 from torchboost.tuning.report import TuneReport, tune_page
+from torchboost.tuning.tune import report_path
+from torchboost.tuning.tune import tune as run_tune
+from torchboost.workloads.named import WORKLOADS
 
 __all__ = ["app"]
 
@@ -41,9 +55,11 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command()(bench)
 app.command()(doctor)
-app.command()(tune)
+
+
+NAMES = ", ".join(dict.fromkeys(workload.name.partition("-")[0] for workload in WORKLOADS))
+POINT = 0.01
 
 
 def _print_version(asked: bool) -> None:
@@ -59,9 +75,6 @@ def _options(
     ] = False,
 ) -> None:
     """Faster training of PyTorch models within a stated accuracy budget, measured."""
-
-
-EVERYTHING = Facts(world_size=8, nodes=2, devices_per_node=4, half_precision=True, convolutions=53)
 
 
 @app.command()
@@ -88,24 +101,6 @@ def levels(json: Json = False) -> None:
 
 def _settings_of(algorithm: Any) -> dict[str, Any]:
     return {field.name: getattr(algorithm, field.name) for field in dataclasses.fields(algorithm) if field.init}
-
-
-@app.command()
-def check(
-    config: Annotated[str, typer.Argument(help="A JSON file, or - for standard input.", metavar="BOOST.JSON")],
-    json: Json = False,
-) -> None:
-    """Check a configuration: names, types, ranges, and the settings of every algorithm in it."""
-    try:
-        loaded = _load(config)
-        for level in LEVELS:
-            resolve(loaded, level, EVERYTHING)
-    except ConfigError as error:
-        _refuse(error, json)
-    if json:
-        print_json({"valid": True, "config": loaded.model_dump(mode="json")})
-    else:
-        typer.echo(f"{config}: valid, mode {loaded.boost.mode}")
 
 
 def _refuse(error: ConfigError, json: bool) -> NoReturn:
@@ -173,75 +168,164 @@ def _facts(config: BoostConfig, nodes: int, device: str, convolutions: int | Non
 
 
 @app.command()
+def bench(
+    workload: Annotated[str, typer.Argument(help=f"{NAMES}, or path/to/train.py:make.")] = "digits",
+    data: Data = None,
+    contestants: Annotated[
+        str, typer.Option(help="Names, comma-separated: stock, hand, O0, O1, O2, or with additions: hand+compile.")
+    ] = ",".join(CONTESTANTS),
+    pairs: Annotated[int, typer.Option(min=1, help="Interleaved rounds of step timing.")] = 20,
+    seeds: Annotated[int, typer.Option(min=0, help="Training runs per contestant; 0: step times only.")] = 3,
+    epochs: Annotated[int | None, typer.Option(min=0, help="Epochs per run. Default: the workload's.")] = None,
+    train_limit: TrainLimit = None,
+    device: Device = "cpu",
+    out: Annotated[Path, typer.Option(help="Folder for report.json and report.html.")] = Path("out/bench"),
+    decide: Annotated[
+        str | None,
+        typer.Option(help="Add seeds until the accuracy of every level is decided, or this time is over: 240s, 10m."),
+    ] = None,
+    accuracy: Annotated[
+        bool, typer.Option("--accuracy", help="A factory's evaluate returns an accuracy, a share between 0 and 1.")
+    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the report in --out.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the report in --out.")] = False,
+    html: Html = True,
+    json: Json = False,
+) -> None:
+    """Measure how fast and how well the levels train a workload, against the stock and the hand-tuned loop."""
+    out = out.absolute()  # a factory's file may change the working directory
+    path = out / "report.json"
+    before = path.stat().st_mtime_ns if path.exists() and not resume else None
+    names = [name.strip() for name in contestants.split(",") if name.strip()]
+    progress = Display(sys.stderr)
+    with user_errors(progress), json_only(json):
+        try:
+            for name in names:
+                Recipe.parse(name)
+            place = usable_device(device)
+            choice = chosen(workload, data=data, accuracy=accuracy)
+            if path.exists() and not (resume or force):
+                raise ValueError(
+                    f"--out: {path} exists; continue it with --resume, overwrite it with --force, or choose "
+                    "another folder."
+                )
+            report = run_bench(
+                loaded(choice, data, train_limit, place),
+                contestants=names,
+                pairs=pairs,
+                seeds=seeds,
+                epochs=epochs,
+                device=place,
+                out=path,
+                resume=resume,
+                decide=None if decide is None else seconds_of(decide, "--decide"),
+                progress=progress,
+            )
+        except KeyboardInterrupt:
+            message = "Stopped before anything was measured. Nothing was saved."
+            if path.exists() and path.stat().st_mtime_ns != before:
+                runs = sum(len(contestant.curves) for contestant in BenchReport.load(path).contestants)
+                message = f"Stopped. {path} holds the step times and {runs} finished training runs; repeat the command "
+                message += "with --resume to continue."
+            typer.echo(f"\n{message}", err=True)
+            raise typer.Exit(130) from None
+        report.save(path)
+        page = write_page(bench_page(report), out / "report.html") if html else None
+    if json:
+        print_json({**summary_of(report), "report": str(path), "html": str(page) if page else None})
+        return
+    print_report(report)
+    typer.echo("\n".join(f"wrote {file}" for file in (path, page) if file is not None))
+
+
+@app.command()
+def tune(
+    workload: Annotated[str, typer.Argument(help="path/to/train.py:make, or a workload of `torchboost bench`.")],
+    drop: Annotated[
+        float, typer.Option(help="Largest accepted drop, in points: hundredths of what evaluate returns.")
+    ] = 0.5,
+    budget: Annotated[str, typer.Option(help="Time for everything: 90s, 30m, 2h.")] = "30m",
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help="Passes over the batches per run. Default: 1, or the workload's.")
+    ] = None,
+    total_steps: Annotated[
+        int | None, typer.Option(min=1, help="Updates of the training that the answer is for. Default: those of a run.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=3, max=100, help="Most seeds per comparison.")] = 12,
+    data: Data = None,
+    train_limit: TrainLimit = None,
+    device: Device = "cpu",
+    out: Annotated[Path, typer.Option(help="The configuration; the report is saved next to it.")] = Path("boost.json"),
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the report next to --out.")] = False,
+    html: Html = True,
+    json: Json = False,
+) -> None:
+    """Find out what may be turned on for your model without losing accuracy, and write it as a configuration."""
+    out = out.absolute()  # a factory may change the folder
+    progress = Display(sys.stderr)
+    with user_errors(progress), json_only(json):
+        try:
+            path = report_path(out)
+            page = path.with_suffix(".html")
+            if html and page.exists() and not path.exists():
+                raise ValueError(
+                    f"{page} exists and is not from a tuning, since {path.name} is missing; choose another file "
+                    "with --out, or pass --no-html."
+                )
+            place = usable_device(device)
+            choice = chosen(workload, data=data, train_limit=train_limit)
+            factory = loaded(choice, data, train_limit, place)
+            report = run_tune(
+                factory.make,
+                drop=POINT * drop,
+                budget=budget,
+                epochs=epochs or factory.epochs,
+                total_steps=total_steps,
+                seeds=seeds,
+                device=place,
+                title=workload,
+                out=out,
+                resume=resume,
+                progress=progress,
+            )
+        except KeyboardInterrupt:
+            message = "Stopped before a run was finished. Nothing was saved."
+            if report_path(out).exists():
+                runs = len(TuneReport.load(report_path(out)).runs)
+                message = f"Stopped. {report_path(out)} holds {runs} finished runs; repeat the command with --resume."
+            typer.echo(f"\n{message}", err=True)
+            raise typer.Exit(130) from None
+    files = [out, path, *([write_page(tune_page(report), page)] if html else [])]
+    if json:
+        print_json({**summary_of(report), "config": str(out)})
+    else:
+        print_tuning(report)
+        typer.echo("\n".join(f"wrote {file}" for file in files))
+
+
+@app.command()
 def report(
     source: Annotated[
         Path, typer.Argument(help="A report that `torchboost bench` or `torchboost tune` saved.", metavar="REPORT.JSON")
     ],
     html: Annotated[Path | None, typer.Option(help="Write one self-contained page to this file.")] = None,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown; not for a tuning.")] = False,
     json: Json = False,
 ) -> None:
-    """Show a saved report as a table, as Markdown or as an HTML page."""
+    """Show a saved report as a table or as an HTML page."""
     with user_errors():
         try:
             is_tuning = "findings" in json_of(source.read_bytes())
         except (ValueError, TypeError):
             is_tuning = False  # any other file is checked as a report of ``bench``
         loaded = (TuneReport if is_tuning else BenchReport).load(source)
-        if as_markdown and isinstance(loaded, TuneReport):
-            fail(
-                "--markdown: this is a report of `torchboost tune`, which has no Markdown; leave it out, or use --html."
-            )
         content = tune_page(loaded) if isinstance(loaded, TuneReport) else bench_page(loaded)
         page = write_page(content, html) if html is not None else None
     if json:
         print_json({**summary_of(loaded), "html": str(page) if page else None})
         return
-    if isinstance(loaded, TuneReport):
-        if page is None:
-            print_tuning(loaded)
-    elif as_markdown:
-        typer.echo(markdown(loaded), nl=False)
-    elif page is None:
-        print_report(loaded)
     if page is not None:
-        typer.echo(f"wrote {page}", err=as_markdown)
-
-
-@app.command()
-def pca(
-    folder: Annotated[Path, typer.Argument(help="Checkpoints of one model: .safetensors, or .pt with tensors only.")],
-    components: Annotated[int, typer.Option(min=1, help="Number of directions.")] = 32,
-    out: Annotated[
-        Path, typer.Option(help="The .npy file to write; a .json with the same name lists the columns.")
-    ] = Path("pca.npy"),
-    exclude: Annotated[
-        str, typer.Option(help="Entries that are not trained parameters: name patterns, comma-separated.")
-    ] = "*running_mean,*running_var",
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the file in --out and its .json.")] = False,
-    json: Json = False,
-) -> None:
-    """Compute the principal components of the weights in checkpoints, for dim_reduce.pca_mat_path."""
-    if out.suffix != ".npy":
-        fail(f"--out: found {out}; give a file that ends in .npy.")
-    for file in (out, out.with_suffix(".json")):
-        if file.exists() and not force:
-            fail(f"--out: {file} already exists; choose another file, or overwrite it with --force.")
-    if not out.parent.is_dir():
-        fail(f"--out: the folder {out.parent} does not exist; create it first.")
-    patterns = [pattern.strip() for pattern in exclude.split(",") if pattern.strip()]
-    with user_errors(), display() as progress:
-        try:
-            files = checkpoint_files(folder)
-            shapes = shapes_in(files[0], patterns)
-            explained = write_matrix(out, read_checkpoints(files, shapes), shapes, components, progress=progress)
-        except ValueError as error:
-            fail(str(error))
-    if json:
-        counts = {"checkpoints": len(files), "parameters": len(shapes), "weights": length_of(shapes)}
-        print_json({"out": str(out), "components": components, **counts, "explained": explained})
-        return
-    typer.echo(
-        f"wrote {out}: {components} directions of {length_of(shapes):,} weights in {len(shapes)} parameters, "
-        f"from {len(files)} checkpoints; they explain {explained:.1%} of the variance"
-    )
+        typer.echo(f"wrote {page}")
+    elif isinstance(loaded, TuneReport):
+        print_tuning(loaded)
+    else:
+        print_report(loaded)

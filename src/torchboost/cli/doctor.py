@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 import shlex
 import shutil
-import subprocess
 import sys
-import tempfile
 from dataclasses import asdict
+from statistics import median
 from typing import Annotated, Any, get_args
 
 import torch
@@ -19,13 +19,12 @@ import typer
 from torch.utils.collect_env import get_env_info
 from torch.utils.data import DataLoader
 
-from torchboost.bench.factory import Parts, function_at, made_by
+from torchboost.bench.factory import Factory, Parts, one_epoch
 from torchboost.cli.shared import (
     EXTRAS,
     Device,
+    Display,
     Json,
-    display,
-    fail,
     print_json,
     print_table,
     usable_device,
@@ -33,25 +32,16 @@ from torchboost.cli.shared import (
 )
 from torchboost.core.hardware import half_precision
 from torchboost.core.torch_private import compiler_follows_flags
-from torchboost.measure.machine import LOADING, Kind, StepParts, copy_bandwidth, products, time_step_parts
-from torchboost.measure.stopwatch import Clock, Progress
+from torchboost.measure.machine import Kind, products
+from torchboost.measure.stopwatch import Clock, Progress, package_version
 
-__all__ = ["compile_seconds", "cpp_compiler", "doctor", "examine", "measure_machine", "measure_step", "verdict"]
+__all__ = ["cpp_compiler", "doctor", "examine", "measure_machine", "measure_step", "verdict"]
 
 SECONDS = 3.0
 """Time limit of a kind of product. A machine that is not busy needs a tenth of it."""
-COMPILE_SECONDS = 600.0
+PARTS = ("data loading", "forward", "backward", "optimizer")
+WARMUP = 3
 PACKAGES = ("torchboost", "torch", "pydantic", "numpy", "safetensors")
-PROGRAM = """
-import time, torch
-from torch import nn
-model = torch.compile(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)))
-inputs = torch.ones(16, 64)
-start = time.perf_counter()
-model(inputs).sum().backward()
-print(time.perf_counter() - start)
-"""
-"""A small compilation. It prints the time of the first forward and backward pass, loading the compiler included."""
 
 
 def doctor(
@@ -60,25 +50,20 @@ def doctor(
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps of the factory's training to time.")] = 20,
     device: Device = "cpu",
-    measure: Annotated[
-        bool, typer.Option("--measure/--no-measure", help="Whether to time the machine; about half a minute.")
-    ] = True,
     json: Json = False,
 ) -> None:
     """Show what is installed, how fast this machine computes, and where the time of a training step goes."""
-    with user_errors(), display() as progress:
-        try:
-            parts = None if factory is None else made_by(function_at(factory), 0)
-            place = usable_device(device)
-        except ValueError as error:
-            fail(str(error))
+    progress = Display(sys.stderr)
+    with user_errors(progress):
+        parts = None if factory is None else Factory.at(factory).build(0)
+        place = usable_device(device)
         facts = examine()
-        figures = measure_machine(progress) if measure else None
+        figures = measure_machine(progress)
         step = None if parts is None else measure_step(parts, steps=steps, device=place, progress=progress)
     if json:
         print_json({**facts, "measured": figures, "step": step})
         return
-    print_table(["what", "found"], [*_installed(facts), *(_measured(figures) if figures else [])])
+    print_table(["what", "found"], [*_installed(facts), *_measured(figures)])
     if step is not None:
         rows = [[name, f"{part['median_ms']:.2f}", f"{part['share']:.0%}"] for name, part in step["parts"].items()]
         typer.echo()
@@ -92,7 +77,7 @@ def examine() -> dict[str, Any]:
     ``environment`` is what ``torch.utils.collect_env`` finds, as reports of bugs in torch have it. Cost: some seconds.
     """
     return {
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": {name: package_version(name) for name in PACKAGES},
         "environment": get_env_info()._asdict(),
         "cores": os.cpu_count() or 1,
         "threads": torch.get_num_threads(),
@@ -114,13 +99,6 @@ def examine() -> dict[str, Any]:
     }
 
 
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def cpp_compiler() -> str | None:
     """Return the path of the C++ compiler that ``torch.compile`` calls on the CPU; None if it is not installed.
 
@@ -131,43 +109,21 @@ def cpp_compiler() -> str | None:
     return shutil.which(words[0]) if words else None
 
 
-def compile_seconds() -> tuple[float | None, str]:
-    """Compile a model of two layers in a separate process, and return the time of its first step and the fault.
-
-    The cache is a temporary folder, so that an earlier compilation does not shorten the time and none of this remains.
-
-    Returns:
-        The seconds, or None if it failed, and the last line of the error, or an empty text.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        variables = os.environ | {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": folder}
-        settings: dict[str, Any] = {"capture_output": True, "text": True, "timeout": COMPILE_SECONDS, "check": False}
-        try:
-            process = subprocess.run([sys.executable, "-c", PROGRAM], env=variables, **settings)
-        except subprocess.TimeoutExpired:
-            return None, f"not finished after {COMPILE_SECONDS:.0f} s"
-    if process.returncode == 0:
-        return float(process.stdout.split()[-1]), ""
-    lines = process.stderr.splitlines()
-    errors = [line for line in lines if "Error: " in line] or lines[-1:]
-    return None, errors[-1].strip() if errors else f"the process ended with code {process.returncode}"
-
-
 def measure_machine(progress: Progress) -> dict[str, Any]:
-    """Time products, copies and a small compilation, and return the figures.
+    """Time products, and return the figures.
 
-    Cost: about a second on a CPU that is not busy, 0.25 GiB of memory (2 GiB on a GPU), and the compilation.
+    Cost: about a second on a CPU that is not busy.
     """
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     kinds: tuple[Kind, ...] = get_args(Kind)
-    names = [name for device in devices for name in (f"bfloat16 in plans, {device}", *kinds, f"copy, {device}")]
-    steps = enumerate([*names, "small compilation"])
+    names = [name for device in devices for name in (f"bfloat16 in plans, {device}", *kinds)]
+    steps = enumerate(names)
 
     def tell() -> None:
         done, name = next(steps)
-        progress("machine", done, len(names) + 1, name)
+        progress("machine", done, len(names), name)
 
-    figures: dict[str, Any] = {"bfloat16": {}, "products": {}, "copy_gb_per_s": {}}
+    figures: dict[str, Any] = {"bfloat16": {}, "products": {}}
     for device in devices:
         tell()
         figures["bfloat16"][device] = asdict(half_precision(device))
@@ -183,12 +139,7 @@ def measure_machine(progress: Progress) -> dict[str, Any]:
                 "pairs": speed.pairs,
                 "fault": speed.fault,
             }
-        tell()
-        figures["copy_gb_per_s"][device] = copy_bandwidth(device) / 1e9
-    tell()
-    seconds, fault = compile_seconds()
-    figures["small_compile"] = {"seconds": seconds, "fault": fault}
-    progress("machine", len(names) + 1, len(names) + 1)
+    progress("machine", len(names), len(names))
     return figures
 
 
@@ -202,46 +153,52 @@ def measure_step(
 ) -> dict[str, Any]:
     """Train the first steps of a factory's training, time their parts, and say what they mean.
 
+    The device is waited for after each part. The steps of the warm-up are not timed. To move a batch is to load it.
+
     Raises:
-        IncompatibleError: There are too few batches.
+        FactoryError: There is no batch, or a batch is not a pair.
     """
+    clock = clock if clock is not None else Clock.of(device)
     parts.model.to(device).train()
-
-    def load(batch: Any) -> tuple[Any, Any]:
-        inputs, targets = batch
-        return inputs.to(device), targets.to(device)
-
-    def update() -> None:
+    epochs = (one_epoch(parts.batches, seed=0, epoch=number, device=device) for number in itertools.count())
+    batches = itertools.chain.from_iterable(epochs)
+    seconds: dict[str, list[float]] = {part: [] for part in PARTS}
+    for done in range(WARMUP + steps):
+        marks = [clock()]
+        inputs, targets = next(batches)
+        marks.append(clock())
+        loss = parts.loss(parts.model(inputs), targets)
+        marks.append(clock())
+        loss.backward()
+        marks.append(clock())
         parts.optimizer.step()
         parts.optimizer.zero_grad()
-
-    times = time_step_parts(
-        parts.batches,
-        load=load,
-        forward=lambda batch: parts.loss(parts.model(batch[0]), batch[1]),
-        update=update,
-        steps=steps,
-        clock=clock if clock is not None else Clock.of(device),
-        progress=progress,
-    )
+        marks.append(clock())
+        if done >= WARMUP:
+            for part, start, end in zip(PARTS, marks, marks[1:], strict=False):
+                seconds[part].append(end - start)
+        if progress is not None:
+            progress("steps", done + 1, WARMUP + steps)
+    # Totals are compared and not medians: workers deliver several batches at once, and then let the loop wait.
+    total = sum(map(sum, seconds.values())) or 1.0
+    shares = {part: sum(times) / total for part, times in seconds.items()}
     workers = parts.batches.num_workers if isinstance(parts.batches, DataLoader) else None
     return {
-        "steps": times.steps,
+        "steps": steps,
         "device": str(device),
         "num_workers": workers,
-        "parts": {name: {"median_ms": 1e3 * times.median(name), "share": times.share(name)} for name in times.seconds},
-        "verdict": verdict(times, workers),
+        "parts": {part: {"median_ms": 1e3 * median(seconds[part]), "share": shares[part]} for part in PARTS},
+        "verdict": verdict(shares[PARTS[0]], workers),
     }
 
 
-def verdict(times: StepParts, workers: int | None) -> str:
+def verdict(loading: float, workers: int | None) -> str:
     """Say in one sentence whether a level can help.
 
     Args:
-        times: The times of the parts.
+        loading: The share of data loading in the time of a step.
         workers: ``num_workers`` of the ``DataLoader``; None if the batches are of another kind.
     """
-    loading = times.share(LOADING)
     if loading > 0.5:
         remedy = (
             "load the batches with a DataLoader and num_workers, or do less work per sample"
@@ -256,7 +213,7 @@ def verdict(times: StepParts, workers: int | None) -> str:
 def _installed(facts: dict[str, Any]) -> list[list[str]]:
     environment, load = facts["environment"], facts["load"]
     return [
-        *([name, version or "not installed"] for name, version in facts["versions"].items()),
+        *(list(entry) for entry in facts["versions"].items()),
         ["python", environment["python_version"]],
         ["system", f"{environment['os']}, {environment['python_platform']}"],
         ["cores", str(facts["cores"])],
@@ -282,6 +239,4 @@ def _measured(figures: dict[str, Any]) -> list[list[str]]:
             rows.append([f"{kind}, {device}", speed["fault"] or f"{text} ({speed['size']})"])
         half = figures["bfloat16"][device]
         rows.append([f"fast bfloat16, {device}", f"{'yes' if half['fast'] else 'no'}: {half['reason']}"])
-        rows.append([f"copy, {device}", f"{figures['copy_gb_per_s'][device]:.1f} GB/s, read and written bytes"])
-    seconds, fault = figures["small_compile"].values()
-    return [*rows, ["small compilation", fault if seconds is None else f"{seconds:.1f} s"]]
+    return rows

@@ -36,12 +36,9 @@ __all__ = [
     "Display",
     "Html",
     "Json",
-    "Model",
     "TrainLimit",
     "chosen",
-    "display",
     "fail",
-    "input_errors",
     "json_only",
     "loaded",
     "print_json",
@@ -55,12 +52,11 @@ __all__ = [
 Json = Annotated[bool, typer.Option("--json", help="Answer in JSON.")]
 Html = Annotated[bool, typer.Option("--html/--no-html", help="Write a page next to the report.")]
 Data = Annotated[Path | None, typer.Option(help="Path of the data, for workloads that need it.")]
-Model = Annotated[str | None, typer.Option(help="Which model of the workload, such as resnet-basic.")]
 TrainLimit = Annotated[int | None, typer.Option(min=1, help="Use only so many training samples.")]
 Device = Annotated[str, typer.Option(help="Where to train: cpu, cuda, cuda:1, ...")]
 
 EXTRAS = {
-    "cli": ("typer", "rich", "jinja2"),
+    "cli": ("typer", "jinja2"),
     "workloads": ("sklearn", "pyarrow", "PIL"),
     "transformers": ("transformers", "accelerate"),
 }
@@ -82,12 +78,11 @@ def usable_device(device: str) -> torch.device:
     return place
 
 
-def chosen(workload: str, *, model: str | None, accuracy: bool = False, **options: object) -> Workload | Factory:
+def chosen(workload: str, *, accuracy: bool = False, **options: object) -> Workload | Factory:
     """Return the workload with a name, or the factory that ``path/to/train.py:make`` names. No data is loaded.
 
     Args:
         workload: As given on the command line.
-        model: Which model of a named workload.
         accuracy: Whether a factory's metric is an accuracy.
         options: What a factory makes itself, by the name of the option; None without a value.
 
@@ -99,8 +94,8 @@ def chosen(workload: str, *, model: str | None, accuracy: bool = False, **option
     if not workload.rpartition(":")[0].endswith(".py"):
         if accuracy:
             raise ValueError("--accuracy: leave it out; the metric of a named workload is known.")
-        return find_workload(workload if model is None else f"{workload}-{model}")
-    for name, value in {"model": model, **options}.items():
+        return find_workload(workload)
+    for name, value in options.items():
         if value is not None:
             option = name.replace("_", "-")
             raise ValueError(f"--{option}: found {str(value)!r}; leave it out, since a factory builds model and data.")
@@ -121,8 +116,12 @@ def fail(message: str) -> NoReturn:
 
 
 @contextmanager
-def user_errors() -> Iterator[None]:
-    """Turn user errors into one message and exit code 1. Bugs of torchboost keep their traceback."""
+def user_errors(progress: Display | None = None) -> Iterator[None]:
+    """Turn user errors into one message and exit code 1. Bugs of torchboost keep their traceback.
+
+    With ``progress``, an error in the arguments or the factory is one, too. What the user's training raises keeps its
+    traceback, which its author needs.
+    """
     try:
         yield
     except (ConfigError, IncompatibleError, RankDisagreementError) as error:
@@ -131,6 +130,13 @@ def user_errors() -> Iterator[None]:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
         fail(f"this is not a report of torchboost: {where}: {first['msg']}.")
+    except ValueError as error:
+        origin = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
+        ours = origin.is_relative_to(Path(torchboost.__file__).resolve().parent)
+        early = progress is not None and progress.phase in EARLY
+        if not isinstance(error, FactoryError) and not (ours and early):
+            raise
+        fail(str(error))
     except ImportError as error:
         package = (error.name or "").partition(".")[0]
         if package == "torchboost":
@@ -139,24 +145,6 @@ def user_errors() -> Iterator[None]:
         fail(f"{error}.{' `torchboost doctor` shows which extras are complete.' if optional else ''}")
     except OSError as error:
         fail(f"{f'{error.filename}: ' if error.filename else ''}{error.strerror or error}")
-
-
-@contextmanager
-def input_errors(progress: Display) -> Iterator[None]:
-    """Turn an error in the arguments or the factory into one message and exit code 1.
-
-    What the user's training raises keeps its traceback, which its author needs.
-    """
-    try:
-        yield
-    except ValidationError:
-        raise
-    except ValueError as error:
-        origin = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
-        ours = origin.is_relative_to(Path(torchboost.__file__).resolve().parent)
-        if not isinstance(error, FactoryError) and not (ours and progress.phase in EARLY):
-            raise
-        fail(str(error))
 
 
 @contextmanager
@@ -189,49 +177,19 @@ def summary_of(report: BenchReport | TuneReport) -> dict[str, Any]:
 class Display:
     """A :class:`~torchboost.measure.stopwatch.Progress` that remembers the last phase.
 
-    On a terminal it draws one bar per phase. Otherwise it prints one line at the start and the end of a phase, and at
-    most ten lines in between.
+    It prints one line at the start and the end of a phase, and at most ten lines in between.
 
     Args:
         stream: Where the lines go.
-        bars: The bars of rich, on a terminal.
     """
 
-    def __init__(self, stream: TextIO, bars: Any = None) -> None:
+    def __init__(self, stream: TextIO) -> None:
         self.phase = ""
-        self._stream, self._bars = stream, bars
-        self._tasks: dict[str, Any] = {}
-        self._tenth = -1
+        self._stream, self._tenth = stream, -1
 
     def __call__(self, phase: str, done: int, total: int, note: str = "") -> None:
         """Show that ``done`` of ``total`` parts of ``phase`` are done."""
         last, self.phase = (self.phase, self._tenth), phase
         self._tenth = 10 * done // max(total, 1)
-        if self._bars is not None:
-            if phase not in self._tasks:
-                self._tasks[phase] = self._bars.add_task(phase, total=total, note=note)
-            self._bars.update(self._tasks[phase], completed=done, total=total, note=note)
-        elif last != (phase, self._tenth):
+        if last != (phase, self._tenth):
             print(f"{phase}: {done} of {total}{f' ({note})' if note else ''}", file=self._stream, flush=True)
-
-
-@contextmanager
-def display(stream: TextIO | None = None) -> Iterator[Display]:
-    """Yield a display on ``stream``, by default standard error. Bars are removed at the end."""
-    output = sys.stderr if stream is None else stream
-    if not output.isatty():
-        yield Display(output)
-        return
-    from rich import progress as rich
-    from rich.console import Console
-
-    columns = (
-        rich.TextColumn("{task.description:<10}"),
-        rich.BarColumn(bar_width=30),
-        rich.MofNCompleteColumn(),
-        rich.TimeElapsedColumn(),
-        rich.TimeRemainingColumn(),
-        rich.TextColumn("{task.fields[note]}", markup=False),
-    )
-    with rich.Progress(*columns, console=Console(file=output), transient=True) as bars:
-        yield Display(output, bars)

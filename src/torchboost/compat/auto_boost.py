@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import copy
-import inspect
-from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from torchboost import front
@@ -18,15 +14,11 @@ from torchboost.config import BoostConfig, ConfigSource
 from torchboost.core.algorithm import AttachedAlgorithms, Scaler
 from torchboost.core.arguments import check_module
 from torchboost.core.wrapping import unwrap
-from torchboost.errors import IncompatibleError
 from torchboost.inference import fast_copy
 from torchboost.plan import Plan
 from torchboost.registry import Loop
 
 __all__ = ["AutoBoost"]
-
-_SIZES = "bucket_cap_mb_list"  # an argument of DistributedDataParallel from torch 2.11 on
-_MEBI = 1 << 20
 
 
 class AutoBoost:
@@ -42,8 +34,8 @@ class AutoBoost:
         loop: The owner of the training loop: ``"own"``, which includes the training cells, or the trainer
             ``"transformers"``, ``"lightning"`` or ``"accelerate"``. Trainers accumulate gradients and scale the loss
             themselves, so accumulation and loss scaling are left out, and the reason names the trainer's setting.
-        calibrate: Whether the first training call measures which speed levers pay; see :func:`torchboost.boost`.
-        verify: Whether it compares the speed levers with a plain step; see :func:`torchboost.boost`.
+        calibrate: Whether the first training call measures which speed levers pay. See :func:`torchboost.boost`.
+        verify: Whether it compares the speed levers with a plain step. See :func:`torchboost.boost`.
 
     Raises:
         ConfigError: A level, mode, section or key is unknown, or a value has the wrong type or is out of range. A
@@ -99,7 +91,7 @@ class AutoBoost:
         The returned optimizer is the given one, with two exceptions. With gradient accumulation it is an
         :class:`~torchboost.algorithms.grad_accumulation.optimizer.AccumulatingOptimizer` around the given one, which
         applies every k-th ``step``. With dimension-reduced training it is one whose ``step`` needs a function that
-        returns the loss (:class:`~torchboost.algorithms.dim_reduce.algorithm.DimReduceRun`); the training cells pass
+        returns the loss (:class:`~torchboost.algorithms.dim_reduce.algorithm.DimReduceRun`). The training cells pass
         this function. In these two cases the training cells accept the given optimizer too, but in your own loop its
         ``step`` raises ``IncompatibleError``.
 
@@ -131,46 +123,11 @@ class AutoBoost:
         self._boosted, self.attached, self.scaler = boosted, boosted.attached, boosted.scaler
         return boosted.model, boosted.optimizer
 
-    def ddp_options(self, network: nn.Module) -> dict[str, Any]:
-        """Return the ``DistributedDataParallel`` arguments for the configured ``common.gradient_split_groups``.
-
-        ``DistributedDataParallel(network, **booster.ddp_options(network))`` begins a new bucket at each of these
-        positions in the list of trained parameters; positions past the end have no effect. Without the key the result
-        is empty. DDP fills buckets in the order in which gradients become ready, which is the reverse order of the
-        parameters, and closes one when it holds the bytes of its part. If gradients become ready in that order, the
-        boundaries are exact from the second pass on.
-
-        Raises:
-            TypeError: ``network`` is not a module.
-            IncompatibleError: The parameters have several types or devices, for each of which DDP has separate buckets;
-                or this version of torch lacks the argument.
-        """
-        check_module(network, "network")
-        common = self._config.common
-        if "gradient_split_groups" not in common.model_fields_set:
-            return {}
-        points = common.gradient_split_groups
-        trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
-        if _SIZES not in inspect.signature(DistributedDataParallel).parameters:
-            raise IncompatibleError(
-                f"gradient_split_groups: DistributedDataParallel of torch {torch.__version__} has no {_SIZES}; use a "
-                "newer torch, or leave gradient_split_groups out."
-            )
-        kinds = sorted({f"{parameter.dtype} on {parameter.device}" for parameter in trained})
-        if len(kinds) > 1:
-            raise IncompatibleError(
-                f"gradient_split_groups: the parameters are {', '.join(kinds)}, and DistributedDataParallel keeps "
-                "separate buckets for each of these; leave gradient_split_groups out."
-            )
-        inner = [point for point in ((points,) if isinstance(points, int) else points) if 0 < point < len(trained)]
-        parts = [trained[start:stop] for start, stop in pairwise([0, *inner, len(trained)])]
-        return {_SIZES: [sum(p.nbytes for p in part) / _MEBI for part in reversed(parts)]}
-
     def network_auto_process_eval(self, network: nn.Module, *, sample: Any = None) -> nn.Module:
         """Return a fast copy for inference. ``network`` itself is not changed and can continue to train.
 
         Every BatchNorm that certainly follows a convolution or a linear layer in every call is folded into it, and
-        kernels are stored channels-last; see :func:`~torchboost.inference.fast_copy`. The copy is in eval mode,
+        kernels are stored channels-last. See :func:`~torchboost.inference.fast_copy`. The copy is in eval mode,
         consists of torch's modules and the network's own, and computes in the precision of its parameters. In float32
         its outputs equal those of ``network.eval()`` within 1e-4 of the largest output. This is checked on ``sample``,
         or at the first call of the copy with the inputs of that call. If the check fails, the copy is not folded, and a
@@ -188,7 +145,7 @@ class AutoBoost:
                 keyword arguments.
 
         Raises:
-            TypeError: ``network`` is not a module, or it cannot be copied; see :func:`torchboost.inference.fast_copy`.
+            TypeError: ``network`` is not a module, or it cannot be copied. See :func:`torchboost.inference.fast_copy`.
             ValueError: The network does not run on ``sample``, or it computes NaN or infinities, for example because it
                 diverged.
 
@@ -198,7 +155,7 @@ class AutoBoost:
         check_module(network, "network")
         if not self.plan.algorithms and (self.level == "O0" or self._config.boost.mode != "auto"):
             return _eval_view(network)
-        return fast_copy(network, sample=sample, pick=front.fastest)
+        return fast_copy(network, sample=sample)
 
     def explain(self) -> str:
         """Return which algorithms are on and which were left out, with the reasons, as ``Boosted.explain`` does."""

@@ -34,7 +34,7 @@ class GradientFreeze:
     Args:
         param_groups: Number of groups, or the groups themselves: lists of parameters. The k-th list holds the
             parameters that train at index k; the first list holds all.
-        freeze_type: 0 continuous, 1 interval, 2 progressive; see :class:`torchboost.algorithms.GradFreeze`.
+        freeze_type: 0 continuous, 1 interval, 2 progressive. See :class:`torchboost.algorithms.GradFreeze`.
         freeze_p: The share of updates that train *everything*, at least 0 and below 1. MindSpore's documentation calls
             it the probability of freezing, but its code does the same as here.
         total_steps: Number of updates in the whole run.
@@ -125,8 +125,8 @@ class GradientFreeze:
         """Return the parameters that train at each index, in order of registration. The first list holds all of them.
 
         A new unit begins at a matrix or kernel if the current unit holds at least three parameters. Vectors (biases,
-        normalisations) join the current unit. They are recognised by their shape; MindSpore looks for "bn" and "bias"
-        in names. If there are fewer units than groups, there are as many groups as units; MindSpore silently freezes
+        normalisations) join the current unit. They are recognised by their shape. MindSpore looks for "bn" and "bias"
+        in names. If there are fewer units than groups, there are as many groups as units. MindSpore silently freezes
         nothing in this case. :class:`torchboost.algorithms.GradFreeze` splits by modules in execution order instead,
         which saves more.
 

@@ -13,14 +13,17 @@ from torchboost.algorithms.gradient_centralization import centralizable
 from torchboost.core.algorithm import Attachment
 from torchboost.core.arguments import is_integer
 from torchboost.errors import IncompatibleError
-from torchboost.optim.groups import CENTRALIZE, ORDER, ParamGroup, listed
 from torchboost.optim.pipeline import GradientPipeline
-from torchboost.optim.rebuild import described_groups, rebuilt
 from torchboost.optim.rules.base import UpdateRule
-from torchboost.optim.transforms import Centralize, wish
-from torchboost.optim.wrapping_optimizer import WrappingOptimizer
+from torchboost.optim.transforms import CENTRALIZE, Centralize, wish
+from torchboost.optim.wrapping_optimizer import WrappingOptimizer, described_groups, rebuilt
 
 __all__ = ["OptimizerProcess", "ParameterProcess"]
+
+ParamGroup = dict[str, Any]
+
+ORDER = "order_params"
+"""Key of an entry that gives only the order of the parameters."""
 
 
 class OptimizerProcess:
@@ -37,7 +40,7 @@ class OptimizerProcess:
         >>> optimizer = process.generate_new_optimizer()
 
     Args:
-        opt: Any optimizer that can be rebuilt (see :func:`torchboost.optim.rebuild.rebuilt`).
+        opt: Any optimizer that can be rebuilt (see :func:`torchboost.optim.wrapping_optimizer.rebuilt`).
 
     Raises:
         TypeError: ``opt`` is not a ``torch.optim.Optimizer``.
@@ -88,7 +91,7 @@ class OptimizerProcess:
             if ORDER in group or group.get(CENTRALIZE) is False:
                 groups.append(dict(group))
                 continue
-            chosen = {param for param in listed(group["params"]) if centralizable(param, params_dict.get(id(param)))}
+            chosen = {param for param in _listed(group["params"]) if centralizable(param, params_dict.get(id(param)))}
             groups.extend(_split(group, chosen))
         return groups
 
@@ -208,7 +211,7 @@ class ParameterProcess:
             if ORDER in group:
                 rebuilt_groups.append({**group, ORDER: list(parameters)})
                 continue
-            members = [param for param in listed(group["params"]) if param in rest]
+            members = [param for param in _listed(group["params"]) if param in rest]
             rebuilt_groups.append(_over(group, members, names))
             for param in members:
                 rest.pop(param, None)
@@ -231,15 +234,15 @@ def _check_parameters(parameters: Sequence[Any], *, groups: bool = True) -> bool
             kind = f"a group of {sorted(entry)}" if isinstance(entry, Mapping) else type(entry).__name__
             other = ", or param groups only, each with the key 'params'" if groups else ""
             raise TypeError(f"parameters: found {kind}; give parameters only{other}.")
-        strangers = [type(p).__name__ for p in listed(entry.get("params", ())) if not isinstance(p, Tensor)]
+        strangers = [type(p).__name__ for p in _listed(entry.get("params", ())) if not isinstance(p, Tensor)]
         if strangers:
             raise TypeError(f"parameters: found {strangers[0]} in a group; give parameters.")
     return True
 
 
 def _split(group: ParamGroup, chosen: Collection[Tensor]) -> list[ParamGroup]:
-    """Split a group in two, the chosen parameters first; both parts keep its options. An empty part is omitted."""
-    params = listed(group["params"])
+    """Split a group in two, the chosen parameters first. Both parts keep its options. An empty part is omitted."""
+    params = _listed(group["params"])
     inside, outside = [p for p in params if p in chosen], [p for p in params if p not in chosen]
     plain = {key: value for key, value in group.items() if key != CENTRALIZE}
     names = _names([group])
@@ -250,11 +253,11 @@ def _split(group: ParamGroup, chosen: Collection[Tensor]) -> list[ParamGroup]:
 def _names(groups: Iterable[Mapping[str, Any]]) -> dict[Tensor, str]:
     """Return the names by parameter, if the groups were built from ``named_parameters()``."""
     named = [group for group in groups if "param_names" in group]
-    return {p: name for group in named for p, name in zip(listed(group["params"]), group["param_names"], strict=True)}
+    return {p: name for group in named for p, name in zip(_listed(group["params"]), group["param_names"], strict=True)}
 
 
 def _over(group: Mapping[str, Any], members: list[Tensor], names: Mapping[Tensor, str]) -> ParamGroup:
-    """Copy the group over other members; torch requires names in all groups or in none."""
+    """Copy the group over other members. torch requires names in all groups or in none."""
     options = {key: value for key, value in group.items() if key != "param_names"}
     return {**options, "params": members, **({"param_names": [names[param] for param in members]} if names else {})}
 
@@ -262,3 +265,8 @@ def _over(group: Mapping[str, Any], members: list[Tensor], names: Mapping[Tensor
 def _forget_keys(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         group.pop(CENTRALIZE, None)
+
+
+def _listed(params: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    """Return the parameters of a group as a list; torch allows a single tensor and any iterable."""
+    return [params] if isinstance(params, Tensor) else list(params)

@@ -1,4 +1,4 @@
-"""Properties of the machine that algorithms depend on: the speed of bfloat16, and the switches of kernels."""
+"""Properties of the machine that algorithms depend on: the speed of bfloat16, defects and switches of kernels."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from torchboost.core.files import Record, load_record, record_folder, store_record
-from torchboost.core.torch_private import cpu_capabilities
+from torchboost.core.torch_private import AnyConv, cpu_capabilities
 from torchboost.measure.machine import PAYS, Kind, Products, half_speed
 from torchboost.measure.stopwatch import device_name, processor_name
 
@@ -21,8 +22,10 @@ __all__ = [
     "HalfPrecision",
     "device_fault",
     "half_precision",
+    "is_on_cpu",
     "kernel_switches",
     "matmul_backends",
+    "unsafe_channels_last",
 ]
 
 _VARIABLES = (
@@ -31,6 +34,8 @@ _VARIABLES = (
     *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_PROC_BIND", "KMP_AFFINITY", "GOMP_CPU_AFFINITY", "LD_PRELOAD"),
 )
 """Environment variables that change which kernels run, and on which cores."""
+_BLOCK = 16
+"""Channels that one AVX-512 register holds. AVX2 kernels fail below 8."""
 
 
 def device_fault(device: torch.device | str) -> str | None:
@@ -158,3 +163,43 @@ def matmul_backends() -> dict[str, Any]:
     """Return what holds the precision of float32 matrix products, by its name in ``torch.backends``."""
     mkldnn: Any = torch.backends.mkldnn
     return {"cuda.matmul": torch.backends.cuda.matmul, "mkldnn.matmul": mkldnn.matmul}
+
+
+def unsafe_channels_last(model: nn.Module) -> str | None:
+    """Return why training ``model`` channels-last on the CPU goes wrong; None if it does not.
+
+    The gradient of a 1x1 kernel with a stride above 1 and fewer than 16 input channels in a group is written past its
+    buffer. The process then crashes, hangs, or computes wrong gradients. Source:
+    https://github.com/uxlfoundation/oneDNN/issues/6035, found in the oneDNN of torch 2.13.
+
+    Two kinds go wrong on narrow images. A convolution of one channel with a stride above 1 in the last dimension alone
+    computes wrong outputs if they are one entry wide. A kernel that is one entry wide, but has a dilation and a stride
+    above 1 in that dimension, crashes the process if the inputs are one entry wide and padded.
+
+    ``torch.compile`` makes the inputs of convolutions channels-last too.
+    """
+    for name, module in model.named_modules():
+        if not isinstance(module, AnyConv) or not is_on_cpu(module):
+            continue
+        # Not module.weight: a parametrised weight is computed when it is read, and spectral_norm changes its buffers.
+        kernel, stride, dilation = module.kernel_size, module.stride, module.dilation
+        channels = module.out_channels if module.transposed else module.in_channels
+        narrowest = min(channels, module.in_channels) // module.groups
+        layer = f"{name or 'the model'} is a convolution with a kernel of {kernel}, stride {stride}"
+        if set(kernel) == {1} and max(stride) > 1 and narrowest < _BLOCK:
+            return (
+                f"{layer} and {narrowest} channels, whose gradient oneDNN computes wrongly in this format "
+                "(oneDNN issue 6035)"
+            )
+        if kernel[-1] == 1:
+            wrong = stride[-1] > 1 and dilation[-1] > 1
+        else:
+            wrong = channels == 1 and stride[-1] > 1 and stride[-2:-1] == (1,)
+        if wrong:
+            return f"{layer} and dilation {dilation}, which oneDNN computes wrongly in this format on narrow images"
+    return None
+
+
+def is_on_cpu(module: nn.Module) -> bool:
+    """Whether all parameters of a module are on the CPU."""
+    return all(parameter.device.type == "cpu" for parameter in module.parameters())

@@ -233,7 +233,9 @@ class TrainStep:
         if accumulator is None or accumulator.ready:
             return self._update()
         self.updated = False
-        return StepOutput(self._last, self._clean, self._scale_tensor())
+        scaler = self.target.scaler
+        scale = self._unit_scale if scaler is None else torch.tensor(scaler.get_scale(), device="cpu")
+        return StepOutput(self._last, self._clean, scale)
 
     def flush(self) -> StepOutput | None:
         """Update with a partial window, for example at the end of an epoch. Return None if the window is empty.
@@ -276,7 +278,8 @@ class TrainStep:
     def _forward_backward(self, inputs: tuple[Any, ...], accumulator: MicroSteps | None) -> None:
         optimizer = self.target.optimizer
         if isinstance(optimizer, ClosureOptimizer):
-            device = optimizer.param_groups[0]["params"][0].device
+            parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            device = next((parameter.device for parameter in parameters), torch.device("cpu"))
             self._replay = Replay(lambda: self._checked_loss(inputs)[0], device)
             loss, count = self._replay.first(), None
         else:
@@ -326,10 +329,6 @@ class TrainStep:
         overflow = getattr(scaler, "overflowed", after < before)
         self.updated = not overflow
         return StepOutput(self._last, torch.tensor(overflow, device="cpu"), torch.tensor(after, device="cpu"))
-
-    def _scale_tensor(self) -> Tensor:
-        scaler = self.target.scaler
-        return self._unit_scale if scaler is None else torch.tensor(scaler.get_scale(), device="cpu")
 
 
 def _announce_untrained(target: Target) -> None:

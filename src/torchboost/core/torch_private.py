@@ -13,7 +13,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from operator import attrgetter, methodcaller
 from types import SimpleNamespace
@@ -188,7 +188,6 @@ is_tracing: Callable[[], bool] = torch._C._is_tracing
 """Returns whether ``torch.jit.trace`` runs."""
 
 tree_flatten = _pytree.tree_flatten
-tree_unflatten = _pytree.tree_unflatten
 is_functorch_wrapped = is_functorch_wrapped_tensor
 
 
@@ -208,16 +207,6 @@ def memory_stamp(tensor: Tensor) -> tuple[int, int]:
 def sparse_rows(tensor: Tensor) -> Tensor:
     """Return the rows that a sparse COO tensor names, coalesced or not: ``Tensor._indices``."""
     return tensor._indices()[0]
-
-
-def writes_to(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return the arguments that an operator writes to, by its schema: ``OpOverload._schema``."""
-    arguments = [argument for argument in operator._schema.arguments if argument.alias_info is not None]
-    names = {argument.name for argument in arguments if argument.alias_info.is_write}
-    by_place = zip(operator._schema.arguments, args, strict=False)
-    return [value for argument, value in by_place if argument.name in names] + [
-        value for name, value in kwargs.items() if name in names
-    ]
 
 
 def has_gradient_hooks(tensor: Tensor) -> bool:
@@ -527,6 +516,15 @@ def guards_of_every_flag() -> AbstractContextManager[Any]:
 
     patch: Any = config.patch
     return patch(skip_tensor_guards_with_matching_dict_tags=False)
+
+
+def guards_of_hooks() -> AbstractContextManager[Any]:
+    """Within it new graphs check the hooks of modules: ``torch._dynamo.config``; nothing without the compiler.
+
+    Otherwise a graph that was made while hooks are taken off is used after they are back, and leaves them out.
+    """
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    return nullcontext() if dynamo is None else dynamo.config.patch(skip_nnmodule_hook_guards=False)
 
 
 def recompile_limit() -> int:

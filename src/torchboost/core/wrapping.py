@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from torchboost.core.torch_private import all_reduce_hooks, calls_hooks, compiled_call, inside_compiled
+from torchboost.core.torch_private import calls_hooks, compiled_call, inside_compiled
 from torchboost.distributed.topology import Topology
 from torchboost.errors import IncompatibleError
 
@@ -26,7 +26,6 @@ __all__ = [
     "living",
     "only_ddp",
     "sharded_units",
-    "unhooked_units",
     "unwrap",
     "wrapper_of",
 ]
@@ -161,15 +160,11 @@ def check_ranks(ddp: DistributedDataParallel, expected: range, advice: str) -> N
         raise IncompatibleError(f"DistributedDataParallel averages the gradients over {len(ranks)} ranks; {advice}")
 
 
-def check_mesh(model: nn.Module, topology: Topology) -> bool:
-    """Return whether FSDP2 shards the model.
-
-    Raises:
-        IncompatibleError: The mesh has other ranks than the node, or some parameters are not sharded.
-    """
+def check_mesh(model: nn.Module, topology: Topology) -> None:
+    """Raise :class:`IncompatibleError` if FSDP2 shards over other ranks than the node, or some parameters only."""
     meshes: dict[str, Any] = {n: getattr(p, "device_mesh", None) for n, p in unwrap(model).named_parameters()}
     if all(mesh is None for mesh in meshes.values()):
-        return False
+        return
     for name, mesh in meshes.items():
         if mesh is None or mesh.ndim != 1 or sorted(mesh.mesh.flatten().tolist()) != list(topology.node):
             place = "is not sharded" if mesh is None else f"lies on a mesh of shape {tuple(mesh.shape)}"
@@ -178,26 +173,6 @@ def check_mesh(model: nn.Module, topology: Topology) -> bool:
                 "because AdaSum replaces the mean over nodes; pass fully_shard a one-dimensional mesh over the "
                 f"{topology.devices_per_node} ranks of a node."
             )
-    return True
-
-
-def unhooked_units(model: nn.Module) -> dict[str, Any]:
-    """Return the FSDP2 modules that own parameters, by name. Their all-reduce hook is free.
-
-    Raises:
-        IncompatibleError: A module already has an all-reduce hook, or its parameters are on several meshes.
-    """
-    units = {}
-    for name, module in unwrap(model).named_modules():
-        hooks = all_reduce_hooks(module) if _is_of_fsdp(module, "FSDPModule") else []
-        if len(hooks) > 1 or any(hook is not None for hook in hooks):
-            raise IncompatibleError(
-                f"the FSDP2 unit '{name or 'root'}' already has an all-reduce hook, or parameters on several meshes; "
-                "remove the hook with set_all_reduce_hook(None), or use on='delta'."
-            )
-        if hooks:
-            units[name or "root"] = module
-    return units
 
 
 def living(kind: type[Kind]) -> list[Kind]:

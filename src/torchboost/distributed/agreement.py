@@ -23,7 +23,6 @@ __all__ = [
     "bit_sum",
     "first_holder",
     "from_first_rank",
-    "is_first_rank",
     "mean_over_ranks",
     "own_store",
     "ranks_of_shards",
@@ -230,11 +229,6 @@ def from_first_rank(value: T) -> T:
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]
-
-
-def is_first_rank() -> bool:
-    """Return whether this process is the first rank, or the only one."""
-    return not several() or dist.get_rank() == 0
 
 
 def ranks_of_shards(tensors: Iterable[Tensor]) -> list[int]:

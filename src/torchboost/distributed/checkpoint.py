@@ -75,7 +75,7 @@ def save(
     only, even if the job is killed. The layout of model and optimizer is as in ``get_model_state_dict`` and
     ``get_optimizer_state_dict``. If ranks hold copies, rank 0 writes, including BatchNorm statistics,
     which DDP also takes from rank 0. Optimizer states that are not copies are all written. If the job has several DDP
-    or FSDP2 groups, such as the nodes of AdaSum on updates, the buffers of the first rank of each group are written;
+    or FSDP2 groups, such as the nodes of AdaSum, the buffers of the first rank of each group are written;
     ranks with a bare model are groups of one. The states of torch's generators are written for every rank.
 
     Args:
@@ -452,7 +452,7 @@ def _common(by_rank: Mapping[int, Mapping[str, Any]]) -> Mapping[str, Any]:
     if len(holders) > 1:
         raise ValueError(
             f"the optimizer's state differs between ranks {', '.join(map(str, holders))} of the checkpoint, as with "
-            f"AdaSum on updates, so it cannot be loaded on {_world_size()} ranks. Resume on {len(by_rank)} ranks."
+            f"AdaSum, so it cannot be loaded on {_world_size()} ranks. Resume on {len(by_rank)} ranks."
         )
     for other in others:
         for name, state in by_rank[first].items():

@@ -126,7 +126,8 @@ def shutdown() -> None:
     "terminate called without an active exception": a thread of gloo that still drops the tensors of the last collective
     needs the interpreter's lock while the interpreter shuts down
     (https://github.com/pytorch/pytorch/issues/190489). A barrier does not help, and FSDP2 keeps the groups alive in
-    caches. This function waits for these threads.
+    caches. If a ``DistributedDataParallel`` outlives the group, its destructor may join such a thread while it holds
+    the lock, and the process hangs. This function waits for these threads.
 
     Call it on all ranks at the normal end of a script. After an error on one rank let the process exit, so that the
     launcher ends the others; here they would wait until the timeout of the group. Without a process group this

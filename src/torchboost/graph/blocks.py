@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
 from torchboost.core.torch_private import AnyConv
 from torchboost.core.wrapping import unwrap, wrapper_of
-from torchboost.graph.copies import undisturbed
 from torchboost.graph.flow import Dataflow
 from torchboost.graph.trace import registered, trace
 
-__all__ = ["Block", "block_costs", "blocks_of", "group_starts"]
+__all__ = ["Block", "blocks_of", "group_starts"]
 
 _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _STACK = 4
@@ -69,38 +67,6 @@ def group_starts(blocks: int, groups: int) -> tuple[int, ...]:
     """
     count = max(1, min(groups, blocks))
     return tuple(index * blocks // count for index in range(count))
-
-
-def block_costs(model: nn.Module, blocks: Sequence[Block], *inputs: Any) -> tuple[float, ...]:
-    """Return each block's share of the floating-point operations of one forward pass; the shares sum to 1.
-
-    Args:
-        model: Run once on ``inputs``, in eval mode and without gradients.
-        blocks: The blocks of this model.
-        *inputs: The arguments of the model.
-
-    Raises:
-        ValueError: The pass has no operation that torch counts (matrix products, convolutions, attention).
-    """
-    from torch.utils.flop_counter import FlopCounterMode
-
-    names = {module: name for name, module in model.named_modules()}
-    with undisturbed(model) as copied, FlopCounterMode(display=False) as counter:
-        copied(*inputs)
-    counts = counter.get_flop_counts()
-    root = type(model).__name__
-
-    def operations(module: nn.Module) -> float:
-        name = names.get(module)
-        return float(sum(counts.get(f"{root}.{name}", {}).values())) if name else 0.0
-
-    totals = []
-    for block in blocks:
-        inner = {child for module in block.modules for child in module.modules() if child is not module}
-        totals.append(sum(operations(module) for module in block.modules if module not in inner))
-    if not sum(totals):
-        raise ValueError("the forward pass has no matrix product, convolution or attention to count.")
-    return tuple(total / sum(totals) for total in totals)
 
 
 @dataclass(slots=True)

@@ -15,14 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from torchboost.core.covering import is_our_hook
+from torchboost.core.forward import is_our_hook
 from torchboost.core.torch_private import (
     DispatchMode,
     beneath_compiled,
     buffer_slots,
     module_hooks,
     parameter_slots,
-    writes_to,
 )
 
 __all__ = [
@@ -39,9 +38,6 @@ __all__ = [
     "undisturbed",
 ]
 
-_LARGE = 2**20
-"""Above this many bytes, a tensor that a module keeps as a plain attribute is lent to a copy that is only run here."""
-
 
 def twin(model: nn.Module) -> nn.Module:
     """Return a deep copy in eval mode that computes what the forward of ``model`` itself computes.
@@ -55,19 +51,18 @@ def twin(model: nn.Module) -> nn.Module:
     Raises:
         TypeError: The model holds something that cannot be copied, or a part that is its own copy.
     """
-    return _copied(model, numbers=True, lend=False)[0]
+    return _copied(model, numbers=True)
 
 
-def _copied(model: nn.Module, *, numbers: bool, lend: bool) -> tuple[nn.Module, list[Tensor]]:
-    """Return a copy, and the tensors that it shares with the model (``lend``); ``numbers``: with parameter values."""
+def _copied(model: nn.Module, *, numbers: bool) -> nn.Module:
+    """Return a copy; ``numbers``: with the values of the parameters."""
     hooks = [hook for module in model.modules() for slots in module_hooks(module) for hook in slots.values()]
     memo: dict[int, Any] = {id(hook): hook for hook in hooks if is_our_hook(hook)}
     if not numbers:
         plain = [p for p in model.parameters() if type(p) is nn.Parameter]
         memo |= {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in plain}
-    copying = _Copying(model, lend)
     try:
-        with copying:
+        with _Copying():
             twin = copy.deepcopy(model, memo)
     except Exception as error:  # attributes of the user's modules may raise anything
         raise TypeError(
@@ -87,28 +82,16 @@ def _copied(model: nn.Module, *, numbers: bool, lend: bool) -> tuple[nn.Module, 
                 del slots[key]
         _uncast(module)
         _uncompile(module, original)
-    return twin.eval(), copying.lent
+    return twin.eval()
 
 
 class _Copying(TorchFunctionMode):
-    """Copies activations without their graph, and lends large tensors that are neither parameter nor buffer."""
-
-    def __init__(self, model: nn.Module, lend: bool) -> None:
-        super().__init__()
-        self.lent: list[Tensor] = []
-        self._kept = {memory(tensor) for tensor in (*model.parameters(), *model.buffers())} if lend else None
+    """Copies activations without their graph."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not Tensor.__deepcopy__:
-            return func(*args, **(kwargs or {}))
-        tensor: Tensor = args[0]
-        if not tensor.is_leaf:
-            return tensor.detach().clone()
-        plain = type(tensor) is Tensor and not tensor.requires_grad and tensor.layout is torch.strided
-        if self._kept is None or not plain or tensor.nbytes <= _LARGE or memory(tensor) in self._kept:
-            return func(*args)
-        self.lent.append(tensor)
-        return tensor.detach()
+        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
+            return args[0].detach().clone()
+        return func(*args, **(kwargs or {}))
 
 
 def parameter_bytes(model: nn.Module) -> int:
@@ -164,13 +147,11 @@ def copies_of(*models: nn.Module) -> Iterator[None]:
 def undisturbed(model: nn.Module, *, numbers: bool = True) -> Iterator[nn.Module]:
     """Yield a copy of a model in eval mode to run without gradients; see :func:`twin`.
 
-    Default generators that it draws from are restored (:func:`generators_kept`). The copy reads large tensors in plain
-    attributes, such as a memory bank, where the model has them.
+    Default generators are restored (:func:`generators_kept`).
 
-    Operations of this thread on parameters and buffers of the original, and writes to what was lent, are refused. A
-    deep copy does not copy what a function holds (a wrapped ``forward``, a lambda that uses ``self``), nor the target
-    of a weak reference. Such a copy would compute with the weights of the original, write its statistics and add to its
-    gradients.
+    Operations of this thread on parameters and buffers of the original are refused. A deep copy does not copy what a
+    function holds (a wrapped ``forward``, a lambda that uses ``self``), nor the target of a weak reference. Such a copy
+    would compute with the weights of the original, write its statistics and add to its gradients.
 
     Args:
         model: A bare module; not changed. The models of the surrounding :func:`copies_of` are protected too.
@@ -180,8 +161,8 @@ def undisturbed(model: nn.Module, *, numbers: bool = True) -> Iterator[nn.Module
         TypeError: The model cannot be copied.
         ReachesOriginal: An operation was refused, even if the forward caught the error.
     """
-    copied, lent = _copied(model, numbers=numbers, lend=True)
-    watch = _Watch((*_ORIGINALS.get(), model), lent)
+    copied = _copied(model, numbers=numbers)
+    watch = _Watch((*_ORIGINALS.get(), model))
     try:
         with torch.no_grad(), generators_kept(accelerators(model.parameters())), watch:
             yield copied
@@ -211,9 +192,9 @@ def full_precision(model: nn.Module) -> Iterator[None]:
 
 
 class _Watch(DispatchMode):
-    """Refuse operations on parameters and buffers of models, and operations that write to other memory."""
+    """Refuse operations on parameters and buffers of models."""
 
-    def __init__(self, models: Iterable[nn.Module], lent: Iterable[Tensor]) -> None:
+    def __init__(self, models: Iterable[nn.Module]) -> None:
         super().__init__()
         self.reached = ""
         self._owners = {
@@ -224,25 +205,18 @@ class _Watch(DispatchMode):
             if tensor is not None
         }
         self._owners.pop(0, None)
-        self._lent = {memory(tensor) for tensor in lent} - {0}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in _tensors((*args, *(kwargs or {}).values())):
             owner = self._owners.get(memory(tensor))
             if owner is not None:
-                self._refuse(f"computes with the {owner} of the original")
-        if self._lent:
-            for tensor in _tensors(writes_to(func, args, kwargs or {})):
-                if memory(tensor) in self._lent:
-                    self._refuse("writes to a large tensor that the original keeps as an attribute")
+                self.reached = (
+                    f"a copy of this model computes with the {owner} of the original; a function, such as a lambda or "
+                    "a replaced forward, or a weak reference leads there. Give the module a method instead, or use the "
+                    "model itself."
+                )
+                raise ReachesOriginal(self.reached)
         return func(*args, **(kwargs or {}))
-
-    def _refuse(self, what: str) -> None:
-        self.reached = (
-            f"a copy of this model {what}; a function, such as a lambda or a replaced forward, or a weak reference "
-            "leads there. Give the module a method instead, or use the model itself."
-        )
-        raise ReachesOriginal(self.reached)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -281,35 +255,15 @@ def set_generator_states(states: Sequence[Tensor], devices: Sequence[torch.devic
 
 @contextmanager
 def generators_kept(devices: Sequence[torch.device] = ()) -> Iterator[None]:
-    """Restore the default generators of torch and of ``random`` at the end, if this thread has drawn from them.
-
-    ``torch.random.fork_rng`` always restores them, so numbers that other threads draw meanwhile are drawn again. Here
-    this can only happen after the first draw of this thread.
+    """Restore the default generators of torch and of ``random`` at the end.
 
     Args:
         devices: Accelerators, in addition to the CPU.
     """
-    python = random.getstate()
-    draws = _Draws(devices)
+    states, python = generator_states(devices), random.getstate()
     try:
-        with draws:
-            yield
+        yield
     finally:
-        if draws.before is not None:
-            set_generator_states(draws.before, devices)
+        set_generator_states(states, devices)
         if random.getstate() != python:
             random.setstate(python)
-
-
-class _Draws(DispatchMode):
-    """Record the state of the default generators before the first draw of this thread."""
-
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        super().__init__()
-        self._devices = devices
-        self.before: list[Tensor] | None = None
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.before is None and torch.Tag.nondeterministic_seeded in func.tags:
-            self.before = generator_states(self._devices)
-        return func(*args, **(kwargs or {}))

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from torchboost.core.arguments import check_module
-from torchboost.core.covering import own_forward
+from torchboost.core.forward import own_forward
 from torchboost.core.torch_private import AnyBatchNorm, AnyConv, conv_forward, parameter_slots
 from torchboost.core.wrapping import wrapper_of
 from torchboost.errors import IncompatibleError

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchboost.core.containers import tensors_in
+from torchboost.core.forward import tensors_in
 from torchboost.core.torch_private import DispatchMode, tree_flatten
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.graph.copies import ReachesOriginal, copies_of, full_precision, memory, undisturbed

@@ -17,12 +17,11 @@ from torch.nn.modules import activation, dropout, pooling
 from torch.overrides import TorchFunctionMode
 
 from torchboost.core.arguments import check_shapes
-from torchboost.core.containers import tensors_in, with_tensors
-from torchboost.core.covering import own_forward
+from torchboost.core.forward import own_forward, tensors_in, with_tensors
 from torchboost.core.torch_private import AnyBatchNorm, AnyConv, module_hooks
 from torchboost.graph.copies import ReachesOriginal, copies_of, full_precision, parameter_bytes, undisturbed
 from torchboost.graph.flow import Dataflow, Kind, Traced
-from torchboost.graph.normalized_linear import NormalizedLinear
+from torchboost.graph.norms import NormalizedLinear
 
 __all__ = [
     "LAYERS",
@@ -47,13 +46,14 @@ METADATA = frozenset({"size", "dim", "ndimension", "numel", "stride", "_assert",
 _OPERATORS = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor")
 _WRITING = frozenset({*_OPERATORS, *(f"__{name}__" for name in _OPERATORS), "setitem", "__setitem__"})
 _VIEWS = frozenset({"T", "mT", "data", "real"})
-_KEEPS_FLAT = (
+_KEEPS_DIMENSIONS = (
     *(getattr(kind, name) for kind in (activation, dropout, pooling) for name in kind.__all__),
     *(nn.Identity, nn.Linear, nn.BatchNorm1d, nn.LayerNorm),
 )
-_KEEPS_FLAT_CALLS = frozenset(
+_KEEPS_CALLS = frozenset(
     {"add", "sub", "mul", "truediv", "contiguous", "clone", "float", "dropout", "softmax", "sigmoid", "tanh", "relu"}
     | {"relu_", "relu6", "gelu", "silu", "mish", "hardswish", "leaky_relu", "elu", "selu"}
+    | {"max_pool2d", "avg_pool2d", "adaptive_avg_pool2d"}
 )
 _SIDES = {1: (256, 1024), 2: (64, 32, 224, 28), 3: (16, 32)}
 _PATHS, _DECISIONS = 16, 12
@@ -208,7 +208,7 @@ class _Symbols(_Recorder, fx.Tracer):
         self.graph = fx.Graph(tracer_cls=type(self))
         self.tensor_attrs = {}
         self._numbers: dict[fx.Node, int] = {}
-        self._flat: set[fx.Node] = set()
+        self._most: dict[fx.Node, int | None] = {}
 
     def run(self, sample: Any) -> Dataflow:
         """Record ``forward``. The sample says which arguments are given: without it, those without a default."""
@@ -244,9 +244,8 @@ class _Symbols(_Recorder, fx.Tracer):
         name, sources = function_name(node.target), node.all_input_nodes
         inputs = [self._numbers[source] for source in sources if source in self._numbers]
         module = self._model.get_submodule(name) if kind == "call_module" else None
-        flat = _is_flat(node, module, bool(sources) and self._flat.issuperset(sources))
-        if flat:
-            self._flat.add(node)
+        self._most[node] = _most_dimensions(node, module, [self._most.get(source) for source in sources])
+        flat = self._most[node] == 2
         if kind == "placeholder":
             self._numbers[node] = self.flow.add("input", name)
         elif kind == "output":
@@ -277,20 +276,31 @@ def _opaque(*args: Any, **kwargs: Any) -> Any:
     """Represent a call in a graph that was not traced inside."""
 
 
-def _is_flat(node: fx.Node, module: nn.Module | None, before: bool) -> bool:
-    """Whether the output of a traced node has two dimensions for every input; ``before``: whether its inputs do."""
+def _most_dimensions(node: fx.Node, module: nn.Module | None, before: list[int | None]) -> int | None:
+    """Return the most dimensions that the output of a traced node can have, from those of its inputs; None: unknown."""
+    known = [dimensions for dimensions in before if dimensions is not None]
+    kept = max(known) if known and len(known) == len(before) else None
+    if isinstance(module, AnyConv):
+        return len(module.kernel_size) + 2
     if isinstance(module, nn.Flatten):
-        return (module.start_dim, module.end_dim) == (1, -1)
+        return 2 if (module.start_dim, module.end_dim) == (1, -1) else None
     if module is not None:
-        return before and type(module) in _KEEPS_FLAT and not isinstance(module, nn.MultiheadAttention)
+        keeps = type(module) in _KEEPS_DIMENSIONS or isinstance(module, AnyBatchNorm)
+        return kept if keeps and not isinstance(module, nn.MultiheadAttention) else None
     name, args = function_name(node.target), node.args
     if name == "flatten":
         start = args[1] if len(args) > 1 else node.kwargs.get("start_dim")
-        return bool(start == 1) and len(args) < 3 and "end_dim" not in node.kwargs
+        return 2 if bool(start == 1) and len(args) < 3 and "end_dim" not in node.kwargs else None
     if name in ("view", "reshape"):
         sizes = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list)) else args[1:]
-        return len(sizes) == 2
-    return before and name in _KEEPS_FLAT_CALLS
+        return 2 if len(sizes) == 2 else None
+    if name in ("mean", "sum", "amax"):
+        axes = args[1] if len(args) == 2 else node.kwargs.get("dim")
+        axes = (axes,) if isinstance(axes, int) else axes
+        if kept is None or not isinstance(axes, (tuple, list)) or node.kwargs.get("keepdim") or len(args) > 2:
+            return None
+        return kept - len(axes)
+    return kept if name in _KEEPS_CALLS else None
 
 
 def _writes(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -395,7 +405,7 @@ def trace(model: nn.Module, *, sample: Any = None) -> Dataflow:
 
     The trace uses a deep copy in eval mode without hooks, so the model does not change, including its Python
     attributes; a model that cannot be copied is not traced. Nothing of torch is patched, so other threads may run
-    other models meanwhile. The default generators are restored only if the forward draws from them.
+    other models meanwhile.
 
     Args:
         model: Any module; if it wraps a network and its loss, the network is traced.

@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 from torchboost.calibration.calibration import Calibrate, check_calibrate
 from torchboost.config import ConfigSource
 from torchboost.errors import IncompatibleError
-from torchboost.front import Boosted, Host, attach
-from torchboost.integrations.saved_state import figures_of, warn_of_missing_state
+from torchboost.front import Boosted, Host, attach, warn_of_missing_state
 from torchboost.plan import Plan
 from torchboost.registry import REGISTRY
 
@@ -133,7 +132,7 @@ class Boost(Callback):
             return
         self._logged = True
         for logger in trainer.loggers:
-            logger.log_metrics(figures_of(choice), step=trainer.global_step)
+            logger.log_metrics(choice.figures(), step=trainer.global_step)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remove what was attached."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
@@ -12,9 +13,9 @@ from transformers import Trainer
 
 from torchboost.calibration.calibration import Calibrate, check_calibrate
 from torchboost.config import ConfigSource
+from torchboost.core.files import write_whole
 from torchboost.errors import IncompatibleError
-from torchboost.front import Boosted, Host, attach
-from torchboost.integrations.saved_state import figures_of, load_state, save_state
+from torchboost.front import Boosted, Host, attach, warn_of_missing_state
 from torchboost.plan import Plan
 
 __all__ = ["BoostMixin", "BoostTrainer", "boost"]
@@ -116,7 +117,7 @@ class BoostMixin(_Base):
         if not self._logged and self.boosted is not None and self.boosted.choice is not None:
             self._logged = True
             # An entry of this step. The log of a subclass may also end its averages, as those of trl do.
-            Trainer.log(self, figures_of(self.boosted.choice))
+            Trainer.log(self, self.boosted.choice.figures())
         return loss
 
     def _boost(self) -> None:
@@ -173,12 +174,19 @@ class BoostMixin(_Base):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         if self.args.should_save and self.boosted is not None:
-            save_state(Path(output_dir) / SIDE_FILE, self.boosted.state_dict())
+            data = io.BytesIO()
+            torch.save(self.boosted.state_dict(), data)
+            write_whole(Path(output_dir) / SIDE_FILE, data.getvalue())
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None and self.boosted is not None:
-            load_state(Path(checkpoint) / SIDE_FILE, self.boosted, _LOG)
+        if checkpoint is None or self.boosted is None:
+            return
+        file = Path(checkpoint) / SIDE_FILE
+        if file.exists():
+            self.boosted.load_state_dict(torch.load(file, weights_only=True))
+        else:
+            warn_of_missing_state(self.boosted, _LOG)
 
 
 class BoostTrainer(BoostMixin, Trainer):

@@ -1,1 +1,1 @@
-"""Stopwatch, statistics and evidence."""
+"""Clock, statistics and evidence."""

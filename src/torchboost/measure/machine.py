@@ -1,4 +1,4 @@
-"""What this machine does: the speed of its products and copies, the peak memory of a piece of work, parts of a step."""
+"""What this machine does: the speed of its products and the peak memory of a piece of work."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import ctypes
 import functools
 import gc
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -17,20 +17,15 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from torchboost.errors import IncompatibleError
-from torchboost.measure.stopwatch import Clock, Progress
+from torchboost.measure.stopwatch import Clock
 
 __all__ = [
-    "LOADING",
     "PAYS",
     "Kind",
     "PeakMemory",
     "Products",
-    "StepParts",
-    "copy_bandwidth",
     "half_speed",
     "products",
-    "time_step_parts",
 ]
 
 Kind = Literal["matrix product", "convolution"]
@@ -51,8 +46,6 @@ MATRIX_SIZES = {"cpu": (128, 256, 512), "cuda": (512, 2048, 4096)}
 IMAGES = {"cpu": ((2, 32), (8, 32), (8, 64)), "cuda": ((64, 64), (256, 64), (256, 128))}
 """(batch, channels) of the images, which have 16 x 16 pixels."""
 SIDE = 16
-COPIED = {"cpu": 128 * 2**20, "cuda": 1024 * 2**20}
-"""Bytes of the copied tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +93,8 @@ class Products:
         if not self.is_judged:
             return f"the machine is too slow or too busy to time a bfloat16 {self.kind} in {self.seconds:.1f} s"
         times = 1 / self.ratio
-        told = f"{times:.1f}" if times >= 1.05 else f"{times:.2f}"
-        return f"a bfloat16 {self.kind} takes {told} times the time of a float32 one here"
+        factor = f"{times:.1f}" if times >= 1.05 else f"{times:.2f}"
+        return f"a bfloat16 {self.kind} takes {factor} times the time of a float32 one here"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,27 +205,6 @@ def climb(kind: Kind, rungs: Sequence[Rung], *, seconds: float, pairs: int = 9, 
     return replace(result, in_time=clock() - start <= seconds)
 
 
-def copy_bandwidth(device: torch.device | str = "cpu", *, copies: int = 7) -> float:
-    """Return the bytes per second of a large copy within the memory of ``device``, read and written bytes together.
-
-    The copied tensor has 128 MiB on the CPU and 1 GiB on CUDA, and the memory for two of them is needed. The fastest
-    of the copies counts.
-
-    Raises:
-        ValueError: The type of the device is unknown.
-    """
-    device = torch.device(device)
-    if device.type not in COPIED:
-        raise ValueError(f"device: found {str(device)!r}; only {' and '.join(COPIED)} devices are measured.")
-    source = torch.ones(COPIED[device.type] // 4, dtype=torch.float32, device=device)
-    copied = torch.zeros_like(source)
-    marks = [(clock := Clock.of(device))()]
-    for _ in range(1 + copies):
-        copied.copy_(source)
-        marks.append(clock())
-    return 2 * COPIED[device.type] / min(map(operator.sub, marks[1:], marks))
-
-
 def _filled(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return values between -1 and 1 that are exact in both precisions, without random numbers."""
     count = torch.Size(shape).numel()
@@ -334,105 +306,3 @@ def _resident(name: str) -> int | None:
             if line.startswith(name):
                 return 1024 * int(line.split()[1])
     return None
-
-
-LOADING = "data loading"
-PARTS = (LOADING, "forward", "backward", "optimizer")
-
-
-@dataclass(frozen=True, slots=True)
-class StepParts:
-    """The times of the parts of several steps.
-
-    Attributes:
-        seconds: Part -> seconds, one entry per step. The parts are data loading, forward, backward and optimizer.
-    """
-
-    seconds: Mapping[str, list[float]]
-
-    @property
-    def steps(self) -> int:
-        """Number of measured steps."""
-        return len(self.seconds[LOADING])
-
-    def median(self, part: str) -> float:
-        """Return the median seconds of a part."""
-        return median(self.seconds[part])
-
-    def share(self, part: str) -> float:
-        """Return the share of a part in the total time of all steps, between 0 and 1.
-
-        Totals are compared and not medians: a loader with workers delivers several batches at once, and then lets the
-        loop wait for the next ones.
-        """
-        total = sum(map(sum, self.seconds.values()))
-        return sum(self.seconds[part]) / total if total > 0 else 0.0
-
-
-def time_step_parts(
-    batches: Iterable[Any],
-    *,
-    load: Callable[[Any], Any],
-    forward: Callable[[Any], Tensor],
-    update: Callable[[], object],
-    steps: int = 20,
-    warmup: int = 3,
-    clock: Clock | None = None,
-    progress: Progress | None = None,
-) -> StepParts:
-    """Train some steps and time their parts. The device is waited for after each part.
-
-    If the batches end, they are iterated again, and the start of the new iterator counts as loading. If they can be
-    iterated only once, the steps end with them.
-
-    Args:
-        batches: One epoch.
-        load: Moves a batch to the device; counts as loading.
-        forward: Maps a batch to its loss.
-        update: Updates the weights and clears the gradients.
-        steps: Maximum number of measured steps.
-        warmup: Number of steps before them, which are not measured.
-        clock: By default the wall clock. Pass ``Clock.of(device)`` for a GPU.
-        progress: Called after every step.
-
-    Raises:
-        ValueError: ``steps`` is below 1, or ``warmup`` is negative.
-        IncompatibleError: There are not more batches than steps of the warm-up.
-    """
-    if steps < 1 or warmup < 0:
-        raise ValueError(f"found steps={steps}, warmup={warmup}; needed: steps >= 1, warmup >= 0.")
-    clock = clock if clock is not None else Clock()
-    seconds: dict[str, list[float]] = {part: [] for part in PARTS}
-    endless = _again(batches)
-    for done in range(warmup + steps):
-        marks = [clock()]
-        batch = next(endless, None)
-        if batch is None:
-            break
-        batch = load(batch[0])
-        marks.append(clock())
-        loss = forward(batch)
-        marks.append(clock())
-        loss.backward()
-        marks.append(clock())
-        update()
-        marks.append(clock())
-        if done >= warmup:
-            for part, taken in zip(PARTS, map(operator.sub, marks[1:], marks), strict=True):
-                seconds[part].append(taken)
-        if progress is not None:
-            progress("steps", done + 1, warmup + steps)
-    if not seconds[LOADING]:
-        raise IncompatibleError(f"the batches ended in the warm-up; needed: more than {warmup} of them.")
-    return StepParts(seconds)
-
-
-def _again(batches: Iterable[Any]) -> Iterator[tuple[Any]]:
-    """Yield each batch in a tuple, so that None can be one. Start again at the end, unless there is nothing left."""
-    while True:
-        empty = True
-        for batch in batches:
-            empty = False
-            yield (batch,)
-        if empty or iter(batches) is batches:
-            return

@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from torchboost.measure.evidence import Interval, Quality
+from torchboost.measure.evidence import Interval
 
 __all__ = [
     "AnytimeTest",
@@ -23,11 +23,9 @@ __all__ = [
     "detectable_ratio",
     "exact_median",
     "mean_of",
-    "noninferiority",
     "paired_difference",
     "paired_ratio",
     "t_quantile",
-    "total_ratio",
 ]
 
 POWER = 0.8
@@ -130,27 +128,6 @@ def paired_ratio(
     return Interval(low=low, mid=mid, high=high, confidence=confidence)
 
 
-def total_ratio(
-    baseline: Sequence[float], contestant: Sequence[float], *, confidence: float = 0.95, seed: int = 0
-) -> Interval:
-    """Return ``sum(baseline) / sum(contestant)`` with its paired bootstrap interval, for steps of different cost.
-
-    Rounds are resampled as a whole, so a disturbance in one round affects both.
-
-    Raises:
-        ValueError: Different lengths, nothing measured, or a time that is not positive.
-    """
-    _log_ratios(baseline, contestant)
-    _check_confidence(confidence)
-    pairs = np.stack([np.asarray(baseline, dtype=np.float64), np.asarray(contestant, dtype=np.float64)])
-    picks = np.random.default_rng(seed).integers(0, pairs.shape[1], size=(RESAMPLES, pairs.shape[1]))
-    totals = pairs[:, picks].sum(axis=2)
-    tail = (1 - confidence) / 2
-    low, high = np.quantile(totals[0] / totals[1], [tail, 1 - tail])
-    mid = pairs[0].sum() / pairs[1].sum()
-    return Interval(low=float(min(low, mid)), mid=float(mid), high=float(max(high, mid)), confidence=confidence)
-
-
 def detectable_ratio(
     baseline: Sequence[float], contestant: Sequence[float], *, confidence: float = 0.95, seed: int = 0
 ) -> float:
@@ -178,48 +155,12 @@ def paired_difference(baseline: Sequence[float], candidate: Sequence[float], *, 
     Raises:
         ValueError: Different lengths or fewer than two pairs.
     """
-    mean, error, count = _paired(baseline, candidate, confidence)
-    reach = t_quantile(confidence, count - 1) * error
+    _check_confidence(confidence)
+    _check_pairs(baseline, candidate, least=2)
+    differences = np.asarray(candidate, dtype=np.float64) - np.asarray(baseline, dtype=np.float64)
+    count, mean = len(baseline), float(differences.mean())
+    reach = t_quantile(confidence, count - 1) * float(differences.std(ddof=1)) / math.sqrt(count)
     return Interval(low=mean - reach, mid=mean, high=mean + reach, confidence=confidence)
-
-
-def noninferiority(
-    baseline: Sequence[float],
-    candidate: Sequence[float],
-    margin: float,
-    *,
-    confidence: float = 0.95,
-    against: str = "baseline",
-) -> Quality:
-    """Test whether the candidate is at most ``margin`` worse than the baseline. Higher metrics are better.
-
-    It passes if the one-sided lower bound of the paired difference is above ``-margin``. To see no difference is not
-    enough: the runs must exclude the drop. A spread below a third of the margin counts as a third, so that equal
-    differences are not taken as certain. Negate the metric if lower is better.
-
-    Args:
-        baseline: Final metric of the baseline, one per seed.
-        candidate: Final metric of the candidate, same seeds in the same order.
-        margin: Largest accepted drop in units of the metric, positive.
-        confidence: One-sided.
-        against: Name of the baseline, stored in the result.
-
-    Raises:
-        ValueError: Different lengths, fewer than two seeds, or a margin that is not positive.
-    """
-    if not margin > 0:
-        raise ValueError(f"margin: found {margin!r}; a non-inferiority margin is positive, in units of the metric.")
-    mean, error, seeds = _paired(baseline, candidate, confidence)
-    error = max(error, LEAST_SPREAD * margin / math.sqrt(seeds))
-    bound = t_quantile(confidence, seeds - 1) * error
-    return Quality(
-        baseline=against,
-        difference=Interval(low=mean - bound, mid=mean, high=mean + bound, confidence=confidence),
-        margin=margin,
-        seeds=seeds,
-        passed=mean - bound > -margin,
-        detectable=bound + t_quantile(POWER, seeds - 1) * error,
-    )
 
 
 def t_quantile(probability: float, freedom: int) -> float:
@@ -269,7 +210,8 @@ class SequentialTest:
     At each look Student's statistic is compared with a limit that is stricter than for a single test, and
     strictest at the first looks. For normal differences the probability of a false ``"passed"`` at any look is at most
     ``error``, and equally of a false ``"failed"``: the limits are found by simulation, in which mean and spread
-    cancel. Stopping as ``"futile"`` cannot cause either. With ``margin=0`` it tests superiority. A spread below a third
+    cancel. With ``least=most`` there is one look, which is Student's test for a number of pairs that was fixed before.
+    Stopping as ``"futile"`` cannot cause either. With ``margin=0`` it tests superiority. A spread below a third
     of the margin counts as a third, so that equal differences are not taken as certain.
 
     For differences that are far from normal the rate is higher: a large drop that only a few seeds show is not seen if
@@ -352,8 +294,10 @@ def critical_values(least: int, most: int, error: float) -> tuple[float, ...]:
 
     The nominal level of a look is in proportion to its number of pairs. The factor is chosen so that a mean of 0
     exceeds any of the limits with probability ``error``, found by simulating 100,000 sequences of normal numbers.
-    Cost: under a second, once per process and set of arguments.
+    A single look is Student's test. Cost: under a second, once per process and set of arguments.
     """
+    if least == most:
+        return (t_quantile(1 - error, most - 1),)
     drawn = np.random.default_rng(0).standard_normal((_PATHS, most))
     counts = np.arange(1, most + 1)
     means = np.cumsum(drawn, axis=1) / counts
@@ -494,14 +438,6 @@ def _resampled_medians(data: np.ndarray, resamples: int, seed: int) -> np.ndarra
     # Sorting short rows takes a third of the time of np.median, which partitions rows one by one.
     ordered = np.sort(data[picks], axis=1)
     return (ordered[:, (data.size - 1) // 2] + ordered[:, data.size // 2]) / 2
-
-
-def _paired(baseline: Sequence[float], candidate: Sequence[float], confidence: float) -> tuple[float, float, int]:
-    """Return the mean of the differences, its standard error, and their number."""
-    _check_confidence(confidence)
-    _check_pairs(baseline, candidate, least=2)
-    differences = np.asarray(candidate, dtype=np.float64) - np.asarray(baseline, dtype=np.float64)
-    return float(differences.mean()), float(differences.std(ddof=1)) / math.sqrt(len(baseline)), len(baseline)
 
 
 def _check_pairs(first: Sequence[float], second: Sequence[float], *, least: int) -> None:

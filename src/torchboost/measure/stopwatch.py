@@ -17,11 +17,9 @@ from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 from statistics import median
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
-from typing_extensions import Self
 
 from torchboost.core.torch_private import compiled_graphs, cpu_capabilities
 from torchboost.measure.evidence import Environment, Interval, Ratio
@@ -31,7 +29,6 @@ __all__ = [
     "Clock",
     "Comparison",
     "Progress",
-    "Stopwatch",
     "Warmup",
     "collector_off",
     "compare",
@@ -43,7 +40,7 @@ __all__ = [
 
 
 class Progress(Protocol):
-    """Called while work is in progress. The command line draws bars from it."""
+    """Called while work is in progress. The command line prints it."""
 
     def __call__(self, phase: str, done: int, total: int, note: str = "") -> None:
         """Report that ``done`` of ``total`` parts of ``phase`` are done. ``note`` names the current part."""
@@ -73,26 +70,6 @@ class Clock:
         """Wait for the device and return the seconds."""
         self.synchronize()
         return self.read()
-
-
-class Stopwatch:
-    """Adds up the seconds spent inside ``with watch:``. ``watch.seconds`` is the current sum."""
-
-    def __init__(self, clock: Clock | None = None) -> None:
-        self.seconds = 0.0
-        self._clock = clock if clock is not None else Clock()
-        self._started: float | None = None
-
-    def __enter__(self) -> Self:
-        self._started = self._clock()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._started is not None:
-            self.seconds += self._clock() - self._started
-            self._started = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,10 +238,10 @@ def environment(device: torch.device | str = "cpu") -> Environment:
     )
 
 
-def package_version() -> str:
-    """Return the version of torchboost."""
+def package_version(name: str = "torchboost") -> str:
+    """Return the version of a package, or that it is not installed."""
     try:
-        return metadata.version("torchboost")
+        return metadata.version(name)
     except metadata.PackageNotFoundError:
         return "not installed"
 

@@ -17,9 +17,9 @@ from torchboost.core.wrapping import hookable
 from torchboost.errors import NoEffectWarning
 from torchboost.optim.rules import adam, sgd
 from torchboost.optim.rules.base import UpdateRule
-from torchboost.optim.rules.checkpoints import change_entries
 from torchboost.optim.rules.options import miscomputes
 from torchboost.optim.tensors import aligned, is_dense, writable
+from torchboost.optim.wrapping_optimizer import change_entries
 
 __all__ = ["Fusion", "care_for_fused", "fused_class", "obstacle"]
 

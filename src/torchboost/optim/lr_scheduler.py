@@ -1,4 +1,4 @@
-"""torch's learning-rate schedulers under torch's module name, with :class:`ScheduleLR` and :func:`factor`.
+"""torch's learning-rate schedulers under torch's module name, with :class:`ScheduleLR`.
 
 With ``from torchboost import optim`` in place of ``from torch import optim``, ``optim.lr_scheduler.OneCycleLR`` still
 resolves. These are torch's own classes, which work with the optimizers of both packages. Schedules as functions of the
@@ -7,7 +7,7 @@ update are in :mod:`torchboost.optim.schedules`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -16,9 +16,9 @@ from torch.optim import lr_scheduler as _torchs
 from torch.optim.lr_scheduler import *  # noqa: F403  # pyright: ignore[reportWildcardImportFromLibrary]
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchboost.optim.schedules import CheckedRate, Schedule, each, function, number, whole
+from torchboost.optim.schedules import CheckedRate, Schedule, each, function, whole
 
-__all__ = ["ScheduleLR", "factor"]
+__all__ = ["ScheduleLR"]
 __all__ += _torchs.__all__
 
 
@@ -33,7 +33,7 @@ class ScheduleLR(LRScheduler):
     Args:
         optimizer: The optimizer whose groups get the rates.
         schedule: One for all groups, including those added later, or a list with one per group. It replaces the rates
-            of the groups; to scale them, use torch's ``LambdaLR`` with :func:`factor`. After the last entry of a list
+            of the groups; to scale them, use torch's ``LambdaLR``. After the last entry of a list
             (see :class:`Listed`) one more :meth:`step` is allowed, because loops end with it; the next raises
             ``IndexError``.
         last_epoch: Updates done before, minus 1.
@@ -96,36 +96,6 @@ class ScheduleLR(LRScheduler):
             else:
                 group["lr"] = rate
         self._last_lr = [_copied(group["lr"]) for group in self.optimizer.param_groups]
-
-
-def factor(schedule: Schedule, *, base: float | None = None) -> Callable[[int], float]:
-    """Return a schedule as a factor of ``base``, for torch's ``LambdaLR``, which multiplies the rate of each group.
-
-    Args:
-        schedule: The learning rates.
-        base: Learning rate that corresponds to a factor of 1, above 0; None takes that of update 0.
-
-    Raises:
-        TypeError: Not a schedule, or not a number.
-        ValueError: ``base`` is 0, negative or not finite, or is not given and the schedule begins at 0.
-
-    Example:
-        >>> from torchboost.optim.schedules import CosineDecay
-        >>> half = factor(CosineDecay(0.2, decay_steps=2))
-        >>> half(0), half(1)
-        (1.0, 0.5)
-    """
-    rates = CheckedRate(function("schedule", schedule), "schedule")
-    one = rates(0) if base is None else number("base", base)
-    if one == 0:
-        cause = "the schedule begins at 0" if base is None else "found 0"
-        raise ValueError(f"base: {cause}; give the learning rate that counts as 1, such as the highest.")
-
-    # A function, not an object: LambdaLR would save the attributes of an object.
-    def at(step: int) -> float:
-        return rates(step) / one
-
-    return at
 
 
 def _one_or_each(schedule: Any) -> Schedule | tuple[Schedule, ...]:

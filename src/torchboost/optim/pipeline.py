@@ -1,16 +1,15 @@
 """Transforms of gradients, run in order before each step of any optimizer.
 
-An attached pipeline uses the hooks of ``torch.optim.Optimizer``: a step pre-hook changes the gradients, and state-dict
-hooks save the memory of the transforms. The optimizer object, its groups and its state are not changed.
+An attached pipeline uses the hooks of ``torch.optim.Optimizer``. The optimizer object, its groups and its state are not
+changed.
 """
 
 from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -23,28 +22,17 @@ from torchboost.core.step import ClosureOptimizer, Replay, after_closure
 from torchboost.core.torch_private import foreach, versions
 from torchboost.core.wrapping import hookable
 from torchboost.errors import IncompatibleError
-from torchboost.optim.tensors import Share, values_of, writable
+from torchboost.optim.tensors import values_of, writable
 
 __all__ = [
     "GradientPipeline",
     "GradientTransform",
     "Gradients",
-    "PipelineAttachment",
-    "Recall",
     "check_gradients",
     "check_transforms",
-    "namespaces",
     "refuse_sparse",
     "transform_gradients",
 ]
-
-STATE_KEY = "torchboost_gradient_pipelines"
-
-Memories = dict[str, dict[Tensor, dict[str, Any]]]
-"""Memory of each transform, by its namespace and by parameter."""
-
-Recall = Callable[[str, Sequence[Tensor]], list[dict[str, Any]]]
-"""Returns the memory of a namespace for each parameter; the transform writes into these dictionaries."""
 
 
 @dataclass(slots=True)
@@ -58,18 +46,11 @@ class Gradients:
         grads: Their gradients. If the shape does not change, change an entry in place, because it may be a view into a
             communication bucket. An entry that is replaced becomes the parameter's ``.grad``.
         groups: The param group of each parameter.
-        memory: What this transform keeps per parameter between steps: tensors and plain numbers under string keys of
-            its choice. Not shared with other transforms; saved with the optimizer.
-        share: If these are one rank's share of the parameters, the ranks that share them; for transforms that look
-            across parameters. A transform that calls ``share.exchange`` has an attribute ``collectives``, the number
-            of calls per step.
     """
 
     params: list[Tensor]
     grads: list[Tensor]
     groups: list[dict[str, Any]]
-    memory: list[dict[str, Any]]
-    share: Share | None = None
 
 
 class GradientTransform(Protocol):
@@ -77,6 +58,9 @@ class GradientTransform(Protocol):
 
     ``scale_free`` says whether the transform has the same effect if the gradients still contain the loss scale: True
     for linear maps of the gradient, False if the gradient is compared with another quantity.
+
+    A transform that compares parameters with each other, such as :class:`~torchboost.optim.ClipNorm`, has
+    ``joint = True``. An optimizer that holds a part of the parameters only refuses it.
 
     A transform may have a second method, ``check(gradients)``, which raises if the transform cannot be applied. All
     checks run before the first transform, so a step that raises does not change the gradients. A check must not change
@@ -128,7 +112,7 @@ class GradientPipeline:
     def __repr__(self) -> str:
         return f"GradientPipeline({', '.join(map(repr, self.transforms))})"
 
-    def attach(self, optimizer: Optimizer) -> PipelineAttachment:
+    def attach(self, optimizer: Optimizer) -> Attachment:
         """Run the transforms before ``optimizer.step``; several pipelines run in the order in which they were attached.
 
         Raises:
@@ -136,95 +120,25 @@ class GradientPipeline:
             IncompatibleError: It neither calls step hooks nor wraps another optimizer.
         """
         check_optimizer(optimizer)
-        return PipelineAttachment(hookable(optimizer), self.transforms)
+        return _Attached(hookable(optimizer), self.transforms)
 
 
-class PipelineAttachment(Attachment):
-    """A pipeline attached to one optimizer, with its memory.
-
-    The memory is saved in ``optimizer.state_dict()`` under one extra key, which is absent while the memory is empty.
-    An optimizer without the pipeline can load such a file; from a file without the key the pipeline starts with an
-    empty memory. Distributed checkpointing drops the key: use the ``state_dict`` of this object there.
-    """
+class _Attached(Attachment):
+    """A pipeline attached to one optimizer."""
 
     def __init__(self, optimizer: Optimizer, transforms: tuple[GradientTransform, ...]) -> None:
         self._optimizer = optimizer
         self._transforms = transforms
-        self._memory: Memories = {}
-        self._loading: Memories = {}
         self._seen: list[tuple[weakref.ref[Tensor], int]] = []
         self._inside = 0  # steps under way: a step that calls the step of its base class runs the hooks twice
         self._nests = _has_nested_steps(type(optimizer))
         super().__init__(
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
-            optimizer.register_state_dict_post_hook(self._write),
-            optimizer.register_load_state_dict_pre_hook(self._read),
-            optimizer.register_load_state_dict_post_hook(self._commit),
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the memory by position of the parameter in the optimizer; ``{}`` if there is none."""
-        memory: dict[int, dict[str, Any]] = {}
-        for name, by_param in self._memory.items():
-            for i, param in enumerate(self._params()):
-                for key, value in by_param.get(param, {}).items():
-                    memory.setdefault(i, {})[f"{name}.{key}"] = value
-        return {"transforms": self._names(), "memory": memory} if memory else {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what :meth:`state_dict` returned; the tensors are copied.
-
-        Raises:
-            ValueError: The state is of other transforms or of more parameters; nothing was loaded.
-        """
-        if state and list(state.get("transforms", ())) != self._names():
-            raise ValueError(
-                f"the state was written by the transforms {list(state.get('transforms', ()))}, but the attached "
-                f"transforms are {self._names()}; attach the same pipeline before loading."
-            )
-        self._memory = self._copied(state)
-
-    def _names(self) -> list[str]:
-        return [type(transform).__name__ for transform in self._transforms]
 
     def _params(self) -> list[Tensor]:
         return [param for group in self._optimizer.param_groups for param in group["params"]]
-
-    def _copied(self, state: Mapping[str, Any]) -> Memories:
-        params, names = self._params(), namespaces(self._transforms)
-        entries = {int(i): entry for i, entry in state.get("memory", {}).items()}
-        if entries and max(entries) >= len(params):
-            raise ValueError(
-                f"the pipeline's memory has an entry for parameter {max(entries)}, but the optimizer has {len(params)} "
-                "parameters; load it into an optimizer of the same parameters."
-            )
-        memories: Memories = {name: {} for name in names}
-        for i, entry in entries.items():
-            for name, value in entry.items():
-                owner, dot, key = name.partition(".")
-                # Older checkpoints have "key" alone, which all transforms of a pipeline shared: each of them gets it.
-                owners, key = ([owner], key) if dot and owner in memories else (names, name)
-                for owner in owners:
-                    copied = value.detach().clone().to(params[i].device) if isinstance(value, Tensor) else value
-                    memories[owner].setdefault(params[i], {})[key] = copied
-        return memories
-
-    def _write(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        state = self.state_dict()
-        if state:
-            state_dict[STATE_KEY] = [*state_dict.get(STATE_KEY, ()), state]
-
-    def _read(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Take this pipeline's entry; ``_commit`` applies it after the optimizer has accepted the rest."""
-        entries = list(state_dict.get(STATE_KEY, ()))
-        names = self._names()
-        place = next((i for i, entry in enumerate(entries) if list(entry["transforms"]) == names), None)
-        self._loading = self._copied({} if place is None else entries.pop(place))
-        return {**state_dict, STATE_KEY: entries}
-
-    def _commit(self, optimizer: Optimizer) -> None:
-        self._memory, self._loading = self._loading, {}
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -243,9 +157,10 @@ class PipelineAttachment(Attachment):
         # It reads the gradients first, and then calls the closure for its loss.
         closure = kwargs.get("closure", args[-1])
         if not isinstance(closure, Replay) or closure.loss is None:
+            names = ", ".join(type(transform).__name__ for transform in self._transforms)
             raise IncompatibleError(
                 f"{type(optimizer).__name__}.step(closure) runs the backward pass itself, so "
-                f"{', '.join(self._names())} cannot reach the gradients. Use TrainStep, or remove the pipeline."
+                f"{names} cannot reach the gradients. Use TrainStep, or remove the pipeline."
             )
         self._apply()
         return None
@@ -272,7 +187,7 @@ class PipelineAttachment(Attachment):
         self._seen = list(zip(map(weakref.ref, grads), versions(grads), strict=True))
 
     def _apply(self) -> None:
-        gradients = Gradients([], [], [], [])
+        gradients = Gradients([], [], [])
         for group in self._optimizer.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
@@ -284,7 +199,7 @@ class PipelineAttachment(Attachment):
             with torch.no_grad():
                 check_gradients(self._transforms, gradients)
                 self._unscale(gradients)
-                transform_gradients(self._transforms, gradients, self._recall)
+                transform_gradients(self._transforms, gradients)
         except BaseException:
             # GradScaler.step does not clean up after an exception; the next step would multiply by a scale left here.
             for name in ("grad_scale", "found_inf"):
@@ -309,28 +224,9 @@ class PipelineAttachment(Attachment):
         foreach.mul_(list(map(values_of, gradients.grads)), 1.0 / float(scale))
         optimizer.grad_scale = torch.ones_like(scale)
 
-    def _recall(self, name: str, params: Sequence[Tensor]) -> list[dict[str, Any]]:
-        by_param = self._memory.setdefault(name, {})
-        return [by_param.setdefault(param, {}) for param in params]
 
-
-class _Recalled(Gradients):
-    """Gradients whose memory is looked up on first access; most transforms need none."""
-
-    __slots__ = ("_recall",)
-
-    def __init__(self, gradients: Gradients, recall: Callable[[], list[dict[str, Any]]]) -> None:
-        self.params, self.grads, self.groups = gradients.params, gradients.grads, gradients.groups
-        self.share = gradients.share
-        self._recall = recall
-
-    @property
-    def memory(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._recall()
-
-
-def check_transforms(transforms: Iterable[object], inputs: type = Gradients) -> None:
-    """Refuse objects that are not transforms of ``inputs``.
+def check_transforms(transforms: Iterable[object]) -> None:
+    """Refuse objects that are not transforms.
 
     Raises:
         TypeError: Something is not a transform.
@@ -338,10 +234,10 @@ def check_transforms(transforms: Iterable[object], inputs: type = Gradients) -> 
     for transform in transforms:
         if isinstance(transform, type):
             raise TypeError(f"found the class {transform.__name__}; give an instance: {transform.__name__}(...).")
-        needs_flag = inputs is Gradients and not isinstance(getattr(transform, "scale_free", None), bool)
-        if needs_flag or not callable(transform):
-            flag = " and have a boolean 'scale_free'" if inputs is Gradients else ""
-            raise TypeError(f"found {transform!r}; a transform must be callable with {inputs.__name__}{flag}.")
+        if not callable(transform) or not isinstance(getattr(transform, "scale_free", None), bool):
+            raise TypeError(
+                f"found {transform!r}; a transform must be callable with Gradients and have a boolean 'scale_free'."
+            )
 
 
 def check_gradients(transforms: Iterable[GradientTransform], gradients: Gradients) -> list[Tensor]:
@@ -350,7 +246,7 @@ def check_gradients(transforms: Iterable[GradientTransform], gradients: Gradient
     Returns:
         The gradients, with stand-ins for entries whose layout a transform is going to change.
     """
-    expected = Gradients(gradients.params, list(gradients.grads), gradients.groups, [], gradients.share)
+    expected = Gradients(gradients.params, list(gradients.grads), gradients.groups)
     for transform in transforms:
         check = getattr(transform, "check", None)
         if check is not None:
@@ -358,29 +254,11 @@ def check_gradients(transforms: Iterable[GradientTransform], gradients: Gradient
     return expected.grads
 
 
-def transform_gradients(transforms: Sequence[GradientTransform], gradients: Gradients, recall: Recall) -> None:
-    """Apply transforms in order.
-
-    Args:
-        transforms: May be empty.
-        gradients: Changed; their ``memory`` is not used.
-        recall: Finds the memory of each transform.
-    """
+def transform_gradients(transforms: Iterable[GradientTransform], gradients: Gradients) -> None:
+    """Apply transforms in order."""
     gradients.grads = _separate(gradients.grads)
-    for name, transform in zip(namespaces(transforms), transforms, strict=True):
-        inputs = _Recalled(gradients, partial(recall, name, gradients.params))
-        transform(inputs)
-        gradients.grads = inputs.grads
-
-
-def namespaces(transforms: Iterable[GradientTransform]) -> list[str]:
-    """Name the memory of each transform after its class; the second of a class is ``Name#2``."""
-    names: list[str] = []
     for transform in transforms:
-        name = type(transform).__name__
-        earlier = sum(other.partition("#")[0] == name for other in names)
-        names.append(f"{name}#{earlier + 1}" if earlier else name)
-    return names
+        transform(gradients)
 
 
 def refuse_sparse(transform: object, gradients: Gradients) -> None:

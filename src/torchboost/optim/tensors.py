@@ -1,137 +1,60 @@
-"""Tensors of a step: their memory layouts, sparse values, and figures over ranks that share the parameters."""
+"""Tensors of a step: the batch of a group, memory layouts, sparse values, and which gradients were checked."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from torchboost.core.torch_private import foreach, sparse_values
 from torchboost.core.wrapping import living
-from torchboost.errors import RankDisagreementError
 
 __all__ = [
-    "Share",
+    "Batch",
+    "Checked",
     "aligned",
     "all_finite",
+    "holds_a_part",
     "is_dense",
     "merge_sparse",
     "same_layout",
-    "share_of",
     "stand_in",
-    "total_norm",
     "values_of",
     "writable",
 ]
 
-
-_REFUSED = -1.0
-"""Sent by a rank that raises, in place of its number; a norm is never negative."""
+_DTYPE, _LAYOUT, _DEVICE = attrgetter("dtype"), attrgetter("layout"), attrgetter("device")
 
 
-@dataclass(slots=True, eq=False)
-class Share:
-    """The ranks among which the parameters of one optimizer are divided.
-
-    Args:
-        group: Their process group.
-        device: Device for the small tensors of a collective.
-        due: Number of collectives still to come in this step, the same on all ranks.
-    """
-
-    group: Any
-    device: torch.device
-    due: int = 0
-
-    def exchange(self, number: Tensor) -> Tensor:
-        """Return the numbers of all ranks, in one all-gather. Cost: one read.
-
-        Raises:
-            RankDisagreementError: A rank raised before this call.
-        """
-        sent = number.to(self.device, torch.float32).contiguous()
-        numbers = [torch.empty_like(sent) for _ in range(dist.get_world_size(self.group))]
-        due, self.due = self.due - 1, 0  # after an error of the collective itself, none follows
-        dist.all_gather(numbers, sent, group=self.group)
-        self.due = due
-        gathered = torch.stack(numbers)
-        ranks = dist.get_process_group_ranks(self.group)
-        refused = [str(rank) for rank, entry in zip(ranks, gathered.tolist(), strict=True) if entry == _REFUSED]
-        if refused:
-            raise RankDisagreementError(
-                f"rank {', '.join(refused)} raised an error before the ranks compared their gradients, so this rank "
-                "skipped the update too. The message of that rank says what to do."
-            )
-        return gathered
-
-    def excuse(self, error: BaseException) -> None:
-        """Tell the ranks that wait for this one that it raises ``error``.
-
-        Does nothing if no collective is due, if the other ranks raise as well (``RankDisagreementError``), or after an
-        interrupt, which must not wait.
-        """
-        if self.due > 0 and isinstance(error, Exception) and not isinstance(error, RankDisagreementError):
-            with suppress(RankDisagreementError):
-                self.exchange(torch.tensor(_REFUSED, device="cpu"))
-
-
-def share_of(optimizer: Optimizer) -> Share | None:
-    """Return the ranks of the ``ZeroRedundancyOptimizer`` that holds an optimizer; None if there is none.
+def holds_a_part(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is inside a ``ZeroRedundancyOptimizer``, which gives each rank some of the parameters.
 
     torch gives the inner optimizer no reference to it. So the objects of this process are searched
-    (:func:`~torchboost.core.wrapping.living`), once per optimizer. Cost: tens of milliseconds, nothing in a run of one
-    process. FSDP2 does not need this, because a DTensor knows its ranks.
+    (:func:`~torchboost.core.wrapping.living`). Cost: tens of milliseconds, nothing in a run of one process. FSDP2
+    does not need this, because a DTensor knows its ranks.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return None
+        return False
     # If there is such an optimizer, its module is imported already; importing it here would raise warnings.
     kind: Any = getattr(sys.modules.get("torch.distributed.optim"), "ZeroRedundancyOptimizer", None)
-    if kind is None:
-        return None
-    outers: Any = torch.compiler.disable(living)(kind)
-    outer = next((outer for outer in outers if getattr(outer, "optim", None) is optimizer), None)
-    return None if outer is None else Share(outer.process_group, outer.param_groups[0]["params"][0].device)
+    outers: Any = () if kind is None else torch.compiler.disable(living)(kind)
+    return any(getattr(outer, "optim", None) is optimizer for outer in outers)
 
 
-def total_norm(grads: Sequence[Tensor], order: float, share: Share | None) -> Tensor | None:
-    """Return the joint norm of gradients, including those of the ranks of a share; None without gradients or share.
-
-    Args:
-        grads: Dense, or the values of merged sparse ones. Tensors without entries count as 0.
-        order: Order of the norm; ``math.inf`` for the largest magnitude.
-        share: All its ranks must call this; one all-gather of one number.
-
-    Returns:
-        Shape ``()``; a DTensor if the gradients are DTensors.
-    """
-    filled = [grad for grad in grads if grad.numel()]  # torch raises for the maximum of an empty tensor
-    norm = get_total_norm(filled, order) if filled else None
-    if share is None:
-        return norm
-    return torch.linalg.vector_norm(share.exchange(torch.zeros((), device="cpu") if norm is None else norm), order)
-
-
-def all_finite(grads: Sequence[Tensor], share: Share | None) -> bool:
-    """Whether all gradients are finite, including sparse ones and those of the other ranks of a share.
-
-    Cost: one read, and one synchronisation per device.
-    """
+def all_finite(grads: Sequence[Tensor]) -> bool:
+    """Whether all gradients are finite, including sparse ones. Cost: one read, and one synchronisation per device."""
     norms: dict[torch.device, list[Tensor]] = {}
     filled = [values for grad in grads if (values := values_of(grad)).numel()]
     for norm in foreach.norm(filled, float("inf")) if filled else ():
         norms.setdefault(norm.device, []).append(norm)
-    finite = all(bool(torch.stack([norm.float() for norm in own]).isfinite().all()) for own in norms.values())
-    if share is None:
-        return finite
-    return bool(share.exchange(torch.tensor(float(finite), device="cpu")).all())
+    return all(bool(torch.stack([norm.float() for norm in of_one]).isfinite().all()) for of_one in norms.values())
 
 
 def values_of(grad: Tensor) -> Tensor:
@@ -191,3 +114,99 @@ def writable(tensor: Tensor) -> Tensor:
         return tensor
     shared = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
     return tensor.contiguous() if shared else tensor
+
+
+@dataclass(slots=True)
+class Batch:
+    """The parameters of a group that have a gradient, as parallel lists.
+
+    Args:
+        params: The tensors to update in place: the parameters, or their float32 masters.
+        grads: Their gradients, in the precision of ``params``.
+        states: Their states.
+        layout: Strides of ``params``, if already known.
+    """
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    states: list[dict[str, Any]]
+    layout: list[tuple[int, ...]] | None = None
+
+    def state(self, key: str) -> list[Tensor]:
+        """Return one entry of all states."""
+        return [state[key] for state in self.states]
+
+    def select(self, places: Sequence[int]) -> Batch:
+        """Return the batch of some of the parameters, by position."""
+        params, grads, states = self.params, self.grads, self.states
+        return Batch([params[at] for at in places], [grads[at] for at in places], [states[at] for at in places])
+
+    def align(self, keys: Sequence[str]) -> None:
+        """Give gradients and the entries ``keys`` of the states the memory layout of their parameter.
+
+        Kernels that read memory in order would read them at the wrong places.
+        """
+        layout = _strides(self.params) if self.layout is None else self.layout
+        if _strides(self.grads) != layout:
+            self.grads[:] = [aligned(grad, param) for grad, param in zip(self.grads, self.params, strict=True)]
+        for key in keys:
+            entries = [state.get(key) for state in self.states]
+            present = [entry for entry in entries if entry is not None]
+            if len(present) == len(entries) and _strides(present) == layout:
+                continue
+            for entry, param, state in zip(entries, self.params, self.states, strict=True):
+                if entry is not None:
+                    state[key] = aligned(entry, param)
+
+
+class Checked:
+    """A record, per group, of the options and of the parameters whose dense gradients passed the checks.
+
+    The options of a group count as checked while its entries are the same objects, its gradients until a flag of the
+    group or what :func:`_facts` returns changes.
+    """
+
+    def __init__(self) -> None:
+        self._options: dict[int, tuple[list[Any], list[Any]]] = {}
+        self._gradients: dict[int, tuple[list[Tensor], tuple[Any, ...]]] = {}
+
+    def options(self, number: int, group: Mapping[str, Any], check: Callable[[Mapping[str, Any]], None]) -> None:
+        """Check the options of a group, unless they are those that were checked last."""
+        if torch.compiler.is_compiling():
+            return check(group)
+        values, flags = self._options.get(number, ([], []))
+        if len(values) == len(group) and all(map(is_, values, group.values())):
+            return
+        check(group)
+        # Whether a gradient is usable may depend on whether a number is 0, but not on the number.
+        plain = (bool, int, float, type(None))
+        now = [(k, type(v), bool(v) if isinstance(v, plain) else None) for k, v in group.items() if k != "params"]
+        if now != flags:
+            self._gradients.pop(number, None)
+        self._options[number] = list(group.values()), now
+
+    def layout(self, number: int, params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[tuple[int, ...]] | None:
+        """Return the strides of the parameters if the record covers these gradients, else None."""
+        if torch.compiler.is_compiling() or number not in self._gradients:
+            return None
+        _, facts = self._gradients[number]
+        return facts[1] if facts == _facts(params, grads) else None
+
+    def note(self, number: int, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """Record that all of these gradients were checked, unless they are of several kinds or sparse."""
+        self._gradients.pop(number, None)
+        if torch.compiler.is_compiling() or any(type(param) not in (Tensor, torch.nn.Parameter) for param in params):
+            return  # tensor subclasses may change what they hold in other ways
+        facts = _facts(params, grads)
+        if facts[4] == {torch.strided} and len(facts[2]) == len(facts[3]) == 1:
+            self._gradients[number] = list(params), facts  # kept alive, so that their ids are not reused
+
+
+def _facts(params: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[Any, ...]:
+    """Return what can differ from step to step: parameters, their strides and devices, kinds of gradients."""
+    kinds = set(map(_DEVICE, params)), set(map(_DTYPE, grads)), set(map(_LAYOUT, grads))
+    return list(map(id, params)), _strides(params), *kinds
+
+
+def _strides(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
+    return list(map(Tensor.stride, tensors))

@@ -1,42 +1,39 @@
-"""What changes the gradients before a rule, and what changes its updates before they reach the weights."""
+"""What changes the gradients before a rule."""
 
 from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from torchboost.core.arguments import check_count, check_number
-from torchboost.core.torch_private import foreach, foreach_norm, sparse_values
+from torchboost.core.torch_private import foreach, sparse_values
 from torchboost.errors import IncompatibleError
-from torchboost.optim.groups import CENTRALIZE
 from torchboost.optim.pipeline import Gradients, GradientTransform, refuse_sparse
-from torchboost.optim.tensors import all_finite, merge_sparse, stand_in, total_norm, values_of
+from torchboost.optim.tensors import merge_sparse, stand_in, values_of
 
 __all__ = [
-    "AddDecay",
-    "Cautious",
+    "CENTRALIZE",
     "Centralize",
     "ClipNorm",
     "ClipValue",
     "Coalesce",
     "Decay",
-    "ScaleByTrustRatio",
     "Unscale",
-    "UpdateTransform",
-    "Updates",
     "has_rows",
-    "together",
     "wish",
     "with_centralization",
 ]
+
+CENTRALIZE = "grad_centralization"
+"""Key of a group that says whether its gradients are centralised: True, False, or absent (MindSpore's convention)."""
 
 _LAYOUT = attrgetter("layout")
 
@@ -223,15 +220,13 @@ class Decay:
 class ClipNorm:
     """Scale all gradients down together so that their joint norm is at most ``max_norm``.
 
-    Equals ``torch.nn.utils.clip_grad_norm_`` over all parameters of the optimizer. The norm is global under FSDP2. It
-    is also global in an optimizer of this package inside ``ZeroRedundancyOptimizer``: each rank sends one number.
+    Equals ``torch.nn.utils.clip_grad_norm_`` over all parameters of the optimizer. The norm is global under FSDP2.
     Duplicate rows of sparse gradients are merged first, so they count as if they were dense. Parameters without
     entries count as 0.
 
     Args:
         max_norm: Largest norm, above 0.
         norm_type: Order of the norm, above 0; ``math.inf`` for the largest magnitude.
-        error_if_nonfinite: Raise ``RuntimeError`` if the norm is not finite. Costs a device synchronisation.
 
     Raises:
         TypeError: A setting has the wrong type.
@@ -239,9 +234,9 @@ class ClipNorm:
     """
 
     scale_free = False
+    joint = True
     max_norm: float
     norm_type: float = 2.0
-    error_if_nonfinite: bool = False
 
     def __post_init__(self) -> None:
         if self.max_norm == math.inf:
@@ -252,31 +247,15 @@ class ClipNorm:
         check_number("max_norm", self.max_norm, above=True)
         if self.norm_type != math.inf:
             check_number("norm_type", self.norm_type, above=True)
-        if not isinstance(self.error_if_nonfinite, bool):
-            raise TypeError(f"error_if_nonfinite: found {self.error_if_nonfinite!r}; give True or False.")
-
-    @property
-    def collectives(self) -> int:
-        """Number of collectives per step among the ranks of a share."""
-        return 1 + self.error_if_nonfinite
-
-    def check(self, gradients: Gradients) -> None:
-        """Refuse gradients that are not finite, if ``error_if_nonfinite`` is set."""
-        if self.error_if_nonfinite and not all_finite(gradients.grads, gradients.share):
-            raise RuntimeError(
-                f"{self!r} found inf or nan in the gradients; find the cause, or set error_if_nonfinite=False."
-            )
 
     def __call__(self, gradients: Gradients) -> None:
         """Clip in place; sparse gradients are merged."""
         merge_sparse(gradients.grads)
         grads = [values_of(grad) for grad in gradients.grads]
-        norm = total_norm(grads, float(self.norm_type), gradients.share)
-        if norm is None:
+        filled = [grad for grad in grads if grad.numel()]  # torch raises for the maximum of an empty tensor
+        if not filled:
             return
-        if self.error_if_nonfinite and not bool(norm.isfinite()):
-            raise RuntimeError(f"{self!r} found a non-finite norm, {float(norm)}.")
-        factor = torch.clamp(self.max_norm / (norm + 1e-6), max=1.0)
+        factor = torch.clamp(self.max_norm / (get_total_norm(filled, float(self.norm_type)) + 1e-6), max=1.0)
         for device, part in _by_device(grads).items():
             foreach.mul_(part, factor.to(device))
 
@@ -384,139 +363,3 @@ def _by_device(grads: list[Tensor]) -> dict[torch.device, list[Tensor]]:
     for grad in grads:
         devices.setdefault(grad.device, []).append(grad)
     return devices
-
-
-@dataclass(slots=True)
-class Updates:
-    """The updates of some parameters of one group, as parallel lists, before they are subtracted times the rate.
-
-    Args:
-        params: The parameters, or their float32 masters, before the update.
-        updates: Change them in place, or replace them.
-        grads: The gradients that the rule used.
-        group: The param group.
-        measured: What :class:`ScaleByTrustRatio` takes the norm of; None for the updates themselves.
-    """
-
-    params: Sequence[Tensor]
-    updates: list[Tensor]
-    grads: Sequence[Tensor]
-    group: dict[str, Any]
-    measured: list[Tensor] | None = None
-
-
-class UpdateTransform(Protocol):
-    """One transform of the updates of a group, called under ``no_grad`` with a few parameters at a time."""
-
-    def __call__(self, updates: Updates) -> None:
-        """Change ``updates``."""
-        ...
-
-
-@dataclass(frozen=True)
-class AddDecay:
-    """Add ``weight_decay * w`` to the updates, so that later transforms see the decay.
-
-    Args:
-        weight_decay: At least 0; None takes that of the param group, for rules that do not decay weights themselves.
-
-    Raises:
-        TypeError: Not a number.
-        ValueError: Negative or not finite.
-    """
-
-    weight_decay: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.weight_decay is not None:
-            check_number("weight_decay", self.weight_decay)
-
-    def __call__(self, updates: Updates) -> None:
-        """Add in place."""
-        decay = float(updates.group["weight_decay"] if self.weight_decay is None else self.weight_decay)
-        for changed in (updates.updates, updates.measured):
-            if decay and changed is not None:
-                foreach.add_(changed, updates.params, alpha=decay)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScaleByTrustRatio:
-    """Scale each update to the size of its weights: ``u *= min(|w| / |u|, max_ratio)``, as LAMB does.
-
-    If ``|w|`` or ``|u|`` is 0, the update stays. Groups with ``adapt=False`` are skipped.
-    Cost: one read of weights and updates for the norms, and one read and write of the updates.
-
-    Source: Y. You et al., "Large Batch Optimization for Deep Learning", arXiv 1904.00962, algorithm 2.
-
-    Args:
-        max_ratio: Largest ratio, at least 0; None takes that of the param group.
-
-    Raises:
-        TypeError: Not a number.
-        ValueError: Negative or not finite.
-    """
-
-    max_ratio: float | None = 10.0
-
-    def __post_init__(self) -> None:
-        if self.max_ratio is not None:
-            check_number("max_ratio", self.max_ratio)
-
-    def __call__(self, updates: Updates) -> None:
-        """Scale in place."""
-        if not updates.group.get("adapt", True):
-            return
-        most = updates.group["max_ratio"] if self.max_ratio is None else self.max_ratio
-        measured = updates.updates if updates.measured is None else updates.measured
-        ratios = together(partial(_ratio, most=float(most)), foreach_norm(updates.params), foreach_norm(measured))
-        foreach.mul_(updates.updates, ratios)
-
-
-@dataclass(frozen=True)
-class Cautious:
-    """Leave out entries of an update that point against the gradient, and enlarge the others to make up for them.
-
-    The updates are multiplied by ``mask / mean(mask)``, of which the mean is at least ``least``.
-    Cost: two reads of updates and gradients, and one write of the updates.
-
-    Source: K. Liang et al., "Cautious Optimizers: Improving Training with One Line of Code", arXiv 2411.16085.
-
-    Args:
-        least: Smallest mean that is divided by, above 0.
-
-    Raises:
-        TypeError: Not a number.
-        ValueError: Not above 0, or not finite.
-    """
-
-    least: float = 1e-3
-
-    def __post_init__(self) -> None:
-        check_number("least", self.least, above=True)
-
-    def __call__(self, updates: Updates) -> None:
-        """Mask in place."""
-        for update, grad in zip(updates.updates, updates.grads, strict=True):
-            mask = (update * grad > 0).to(update.dtype)
-            update.mul_(mask).div_(mask.mean().clamp(min=self.least))
-
-
-def _ratio(size: Tensor, steepness: Tensor, most: float) -> Tensor:
-    usable = (size > 0) & (steepness > 0)
-    return torch.where(usable, (size / steepness).clamp(max=most), torch.ones_like(size))
-
-
-def together(function: Callable[..., Tensor], *lists: Sequence[Tensor]) -> list[Tensor]:
-    """Apply an elementwise function to lists of scalars, in a few operations instead of a few per scalar.
-
-    Args:
-        function: Elementwise; given tensors of equal shape, returns one of that shape.
-        lists: Tensors of shape ``()``; all lists have the same length.
-
-    Returns:
-        Tensors of shape ``()``. Scalars that differ in type, device or precision are processed one by one.
-    """
-    kinds = {(type(number), number.device, number.dtype) for numbers in lists for number in numbers}
-    if [kind for kind, _, _ in kinds] == [Tensor]:
-        return list(function(*(torch.stack(list(numbers)) for numbers in lists)).unbind())
-    return [function(*numbers) for numbers in zip(*lists, strict=True)]

@@ -1,19 +1,22 @@
-"""Optimizers that wrap another one, share its groups and state, and refuse steps that pass them by."""
+"""Optimizers around another one, that refuse steps which pass them by, and optimizers in place of another one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from torchboost.core.arguments import check_optimizer
 from torchboost.core.torch_private import without_hooks
 from torchboost.core.wrapping import hookable
 from torchboost.errors import IncompatibleError
+from torchboost.optim.rules.base import UpdateRule
 
-__all__ = ["DirectSteps", "WrappingOptimizer"]
+__all__ = ["DirectSteps", "WrappingOptimizer", "change_entries", "described_groups", "rebuilt"]
 
 
 class WrappingOptimizer(Optimizer):
@@ -152,3 +155,93 @@ class DirectSteps:
     def _refuse(self, *_: Any) -> None:
         if not self._allowed:
             raise IncompatibleError(self._instead)
+
+
+def described_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return complete copies of the param groups, with schedules in place of their last value."""
+    if isinstance(optimizer, UpdateRule):
+        return optimizer.described_groups()
+    return [dict(group) for group in optimizer.param_groups]
+
+
+def rebuilt(optimizer: Optimizer, groups: Sequence[dict[str, Any]], **changes: Any) -> Optimizer:
+    """Construct an optimizer of the same class with the same arguments over other groups, without state.
+
+    The constructor's arguments are read from ``defaults``, from attributes with the name of an argument, and for the
+    rules of this package from :meth:`~torchboost.optim.rules.base.UpdateRule.constructor_options`. Class defaults
+    are not used.
+
+    Args:
+        optimizer: Not changed.
+        groups: From :func:`described_groups`, split, joined or reordered.
+        **changes: Arguments that get another value.
+
+    Raises:
+        IncompatibleError: The optimizer wraps another one, or the value of an argument cannot be read.
+    """
+    kind: Any = type(optimizer)
+    if isinstance(optimizer, WrappingOptimizer):
+        raise IncompatibleError(
+            f"{kind.__name__} wraps another optimizer ({type(optimizer.opt).__name__}) and has no groups of its own. "
+            f"Rebuild the wrapped optimizer, then wrap the result in {kind.__name__}."
+        )
+    options = optimizer.constructor_options() if isinstance(optimizer, UpdateRule) else {}
+    attributes = {name: value for name, value in vars(optimizer).items() if not name.startswith("_")}
+    values = {**attributes, **optimizer.defaults, **options, **changes}
+    names = _arguments(kind)
+    for name in changes:
+        if name not in names:
+            raise IncompatibleError(f"{kind.__name__} takes no {name!r}; it takes {', '.join(names)}.")
+    hidden = [name for name in names if name not in values]
+    if hidden:
+        raise IncompatibleError(
+            f"{kind.__name__} takes {', '.join(hidden)}, but neither its 'defaults' nor its attributes hold the value, "
+            "so it cannot be rebuilt. Use centralize_gradients(optimizer), which keeps the optimizer."
+        )
+    try:
+        copy = kind([dict(group) for group in groups], **{name: values[name] for name in names})
+    except TypeError as error:
+        raise IncompatibleError(
+            f"{kind.__name__} cannot be rebuilt: its constructor rejects arguments of its own signature ({error}). "
+            "Use centralize_gradients(optimizer), which keeps the optimizer."
+        ) from error
+    after = copy.constructor_options() if options else {}
+    lost = [name for name, value in options.items() if name not in changes and value != after[name]]
+    if lost:  # the constructor sets options that it does not take as arguments
+        raise IncompatibleError(
+            f"the constructor of {kind.__name__} does not take {', '.join(lost)}, so it cannot be rebuilt with "
+            f"{lost[0]}={options[lost[0]]!r}. Add that argument to the constructor."
+        )
+    return copy
+
+
+def _arguments(kind: type) -> list[str]:
+    """Name the constructor's arguments except the parameters; with ``**options``, those of the base class too."""
+    names: list[str] = []
+    for base in kind.__mro__:
+        if "__init__" not in vars(base):
+            continue
+        arguments = list(inspect.signature(base).parameters.values())
+        keyword = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        named = [a.name for a in arguments if a.kind in keyword]
+        if arguments and arguments[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
+            del named[0]  # the parameters
+        names += [name for name in named if name not in names]
+        if all(a.kind is not a.VAR_KEYWORD for a in arguments):
+            break
+    return names
+
+
+def change_entries(optimizer: Optimizer, state_dict: dict[str, Any], change: Callable[[Tensor, str, Any], Any]) -> None:
+    """Replace state entries of parameters in a state dict that torch has just made; the optimizer keeps its own.
+
+    Args:
+        optimizer: Not changed.
+        state_dict: Its state dict; changed.
+        change: Called with a parameter, the name of an entry and the entry, and returns what to write in its place.
+    """
+    states = state_dict["state"]
+    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        for param, index in zip(group["params"], saved["params"], strict=True):
+            if index in states:
+                states[index] = {key: change(param, key, value) for key, value in states[index].items()}

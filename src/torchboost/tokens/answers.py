@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchboost.core.containers import with_tensors
+from torchboost.core.forward import with_tensors
 from torchboost.core.torch_private import functions_of_subclasses_off, is_view
 from torchboost.tokens.rows import MissingRows, Rows
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Attachment
-from torchboost.core.containers import with_tensors
-from torchboost.core.covering import cover_forward
+from torchboost.core.forward import cover_forward, with_tensors
 from torchboost.core.torch_private import inside_function_transform, is_tracing, version
 from torchboost.graph.copies import accelerators, generator_states, set_generator_states
 from torchboost.tokens.layout import Layout

@@ -1,7 +1,7 @@
 """The decisions of a tuning: which candidate is trained next, when it is accepted or dropped, and what is composed.
 
-All decisions are functions of the finished runs, in the order in which they were asked for. A resumed tuning, which has
-some of them already, and all ranks, which share them, decide the same.
+All decisions are functions of the finished runs, in the order in which they were asked for. So a resumed tuning, which
+has some of them already, decides the same.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Race:
                 f"the metric of stock was {metrics[0]:g} for all {len(metrics)} seeds; if it does not depend on the "
                 "training, it cannot show a loss"
             )
-        accepted = [one for one in self.findings.values() if one.outcome == "kept" and not one.candidate.recipe]
+        accepted = [one for one in self.findings.values() if one.outcome == "kept"]
         return self._composed(_without_rivals(accepted))
 
     def _screen(self) -> None:
@@ -121,7 +121,7 @@ class Race:
 
     def _aside(self) -> float:
         """Return the seconds that are set aside for the final test."""
-        runs = 2 if sum(not one.recipe for one in self.candidates) < 2 else 3
+        runs = 2 if len(self.candidates) < 2 else 3
         return min(RESERVED * self.budget, runs * RESERVED_PAIRS * self.runs[STOCK, 0].wall_seconds)
 
     def _run(self, candidate: Candidate, seed: int) -> Run:
@@ -180,7 +180,7 @@ class Race:
         """Return the seconds of stock and of a candidate for the run that the user has in mind."""
         pairs = self._pairs(STOCK, candidate.name, seeds)
         stock = [run.projected(self.total_steps) for run, _ in pairs]
-        return stock, [run.projected(self.total_steps, run.steps / whole.steps) for whole, run in pairs]
+        return stock, [run.projected(self.total_steps) for _, run in pairs]
 
     def _judge(self, candidate: Candidate, seeds: range) -> None:
         name = candidate.name

@@ -7,8 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from torchboost.bench.report.figures import Scale, Tick, ticks
-from torchboost.bench.report.template import render
+from torchboost.bench.report.page import Scale, Tick, render, ticks
 from torchboost.measure.evidence import Environment, Interval, Record, SavedRecord
 
 __all__ = [
@@ -39,7 +38,7 @@ Outcome = Literal[
 """What became of a candidate: accepted, or why not. A duplicate's training would be that of an earlier candidate."""
 
 
-class Candidate(Record):
+class Candidate(Record, extra="ignore"):
     """A way to train the model.
 
     Args:
@@ -48,16 +47,12 @@ class Candidate(Record):
         skips_work: Whether it leaves out a part of the training, so that it must do better than stock does with fewer
             steps. False for what computes the same in less time.
         share: Share of the steps that are trained, with the schedule fitted to them.
-        recipe: Whether a factory of its own, known by the name, trains it. It is not part of a configuration.
-        fingerprint: Of that factory: its optimizer's settings, the start weights of seed 0, and its source.
     """
 
     name: str
     extra: dict[str, Any] = Field(default_factory=dict)
     skips_work: bool = False
     share: float = 1.0
-    recipe: bool = False
-    fingerprint: str = ""
 
 
 class Run(Record):
@@ -93,9 +88,9 @@ class Run(Record):
     failure: str = ""
     too_slow: bool = False
 
-    def projected(self, total_steps: int, share: float = 1.0) -> float:
-        """Return the seconds of a run of so many stock steps; set-up is paid once."""
-        return self.setup_seconds + self.seconds / max(1, self.steps - 1) * max(0, share * total_steps - 1)
+    def projected(self, total_steps: int) -> float:
+        """Return the seconds of a run of another number of steps. Set-up is paid once."""
+        return self.setup_seconds + self.seconds / max(1, self.steps - 1) * max(0, total_steps - 1)
 
 
 class Finding(Record):
@@ -183,25 +178,14 @@ def headline(report: TuneReport) -> str:
     """Return the answer in one sentence, or how far the tuning came."""
     if report.state != "complete":
         return f"Not finished: {len(report.runs)} runs in {report.spent_seconds:.0f} s; continue with --resume."
-    proven, kept = proven_whole(report), [finding for finding in report.findings if finding.outcome == "kept"]
+    proven = proven_whole(report)
     if proven is not None:
         gain = "" if proven.speed is None else f" A training then takes {1 / proven.speed.mid:.0%} of the time."
-        answer = f"Turn on {proven.candidate.name}.{gain}"
-    elif any(not finding.candidate.recipe for finding in kept):
+        return f"Turn on {proven.candidate.name}.{gain}"
+    if any(finding.outcome == "kept" for finding in report.findings):
         reason = report.whole[-1].reason if report.whole else "it was not tried"
-        answer = (
-            f"Nothing is turned on: what passed alone was not shown to keep the metric in the final test ({reason})."
-        )
-    else:
-        answer = (
-            f"Nothing is turned on: no candidate was shown to save time and keep the metric within {report.drop:g}."
-        )
-    recipes = (
-        f"The recipe {finding.candidate.name} keeps the metric in {1 / finding.speed.mid:.0%} of the time."
-        for finding in kept
-        if finding.candidate.recipe and finding.speed is not None
-    )
-    return " ".join([answer, *recipes])
+        return f"Nothing is turned on: what passed alone was not shown to keep the metric in the final test ({reason})."
+    return f"Nothing is turned on: no candidate was shown to save time and keep the metric within {report.drop:g}."
 
 
 def cost(report: TuneReport) -> str:

@@ -1,27 +1,40 @@
-"""One training of a candidate: build, train, evaluate, and take the times."""
+"""What a tuning tries on a model, the levers that pay here and the algorithms of the levels, and how it trains them."""
 
 from __future__ import annotations
 
+import hashlib
 import math
+import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchboost.bench.factory import Parts, loop_body, made_by, metric_of, one_epoch
+from torchboost.bench.factory import Parts, check_fresh, loop_body, made_by, metric_of, one_epoch
+from torchboost.core.algorithm import Algorithm
 from torchboost.core.torch_private import compiled_graphs, forget_compiled
-from torchboost.distributed.agreement import mean_over_ranks, several
+from torchboost.errors import ConfigError, IncompatibleError
 from torchboost.front import Boosted, boost
 from torchboost.measure.machine import PeakMemory
 from torchboost.measure.stopwatch import Clock
-from torchboost.tuning.report import BLOCK, Candidate, Run
+from torchboost.registry import LEVELS, REGISTRY
+from torchboost.tuning.report import BLOCK, STOCK, Candidate, Finding, Run
 
-__all__ = ["LEAST_STEPS", "Training", "boosted_by"]
+__all__ = [
+    "LEAST_STEPS",
+    "Training",
+    "boosted_by",
+    "fingerprint_of",
+    "fresh",
+    "looked_at",
+    "named_candidates",
+    "standard_candidates",
+    "try_levers",
+]
 
 LEAST_STEPS = 2
 """The first step of a run is its set-up, so the time of a step is known from the second on."""
@@ -33,25 +46,23 @@ class Training:
 
     Args:
         make: ``make(seed) -> (model, optimizer, loss, batches, evaluate[, schedule])``.
-        recipes: The factories of candidates that have their own, by name.
         steps: Updates of a run of stock.
         device: Where the batches go; the factory puts the model there.
         told: Called with the candidate and the seed after every 20 steps.
     """
 
     make: Callable[[int], object]
-    recipes: Mapping[str, Callable[[int], object]] = field(default_factory=dict)
     steps: int
     device: torch.device
     told: Callable[[Candidate, int], None] = lambda candidate, seed: None
 
     def __call__(self, candidate: Candidate, seed: int, limit: float = math.inf, /) -> Run:
-        """Train once. The random generators are as before afterwards; ranks get the numbers of the first one.
+        """Train once. The random generators are as before afterwards.
 
         What an earlier training compiled is forgotten, so that each one pays for its own compilation; the compiler's
         cache on disk stays. If the steps after the first one take longer than ``limit`` seconds, without compilation,
-        the training is stopped: in one process after that step, on several ranks on all of them at the end of a block
-        of 20 steps. An error of a candidate is part of the run: its ``failure``. An error of stock is raised.
+        the training is stopped. An error of a candidate is part of the run, as its ``failure``. An error of stock is
+        raised.
         """
         started = time.perf_counter()
         forget_compiled()
@@ -61,7 +72,7 @@ class Training:
                     run = self._run(candidate, seed, limit)
                 run = run.model_copy(update={"peak_bytes": peak.bytes})
             except Exception as error:
-                if not (candidate.extra or candidate.recipe):
+                if not candidate.extra:
                     raise
                 spent = time.perf_counter() - started
                 run = Run(
@@ -74,13 +85,17 @@ class Training:
                     wall_seconds=spent,
                     failure=f"{type(error).__name__}: {error}".splitlines()[0][:200],
                 )
-            return _agreed(run)
+            return run
 
     def _run(self, candidate: Candidate, seed: int, limit: float) -> Run:
         clock, steps = Clock.of(self.device), max(LEAST_STEPS, round(candidate.share * self.steps))
         began = clock()
-        parts = made_by(self.recipes[candidate.name] if candidate.recipe else self.make, seed)
-        step, batches = _stepper(parts, candidate, steps), _batches(parts.batches, seed, self.device)
+        parts = made_by(self.make, seed)
+        model, optimizer = parts.model, parts.optimizer
+        if any(value is not False for value in candidate.extra.values()):
+            model, optimizer = boosted_by(parts, candidate.extra, steps)
+        step, batches = loop_body(parts, model, optimizer, steps), _batches(parts.batches, seed, self.device)
+        model.train()
         first = loss = step(*next(batches))
         ready = clock()
         block, means, metric, too_slow, diverged = [first], [], math.nan, False, False
@@ -93,9 +108,7 @@ class Training:
             if compiled_graphs() != graphs:
                 compiling, compiled_steps = compiling + clock() - start, compiled_steps + 1
             ends = done % BLOCK == BLOCK - 1
-            if ends or (limit < math.inf and not several()):
-                spent = torch.tensor(clock.read() - ready - compiling, device=loss.device)
-                too_slow = mean_over_ranks(spent) > limit
+            too_slow = clock.read() - ready - compiling > limit
             if ends:
                 self.told(candidate, seed)
                 mean, sound = _mean_of(block)
@@ -103,7 +116,7 @@ class Training:
                 block, diverged = [], not sound and _has_diverged(parts.model)
             if too_slow or diverged:
                 break
-        trained, last = clock() - ready, mean_over_ranks(loss)
+        trained, last = clock() - ready, float(loss)
         if not (too_slow or diverged or (not math.isfinite(last) and _has_diverged(parts.model))):
             metric = metric_of(parts, parts.model)
         left = steps - 1 - compiled_steps
@@ -113,7 +126,7 @@ class Training:
             steps=steps,
             metric=metric,
             losses=means,
-            first_loss=mean_over_ranks(first),
+            first_loss=float(first),
             last_loss=last,
             setup_seconds=ready - began + compiling,
             seconds=(trained - compiling) * (steps - 1) / left if left > 0 else trained,
@@ -131,15 +144,6 @@ def boosted_by(parts: Parts, extra: dict[str, Any], steps: int) -> Boosted:
     return boost(parts.model, parts.optimizer, level="O0", config={"extra": extra}, total_steps=steps, calibrate=False)
 
 
-def _stepper(parts: Parts, candidate: Candidate, steps: int) -> Callable[[Any, Any], Tensor]:
-    model, optimizer = parts.model, parts.optimizer
-    if any(value is not False for value in candidate.extra.values()):
-        model, optimizer = boosted_by(parts, candidate.extra, steps)
-    body = loop_body(parts, model, optimizer, steps)
-    model.train()
-    return body
-
-
 def _batches(epoch: Iterable[Any], seed: int, device: torch.device) -> Iterator[tuple[Any, Any]]:
     """Yield batches without end. All candidates get the same ones in the same order."""
     batches = list(epoch) if isinstance(epoch, Iterator) else epoch  # a generator can be read only once
@@ -148,28 +152,141 @@ def _batches(epoch: Iterable[Any], seed: int, device: torch.device) -> Iterator[
 
 
 def _mean_of(block: list[Tensor]) -> tuple[float | None, bool]:
-    """Return the mean of the finite losses of a block over all ranks, if there are any, and whether all are finite."""
+    """Return the mean of the finite losses of a block, if there are any, and whether all are finite."""
     values = torch.stack(block).double()
-    finite = values.isfinite()
-    share = mean_over_ranks(finite.double().mean())
-    mean = mean_over_ranks(values.where(finite, 0.0).sum() / finite.sum().clamp(min=1))
-    return float(f"{mean:.6g}") if share > 0 else None, share == 1.0
+    finite = values[values.isfinite()]
+    return float(f"{float(finite.mean()):.6g}") if len(finite) else None, len(finite) == len(values)
 
 
 def _has_diverged(model: nn.Module) -> bool:
-    """Return whether a weight or a buffer of any rank is not finite; a single loss that is not may be harmless."""
+    """Return whether a weight or a buffer is not finite. A single loss that is not finite may be harmless."""
     states = (t.detach() for t in (*model.parameters(), *model.buffers()) if t.is_floating_point() or t.is_complex())
-    tensors = [getattr(t, "to_local", lambda t=t: t)() for t in states]
-    local = any(not bool(t.isfinite().all()) for t in tensors)
-    device = tensors[0].device if tensors else torch.device("cpu")
-    return mean_over_ranks(torch.tensor(float(local), device=device)) > 0
+    return any(not bool(t.isfinite().all()) for t in states)
 
 
-def _agreed(run: Run) -> Run:
-    """Return the run of the first rank, with the times of the slowest one."""
-    if not several():
-        return run
-    runs: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(runs, run)
-    times = ("setup_seconds", "seconds", "wall_seconds")
-    return runs[0].model_copy(update={name: max(getattr(one, name) for one in runs) for name in times})
+Make = Callable[[int], object]
+
+LEVERS = tuple(name for name, entry in REGISTRY.items() if entry.lever)
+
+
+def standard_candidates(levers: Sequence[str]) -> list[Candidate]:
+    """Return the levers that a trial kept, LessBN as in the levels with centralised gradients, and freezing."""
+    exact = [name for name in levers if name != "autocast"]
+    sets = [list(levers), exact] if "autocast" in levers else [exact]
+    levered = [Candidate(name="levers: " + ", ".join(one), extra=dict.fromkeys(one, True)) for one in sets if one]
+    gentle, strong = LEVELS["O1"], LEVELS["O2"]
+    centralized = {"gradient_centralization": dict(gentle["gradient_centralization"])}
+    algorithms = {
+        "less_bn and gradient_centralization as in O1": {"less_bn": dict(gentle["less_bn"]), **centralized},
+        "less_bn and gradient_centralization as in O2": {"less_bn": dict(strong["less_bn"]), **centralized},
+        "grad_freeze as in O2": {"grad_freeze": dict(strong["grad_freeze"])},
+        "grad_freeze from 30 % on": {"grad_freeze": {"full_share": 0.3}},
+    }
+    return levered + [Candidate(name=name, extra=extra, skips_work=True) for name, extra in algorithms.items()]
+
+
+def try_levers(make: Make, *, steps: int, seconds: float) -> tuple[list[str], dict[str, str]]:
+    """Make the trial of :func:`torchboost.boost`, which takes one training step.
+
+    Args:
+        make: The factory.
+        steps: Updates of the run over which the levers must pay.
+        seconds: Length of the trial.
+
+    Returns:
+        The levers that the trial kept, and the reason against each of the others.
+    """
+    parts = made_by(make, 0)
+    others = {name: False for name in LEVELS["O1"] if name not in LEVERS}
+    model, optimizer = parts.model, parts.optimizer
+    boosted = boost(model, optimizer, level="O1", config={"extra": others}, total_steps=steps, calibrate=seconds)
+    batches = one_epoch(parts.batches, seed=0, epoch=0, device=next(model.parameters()).device)
+    loop_body(parts, boosted.model, boosted.optimizer, steps)(*next(batches))
+    kept = [name for name in LEVERS if name in boosted.attached]
+    reasons = {one.name: one.reason for one in boosted.plan.dropped}
+    boosted.remove()
+    return kept, {name: reasons.get(name, "left out") for name in LEVERS if name not in kept}
+
+
+def named_candidates(extras: Mapping[str, Mapping[str, Any]]) -> list[Candidate]:
+    """Return candidates from names and sections ``extra``.
+
+    A candidate skips work unless all of its algorithms are levers, which compute the same in less time.
+
+    Raises:
+        ValueError: A name cannot be used, or a section turns nothing on.
+    """
+    candidates = []
+    for name, extra in extras.items():
+        on = [key for key, value in extra.items() if value is not False] if isinstance(extra, Mapping) else []
+        free = isinstance(name, str) and bool(name) and not name.startswith(STOCK) and " + " not in name
+        if not free or not on:
+            raise ValueError(
+                f"candidates: found {name!r}: {extra!r}; give a name without ' + ' that does not begin with "
+                f"{STOCK!r}, and a section extra with what it turns on, such as {{'autocast': True}}."
+            )
+        candidates.append(Candidate(name=name, extra=dict(extra), skips_work=not set(on) <= set(LEVERS)))
+    return candidates
+
+
+def fresh(make: Make) -> Parts:
+    """Return what a factory makes of seed 0.
+
+    Raises:
+        FactoryError: A parameter is one of another call, so that one run would continue the training of the other.
+    """
+    parts = made_by(make, 0)
+    check_fresh(parts, made_by(make, 0))
+    return parts
+
+
+def fingerprint_of(parts: Parts) -> str:
+    """Return a text that tells trainings apart by the optimizer's settings, the modules, the start weights and buffers.
+
+    It sees no change of the loss, the data or ``evaluate``.
+    """
+    digest = hashlib.sha256(re.sub(r"0x[0-9a-f]+", "", repr(parts.model)).encode())
+    for group in parts.optimizer.param_groups:
+        digest.update(repr(sorted((key, str(value)) for key, value in group.items() if key != "params")).encode())
+    digest.update(type(parts.optimizer).__name__.encode())
+    for tensor in (*parts.model.parameters(), *parts.model.buffers()):
+        real = tensor.detach().abs() if tensor.is_complex() else tensor.detach()
+        digest.update(f"{float(real.double().abs().sum()):.12e}".encode())
+    return digest.hexdigest()[:16]
+
+
+def looked_at(candidates: Sequence[Candidate], make: Make, steps: int) -> list[Finding]:
+    """Return a finding for each candidate, with an outcome for those that are not trained.
+
+    These are candidates of which an algorithm cannot work here, and those whose training would be that of an earlier
+    one.
+
+    Raises:
+        ConfigError: The settings of a candidate are wrong.
+    """
+    known: dict[str, str] = {}
+    return [_looked_at(one, make, steps, known) for one in candidates]
+
+
+def _looked_at(candidate: Candidate, make: Make, steps: int, known: dict[str, str]) -> Finding:
+    parts = made_by(make, 0)
+    try:
+        boosted = boosted_by(parts, candidate.extra, steps)
+    except ConfigError:
+        raise  # it is not the model that this cannot work on
+    except (IncompatibleError, ValueError) as error:
+        return Finding(candidate=candidate, outcome="not usable", reason=str(error))
+    plan = boosted.plan
+    # If an algorithm only transforms modules, these tell what it did, and its settings do not count.
+    on = [one.name if type(one).attach is Algorithm.attach else repr(one) for one in plan.algorithms]
+    training = "; ".join([*on, fingerprint_of(parts)])
+    boosted.remove()
+    running = {one.name for one in plan.algorithms}
+    absent = [name for name, value in candidate.extra.items() if value is not False and name not in running]
+    if absent:
+        missing = [f"{one.name}: {one.reason}" for one in plan.dropped if one.name in absent]
+        return Finding(candidate=candidate, outcome="not usable", reason="; ".join(missing) or "it changes nothing")
+    same = known.setdefault(training, candidate.name)
+    if same != candidate.name:
+        return Finding(candidate=candidate, outcome="duplicate", reason=f"on this model it is the same as {same!r}")
+    return Finding(candidate=candidate)

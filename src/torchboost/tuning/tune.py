@@ -4,35 +4,33 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from torchboost.bench.bench import check_same
 from torchboost.bench.factory import count_of, made_by, source_of
 from torchboost.core.arguments import check_count, check_number, is_number, seconds_of
-from torchboost.distributed.agreement import Agreement, from_first_rank, is_first_rank, several
-from torchboost.errors import FactoryError
+from torchboost.distributed.topology import Topology
+from torchboost.errors import FactoryError, IncompatibleError
 from torchboost.measure.stopwatch import Progress, environment
 from torchboost.plan import Plan
 from torchboost.registry import Facts
-from torchboost.tuning.candidates import (
+from torchboost.tuning.race import Race
+from torchboost.tuning.report import Finding, TuneReport
+from torchboost.tuning.training import (
+    LEAST_STEPS,
+    Training,
     fingerprint_of,
     fresh,
     looked_at,
     named_candidates,
-    recipe_candidates,
     standard_candidates,
     try_levers,
 )
-from torchboost.tuning.race import Race
-from torchboost.tuning.report import Candidate, Finding, TuneReport
-from torchboost.tuning.training import LEAST_STEPS, Training
 
 __all__ = ["report_path", "tune"]
 
@@ -45,9 +43,6 @@ LEAST_ERROR, MOST_ERROR = 0.01, 0.5
 LEAST_SEEDS, MOST_SEEDS = 3, 100
 """The limits of the sequential test are simulated for all seeds, which takes seconds for a hundred."""
 
-LEAST_CALLS = 12
-"""Calls of the factory: two to check it, one for the trial, two or more to look at candidates, and seven runs."""
-
 
 def tune(
     make: Callable[[int], object],
@@ -57,7 +52,6 @@ def tune(
     epochs: int = 1,
     total_steps: int | None = None,
     candidates: Mapping[str, Mapping[str, Any]] | None = None,
-    recipes: Mapping[str, tuple[Callable[[int], object], float]] | None = None,
     seeds: int = 12,
     error: float = 0.05,
     device: torch.device | str = "cpu",
@@ -76,9 +70,7 @@ def tune(
     no work. These attempts, at most three, have equal parts of ``error``, so the probability that something which costs
     more than ``drop`` is turned on is at most ``error``.
 
-    Under ``torch.distributed`` all ranks of the default group call this with the same arguments; the factory wraps the
-    model. They take the metric of the first rank and the times of the slowest, so they decide the same; the first one
-    reads and writes the files.
+    Everything runs in this process. Of a training on several ranks, tune the part of one rank.
 
     The answer is valid for runs like those that were made: ``epochs`` passes over the factory's batches. A drop that
     only shows later in a longer run cannot be seen.
@@ -93,8 +85,6 @@ def tune(
         total_steps: Updates of the training that the answer is for, over which compilation is spread; by default those
             of a run.
         candidates: Name -> section ``extra`` of a configuration, in place of the standard ones.
-        recipes: Name -> ``(make, share)``: other factories, for instance with another optimizer, trained for a share of
-            the steps. They are compared like candidates, but no configuration can turn them on.
         seeds: Most seeds per comparison, from 3 to 100.
         error: Probability of a wrong decision in each comparison, and in the final test as a whole.
         device: Where the batches go.
@@ -107,7 +97,7 @@ def tune(
     Raises:
         FactoryError: The factory returns something else or has no ``evaluate``, or the stock loop cannot be compared:
             it diverges, or has the same losses and metric for two seeds.
-        RankDisagreementError: The ranks have different numbers of batches.
+        IncompatibleError: ``torch.distributed`` has several ranks.
         TypeError: An argument has the wrong type.
         ValueError: An argument is out of range, or the report belongs to another tuning.
         KeyboardInterrupt: Passed on. The report holds all finished runs.
@@ -134,14 +124,13 @@ def tune(
         raise FactoryError(
             "the factory has no evaluate; tune needs it: return (model, optimizer, loss, batches, evaluate)."
         )
-    building = from_first_rank((time.perf_counter() - started) / 2)
-    if LEAST_CALLS * building > seconds:
-        raise FactoryError(
-            f"the factory takes {building:.1f} s, and a tuning calls it {LEAST_CALLS} times at least, but the budget "
-            f"is {seconds:.0f} s. Load data once, outside of the factory, or allow more time."
-        )
+    if Topology.current().world_size > 1:
+        raise IncompatibleError("tune runs in one process, and here are several ranks; let one of them tune its part.")
     steps = epochs * count_of(parts.batches, seconds)
-    _check_steps(steps, total_steps)
+    if steps < LEAST_STEPS:
+        raise FactoryError("a run has one step, of which no speed is known; give more batches, or more epochs.")
+    if total_steps is not None and total_steps < steps:
+        raise ValueError(f"total_steps: found {total_steps}; the runs that are made have {steps} steps.")
     report = TuneReport(
         title=title,
         model=type(parts.model).__name__,
@@ -154,13 +143,11 @@ def tune(
         error=error,
         environment=environment(device),
         fingerprint=fingerprint_of(parts),
-        source=from_first_rank(source_of(make)),
+        source=source_of(make),
     )
     session = _Session(
         started=started,
         make=make,
-        recipes={name: recipe for name, (recipe, _) in (recipes or {}).items()},
-        compared=recipe_candidates(recipes or {}, parts),
         device=torch.device(device),
         out=path,
         progress=(lambda phase, done, total, note="": None) if progress is None else progress,
@@ -190,17 +177,14 @@ class _Session:
 
     started: float
     make: Callable[[int], object]
-    recipes: Mapping[str, Callable[[int], object]]
-    compared: list[Candidate]
     device: torch.device
     out: Path | None
     progress: Progress
     report: TuneReport
 
     def tell(self, phase: str, done: float, total: float, note: str = "") -> None:
-        """Tell the progress, on the first rank."""
-        if is_first_rank():
-            self.progress(phase, round(done), round(total), note)
+        """Tell the progress in whole seconds."""
+        self.progress(phase, round(done), round(total), note)
 
     def take_up(self) -> None:
         """Continue the saved report.
@@ -209,24 +193,17 @@ class _Session:
             ValueError: It belongs to another tuning.
         """
         path, now = None if self.out is None else report_path(self.out), self.report
-        there = path is not None and is_first_rank() and path.is_file()
-        saved = from_first_rank(TuneReport.load(path) if path is not None and there else None)
-        if path is None or saved is None:
+        if path is None or not path.is_file():
             return
+        saved = TuneReport.load(path)
         names = ("title", "model", "parameters", "drop", "steps", "total_steps", "most_seeds", "error", "fingerprint")
         check_same(path, saved, now, names, "was made with")
-        if saved.source and saved.source != now.source:
-            raise ValueError(
-                f"{path} was made with another factory, another version of its file, or other arguments of it; runs of "
-                "both cannot be mixed. Restore the factory, choose another file with out, or do not resume."
-            )
         self.report = saved.model_copy(update={"budget_seconds": now.budget_seconds, "state": "running", "whole": []})
 
     def run(self, extras: Mapping[str, Mapping[str, Any]] | None) -> TuneReport:
-        findings = from_first_rank(self._findings(extras))
+        findings = self._findings(extras)
         training = Training(
             make=self.make,
-            recipes=self.recipes,
             steps=self.report.steps,
             device=self.device,
             told=lambda candidate, seed: self._spent(self.report.spent_seconds, f"{candidate.name}, seed {seed}"),
@@ -239,7 +216,7 @@ class _Session:
             total_steps=self.report.total_steps,
             most=self.report.most_seeds,
             error=self.report.error,
-            spent=from_first_rank(self.report.spent_seconds + time.perf_counter() - self.started),
+            spent=self.report.spent_seconds + time.perf_counter() - self.started,
             told=lambda race: self._note(race, findings),
             runs={(run.name, run.seed): run for run in self.report.runs},
         )
@@ -250,7 +227,9 @@ class _Session:
             raise
         self._note(race, findings, state="complete", extra=extra)
         if self.out is not None:
-            self._write(self.out, extra)
+            parts = made_by(self.make, 0)
+            facts = Facts.measure(parts.model, total_steps=self.report.total_steps, loop="own")
+            Plan.of("O0", {"extra": extra}, facts).fit(parts.model, parts.optimizer).save(self.out)
         return self.report
 
     def _findings(self, extras: Mapping[str, Mapping[str, Any]] | None) -> list[Finding]:
@@ -260,32 +239,25 @@ class _Session:
             kept = [finding for finding in self.report.findings if finding.outcome in ("not usable", "duplicate")]
             others = [finding for finding in self.report.findings if finding not in kept]
             return [*kept, *(Finding(candidate=finding.candidate) for finding in others)]
-        candidates = standard_candidates([]) if extras is None else named_candidates(extras)
-        names = Counter(one.name for one in (*candidates, *self.compared))
-        twice = [name for name in names if names[name] > 1 or (extras is None and name.startswith("levers: "))]
-        if twice:
-            raise ValueError(
-                f"recipes: found {twice[0]!r}, which is also the name of a candidate; give each its own name."
-            )
+        candidates = [] if extras is None else named_candidates(extras)
         if extras is None:
             self.tell("trial of the levers", 0, 1)
             seconds = min(TRIAL_MOST, TRIAL_SHARE * self.report.budget_seconds)
-            trial = try_levers(self.make, steps=self.report.total_steps, seconds=seconds)
-            self.report = self.report.model_copy(update={"left_out": trial.left_out})
-            candidates = standard_candidates(trial.kept)
+            levers, left_out = try_levers(self.make, steps=self.report.total_steps, seconds=seconds)
+            self.report = self.report.model_copy(update={"left_out": left_out})
+            candidates = standard_candidates(levers)
             self.tell("trial of the levers", 1, 1)
-        return looked_at([*candidates, *self.compared], self.make, self.report.steps)
+        return looked_at(candidates, self.make, self.report.steps)
 
     def _check_same_candidates(self, extras: Mapping[str, Mapping[str, Any]] | None) -> None:
         """Raise ``ValueError`` if the candidates are not those of the report that is continued."""
         saved = [finding.candidate for finding in self.report.findings]
-        own = [one for one in saved if not one.recipe] if extras is None else named_candidates(extras)
-        if sorted(map(repr, saved)) != sorted(map(repr, [*own, *self.compared])):
-            known = ", ".join(f"{one.name!r}{f' ({one.share:g})' if one.recipe else ''}" for one in saved)
+        now = saved if extras is None else named_candidates(extras)
+        if sorted(map(repr, saved)) != sorted(map(repr, now)):
+            known = ", ".join(repr(one.name) for one in saved)
             raise ValueError(
-                f"the report was made with other candidates, recipes, or settings of them ({known}); give the same "
-                "ones, recipes from the same files and with the same optimizers and start weights, or choose another "
-                "file."
+                f"the report was made with other candidates, or settings of them ({known}); give the same ones, or "
+                "choose another file."
             )
 
     def _spent(self, seconds: float, note: str) -> None:
@@ -303,24 +275,15 @@ class _Session:
                 **update,
             }
         )
-        if self.out is not None and is_first_rank():
+        if self.out is not None:
             self.report.save(report_path(self.out))
         last = self.report.runs[-1] if self.report.runs else None
         self._spent(race.spent, "" if last is None else f"{last.name}, seed {last.seed}: {last.metric:.4g}")
-
-    def _write(self, out: Path, extra: dict[str, Any]) -> None:
-        parts = made_by(self.make, 0)
-        facts = Facts.measure(parts.model, total_steps=self.report.total_steps, loop="own")
-        plan = Plan.of("O0", {"extra": extra}, facts).fit(parts.model, parts.optimizer)
-        if is_first_rank():  # all ranks built the model, which a wrapper may do together
-            plan.save(out)
 
 
 def _check_free(out: Path, resume: bool) -> None:
     """Raise ``ValueError`` if the files cannot be written, or would replace something."""
     report = report_path(out)
-    if not is_first_rank():
-        return
     out.parent.mkdir(parents=True, exist_ok=True)
     if not os.access(out.parent, os.W_OK):
         raise ValueError(f"out: {out.parent} cannot be written to; choose another folder.")
@@ -328,15 +291,3 @@ def _check_free(out: Path, resume: bool) -> None:
         raise ValueError(f"{report} exists; continue it with resume=True (--resume), or choose another file.")
     if out.exists() and not report.exists():
         raise ValueError(f"{out} exists and is not from a tuning, since {report.name} is missing; choose another file.")
-
-
-def _check_steps(steps: int, total_steps: int | None) -> None:
-    """Check the steps of a run, which must be those of all ranks: else they would wait for each other without end."""
-    if steps < LEAST_STEPS:
-        raise FactoryError("a run has one step, of which no speed is known; give more batches, or more epochs.")
-    if several():
-        agreement = Agreement(range(dist.get_world_size()), subject="tune")
-        agreement.check({"the number of steps of a run": steps}, hint="Give all ranks equally many batches.")
-        agreement.close()
-    if total_steps is not None and total_steps < steps:
-        raise ValueError(f"total_steps: found {total_steps}; the runs that are made have {steps} steps.")

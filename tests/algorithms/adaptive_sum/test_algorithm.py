@@ -20,18 +20,8 @@ from tests.support.memory import live_tensors
 from tests.support.models import cnn, mlp
 from tests.support.nodes import batch_of, fresh, node_wrapped, tensors, train
 from tests.support.ranks import run_ranks
-from torchboost import (
-    DynamicLossScale,
-    FixedLossScale,
-    GroupGradScaler,
-    GroupLossScaleManager,
-    NodeGroups,
-    Target,
-    Topology,
-    adasum,
-    optim,
-)
-from torchboost.algorithms import AdaptiveSum
+from torchboost import DynamicLossScale, NodeGroups, Target, Topology, adasum, optim
+from torchboost.algorithms import AdaptiveSum, adaptive_sum
 from torchboost.core import attach_all
 from torchboost.errors import IncompatibleError, NoEffectWarning
 
@@ -42,7 +32,6 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 def test_settings_that_make_no_sense():
     bad: list[tuple[dict[str, Any], type[Exception]]] = [
-        ({"on": "weights"}, ValueError),
         ({"split_groups": 0}, ValueError),
         ({"split_groups": []}, ValueError),
         ({"split_groups": [4, 4]}, ValueError),
@@ -66,17 +55,11 @@ def test_one_process_is_told_and_left_alone():
         summing = adasum(model, optimizer)
     assert not optimizer._optimizer_step_pre_hooks
     assert not summing.active
-    assert summing.cosines == {}
     assert summing.agreement != summing.agreement
     summing.remove()
 
 
 def one_node() -> tuple[list[str], bool]:
-    said, same = zip(*(one_node_in_one_form(on) for on in ("delta", "gradient")), strict=True)
-    return [text for texts in said for text in texts], all(same)
-
-
-def one_node_in_one_form(on: Any) -> tuple[list[str], bool]:
     found = []
     for attached in (False, True):
         model = DistributedDataParallel(fresh())
@@ -84,7 +67,7 @@ def one_node_in_one_form(on: Any) -> tuple[list[str], bool]:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             if attached:
-                adasum(model, optimizer, on=on)
+                adasum(model, optimizer)
         train(model, optimizer, 2)
         found.append(tensors(model))
     return [str(warning.message) for warning in said], found[0] == found[1]
@@ -111,45 +94,23 @@ def refusal(model: nn.Module, settings: dict[str, Any], optimizer: Any = None, s
 
 def refusals() -> dict[str, str]:
     two: dict[str, Any] = {"devices_per_node": 2}
-    gradient = {"on": "gradient", **two}
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "shard"))
     inside = NodeGroups.of(Topology.current(2)).inside
     narrow = torch.nn.Linear(4, 2).bfloat16()
     masters = optim.AdamWeightDecay(narrow.parameters(), 0.1, master_weights=True)
     table = nn.Embedding(8, 4, sparse=True)
-    hooked = DistributedDataParallel(fresh())
-    hooked.register_comm_hook(None, lambda state, bucket: None)
-    built_in = DistributedDataParallel(fresh())
-    built_in._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
-    unit = fully_shard(fresh(), mesh=mesh["shard"])
-    unit.set_all_reduce_hook(lambda output: None)
     mixed = fresh()
     fully_shard(mixed[0], mesh=mesh["shard"])
-    grouped, layer = fresh(), nn.Linear(2, 2)
-    groups = GroupGradScaler(grouped, ["0", "2"], process_group=inside)
-    by_hand = GroupLossScaleManager(1024.0, [list(layer.parameters())], process_group=inside).scaler
     return {
         "averages over all": refusal(DistributedDataParallel(fresh()), two),
-        "averages over the node": refusal(DistributedDataParallel(fresh(), process_group=inside), gradient),
-        "another hook": refusal(hooked, gradient),
-        "a built-in hook": refusal(built_in, gradient),
-        "skips buckets": refusal(DistributedDataParallel(fresh(), skip_all_reduce_unused_params=True), gradient),
-        "bare": refusal(fresh(), gradient),
         "FSDP1": refusal(FullyShardedDataParallel(fresh(), device_id=torch.device("cpu")), two),
         "HSDP": refusal(fully_shard(fresh(), mesh=mesh), two),
-        "HSDP on gradients": refusal(fully_shard(fresh(), mesh=mesh), gradient),
         "sharded over all": refusal(fully_shard(fresh()), two),
         "half sharded": refusal(mixed, two),
-        "a unit with a hook": refusal(unit, gradient),
         "masters": refusal(narrow, two, masters),
         "moves between steps": refusal(table, two, optim.LazyAdam(table.parameters(), exact=True)),
         "a deaf scaler": refusal(fresh(), two, scaler=torch.amp.GradScaler("cpu")),
         "agree=False": refusal(fresh(), two, scaler=DynamicLossScale(1024.0, agree=False)),
-        "of the node": refusal(fresh(), two, scaler=DynamicLossScale(1024.0, process_group=inside)),
-        "fixed, of the node": refusal(fresh(), two, scaler=FixedLossScale(8.0, process_group=inside)),
-        "groups, of the node": refusal(grouped, two, scaler=groups),
-        "by hand, of the node": refusal(fresh(), two, scaler=by_hand),
-        "of all ranks": refusal(fresh(), two, scaler=DynamicLossScale(1024.0, process_group=dist.group.WORLD)),
         "complex": refusal(nn.Linear(2, 2, dtype=torch.complex64), two),
         "two devices": refusal(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")), two),
         "nodes of 3": refusal(fresh(), {"devices_per_node": 3}),
@@ -163,56 +124,45 @@ def refusals() -> dict[str, str]:
 def test_what_cannot_work_is_refused_with_what_to_do_on_every_rank():
     found = run_ranks(on_four, 4)
     said = found[0]["refusals"]
-    fine = {"an agreeing scaler", "of all ranks", "a second time"}
+    fine = {"an agreeing scaler", "a second time"}
     assert {case for case, message in said.items() if message == "attached"} == fine
     for case, message in said.items():
         assert case in fine or "; " in message, "an error says what to do"
     assert all(other == found[0] for other in found)
     assert "process_group=torchboost.NodeGroups.of" in said["averages over all"]
-    assert "over 2 ranks; on='gradient'" in said["averages over the node"]
-    assert "already has a communication hook" in said["another hook"]
-    assert said["a built-in hook"] == said["another hook"]
-    assert "skip_all_reduce_unused_params" in said["skips buckets"]
-    assert "the model is bare" in said["bare"]
     assert "FullyShardedDataParallel" in said["FSDP1"]
     assert "mean over nodes" in said["HSDP"]
-    assert "mean over nodes" in said["HSDP on gradients"]
     assert "a mesh of shape (4,)" in said["sharded over all"]
     assert "is not sharded" in said["half sharded"]
-    assert "already has an all-reduce hook" in said["a unit with a hook"]
     assert "float32 master weights" in said["masters"]
     assert "exact=True" in said["moves between steps"]
     assert "DynamicLossScale" in said["a deaf scaler"]
     assert "may skip the step on one node" in said["agree=False"]
-    for case in ("of the node", "fixed, of the node", "groups, of the node", "by hand, of the node"):
-        assert said[case].startswith("2 of 4 ranks agree on overflows in this ")
-        assert "build it without process_group" in said[case]
     assert "are not all real numbers" in said["complex"]
     assert "lie on cpu, meta" in said["two devices"]
     assert "found 4 ranks in nodes of 3" in said["nodes of 3"]
 
-    for uneven in found[0]["nodes"]:
-        assert uneven.startswith("found nodes of 1 and 3 ranks")
+    assert found[0]["nodes"].startswith("found nodes of 1 and 3 ranks")
     for text, kept in found[0]["different"]:
         assert "differ between the ranks" in text
         assert "; start all ranks from the same seed" in text
         assert kept
 
 
-def uneven_nodes(on: Any) -> str:
+def uneven_nodes() -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", str([3, 3, 3, 1][dist.get_rank()]))
-        model = fresh() if on == "delta" else DistributedDataParallel(fresh())
+        model = fresh()
         with pytest.raises(IncompatibleError) as error:
-            adasum(model, sgd(model), on=on)
+            adasum(model, sgd(model))
     return str(error.value)
 
 
-def different_weights(how: str, on: Any) -> tuple[str, bool]:
+def different_weights(how: str) -> tuple[str, bool]:
     torch.manual_seed(dist.get_rank())
-    model = node_wrapped(mlp(), how, on, 2)
+    model = node_wrapped(mlp(), how, 2)
     optimizer = sgd(model)
-    adasum(model, optimizer, on=on, devices_per_node=2)
+    adasum(model, optimizer, devices_per_node=2)
     x, y = batch_of(dist.get_rank(), 0)
     F.cross_entropy(model(x), y).backward()
     before = tensors(model)
@@ -224,11 +174,10 @@ def different_weights(how: str, on: Any) -> tuple[str, bool]:
 
 
 def on_four() -> dict[str, Any]:
-    ways = [("bare", "delta"), ("ddp", "delta"), ("fsdp", "delta"), ("fsdp", "gradient")]
     return {
         "refusals": refusals(),
-        "nodes": [uneven_nodes(on) for on in ("delta", "gradient")],
-        "different": [different_weights(how, on) for how, on in ways],
+        "nodes": uneven_nodes(),
+        "different": [different_weights(how) for how in ("bare", "ddp", "fsdp")],
     }
 
 
@@ -249,44 +198,32 @@ def test_equal_updates_are_told_once(two):
         assert "all nodes made the same update" in said[0]
 
 
-def agreement(on: Any) -> tuple[float, dict[str, float], list[list[float]]]:
-    model = node_wrapped(fresh(), "ddp", on, 1)
+def agreement() -> tuple[float, list[list[float]]]:
+    model = node_wrapped(fresh(), "ddp", 1)
     optimizer = sgd(model)
-    summing = adasum(model, optimizer, on=on, devices_per_node=1)
+    summing = adasum(model, optimizer, devices_per_node=1)
     alone = copy.deepcopy(fresh())
     x, y = batch_of(dist.get_rank(), 0)
     F.cross_entropy(alone(x), y).backward()
     train(model, optimizer, 1)
-    return summing.agreement, summing.cosines, [p.grad.flatten().tolist() for p in alone.parameters()]  # pyright: ignore
+    return summing.agreement, [p.grad.flatten().tolist() for p in alone.parameters()]  # pyright: ignore
 
 
 @pytest.mark.dist
-def test_agreement_is_the_cosine_between_the_nodes(two):
-    for on in ["delta", "gradient"]:
-        first, second = (found[on] for found in two["agreement"])
-        assert first[:2] == second[:2]
-        mean, cosines, _ = first
-        assert list(cosines) == [name for name, _ in mlp().named_parameters()]
-        for found, a, b in zip(cosines.values(), first[2], second[2], strict=True):
-            wanted = F.cosine_similarity(torch.tensor(a).double(), torch.tensor(b).double(), dim=0)
-            assert found == pytest.approx(float(wanted), abs=1e-4)
-        assert mean == pytest.approx(sum(cosines.values()) / len(cosines))
+def test_agreement_is_the_mean_cosine_between_the_nodes(two):
+    (mean, mine), (other, theirs) = two["agreement"]
+    pairs = [(torch.tensor(a).double(), torch.tensor(b).double()) for a, b in zip(mine, theirs, strict=True)]
+    expected = sum(float(F.cosine_similarity(a, b, dim=0)) for a, b in pairs) / len(pairs)
+    assert mean == other == pytest.approx(expected, abs=1e-4)
 
 
-def collectives(how: str, on: Any) -> dict[str, int]:
+def collectives() -> dict[str, int]:
     """Count the exchanges in one update, for several packings: between two ranks two for each pack."""
     counts = {}
-    for name, points, megabytes in (
-        ("one", None, 25),
-        ("two", (2,), 25),
-        ("three", (2, 4), 25),
-        ("three of small buckets", (2, 4), 1e-6),
-        ("behind the end", (50, 100), 25),
-    ):
-        options = {"bucket_cap_mb": megabytes} if how == "ddp" else {}
-        model = node_wrapped(fresh(), how, on, 1, **options)
+    for name, points in (("one", None), ("two", (2,)), ("three", (2, 4)), ("behind the end", (50, 100))):
+        model = fresh()
         optimizer = sgd(model)
-        adasum(model, optimizer, on=on, split_groups=points, devices_per_node=1)
+        adasum(model, optimizer, split_groups=points, devices_per_node=1)
         train(model, optimizer, 2)
         with mock.patch.object(dist, "batch_isend_irecv", wraps=dist.batch_isend_irecv) as exchange:
             train(model, optimizer, 1, first=2)
@@ -296,8 +233,7 @@ def collectives(how: str, on: Any) -> dict[str, int]:
 
 @pytest.mark.dist
 def test_split_groups_decide_the_number_of_collectives(two):
-    for found in (form for forms in two["collectives"] for form in forms):
-        assert found == {"one": 2, "two": 4, "three": 6, "three of small buckets": 6, "behind the end": 2}
+    assert two["collectives"] == [{"one": 2, "two": 4, "three": 6, "behind the end": 2}] * 2
 
 
 class Held(nn.Module):
@@ -332,18 +268,24 @@ def test_the_copy_of_the_weights_stays_one_and_every_node_keeps_its_buffers(two)
     assert two["memory_and_buffers"] == [(True, True, False)] * 2
 
 
-def groups_and_freezing() -> tuple[list[list[str]], bool]:
-    first, second, third = (nn.Parameter(torch.ones(4)) for _ in range(3))
+def groups_and_freezing() -> tuple[list[list[int]], bool]:
+    first, second, third = (nn.Parameter(torch.ones(size)) for size in (4, 5, 6))
     optimizer = torch.optim.SGD([first, second], lr=0.1)
-    summing = adasum(Held(first, second), optimizer, devices_per_node=1)
-    travelled = []
+    adasum(Held(first, second), optimizer, devices_per_node=1)
+    travelled: list[list[int]] = []
+    combine = adaptive_sum.adasum_
+
+    def combined(tensors: Any, *groups: Any, **kwargs: Any) -> torch.Tensor:
+        travelled[-1] += [tensor.numel() for tensor in tensors]
+        return combine(tensors, *groups, **kwargs)
 
     def step(*params: torch.Tensor) -> None:
         for param in params:
-            param.grad = torch.arange(4.0) * (dist.get_rank() + 1) + dist.get_rank()
-        optimizer.step()
+            param.grad = torch.arange(float(len(param))) * (dist.get_rank() + 1) + dist.get_rank()
+        travelled.append([])
+        with mock.patch.object(adaptive_sum, "adasum_", combined):
+            optimizer.step()
         optimizer.zero_grad()
-        travelled.append(list(summing.cosines))
 
     step(first, second)
     first.requires_grad_(False)
@@ -359,8 +301,7 @@ def groups_and_freezing() -> tuple[list[list[str]], bool]:
 
 @pytest.mark.dist
 def test_frozen_parameters_do_not_travel_and_groups_may_be_added(two):
-    names = ["weights.0", "weights.1"]
-    assert two["groups_and_freezing"] == [([names, names[1:], [names[1], "parameter 2"], []], True)] * 2
+    assert two["groups_and_freezing"] == [([[4, 5], [5], [5, 6], []], True)] * 2
 
 
 def first_steps() -> dict[str, str]:
@@ -396,42 +337,17 @@ def test_weights_that_differ_in_a_bit_are_refused_at_the_first_step(two):
         assert said.startswith("1 of 1 parameters differ between the ranks before the first update")
 
 
-def ddp_hooks() -> tuple[bool, bool, int]:
-    """Removed, the hook is DDP's mean and is used again; what a failed pass left does not reach the next one."""
-    found = []
-    hooks = 0
-    for attached in (False, True):
-        ddp = DistributedDataParallel(fresh(), bucket_cap_mb=1e-6)
-        optimizer = sgd(ddp)
-        if attached:
-            for _ in range(2):
-                adasum(ddp, optimizer, on="gradient", devices_per_node=1).remove()
-            hooks = len(ddp._comm_hooks)
-        train(ddp, optimizer, 3)
-        found.append(tensors(ddp))
-    gradients = []
-    for failing in (False, True):
-        ddp = DistributedDataParallel(fresh(), bucket_cap_mb=1e-6)
-        adasum(ddp, sgd(ddp), on="gradient", devices_per_node=1)
-        if failing:
-            ddp._comm_hooks[0][1]._buckets = [(None, None)]
-        x, y = batch_of(dist.get_rank(), 0)
-        F.cross_entropy(ddp(x), y).backward()
-        gradients.append([p.grad.tolist() for p in ddp.parameters()])  # pyright: ignore
-    return found[0] == found[1], gradients[0] == gradients[1], hooks
-
-
-@pytest.mark.dist
-def test_the_hook_of_ddp_averages_once_it_is_removed_and_begins_anew_with_each_pass(two):
-    assert two["ddp_hooks"] == [(True, True, 1)] * 2
-
-
 def on_two() -> dict[str, Any]:
-    forms: list[Any] = ["delta", "gradient"]
-    plain = (one_node, same_update_everywhere, memory_and_buffers, groups_and_freezing)
-    found: dict[str, Any] = {fn.__name__: fn() for fn in (*plain, ddp_hooks, first_steps)}
-    found |= {fn.__name__: {on: fn(on) for on in forms} for fn in (agreement,)}
-    return found | {"collectives": [collectives("bare", "delta"), collectives("ddp", "gradient")]}
+    tasks = (
+        one_node,
+        same_update_everywhere,
+        memory_and_buffers,
+        groups_and_freezing,
+        first_steps,
+        agreement,
+        collectives,
+    )
+    return {fn.__name__: fn() for fn in tasks}
 
 
 @pytest.fixture(scope="module")

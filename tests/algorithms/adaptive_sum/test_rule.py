@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.support.ranks import run_ranks
 from tests.support.traffic import bytes_sent
 from torchboost import NodeGroups, Topology
-from torchboost.algorithms.adaptive_sum.rule import adasum_, hierarchical_adasum_
+from torchboost.algorithms.adaptive_sum import adasum_
 
 pytestmark = pytest.mark.dist
 
@@ -25,7 +25,7 @@ TRAFFIC = 2.2  # times the bytes of the vector that a rank may send
 SHAPES = ((1000,), (3, 7), (1,), (), (0,), (64, 33), (2, 0, 3), (5,))
 LAYOUTS = ((2, 2), (4, 2), (4, 4), (4, 1), (6, 2))  # ranks, ranks per node
 PARAMETERS, TENSORS = 1_000_000, 20
-ALONE = ("float32", "long", "end to end", "empty", "nothing")  # cases combined in a call of their own
+ALONE = ("float32", "long", "empty", "nothing")  # cases combined in a call of their own
 LINUX = sys.platform == "linux"
 F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
 
@@ -56,11 +56,6 @@ def with_one(value: float, rank: int, holder: int) -> list[Tensor]:
 def strided(rank: int) -> list[Tensor]:
     one, two, three = normal(rank, (12, 10), (30,), (4, 3, 2))
     return [one.t(), two[::3], three.permute(2, 0, 1)]
-
-
-def parts(vector: Tensor) -> list[Tensor]:
-    """Return tensors that lie end to end, with three numbers before and behind them."""
-    return [vector[3:103], vector[103:103], vector[103:104].view(()), vector[104:204].view(10, 10)]
 
 
 def trained(rank: int) -> list[Tensor]:
@@ -94,7 +89,6 @@ CASES: dict[str, Callable[[int, int], list[Tensor]]] = {
     "-inf": lambda rank, ranks: with_one(-math.inf, rank, 1),
     "empty": lambda rank, ranks: [torch.zeros(0), torch.zeros(3, 0)],
     "nothing": lambda rank, ranks: [],
-    "end to end": lambda rank, ranks: parts(normal(rank, (207,))[0]),
     "strided": lambda rank, ranks: strided(rank),
     "trained": lambda rank, ranks: trained(rank),
 }
@@ -118,7 +112,6 @@ class Answer(NamedTuple):
     refused: list[tuple[str, str, bool]]
     sent: dict[str, int]
     nodes: dict[int, OfNodes]
-    in_place: tuple[bool, bool, bool]
 
 
 def answered() -> Answer:
@@ -138,11 +131,10 @@ def answered() -> Answer:
     nodes = {per_node: in_nodes(per_node) for count, per_node in LAYOUTS if count == ranks}
     return Answer(
         outcomes,
-        exchanges([*normal(rank, (800,), (7,)), *normal(rank, (900,), dtype=F64)])[:2],
+        exchanges([*normal(rank, (800,), (7,)), *normal(rank, (900,), dtype=F64)]),
         refused(),
         sent,
         nodes,
-        in_place(rank),
     )
 
 
@@ -159,32 +151,14 @@ def together(lists: dict[str, list[Tensor]]) -> dict[str, Outcome]:
     return outcomes
 
 
-def exchanges(tensors: list[Tensor]) -> tuple[int, int, set[int]]:
-    """Return how many exchanges and sums a call makes, and from which memory it sends."""
-    real, sent = dist.batch_isend_irecv, []
-
-    def exchange(calls: list[dist.P2POp]) -> list[dist.Work]:
-        sent.append({call.tensor.untyped_storage().data_ptr() for call in calls if call.op is dist.isend})
-        return real(calls)
-
+def exchanges(tensors: list[Tensor]) -> tuple[int, int]:
+    """Return how many exchanges and sums a call makes."""
     with (
-        mock.patch.object(dist, "batch_isend_irecv", exchange),
+        mock.patch.object(dist, "batch_isend_irecv", wraps=dist.batch_isend_irecv) as sent,
         mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as sums,
     ):
         adasum_(tensors)
-    return len(sent), sums.call_count, set().union(*sent)
-
-
-def in_place(rank: int) -> tuple[bool, bool, bool]:
-    """Tell whether tensors end to end and scattered ones are sent from their place; whether others stay as they are."""
-    vector, scattered = normal(rank, (207,))[0], strided(rank)
-    before = vector.clone()
-    here, elsewhere = exchanges(parts(vector))[2], exchanges(scattered)[2]
-    outside = torch.ones(207, dtype=torch.bool)
-    outside[3:204] = False
-    kept = torch.equal(vector[outside], before[outside])
-    memory = [tensor.untyped_storage().data_ptr() for tensor in (vector, scattered[0])]
-    return memory[0] in here, memory[1] in elsewhere, kept
+    return sent.call_count, sums.call_count
 
 
 def refused() -> list[tuple[str, str, bool]]:
@@ -204,11 +178,11 @@ def in_nodes(per_node: int) -> OfNodes:
     groups = NodeGroups.of(topology)
     node, place = divmod(topology.rank, per_node)
     tensors = of_rank(topology.rank)
-    cosines = hierarchical_adasum_(tensors, groups)
+    cosines = adasum_(tensors, groups.across, groups.inside)
     shards = [tensor.tensor_split(per_node)[place].clone() for tensor in of_node(node)]
-    of_shards = adasum_(shards, groups.across, shards=groups.inside)
+    of_shards = adasum_(shards, groups.across, groups.inside, sharded=True)
     large = normal(topology.rank, (PARAMETERS,))
-    sent = bytes_sent(lambda: hierarchical_adasum_(large, groups)) if LINUX else 0
+    sent = bytes_sent(lambda: adasum_(large, groups.across, groups.inside)) if LINUX else 0
     dist.barrier()
     groups.destroy()
     return OfNodes(place, Outcome(tensors, cosines), Outcome(shards, of_shards), sent)
@@ -286,7 +260,7 @@ def done(request) -> Ranks:
 
 
 EXACT = ("float32", "long", "parallel", "orthogonal", "one rank is zero", "all but one rank are zero", "trained")
-EXACT += ("all ranks are zero", "one tensor is zero", "small", "large", "empty", "nothing", "strided", "end to end")
+EXACT += ("all ranks are zero", "one tensor is zero", "small", "large", "empty", "nothing", "strided")
 ROUNDED = {"float64": 1e-14, "float16": 2**-11, "bfloat16": 2**-8}
 
 
@@ -368,11 +342,6 @@ def test_a_call_makes_a_few_collectives_and_no_more(done):
     levels = math.ceil(math.log2(done.count))
     for answer in done.answers:
         assert answer.calls == (2 * 2, 2 * levels), "two exchanges and the sums of the levels, for each of two dtypes"
-
-
-def test_tensors_that_lie_end_to_end_are_combined_where_they_are(done):
-    for found in done.answers:
-        assert found.in_place == (True, False, True)
 
 
 def test_errors_come_before_anything_is_changed(done):

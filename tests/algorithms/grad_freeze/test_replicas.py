@@ -22,7 +22,7 @@ from tests.support.versions import GROUPS_OF_REPLICATE, flags_are_followed
 from tests.support.wire import sent
 from tests.support.wrapped import all_weights
 from torchboost import FreezeOpt
-from torchboost.algorithms.grad_freeze.replicas import rebuild_reducer
+from torchboost.algorithms.grad_freeze.checks import rebuild_reducer
 from torchboost.core.wrapping import unwrap
 from torchboost.errors import IncompatibleError, RankDisagreementError
 
@@ -263,7 +263,7 @@ def _before_the_group() -> list[float]:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchboost.algorithms.grad_freeze.replicas.several", lambda: False)
+        patch.setattr("torchboost.algorithms.grad_freeze.checks.several", lambda: False)
         freeze(model, optimizer, SCHEDULES[1])
     train(DistributedDataParallel(model), optimizer, range(8))
     return all_weights(model)

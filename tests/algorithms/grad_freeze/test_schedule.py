@@ -119,17 +119,6 @@ def test_a_progressive_schedule_is_monotone_and_never_freezes_the_last_group():
     assert max(found.indices) == 9
 
 
-def test_moments_that_do_not_repay_a_compilation_are_left_out():
-    costs = [0.1] * 10
-    counts = [
-        len(progressive(costs, 0.5, 1000, step_seconds=0.05, recompile_seconds=seconds).steps)
-        for seconds in (0.0, 1.0, 3.0, 100.0)
-    ]
-    assert counts == sorted(counts, reverse=True)
-    assert counts[0] == 6
-    assert counts[-1] == 0
-
-
 def test_one_group_is_never_frozen():
     assert progressive([1.0], 0.5, 100) == Switches(steps=(), indices=())
 

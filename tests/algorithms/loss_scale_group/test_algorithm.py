@@ -218,13 +218,13 @@ def test_a_window_that_was_resumed_may_hold_gradients_of_a_module_that_was_not_c
     assert all_equal(model.parameters(), again.parameters())
 
 
-def test_the_report_names_the_group_and_the_warning_the_gradient():
+def test_the_report_and_the_warning_name_the_group():
     model = mlp()
     scaler = GroupGradScaler(model, ["0", ["2", "3"]])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model[0].weight.register_hook(lambda grad: grad * math.nan)
     step = TrainStep(Target(model, optimizer, scaler), lambda x, y: F.cross_entropy(model(x), y))
-    with pytest.warns(ScaleCollapseWarning, match=r"scale of group '0' fell .* 8 overflows in a row.*0\.weight"):
+    with pytest.warns(ScaleCollapseWarning, match=r"scale of group '0' fell .* 8 overflows in a row"):
         assert all(step(*data(model, number)).overflow for number in range(9))
     found = {status.name: status for status in scaler.report}
     assert list(found) == ["rest of the model", "0", "2, 3"]
@@ -243,14 +243,13 @@ def overflowing(scaler: GroupGradScaler, model: nn.Module, module: nn.Module) ->
     return [status.overflows for status in scaler.report]
 
 
-def test_groups_by_name_type_module_and_number():
+def test_groups_by_name_and_number():
     model = BottleneckNet()
-    convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
-    scaler = GroupGradScaler(model, [[nn.Conv2d]])
-    for number, convolution in enumerate(convolutions[::3], start=1):
-        assert overflowing(scaler, model, convolution) == [0, number]
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Conv2d)]
+    scaler = GroupGradScaler(model, [names])
+    for number, name in enumerate(names[::3], start=1):
+        assert overflowing(scaler, model, model.get_submodule(name)) == [0, number]
     scaler.remove()
-    GroupGradScaler(model, [next(iter(model.children()))]).remove()
     model = mlp()
     scaler = GroupGradScaler(model, ["0", "[24]"])
     assert [overflowing(scaler, model, model[place]) for place in (0, 2, 4)] == [[1, 0], [1, 1], [1, 2]]
@@ -312,8 +311,8 @@ def test_bad_groups():
         ([], ValueError, "each group needs at least one module name"),
         ([[]], ValueError, "each group needs at least one module name"),
         ([3], TypeError, "found 3; give names of modules"),
+        ([nn.Conv3d], TypeError, "give names of modules"),
         (["layer9"], ValueError, r"no module of the model is 'layer9'.*named_modules"),
-        ([nn.Conv3d], ValueError, "no module of the model is Conv3d"),
         (["0", "0"], ValueError, "'0' is in group 1 and, itself or a part of it, in group 2"),
     ]
     for groups, error, text in bad:
@@ -326,8 +325,8 @@ def test_bad_groups():
 
 
 def test_bad_settings_of_the_algorithm():
-    with pytest.raises(ValueError, match="shrink: found 2"):
-        LossScaleGroup(shrink=2.0)
+    with pytest.raises(ValueError, match="floor, ceiling: found 8"):
+        LossScaleGroup(floor=8.0, ceiling=4.0)
     with pytest.raises(ValueError, match=r"init_scale: found 0\.25"):
         LossScaleGroup(init_scale=[0.25, 8.0])
     model = mlp()

@@ -93,7 +93,7 @@ def test_one_micro_batch_with_overflow_skips_the_window_and_the_next_is_normal()
 
 def test_resume_in_a_growth_window_and_in_a_window_of_accumulation_is_bit_identical():
     def start():
-        return setup("sgd", DynamicLossScale(1024.0, window=3, hysteresis=2), window=2)
+        return setup("sgd", DynamicLossScale(1024.0, window=3), window=2)
 
     model, optimizer, step, poison = start()
     for number in range(7):
@@ -175,10 +175,10 @@ def test_a_closure_is_refused():
         scaler.step(torch.optim.LBFGS(model.parameters()), lambda: 0.0)
 
 
-def test_a_collapsing_scale_warns_and_names_the_gradient():
+def test_a_collapsing_scale_warns():
     model, _, step, poison = setup("sgd", DynamicLossScale(2.0**16))
     poison["value"] = math.inf
-    with pytest.warns(ScaleCollapseWarning, match=r"fell from 65536 to 256 .*parameter 5, of shape \(4,\)"):
+    with pytest.warns(ScaleCollapseWarning, match=r"fell from 65536 to 256 .*8 overflows in a row"):
         assert all(step(*batch(number)).overflow for number in range(8))
     assert all(p.isfinite().all() for p in model.parameters())
 
@@ -197,7 +197,6 @@ RULES = st.builds(
     window=st.integers(1, 5),
     floor=st.sampled_from([2.0**-20, 1.0]),
     ceiling=st.sampled_from([2.0**16, 2.0**30]),
-    hysteresis=st.integers(1, 3),
 )
 
 
@@ -206,14 +205,7 @@ def reference(rule: dict, scale: float, script: list[bool]) -> list[float]:
     scales = []
     for now in range(len(script)):
         if script[now]:
-            # Overflows since the last clean window are forgiven up to the hysteresis.
-            past, run = 0, 0
-            for overflow in script[: now + 1]:
-                past, run = (past + 1, 0) if overflow else (past, run + 1)
-                if run == rule["window"]:
-                    past, run = 0, 0
-            if past >= rule["hysteresis"]:
-                scale = max(scale * rule["shrink"], rule["floor"])
+            scale = max(scale * rule["shrink"], rule["floor"])
         else:
             run = 0
             while run <= now and not script[now - run]:
@@ -242,7 +234,6 @@ def test_settings_that_make_no_sense():
         (lambda: ScaleRule(shrink=1.0), "give less than 1"),
         (lambda: ScaleRule(shrink=0.0), "above 0"),
         (lambda: ScaleRule(window=0), "window: found 0; give an integer of 1 or more"),
-        (lambda: ScaleRule(hysteresis=True), "hysteresis: found True"),
         (lambda: ScaleRule(floor=8.0, ceiling=4.0), "the floor must not be above the ceiling"),
         (lambda: ScaleRule(ceiling=2.0**101), r"between 2\*\*-100 and 2\*\*100"),
         (lambda: DynamicLossScale(factor=1.0), "factor: found 1.0"),

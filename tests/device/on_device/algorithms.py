@@ -12,7 +12,7 @@ import torch
 from tests.device.on_device._rules import DEVICES
 from tests.device.on_device._training import CLOSE, HALF, batch, default_device, losses, network, step
 from tests.support.pretend_device.waits import Waits
-from torchboost import REGISTRY, GroupGradScaler, Target
+from torchboost import REGISTRY, Target
 from torchboost.algorithms import (
     Autocast,
     ChannelsLast,
@@ -118,12 +118,3 @@ def test_freezing_trains_as_on_the_cpu(pattern, cached, default):
                 with nullcontext() if freezing.fast is None else freezing.fast.samples(ids):
                     seen[-1].append(float(step(target.model, target.optimizer, device, number)))
     assert seen[1] == pytest.approx(seen[0], rel=CLOSE["rtol"], abs=CLOSE["atol"])
-
-
-def test_groups_of_loss_scales_under_a_default_device():
-    wanted = trained(ALGORITHMS["loss_scale_group"](), "cpu")[0]
-    with default_device("cuda"):
-        target = target_of("cuda")
-        scaler = GroupGradScaler(target.model, 2)
-        found = losses(target.model, target.optimizer, "cuda", steps=STEPS, scaler=scaler)
-    assert found == pytest.approx(wanted, rel=CLOSE["rtol"], abs=CLOSE["atol"])

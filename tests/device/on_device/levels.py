@@ -54,8 +54,9 @@ def test_a_level_in_bfloat16_trains_as_on_the_cpu(name, level):
     assert found == pytest.approx(wanted, rel=HALF["rtol"], abs=HALF["atol"])
 
 
-@pytest.mark.parametrize(("level", "default"), [("O1", None), ("O1", "cuda"), ("O2", "cuda")])
-@NETWORK
+@pytest.mark.parametrize(
+    ("level", "name", "default"), [("O1", "cnn", None), ("O1", "gpt", "cuda"), ("O2", "bottleneck", "cuda")]
+)
 def test_a_trial_measures_and_checks_and_leaves_the_run_as_it_was(name, level, default):
     with default_device(default):
         made = boosted(name, level, "cuda", calibrate=0.5)
@@ -68,12 +69,11 @@ def test_a_trial_measures_and_checks_and_leaves_the_run_as_it_was(name, level, d
     assert found == pytest.approx(trained(name, level, "cpu"), rel=CLOSE["rtol"], abs=CLOSE["atol"])
 
 
-@NETWORK
 @pytest.mark.parametrize("config", [PLAIN, HALVED], ids=["float32", "bfloat16"])
-def test_a_trial_tries_tf32_unless_autocast_is_on_and_leaves_the_process_as_it_was(name, config, monkeypatch):
+def test_a_trial_tries_tf32_unless_autocast_is_on_and_leaves_the_process_as_it_was(config, monkeypatch):
     seen, choose = [], torch.set_float32_matmul_precision
     monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda value: seen.append(value) or choose(value))
-    made = boosted(name, "O1", "cuda", config=config, calibrate=1.0)
+    made = boosted("gpt", "O1", "cuda", config=config, calibrate=1.0)
     losses(made.model, made.optimizer, "cuda")
     assert made.choice is not None
     assert ("high" in seen) is (config is PLAIN), made.explain()
@@ -82,10 +82,9 @@ def test_a_trial_tries_tf32_unless_autocast_is_on_and_leaves_the_process_as_it_w
     assert torch.backends.cuda.matmul.fp32_precision == "none"
 
 
-@NETWORK
-def test_tf32_by_name_is_checked_and_stays_until_it_is_removed(name):
+def test_tf32_by_name_is_checked_and_stays_until_it_is_removed():
     config = {"extra": {**PLAIN["extra"], "matmul_precision": True}}
-    made = boosted(name, "O1", "cuda", config=config)
+    made = boosted("gpt", "O1", "cuda", config=config)
     losses(made.model, made.optimizer, "cuda")
     assert torch.backends.cuda.matmul.fp32_precision == "tf32"
     assert made.checks["matmul_precision"].startswith("checked: the gradient differs by")

@@ -12,7 +12,7 @@ from tests.device.on_device._rules import DEVICES, RULES, numbers, resumed, step
 from tests.device.on_device._training import default_device
 from tests.support.pretend_device.waits import Waits
 from torchboost.optim import Adam
-from torchboost.optim.rules.missed_steps import CHUNK, new_past, record, replay
+from torchboost.optim.rules.lazy_adam import CHUNK, new_past, record, replay
 
 ALL = pytest.mark.parametrize("name", RULES)
 

@@ -15,7 +15,6 @@ from tests.support.pretend_device.waits import Waits
 from torchboost.calibration.calibration import Calibration
 from torchboost.calibration.search import Price
 from torchboost.calibration.snapshot import Streams, streams_kept
-from torchboost.calibration.trial import free_bytes
 from torchboost.inference import fast_copy
 from torchboost.measure.stopwatch import Clock
 from torchboost.optim import AdamW
@@ -41,25 +40,6 @@ def test_a_clock_waits_for_the_device(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
     Clock.of("cuda")()
     assert waited == [CUDA]
-
-
-def test_memory_that_torch_holds_unused_is_free(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB, 80 * GIB))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 79 * GIB)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 9 * GIB)
-    assert free_bytes(CUDA) == 71 * GIB
-
-
-def test_a_trial_takes_place_if_torch_holds_all_memory(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 80 * GIB))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 80 * GIB)
-    model = network("cnn", "cuda")
-    made = torchboost.boost(
-        model, AdamW(model.parameters()), total_steps=10_000, calibrate=0.5, config={"extra": {"compile": False}}
-    )
-    losses(made.model, made.optimizer, "cuda")
-    assert made.choice is not None
-    assert made.choice.source == "trial", made.explain()
 
 
 def test_a_trial_may_take_longer_for_the_price_of_compilation(monkeypatch):
@@ -102,10 +82,9 @@ def make(seed: int) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")  # torch.compiler.reset on a GPU
-@pytest.mark.parametrize("default", [None, "cuda"])
-def test_a_tuning_ends(default):
+def test_a_tuning_ends():
     candidates = {"centralized": {"gradient_centralization": True}}
-    with default_device(default):
+    with default_device("cuda"):
         report = tune(make, drop=1.0, budget=20.0, seeds=3, candidates=candidates, device="cuda")
     assert report.state == "complete", report.state
     assert [run.failure for run in report.runs if run.failure] == []

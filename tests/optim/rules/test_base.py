@@ -12,14 +12,11 @@ from torch import Tensor, nn
 from tests.support.optimizers import frozen, give_grads, parameters, same, train, values
 from torchboost.errors import IncompatibleError
 from torchboost.optim import (
-    LARS,
     SGD,
     Adam,
     Centralize,
     ClipNorm,
     Coalesce,
-    GradientPipeline,
-    Gradients,
 )
 from torchboost.optim.rules.base import Batch, UpdateRule
 
@@ -49,18 +46,6 @@ def test_arguments_of_the_base_are_checked():
     for bad in [(3,), (Centralize,), (lambda gradients: None,)]:
         with pytest.raises(TypeError, match="found"):
             Signed(parameters(), transforms=bad)
-
-
-class Remembering:
-    """A transform that keeps something of another shape and precision than its parameter."""
-
-    scale_free = True
-
-    def __call__(self, gradients: Gradients) -> None:
-        for grad, memory in zip(gradients.grads, gradients.memory, strict=True):
-            seen = memory.setdefault("seen", torch.zeros(7, dtype=torch.float64))
-            seen += 1
-            grad.mul_(seen[0].item())
 
 
 def test_a_rule_is_two_methods():
@@ -93,23 +78,6 @@ def test_nonfinite_with_empty_complex_mixed_and_sparse_gradients():
         else:
             optimizer.step()
         assert (values(optimizer) == before) is (nonfinite != "ignore")
-
-
-def test_the_memory_of_a_transform_is_saved_and_resumed():
-    params = parameters(dtype=torch.bfloat16)
-    optimizer = SGD(params, lr=0.1, transforms=(Remembering(),))
-    train(optimizer, params, range(2))
-    resumed = [nn.Parameter(param.detach().clone()) for param in params]
-    other = SGD(resumed, lr=0.1, transforms=(Remembering(),))
-    train(other, resumed, [0])  # so that there is something to replace
-    for param, weight in zip(resumed, params, strict=True):
-        param.data.copy_(weight.data)
-    other.load_state_dict(optimizer.state_dict())
-    train(optimizer, params, [2])
-    train(other, resumed, [2])
-    assert values(other) == values(optimizer)
-    assert optimizer.state[params[0]]["Remembering.seen"].tolist() == [3.0] * 7
-    assert optimizer.state[params[0]]["Remembering.seen"].dtype == torch.float64
 
 
 def test_sparse_gradients_need_a_transform_that_makes_them_dense():
@@ -228,63 +196,10 @@ def test_another_schedule_takes_over_from_a_checkpoint():
         assert other.param_groups[0]["lr"] == 0.8
 
 
-class Keeps:
-    """A transform that keeps something under a name of the rule's."""
-
-    scale_free = True
-
-    def __init__(self, factor: float) -> None:
-        self.factor = factor
-
-    def __call__(self, gradients: Gradients) -> None:
-        for param, grad, memory in zip(gradients.params, gradients.grads, gradients.memory, strict=True):
-            assert set(memory) <= {"step", "exp_avg", "count"}
-            for key in ("step", "exp_avg"):
-                memory.setdefault(key, torch.full_like(param, self.factor)).mul_(self.factor)
-            memory["count"] = memory.get("count", 0) + 1
-            grad.mul_(1 + memory["exp_avg"])
-
-
-def test_the_memory_of_a_transform_is_its_own():
-    """Under names of the rule's, and beside another transform of the same class."""
-    for rule in [Adam, SGD, LARS]:
-        params, plain = parameters(), parameters()
-        optimizer = rule(params, lr=0.1, transforms=(Keeps(0.5), Keeps(0.25)))
-        other = rule(plain, lr=0.1)
-        pipeline = GradientPipeline(Keeps(0.5), Keeps(0.25)).attach(other)
-        for step in range(3):
-            assert same(train(optimizer, params, [step]), train(other, plain, [step]))
-            resumed = rule(params, lr=0.1, transforms=(Keeps(0.5), Keeps(0.25)))
-            resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-            assert values(resumed) == values(optimizer)
-        assert optimizer.state[params[0]]["Keeps.count"] == optimizer.state[params[0]]["Keeps#2.count"] == 3
-        assert pipeline.state_dict()["memory"][0]["Keeps#2.count"] == 3
-
-
-def test_the_order_of_parameters_is_taken_and_checked():
-    params, plain = parameters(), parameters()
-    groups = [{"params": (p for p in params[:2])}, {"params": params[2:], "lr": 0.5}]
-    optimizer = SGD([*groups, {"order_params": params[::-1]}], lr=0.1)
-    other = SGD([{"params": plain[:2]}, {"params": plain[2:], "lr": 0.5}], lr=0.1)
-    assert [len(group["params"]) for group in optimizer.param_groups] == [2, len(params) - 2]
-    assert same(train(optimizer, params, range(2)), train(other, plain, range(2)))
-
-
-def wrong_orders() -> list[tuple[str, Any]]:
+def test_mindspores_order_of_parameters_is_refused():
     params = parameters()
-    return [
-        ("1 are missing and 0 are in no group", [{"params": params}, {"order_params": params[1:]}]),
-        ("0 are missing and 1 are in no group", [{"params": params[1:]}, {"order_params": params}]),
-        ("found 6 parameters, the groups hold 5", [{"params": params}, {"order_params": [*params, params[0]]}]),
-        ("found 2 entries", [{"params": params}, {"order_params": params}, {"order_params": params}]),
-        ("give one entry", [{"params": params, "order_params": params}]),
-    ]
-
-
-def test_an_order_of_other_parameters_is_refused():
-    for match, groups in wrong_orders():
-        with pytest.raises(ValueError, match=f"order_params: .*{match}"):
-            SGD(groups, lr=0.1)
+    with pytest.raises(TypeError, match=r"order_params.*no update depends on the order; leave the entry out"):
+        SGD([{"params": params}, {"order_params": params}], lr=0.1)
 
 
 def test_a_bare_parameter_and_a_generator_are_groups():

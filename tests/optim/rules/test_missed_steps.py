@@ -187,21 +187,6 @@ def test_tables_of_other_shapes():
 # Reading
 
 
-def test_only_the_rows_that_are_asked_for_catch_up():
-    pair = Pair(lr=0.1)
-    pair.step([0, 1, 2])
-    for _ in range(5):
-        pair.step([0])
-    before = pair.lazy.weight.detach().clone()
-    pair.optimizer.catch_up(pair.lazy.weight, [[1], [1]])
-    moved = (pair.lazy.weight != before).any(1)
-    assert moved.nonzero().tolist() == [[1]]
-    assert pair.optimizer.state[pair.lazy.weight]["last_step"].tolist() == [6, 6, 1, 0, 0, 0, 0]
-    pair.optimizer.catch_up(pair.lazy.weight, [])
-    pair.optimizer.catch_up(pair.lazy.weight)
-    pair.finish()
-
-
 def test_the_hook_is_removable_and_leaves_an_up_to_date_table():
     pair = Pair(lr=0.1)
     for step in range(6):
@@ -232,16 +217,6 @@ def test_bags_of_embeddings_catch_up_too():
 def test_bad_requests():
     pair = Pair()
     pair.step([1])
-    weight = pair.lazy.weight
-    with pytest.raises(TypeError, match="parameter that they belong to"):
-        pair.optimizer.catch_up(rows=[1])
-    with pytest.raises(ValueError, match="does not hold the parameter"):
-        pair.optimizer.catch_up(pair.dense.weight)
-    with pytest.raises(TypeError, match="float"):
-        pair.optimizer.catch_up(weight, [1.5])  # type: ignore[list-item]
-    for rows in ([-1], [ROWS]):
-        with pytest.raises(IndexError, match="rows 0 to 6"):
-            pair.optimizer.catch_up(weight, rows)
     with pytest.raises(TypeError, match="found Linear"):
         pair.optimizer.attach(nn.Linear(2, 2))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="does not hold the parameter"):

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import copy
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_, rnn
-from torch.optim import SGD, Adam, Optimizer
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.optim import SGD, Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
-from torch.utils.checkpoint import checkpoint
 
-from tests.support.odd.networks import CLASSES, OUTSIDE, Holder
+from tests.support.odd.networks import CLASSES, Holder
 
 STEPS = 8
 Loop = Callable[[nn.Module, Optimizer], list[float]]
@@ -86,24 +84,11 @@ def of_generator(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return torch.stack([F.cross_entropy(found, y) for found in model(x)]).sum()
 
 
-def recomputed(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(checkpoint(model, x, use_reentrant=False), y)
-
-
 def penalised_inputs(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     x = x.clone().requires_grad_()
     loss = F.cross_entropy(model(x), y)
     (slope,) = torch.autograd.grad(loss, x, create_graph=True)
     return loss + 10 * slope.pow(2).sum()
-
-
-def packed(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(model(rnn.pack_padded_sequence(x, [7, 5, 3, 2], batch_first=True))[0], y)
-
-
-def under_autocast(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
-        return F.cross_entropy(model(x), y)
 
 
 # What is done before a step
@@ -166,19 +151,8 @@ def counted(model: Any, optimizer: Optimizer) -> list[float]:
     return [*plain(model, optimizer), model.calls, len(model.history)]
 
 
-def counted_outside(model: nn.Module, optimizer: Optimizer) -> list[float]:
-    OUTSIDE["calls"] = 0
-    return [*plain(model, optimizer), OUTSIDE["calls"]]
-
-
 def with_the_flat_tensor(model: Any, optimizer: Optimizer) -> list[float]:
     return [*plain(model, optimizer), model.flat[0].sum().item()]
-
-
-def hooks_set_inside(model: nn.Module, optimizer: Optimizer) -> list[float]:
-    for p in model.parameters():
-        p.register_hook(lambda slope: slope * 2 - 0.01)
-    return plain(model, optimizer)
 
 
 def gradients_per_sample(model: nn.Module, optimizer: Optimizer) -> list[float]:
@@ -221,22 +195,6 @@ def gradients_read(model: nn.Module, optimizer: Optimizer) -> list[float]:
         optimizer.step()
         seen += [norm(), loss.item()]
         optimizer.zero_grad()
-    return seen
-
-
-def adversarial(model: nn.Module, optimizer: Optimizer) -> list[float]:
-    """The model discriminates; its opponent is the loop's own."""
-    torch.manual_seed(2)
-    stem = (nn.ConvTranspose2d(8, 8, 4), nn.BatchNorm2d(8), nn.ReLU())
-    opponent = nn.Sequential(*stem, nn.ConvTranspose2d(8, 3, 4, 2, 1), nn.Tanh())
-    theirs, seen = Adam(opponent.parameters(), lr=2e-3), []
-    for x in draw(4, 3, 8, 8):
-        made = opponent(torch.randn(4, 8, 1, 1))
-        optimizer.zero_grad()
-        loss = F.softplus(model(made.detach())).mean() + F.softplus(-model(x)).mean()
-        loss.backward()
-        optimizer.step()
-        seen += [loss.item(), update(F.softplus(-model(made)).mean(), theirs)]
     return seen
 
 
@@ -358,18 +316,6 @@ def scaled(model: nn.Module, optimizer: Optimizer) -> list[float]:
     return losses
 
 
-def scaled_too_far(model: nn.Module, optimizer: Optimizer) -> list[float]:
-    scaler, seen = torch.amp.GradScaler("cpu", init_scale=2.0**127), []
-    for x, y in batches():
-        loss = F.cross_entropy(model(x), y)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        seen += [loss.item(), scaler.get_scale()]
-    return seen
-
-
 def sharpness_aware(model: nn.Module, optimizer: Optimizer) -> list[float]:
     seen = []
     for x, y in batches():
@@ -398,12 +344,6 @@ def carried(model: nn.Module, optimizer: Optimizer) -> list[float]:
         state = state.detach()
         losses.append(update(F.cross_entropy(found, y), optimizer))
     return losses
-
-
-def from_an_iterator(model: nn.Module, optimizer: Optimizer) -> list[float]:
-    inputs, targets = itertools.tee(batches())
-    images: Iterator[Tensor] = (x for x, _ in inputs)
-    return [update(F.cross_entropy(model(images), y), optimizer) for _, y in targets]
 
 
 def from_lists(model: nn.Module, optimizer: Optimizer) -> list[float]:

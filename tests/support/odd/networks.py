@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,9 +24,9 @@ def cnn(norm: bool = True, dropout: float = 0.0) -> nn.Sequential:
     return nn.Sequential(*block(3, WIDTH, 1), *block(WIDTH, 2 * WIDTH, 2), *head)
 
 
-def normalised(how: Any, **last: Any) -> nn.Sequential:
-    """Two convolutions and a linear layer, each under a parametrization or what came before them."""
-    second = how(nn.Conv2d(WIDTH, WIDTH, 3), **last)
+def normalised(how: Any) -> nn.Sequential:
+    """Two convolutions and a linear layer, each under what came before parametrizations."""
+    second = how(nn.Conv2d(WIDTH, WIDTH, 3))
     return nn.Sequential(
         how(nn.Conv2d(3, WIDTH, 3)), nn.ReLU(), second, nn.ReLU(), nn.Flatten(), how(nn.Linear(WIDTH * 64, CLASSES))
     )
@@ -48,12 +46,9 @@ class Net(nn.Module):
 class Conv(nn.Module):
     """Holds a convolution and a head, as ``conv`` and ``head``."""
 
-    def __init__(self, features: int = WIDTH, bias: bool = True) -> None:
+    def __init__(self, features: int = WIDTH) -> None:
         super().__init__()
-        self.conv, self.head = nn.Conv2d(3, WIDTH, 3, bias=bias), nn.Linear(features, CLASSES)
-
-    def pooled(self, x: Tensor) -> Tensor:
-        return self.conv(x).mean((2, 3))
+        self.conv, self.head = nn.Conv2d(3, WIDTH, 3), nn.Linear(features, CLASSES)
 
 
 # Weights and layouts
@@ -66,14 +61,6 @@ class ReadsContiguity(Conv):
     def forward(self, x: Tensor) -> Tensor:
         found = self.conv(x)
         return self.head(found.view(len(x), -1) if found.is_contiguous() else found.reshape(len(x), -1))
-
-
-class Strided(Conv):
-    def __init__(self) -> None:
-        super().__init__(features=WIDTH * 100)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.conv(x).as_strided((len(x), WIDTH * 100), (WIDTH * 100, 1)))
 
 
 class StridedWeight(Conv):
@@ -126,11 +113,6 @@ class ReturnsGenerator(nn.Module):
         return outputs(x)
 
 
-class TakesIterator(Net):
-    def forward(self, batches: Iterator[Tensor]) -> Tensor:
-        return self.net(next(batches))
-
-
 class EmptiesItsList(Net):
     def forward(self, batch: list[Any]) -> Tensor:
         x = batch.pop()
@@ -152,14 +134,6 @@ class WritesIntoItsInput(Net):
         return self.net(holder.x) * holder.calls
 
 
-class ComputesItsLoss(Net):
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(self.net(x), y)
-
-    def training_step(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.forward(x, y)
-
-
 # State outside of parameters
 
 
@@ -178,80 +152,6 @@ class Counting(Net):
         return found + self.average
 
 
-OUTSIDE = {"calls": 0}
-"""What :class:`CountsOutside` and :class:`Counted` count; their loop sets it to 0."""
-
-
-class CountsOutside(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        OUTSIDE["calls"] += 1
-        return self.net(x) * (1 + 0.1 * (OUTSIDE["calls"] % 4))
-
-
-class Counted(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        OUTSIDE["calls"] += 1
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        OUTSIDE["calls"] += 100
-        return grad * (1 + (OUTSIDE["calls"] % 7) * 0.01)
-
-
-class CountsInBackward(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        return Counted.apply(self.net(x))
-
-
-class OwnGenerator(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = torch.Generator().manual_seed(5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x + torch.randn(x.shape, generator=self.generator) * 0.3)
-
-
-class PythonRandom(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        random.seed(5)
-        self.layers = nn.ModuleList([nn.Conv2d(3, 3, 3, padding=1) for _ in range(4)])
-        self.head = nn.Linear(3, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            if random.random() < 0.5:
-                x = x + F.relu(layer(x))
-            x = x + torch.randn(x.shape) * 0.1  # not randn_like, which draws in the order of the memory
-        return self.head(F.dropout(x.mean((2, 3)), 0.2, self.training))
-
-
-class MomentumEncoder(nn.Module):
-    """Writes a moving average of its weights, and a queue of its outputs, in each forward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.query = cnn()
-        self.key = copy.deepcopy(self.query).requires_grad_(False)
-        self.register_buffer("queue", F.normalize(torch.randn(CLASSES, 16), dim=0))
-        self.register_buffer("place", torch.zeros(1, dtype=torch.long))
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            for mean, p in zip(self.key.parameters(), self.query.parameters(), strict=True):
-                mean.mul_(0.9).add_(p, alpha=0.1)
-            key, place = F.normalize(self.key(x), dim=1), int(self.place)
-        query = F.normalize(self.query(x), dim=1)
-        found = torch.cat([(query * key).sum(1, keepdim=True), query @ self.queue.clone()], 1) / 0.2
-        with torch.no_grad():
-            self.queue[:, place : place + 4] = key.T
-            self.place[0] = (place + 4) % 16
-        return found
-
-
 class GrowsInForward(Net):
     """Makes a layer in its first forward pass, which the optimizer does not know."""
 
@@ -265,20 +165,6 @@ class GrowsInForward(Net):
 # Control flow
 
 
-class ByData(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = cnn(), cnn(norm=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.one(x) if x.sum() > 0 else self.other(x)
-
-
-class Recursive(Net):
-    def forward(self, x: Tensor, depth: int = 0) -> Tensor:
-        return self.net(x) if depth else 0.5 * (self(x, 1) + self(x.flip(-1), 1))
-
-
 class SwitchesMode(Net):
     def forward(self, x: Tensor) -> Tensor:
         self.net.eval()
@@ -288,15 +174,6 @@ class SwitchesMode(Net):
 
 
 # Sequences
-
-
-class Embedded(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows, self.head = nn.Embedding(50, WIDTH, sparse=True), nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.rows(x).mean(1))
 
 
 class Gated(nn.Module):

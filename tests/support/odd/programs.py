@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, weight_norm
+from torch.nn.utils import weight_norm
 from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
@@ -107,24 +107,12 @@ def one_cycle() -> Pair:
     return model, optimizer
 
 
-def two_groups() -> Pair:
-    model = cnn()
-    wide, narrow = ([p for p in model.parameters() if (p.ndim > 1) == wide] for wide in (True, False))
-    groups = [{"params": wide, "weight_decay": 0.1}, {"params": narrow, "lr": 1e-2, "foreach": False}]
-    return model, AdamW(groups, lr=1e-3, weight_decay=0.0)
-
-
 def warm() -> Pair:
     """A pair that has been trained before."""
     model = cnn()
     optimizer = AdamW(model.parameters(), lr=2e-3)
     over(batches(count=3))(model, optimizer)
     return model, optimizer
-
-
-def rate_in_a_tensor() -> Pair:
-    model = cnn()
-    return model, Adam(model.parameters(), lr=torch.tensor(2e-3))
 
 
 def rounded(program: Program) -> Program:
@@ -139,46 +127,27 @@ def cast(dtype: torch.dtype) -> loops.Loop:
 SIDES = (4, 12, 7, 14, 5, 9, 11, 6)
 COUNTS = (4, 1, 7, 4, 2, 9, 1, 3)
 SIZES = labelled([draw(n, 3, side, side + 1, seed=side, count=1)[0] for n, side in zip(COUNTS, SIDES, strict=True)])
-ROWS = labelled([torch.randint(0, 50, (4, 6), generator=torch.Generator().manual_seed(at)) for at in range(8)])
-FIRST_CLASS = [(x, torch.zeros_like(y)) for x, y in batches()]
 
 PROGRAMS: dict[str, Program] = {
     # Shapes and layouts
     "plain": sgd(),
-    "dropout": adamw(lambda: cnn(dropout=0.5)),
     "sizes": adamw(loop=over(SIZES)),
     "reads_contiguity": adamw(networks.ReadsContiguity),
-    "strided_inside": adamw(networks.Strided),
     "strided_weight": sgd(networks.StridedWeight),
-    "double": adamw(lambda: cnn().double(), cast(torch.float64)),
     "bfloat16": rounded(adamw(lambda: cnn().bfloat16(), cast(torch.bfloat16))),
     # Weights
     "weight_norm_of_old": adamw(lambda: normalised(weight_norm)),
-    "spectral_norm": adamw(lambda: normalised(parametrizations.spectral_norm)),
     "odd_parameters": adamw(networks.OddParameters),
     "views_of_one": sgd(networks.ViewsOfOne, loops.with_the_flat_tensor),
-    "sparse_rows": sgd(networks.Embedded, over(ROWS), lr=0.5, momentum=0.0, weight_decay=0.0),
     # Inputs and outputs
     "returns_generator": adamw(networks.ReturnsGenerator, by_loss(loops.of_generator)),
-    "takes_iterator": adamw(networks.TakesIterator, loops.from_an_iterator),
     "empties_its_list": adamw(networks.EmptiesItsList, loops.from_lists),
     "writes_into_its_input": adamw(networks.WritesIntoItsInput, loops.from_objects),
-    "forward_as_a_method": sgd(networks.ComputesItsLoss, by_loss(lambda model, x, y: model.training_step(x, y))),
     # State outside of parameters
     "counts": adamw(networks.Counting, loops.counted),
-    "counts_outside": adamw(networks.CountsOutside, loops.counted_outside),
-    "counts_in_backward": adamw(networks.CountsInBackward, loops.counted_outside),
-    "own_generator": adamw(networks.OwnGenerator),
-    "python_random": adamw(networks.PythonRandom),
-    "momentum_encoder": sgd(networks.MomentumEncoder, over(FIRST_CLASS), weight_decay=0.0),
     "grows_in_forward": sgd(networks.GrowsInForward),
     # Control flow
-    "by_data": sgd(networks.ByData),
-    "recursive": sgd(networks.Recursive),
     "switches_mode": sgd(lambda: networks.SwitchesMode(dropout=0.3)),
-    "recomputed": adamw(lambda: cnn(dropout=0.3), by_loss(loops.recomputed)),
-    # Sequences
-    "packed": adamw(networks.Gated, by_loss(loops.packed, 4, 7, 6)),
     "carried_state": adamw(networks.Gated, loops.carried),
     # Gradients
     "penalised_inputs": adamw(bare, by_loss(loops.penalised_inputs)),
@@ -186,15 +155,11 @@ PROGRAMS: dict[str, Program] = {
     "gradients_assigned": adamw(loop=loops.gradients_assigned),
     "gradients_read": sgd(loop=loops.gradients_read),
     "hooks_before": sgd(hooked),
-    "hooks_inside": sgd(loop=loops.hooks_set_inside),
     "steps_in_backward": Program(build=stepped_in_the_backward_pass),
-    "adversarial": adamw(bare, loops.adversarial),
     "accumulated": sgd(loop=loops.accumulated),
     "two_backward_passes": adamw(loop=loops.two_backward_passes),
     "sharpness_aware": sgd(loop=loops.sharpness_aware),
-    "autocast": rounded(sgd(loop=by_loss(loops.under_autocast))),
     "scaled": adamw(loop=loops.scaled),
-    "scaled_too_far": sgd(loop=loops.scaled_too_far),
     # Loops
     "averaged": sgd(loop=loops.averaged),
     "frozen_for_a_while": sgd(loop=by_step(loops.freeze_for_a_while)),
@@ -209,12 +174,10 @@ PROGRAMS: dict[str, Program] = {
     "closures_lbfgs": _with(LBFGS, bare, loops.closures, lr=0.1, max_iter=4),
     "closures": _with(Adam, bare, loops.closures, lr=2e-3),
     "two_optimizers": Program(build=without_the_head, loop=loops.second_optimizer),
-    "two_groups": Program(build=two_groups),
     "warm": Program(build=warm),
     "scheduled_before": Program(build=one_cycle, loop=loops.scheduled_before),
     "scheduled_by_hand": sgd(loop=by_step(loops.schedule_by_hand)),
     "moments_rewritten": sgd(loop=by_step(loops.rewrite_the_moments)),
-    "rate_in_a_tensor": Program(build=rate_in_a_tensor),
     "amsgrad_maximised": adamw(amsgrad=True, maximize=True),
     "adagrad": _with(Adagrad, cnn, loops.plain, lr=0.02, initial_accumulator_value=0.1),
 }

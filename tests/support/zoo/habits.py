@@ -16,8 +16,6 @@ from tests.support.zoo.network import CLASSES, Batch, Network, classify, images
 
 __all__ = ["HABITS"]
 
-Draw = Any
-
 
 class _Stack(nn.Module):
     """Four stages and a head; the others below are changes of it."""
@@ -67,32 +65,6 @@ class reused_layers(nn.Module):
         return self.head(self.last(self.twice(self.twice(x))))
 
 
-class tied_convolutions(_Stack):
-    """Two convolutions hold one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        first, second = self.layers[0], self.layers[1]
-        assert isinstance(first, nn.Sequential)
-        assert isinstance(second, nn.Sequential)
-        second[0].weight = first[0].weight
-
-
-class optional_branch(nn.Module):
-    """An optional input goes through the BatchNorm too: with it, what the convolution gives is not what it reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.last, self.head = stage(3, 8), stage(8, 8), Head(8)
-        self.conv, self.norm = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
-
-    def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
-        y = self.conv(self.stem(x))
-        if shift is not None:
-            y = y + shift[:, :, None, None]
-        return self.head(self.last(F.relu(self.norm(y))))
-
-
 class keyword_inputs(_Stack):
     def forward(self, *, pixels: dict[str, Tensor], gain: Tensor | None = None) -> Tensor:
         y = self.features(pixels["values"])
@@ -128,12 +100,6 @@ class control_flow_by_shape(nn.Module):
         return self.head(self.last(F.relu(self.norm(y))))
 
 
-class frozen_stem(_Stack):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem.requires_grad_(False)
-
-
 class frozen_tail(_Stack):
     """Fixed layers behind those that train, as in a perceptual loss."""
 
@@ -157,21 +123,6 @@ class unused_layers(_Stack):
         return self.head(y), self.auxiliary(y)
 
 
-class parameters_on_the_root(nn.Module):
-    """Kernels are parameters of the root and used by functions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(0.2 * torch.randn(8, 3 if i == 0 else 8, 3, 3) for i in range(4))
-        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(4))
-        self.matrix = nn.Parameter(0.3 * torch.randn(CLASSES, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for weight, norm in zip(self.weights, self.norms, strict=True):
-            x = F.relu(norm(F.conv2d(x, weight, padding=1)))
-        return F.linear(x.mean((2, 3)), self.matrix)
-
-
 class plain_list(nn.Module):
     """A list that torch does not look into names layers which are registered elsewhere."""
 
@@ -187,36 +138,6 @@ class plain_list(nn.Module):
         for conv, norm in self.order:
             x = F.relu(norm(conv(x)))
         return self.head(x)
-
-
-class patched_layers(_Stack):
-    """``forward`` of single modules is covered on the instance, as patches do; others carry hooks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        patched, hooked = self.layers[1], self.layers[2]
-        assert isinstance(patched, nn.Sequential)
-        assert isinstance(hooked, nn.Sequential)
-        for module, factor in ((patched[0], 0.5), (patched[1], 1.5)):
-            module.forward = _Scaled(module.forward, factor)
-        hooked[0].register_forward_hook(_doubled)
-        hooked[1].register_forward_pre_hook(_shifted)
-
-
-class _Scaled:
-    def __init__(self, forward: Any, factor: float) -> None:
-        self.forward, self.factor = forward, factor
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.forward(x) * self.factor
-
-
-def _doubled(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    return output * 2.0 + 0.1
-
-
-def _shifted(module: nn.Module, args: Any) -> Any:
-    return (torch.tanh(args[0]),)
 
 
 class weight_norm(nn.Module):
@@ -320,19 +241,6 @@ class scales_of_every_shape(nn.Module):
         return self.fc(y.mean((2, 3))) * (self.whole + self.one) + self.column.t()
 
 
-class inputs_of_one_channel(nn.Module):
-    """``Conv2d(1, n, 1)`` as over grey images, and ``Linear(1, n)`` as for the time in a diffusion model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.grey, self.time = nn.Conv2d(1, 8, 1), nn.Linear(1, 8)
-        self.stem, self.layer, self.head = stage(8, 8), stage(8, 8), Head(8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        time = torch.tanh(self.time(x.mean((2, 3))))[:, :, None, None]
-        return self.head(self.layer(self.stem(self.grey(x) + time)))
-
-
 class complex_parameters(nn.Module):
     """A filter in the frequency domain."""
 
@@ -344,26 +252,6 @@ class complex_parameters(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = torch.fft.irfft2(torch.fft.rfft2(self.stem(x)) * self.filter, s=x.shape[-2:])
         return self.head(F.relu(y))
-
-
-class mixed_precisions(_Stack):
-    """A head in float64 on a body in float32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.features(x).double())
-
-
-class stored_channels_last(_Stack):
-    def __init__(self) -> None:
-        super().__init__()
-        self.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.contiguous(memory_format=torch.channels_last))
 
 
 class two_networks(nn.Module):
@@ -381,19 +269,6 @@ class two_networks(nn.Module):
         return self.judge(real), self.judge(self.generator(noise))
 
 
-class reads_attributes(nn.Module):
-    """``forward`` asks its BatchNorm how wide it is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.last, self.head = stage(3, 8), stage(8, 8), Head(8)
-        self.conv, self.norm = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.norm(self.conv(self.stem(x))))
-        return self.head(self.last(y[:, : self.norm.num_features] * self.conv.out_channels / 8))
-
-
 class norms_kept_in_eval(_Stack):
     """The user's own ``train`` keeps BatchNorms in eval mode, as in detection."""
 
@@ -405,19 +280,14 @@ class norms_kept_in_eval(_Stack):
         return self
 
 
-def _two(*, first: bool = False) -> Draw:
-    """Images and vectors, in that order or the other."""
-
-    def draw(generator: Generator, samples: int, grow: int) -> Batch:
-        batch = images()(generator, samples, grow)
-        vector = torch.randn(samples, 8, generator=generator)
-        return Batch((vector, *batch.args) if first else (*batch.args, vector), {}, batch.target)
-
-    return draw
+def _two(generator: Generator, samples: int, grow: int) -> Batch:
+    """Vectors and images."""
+    batch = images(generator, samples, grow)
+    return Batch((torch.randn(samples, 8, generator=generator), *batch.args), {}, batch.target)
 
 
 def _named(generator: Generator, samples: int, grow: int) -> Batch:
-    batch = images()(generator, samples, grow)
+    batch = images(generator, samples, grow)
     gain = 1.0 + torch.rand(samples, generator=generator)
     return Batch((), {"pixels": {"values": batch.args[0]}, "gain": gain}, batch.target)
 
@@ -436,34 +306,25 @@ def _all(outputs: Any, target: Tensor) -> Tensor:
 
 HABITS = (
     *(
-        Network(build=build, draw=images(), grows=4)
+        Network(build=build, draw=images, grows=4)
         for build in (
             skip_over_inplace,
             reused_layers,
             control_flow_by_shape,
-            frozen_stem,
             frozen_tail,
-            parameters_on_the_root,
             plain_list,
-            patched_layers,
             weight_norm,
             stochastic_depth,
             scales_of_every_shape,
-            stored_channels_last,
-            reads_attributes,
             norms_kept_in_eval,
         )
     ),
-    *(Network(build=b, draw=images(), grows=4, recomputes=True) for b in (checkpointed, checkpointed_reentrant)),
-    Network(build=tied_convolutions, draw=images(), grows=4, ties=(("layers.0.0", "layers.0.1.weight"),)),
-    Network(build=dropout, draw=images(), grows=4, masks=True),
-    Network(build=state_of_its_own, draw=images(), grows=4, stateful=True),
-    Network(build=nested_output, draw=images(), grows=4, loss=_logits),
-    Network(build=unused_layers, draw=images(), grows=4, loss=_first),
-    Network(build=mixed_precisions, draw=images(), grows=4, only32=True),
-    Network(build=complex_parameters, draw=images(), only32=True),
-    Network(build=inputs_of_one_channel, draw=images(1), grows=4),
-    Network(build=optional_branch, draw=_two(), grows=4),
+    *(Network(build=b, draw=images, grows=4, recomputes=True) for b in (checkpointed, checkpointed_reentrant)),
+    Network(build=dropout, draw=images, grows=4, masks=True),
+    Network(build=state_of_its_own, draw=images, grows=4, stateful=True),
+    Network(build=nested_output, draw=images, grows=4, loss=_logits),
+    Network(build=unused_layers, draw=images, grows=4, loss=_first),
+    Network(build=complex_parameters, draw=images, only32=True),
     Network(build=keyword_inputs, draw=_named, grows=4),
-    Network(build=two_networks, draw=_two(first=True), loss=_all),
+    Network(build=two_networks, draw=_two, loss=_all),
 )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.support.zoo.network import CLASSES, Network, images, sequences, vectors, volumes
+from tests.support.zoo.network import CLASSES, Network, images, vectors, volumes
 
 __all__ = ["IMAGES", "Basic", "Head", "stage"]
 
@@ -30,29 +30,11 @@ class Head(nn.Module):
         return self.fc(x.flatten(2).mean(2))
 
 
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, CLASSES))
-
-
 def mlp_batch_norm() -> nn.Module:
     layers: list[nn.Module] = []
     for inputs in (8, 16, 16, 16):
         layers += [nn.Linear(inputs, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(16, CLASSES))
-
-
-class batch_norm_over_sequences(nn.Module):
-    """``BatchNorm1d`` over ``(n, places, features)`` normalises places, not the outputs of the layer in front."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            *(part for _ in range(3) for part in (nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()))
-        )
-        self.head = nn.Linear(8, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layers(x).mean(1))
 
 
 def conv_batch_norm() -> nn.Module:
@@ -92,31 +74,6 @@ class Basic(nn.Module):
 def resnet_basic_inplace() -> nn.Module:
     blocks = (Basic(8, 8, inplace=True), Basic(8, 12, 2, inplace=True), Basic(12, 12, inplace=True))
     return nn.Sequential(stage(3, 8, inplace=True), *blocks, Head(12))
-
-
-class Bottleneck(nn.Module):
-    def __init__(self, inputs: int, width: int, outputs: int) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(inputs, width, 1, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(width, width, 3, padding=1, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(width, outputs, 1, bias=False),
-            nn.BatchNorm2d(outputs),
-        )
-        self.skip = nn.Sequential()
-        if inputs != outputs:
-            self.skip = nn.Sequential(nn.Conv2d(inputs, outputs, 1, bias=False), nn.BatchNorm2d(outputs))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(self.body(x) + self.skip(x))
-
-
-def resnet_bottleneck() -> nn.Module:
-    return nn.Sequential(stage(3, 8), Bottleneck(8, 4, 12), Bottleneck(12, 4, 12), Bottleneck(12, 4, 12), Head(12))
 
 
 class PreAct(nn.Module):
@@ -194,38 +151,6 @@ def convnext() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 2, 2), *(ConvNeXtBlock(8) for _ in range(3)), Head(8))
 
 
-class unet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.down1, self.down2 = stage(3, 8), stage(8, 8)
-        self.up = nn.Sequential(nn.ConvTranspose2d(8, 8, 2, 2), nn.BatchNorm2d(8), nn.ReLU())
-        self.join = stage(16, 8)
-        self.out = nn.Conv2d(8, CLASSES, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = self.down1(x)
-        deep = self.up(self.down2(F.max_pool2d(wide, 2)))
-        return self.out(self.join(torch.cat([wide, deep], 1))).mean((2, 3))
-
-
-class RepVGGBlock(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.identity = nn.BatchNorm2d(width)
-        self.conv1, self.norm1 = nn.Conv2d(width, width, 1, bias=False), nn.BatchNorm2d(width)
-        self.conv3, self.norm3 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.identity(x)
-        y += self.norm1(self.conv1(x))
-        y += self.norm3(self.conv3(x))
-        return F.relu(y)
-
-
-def repvgg_inplace() -> nn.Module:
-    return nn.Sequential(stage(3, 8), *(RepVGGBlock(8) for _ in range(3)), Head(8))
-
-
 class lenet(nn.Module):
     """``view`` over channels, height and width at once, which reads memory in channels-first order only."""
 
@@ -237,13 +162,6 @@ class lenet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.conv2(F.relu(self.conv1(x))))
         return self.fc2(F.relu(self.fc1(x.view(-1, 8 * 16))))
-
-
-def conv_one_dimension() -> nn.Module:
-    layers: list[nn.Module] = []
-    for inputs in (3, 8, 8, 8):
-        layers += [nn.Conv1d(inputs, 8, 3, padding=1, bias=False), nn.BatchNorm1d(8), nn.ReLU()]
-    return nn.Sequential(*layers, Head(8))
 
 
 def conv_three_dimensions() -> nn.Module:
@@ -283,27 +201,21 @@ class odd_batch_norms(nn.Module):
 
 
 IMAGES = (
-    Network(build=mlp, draw=vectors()),
-    Network(build=mlp_batch_norm, draw=vectors()),
-    Network(build=batch_norm_over_sequences, draw=sequences(8)),
+    Network(build=mlp_batch_norm, draw=vectors),
     *(
-        Network(build=build, draw=images(), grows=4)
+        Network(build=build, draw=images, grows=4)
         for build in (
             conv_batch_norm,
             resnet_basic_inplace,
-            resnet_bottleneck,
             resnet_preact_inplace,
             densenet,
             mobilenet,
             convnext,
-            unet,
-            repvgg_inplace,
             conv_transposed,
             odd_batch_norms,
         )
     ),
-    Network(build=conv_other_norms, draw=images()),
-    Network(build=lenet, draw=images()),
-    Network(build=conv_one_dimension, draw=sequences(3, 10, last=False), grows=3),
-    Network(build=conv_three_dimensions, draw=volumes(), grows=2),
+    Network(build=conv_other_norms, draw=images),
+    Network(build=lenet, draw=images),
+    Network(build=conv_three_dimensions, draw=volumes, grows=2),
 )

@@ -16,6 +16,7 @@ __all__ = [
     "Network",
     "classify",
     "images",
+    "labelled_tokens",
     "next_token",
     "sequences",
     "tokens",
@@ -116,50 +117,33 @@ def _labels(generator: Generator, samples: int) -> Tensor:
     return torch.randint(0, CLASSES, (samples,), generator=generator)
 
 
-def images(channels: int = 3, side: int = 8) -> Draw:
-    """Images ``(n, channels, side, side)`` and labels."""
-
-    def draw(generator: Generator, samples: int, grow: int) -> Batch:
-        x = torch.randn(samples, channels, side + grow, side + grow, generator=generator)
-        return Batch((x,), {}, _labels(generator, samples))
-
-    return draw
+def images(generator: Generator, samples: int, grow: int) -> Batch:
+    """Images ``(n, 3, 8, 8)`` and labels."""
+    return Batch((torch.randn(samples, 3, 8 + grow, 8 + grow, generator=generator),), {}, _labels(generator, samples))
 
 
-def vectors(features: int = 8) -> Draw:
-    """Vectors ``(n, features)`` and labels."""
-
-    def draw(generator: Generator, samples: int, grow: int) -> Batch:
-        return Batch((torch.randn(samples, features, generator=generator),), {}, _labels(generator, samples))
-
-    return draw
+def vectors(generator: Generator, samples: int, grow: int) -> Batch:
+    """Vectors ``(n, 8)`` and labels."""
+    return Batch((torch.randn(samples, 8, generator=generator),), {}, _labels(generator, samples))
 
 
-def sequences(features: int, length: int = 8, *, last: bool = True) -> Draw:
-    """Sequences ``(n, length, features)``, or ``(n, features, length)``, and labels."""
-
-    def draw(generator: Generator, samples: int, grow: int) -> Batch:
-        x = torch.randn(samples, length + grow, features, generator=generator)
-        return Batch((x if last else x.transpose(1, 2).contiguous(),), {}, _labels(generator, samples))
-
-    return draw
+def sequences(generator: Generator, samples: int, grow: int) -> Batch:
+    """Sequences ``(n, 5, 5)``, features last, and labels."""
+    return Batch((torch.randn(samples, 5 + grow, 5, generator=generator),), {}, _labels(generator, samples))
 
 
-def volumes(channels: int = 2, side: int = 4) -> Draw:
-    """Volumes ``(n, channels, side, side, side)`` and labels."""
-
-    def draw(generator: Generator, samples: int, grow: int) -> Batch:
-        x = torch.randn(samples, channels, *[side + grow] * 3, generator=generator)
-        return Batch((x,), {}, _labels(generator, samples))
-
-    return draw
+def volumes(generator: Generator, samples: int, grow: int) -> Batch:
+    """Volumes ``(n, 2, 4, 4, 4)`` and labels."""
+    return Batch((torch.randn(samples, 2, *[4 + grow] * 3, generator=generator),), {}, _labels(generator, samples))
 
 
-def tokens(length: int = 6, *, labels: bool = False) -> Draw:
-    """Tokens ``(n, length)`` with the tokens that follow, or with labels."""
+def tokens(generator: Generator, samples: int, grow: int) -> Batch:
+    """Tokens ``(n, 6)`` with the tokens that follow."""
+    text = torch.randint(0, VOCABULARY, (samples, 6 + grow + 1), generator=generator)
+    return Batch((text[:, :-1],), {}, text[:, 1:])
 
-    def draw(generator: Generator, samples: int, grow: int) -> Batch:
-        text = torch.randint(0, VOCABULARY, (samples, length + grow + 1), generator=generator)
-        return Batch((text[:, :-1],), {}, _labels(generator, samples) if labels else text[:, 1:])
 
-    return draw
+def labelled_tokens(generator: Generator, samples: int, grow: int) -> Batch:
+    """Tokens ``(n, 6)`` and labels."""
+    batch = tokens(generator, samples, grow)
+    return Batch(batch.args, {}, _labels(generator, samples))

@@ -6,7 +6,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.support.zoo.network import CLASSES, VOCABULARY, Network, images, next_token, sequences, tokens
+from tests.support.zoo.network import (
+    CLASSES,
+    VOCABULARY,
+    Network,
+    images,
+    labelled_tokens,
+    next_token,
+    sequences,
+    tokens,
+)
 
 __all__ = ["SEQUENCES"]
 
@@ -135,9 +144,9 @@ class mixture_of_experts(nn.Module):
 
 
 SEQUENCES = (
-    Network(build=vit, draw=images()),
-    Network(build=gpt_tied, draw=tokens(), loss=next_token, grows=3, ties=(("words", "places.weight"),)),
-    Network(build=lstm, draw=sequences(5, 5), grows=2),
-    Network(build=embedding_sparse, draw=tokens(labels=True), grows=3, sparse=True),
-    *(Network(build=build, draw=tokens(labels=True), grows=3) for build in (bert, mixture_of_experts)),
+    Network(build=vit, draw=images),
+    Network(build=gpt_tied, draw=tokens, loss=next_token, grows=3, ties=(("words", "places.weight"),)),
+    Network(build=lstm, draw=sequences, grows=2),
+    Network(build=embedding_sparse, draw=labelled_tokens, grows=3, sparse=True),
+    *(Network(build=build, draw=labelled_tokens, grows=3) for build in (bert, mixture_of_experts)),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchboost.algorithms.dim_reduce.algorithm import DimReduction
-from torchboost.algorithms.dim_reduce.basis import DimReduceBasis, principal_basis, read_checkpoints
+from torchboost.algorithms.dim_reduce.basis import DimReduceBasis
 from torchboost.algorithms.dim_reduce.optimizer import DimReduceOptimizer
 
-__all__ = ["DimReduceBasis", "DimReduceOptimizer", "DimReduction", "principal_basis", "read_checkpoints"]
+__all__ = ["DimReduceBasis", "DimReduceOptimizer", "DimReduction"]

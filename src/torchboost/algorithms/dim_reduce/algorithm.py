@@ -39,7 +39,7 @@ from torchboost.optim.wrapping_optimizer import DirectSteps, WrappingOptimizer
 
 __all__ = ["DimReduceRun", "DimReduction", "Phase"]
 
-Phase = Literal["collect", "subspace", "full"]
+Phase = Literal["collect", "subspace"]
 Snapshots = list[list[Tensor]]
 
 _PASSED_BY = (
@@ -47,12 +47,12 @@ _PASSED_BY = (
     "target.optimizer.step(lambda: loss_fn(model(inputs), labels))."
 )
 _LONGEST = 10**9
-"""Seconds; a wait is a timedelta, which holds no more than some millennia."""
+"""Seconds. A wait is a timedelta, which holds no more than some millennia."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DimReduction(Algorithm):
-    """Train along a few directions that earlier training has found; not combined with other algorithms.
+    """Train along a few directions that earlier training has found. It is not combined with other algorithms.
 
     ``attach`` replaces the target's optimizer by a :class:`DimReduceRun`. The directions come from a file, from
     checkpoints of an earlier run, or, if neither is named, from snapshots of this run: it then trains with the
@@ -64,18 +64,13 @@ class DimReduction(Algorithm):
         gamma: Momentum of the gradient outside the subspace.
         alpha: Step along that momentum.
         sigma: Share of the decrease predicted by the slope that a trial must reach.
-        pca_mat_path: An ``.npy`` file with a direction per row, as ``torchboost pca`` writes it.
+        pca_mat_path: An ``.npy`` file with a direction per row, and the columns in the order of the parameters.
         weight_load_dir: A folder with at least ``n_components`` checkpoints, safetensors or ``.pt`` with tensors only.
             If both are given, an existing file is read and the folder is not. If there is no file yet, rank 0 writes it
             from the checkpoints, for the next run.
-        snapshots: Number of snapshots of this run to take; None takes ``n_components``. They are kept in bfloat16, in
+        snapshots: Number of snapshots of this run to take. None takes ``n_components``. They are kept in bfloat16, in
             host memory.
         snapshot_every: Updates between two of them.
-        restart: Whether the subspace begins at the weights from before the snapshots, as published. This gives up the
-            training in between. By default it begins at the last snapshot.
-        patience: Hand back to the full optimizer if the mean loss of ``patience`` updates in the subspace is not lower,
-            by ``tolerance`` of it, than the mean of as many updates before; None never does.
-        tolerance: See ``patience``.
         timeout: Seconds that ranks wait for each other when they make the basis.
     """
 
@@ -91,18 +86,14 @@ class DimReduction(Algorithm):
     weight_load_dir: str | None = None
     snapshots: int | None = None
     snapshot_every: int = 100
-    restart: bool = False
-    patience: int | None = 100
-    tolerance: float = 0.01
     timeout: int = 1800
 
     def __post_init__(self) -> None:
-        for name in ("n_components", "snapshot_every", "timeout", "snapshots", "patience"):
-            value, optional = getattr(self, name), name in ("snapshots", "patience")
+        for name in ("n_components", "snapshot_every", "timeout", "snapshots"):
+            value, optional = getattr(self, name), name == "snapshots"
             if not (optional and value is None) and (not is_integer(value) or value < 1):
                 raise ValueError(f"{name}={value}: an integer of 1 or more{', or None' * optional}.")
         check_number("alpha", self.alpha)
-        check_number("tolerance", self.tolerance)
         check_line_search(rho=self.rho, sigma=self.sigma, gamma=self.gamma)
         if self.timeout > _LONGEST:
             raise ValueError(f"timeout={self.timeout}: seconds, at most {_LONGEST}.")
@@ -153,18 +144,18 @@ class DimReduction(Algorithm):
 
 
 class DimReduceRun(WrappingOptimizer, ClosureOptimizer):  # pyright: ignore[reportIncompatibleVariableOverride]
-    """An optimizer that trains in a subspace, and with the original optimizer before and after.
+    """An optimizer that trains with the original optimizer while snapshots are taken, and then in a subspace.
 
     Args:
-        opt: Trains while snapshots are taken, and after the hand-back. Its groups and state are also those of this
+        opt: Trains while snapshots are taken. Its groups and state are also those of this
             object, so that schedulers may drive either.
         model: What the loop calls. Under DDP the rows of the basis are shared out over its ranks.
         settings: See :class:`DimReduction`.
 
     Attributes:
         direct: Refuses direct steps of ``opt``.
-        phase: ``"collect"``, ``"subspace"`` or ``"full"``.
-        subspace: The optimizer of the subspace; None before there is a basis and after the hand-back.
+        phase: ``"collect"`` or ``"subspace"``.
+        subspace: The optimizer of the subspace, None before there is a basis.
         updates: Updates so far.
     """
 
@@ -177,8 +168,6 @@ class DimReduceRun(WrappingOptimizer, ClosureOptimizer):  # pyright: ignore[repo
         self._model = model
         self._weights = _parameters(model, opt)
         self._snapshots: Snapshots = []
-        self._start: list[Tensor] = []
-        self._window: dict[str, Any] = {"sum": 0.0, "count": 0, "means": []}
         if not settings.collects:
             self._enter()
         self.direct = DirectSteps(opt, self, _PASSED_BY)  # last, when nothing can fail
@@ -195,11 +184,7 @@ class DimReduceRun(WrappingOptimizer, ClosureOptimizer):  # pyright: ignore[repo
         with evaluated(closure, self._weights) as (replay, loss):
             if self.subspace is not None:
                 self.subspace.step(replay)
-                self._judge(self.subspace.loss)
             else:
-                if self.phase == "collect" and self.settings.restart and not self.updates:
-                    # Not before: DDP, or a checkpoint, may set the weights after this was attached.
-                    self._start = [weight.detach().clone() for weight in self._weights]
                 with self.direct.allowed():
                     self.opt.step()
                 self._collect()
@@ -211,17 +196,12 @@ class DimReduceRun(WrappingOptimizer, ClosureOptimizer):  # pyright: ignore[repo
         self.direct.remove()
 
     def _collect(self) -> None:
-        if self.phase != "collect" or (self.updates + 1) % self.settings.snapshot_every:
+        if (self.updates + 1) % self.settings.snapshot_every:
             return
         self._snapshots.append([p.detach().to("cpu", torch.bfloat16, copy=True) for p in self._weights])
-        if len(self._snapshots) < (self.settings.snapshots or self.settings.n_components):
-            return
-        self._enter()
-        self._snapshots = []
-        with torch.no_grad():
-            for weight, start in zip(self._weights, self._start, strict=bool(self._start)):
-                weight.copy_(start)
-        self._start = []
+        if len(self._snapshots) >= (self.settings.snapshots or self.settings.n_components):
+            self._enter()
+            self._snapshots = []
 
     def _enter(self) -> None:
         self.subspace = self._optimizer_of(_basis(self.settings, self._model, self._snapshots))
@@ -233,23 +213,10 @@ class DimReduceRun(WrappingOptimizer, ClosureOptimizer):  # pyright: ignore[repo
             self._weights, basis, lr=s.alpha, rho=s.rho, gamma=s.gamma, sigma=s.sigma, buffers=buffers
         )
 
-    def _judge(self, loss: float) -> None:
-        """Hand back if the mean loss of a window of updates was not lower than that of the one before."""
-        window, patience = self._window, self.settings.patience
-        window["sum"], window["count"] = window["sum"] + loss, window["count"] + 1
-        if patience is None or window["count"] < patience:
-            return
-        means = [*window["means"][-1:], window["sum"] / window["count"]]
-        self._window = {"sum": 0.0, "count": 0, "means": means}
-        if len(means) == 2 and means[0] - means[1] < self.settings.tolerance * abs(means[0]):
-            self.phase, self.subspace = "full", None
-
     def _own_state(self) -> dict[str, Any]:
         state: dict[str, Any] = {
             "phase": self.phase,
             "updates": self.updates,
-            "losses": dict(self._window),
-            "start": [start.clone() for start in self._start],
             "snapshots": {"kept": [[t.clone() for t in snapshot] for snapshot in self._snapshots]},
         }
         if self.subspace is not None:
@@ -261,13 +228,16 @@ class DimReduceRun(WrappingOptimizer, ClosureOptimizer):  # pyright: ignore[repo
 
     def _load_own_state(self, state: dict[str, Any]) -> None:
         subspace = None
+        if state["phase"] == "full":
+            raise ValueError(
+                "the checkpoint was saved after the given optimizer had taken over again, which this version does not "
+                "do; continue without dim_reduce."
+            )
         if state["phase"] == "subspace":
             subspace = self._subspace_of(state)
             subspace.load_state_dict(state["subspace"])
         self.subspace = subspace
         self.phase, self.updates = state["phase"], int(state["updates"])
-        self._window = dict(state["losses"])
-        self._start = [start.to(weight) for start, weight in zip(state["start"], self._weights, strict=False)]
         self._snapshots = [
             [t.to("cpu", torch.bfloat16, copy=True) for t in snapshot] for snapshot in state["snapshots"]["kept"]
         ]
@@ -312,9 +282,8 @@ def _basis(settings: DimReduction, model: nn.Module, snapshots: Snapshots) -> Di
         else:
             weights = snapshots if folder is None else read_checkpoints(folder, shapes)
             if path is not None and rank == 0:  # for the next run
-                Path(path).parent.mkdir(parents=True, exist_ok=True)
                 write_matrix(path, weights, shapes, k)
-            rows, _ = principal_components(weights, k, share)
+            rows = principal_components(weights, k, share)
         return DimReduceBasis(rows.to(like), group, k, orthonormal=False)
 
     basis = make() if group is None else _on_ranks(make, settings, group)
@@ -356,7 +325,7 @@ def _on_ranks(make: Callable[[], DimReduceBasis], settings: DimReduction, group:
 
 
 def _group(model: nn.Module) -> dist.ProcessGroup | None:
-    """Return the ranks that train the model together; a bare one is taken to be wrapped later, over all ranks."""
+    """Return the ranks that train the model together. A bare one is taken to be wrapped later, over all ranks."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     wrapped = only_ddp(model)

@@ -8,9 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
-from itertools import accumulate, pairwise
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, TypeAlias
@@ -19,19 +17,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from torchboost.core.wrapping import unwrap
 
 __all__ = [
     "DimReduceBasis",
     "Shapes",
-    "checkpoint_files",
-    "principal_basis",
     "principal_components",
     "read_checkpoints",
     "read_matrix",
     "rows_of",
-    "shapes_in",
     "shapes_of",
     "write_matrix",
 ]
@@ -44,7 +40,6 @@ NESTED = ("model", "state_dict", "model_state_dict")
 _COLUMNS = 1 << 16  # columns at a time, so that a product of few rows finds them in the cache
 _PIECE = 64 << 20  # bytes of snapshots in float64 that are read together
 
-Progress: TypeAlias = Callable[[str, int, int], None]
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 """The parameters that form a vector of all weights, in order: their names and shapes."""
 
@@ -138,7 +133,7 @@ class DimReduceBasis:
         return vectors
 
     def fingerprint(self) -> Tensor:
-        """Return the projection of a fixed vector, shape ``(k,)``, to tell bases apart; NaN for rows of other ranks."""
+        """Return the projection of a fixed vector, shape ``(k,)``, to tell bases apart. NaN for rows of other ranks."""
         vector = torch.arange(self.length, device=self.rows.device).to(self.rows.dtype).cos()
         mark = torch.full((self.components,), torch.nan, dtype=torch.float64, device="cpu")
         mark[self._place] = (self.rows @ vector).to("cpu", torch.float64)
@@ -148,7 +143,7 @@ class DimReduceBasis:
         """Check that ``P P'c`` is c for a few random c. With a group, all ranks must call this together.
 
         Raises:
-            ValueError: It is not; raised on every rank.
+            ValueError: It is not. Raised on every rank.
         """
         generator = torch.Generator("cpu").manual_seed(0)
         for _ in range(4):
@@ -158,7 +153,7 @@ class DimReduceBasis:
             if not error <= TOLERANCE * self.components**0.5:
                 raise ValueError(
                     f"the rows of the basis are not orthonormal: a product is off by {error:.3g}, allowed are "
-                    f"{TOLERANCE}; make the basis with `torchboost pca`, or orthonormalise it."
+                    f"{TOLERANCE}; make the basis from checkpoints, or orthonormalise it."
                 )
 
 
@@ -181,15 +176,23 @@ def principal_components(
     share: range | None = None,
     *,
     out: Tensor | None = None,
-    progress: Progress | None = None,
-) -> tuple[Tensor, float]:
-    """Return directions along which snapshots of the weights vary most, and how much of their variance all hold.
+) -> Tensor:
+    """Return the directions along which snapshots of the weights vary most.
 
     They are the right singular vectors of the centred matrix. For m snapshots of n weights the m x m Gram matrix is
     built in float64, piece by piece, and its eigenvectors give the components exactly. Nothing of size n x n or m x n
     is held, and the snapshots are read twice. The sign of each component makes its entry of largest magnitude positive.
     m snapshots span m - 1 directions around their mean. If there are m components, the last one is the direction of the
-    mean. ``share`` names the directions to return, ``out`` takes them, shape ``(len(share), n)``.
+    mean.
+
+    Args:
+        snapshots: Copies of the parameters of one model, each in the same order.
+        components: Number of directions.
+        share: The directions to return. None returns all.
+        out: Where to write them, shape ``(len(share), n)``.
+
+    Raises:
+        ValueError: Too few snapshots, NaN or infinities in one, or they span fewer directions.
     """
     count, length = len(snapshots), sum(tensor.numel() for tensor in snapshots[0]) if snapshots else 0
     if count < components:
@@ -199,30 +202,24 @@ def principal_components(
         )
     check_components(components, length)
 
-    def pieces(subject: str) -> Iterator[tuple[int, Tensor]]:
-        for last, values in _pieces(snapshots):
-            yield last - values.shape[1], values
-            if progress is not None:
-                progress(subject, last, length)
-
     gram = torch.zeros(count + 1, count + 1, dtype=torch.float64, device="cpu")
-    for _, values in pieces("comparing the snapshots, weights"):
+    for _, values in _pieces(snapshots):
         gram += values @ values.T
     if not gram.isfinite().all():
         raise ValueError(f"snapshots: {_spoiled(snapshots)}; leave it out.")
-    factors, explained = _factors(gram, components)
+    factors = _factors(gram, components)
     share = range(components) if share is None else share
     rows = torch.empty(len(share), length, device="cpu") if out is None else out
-    for first, values in pieces(f"making directions {share.start + 1} to {share.stop}, weights"):
+    for first, values in _pieces(snapshots):
         rows[:, first : first + values.shape[1]] = factors[share.start : share.stop] @ values
     for row in rows:
         if row[row.abs().argmax()] < 0:
             row.neg_()
-    return rows, explained
+    return rows
 
 
-def _factors(gram: Tensor, components: int) -> tuple[Tensor, float]:
-    """Return the components as combinations of the centred snapshots and their mean, and the share they explain."""
+def _factors(gram: Tensor, components: int) -> Tensor:
+    """Return the components as combinations of the centred snapshots and their mean."""
     count = len(gram) - 1
     values, vectors = torch.linalg.eigh(gram[:count, :count])
     values, vectors = values.flip(0).clamp(min=0.0), vectors.flip(1)
@@ -243,12 +240,12 @@ def _factors(gram: Tensor, components: int) -> tuple[Tensor, float]:
                 "snapshots that differ more, or lower n_components."
             )
         factors[kept] = mean / length
-    return factors, float(values[:kept].sum() / values.sum()) if rank else 1.0
+    return factors
 
 
 def _pieces(snapshots: Sequence[Sequence[Tensor]]) -> Iterator[tuple[int, Tensor]]:
-    """Yield pieces of the snapshots without their mean, and of the mean, each with the number of weights up to it."""
-    count, last = len(snapshots), 0
+    """Yield pieces of the snapshots without their mean, and of the mean, each with the number of weights before it."""
+    count, first = len(snapshots), 0
     for tensors in zip(*snapshots, strict=True):
         flat = [tensor.detach().reshape(-1).split(max(1, _PIECE // (8 * (count + 1)))) for tensor in tensors]
         for parts in zip(*flat, strict=True):
@@ -257,8 +254,8 @@ def _pieces(snapshots: Sequence[Sequence[Tensor]]) -> Iterator[tuple[int, Tensor
                 row.copy_(part)
             values[count] = values[:count].mean(0)
             values[:count] -= values[count]
-            last += values.shape[1]
-            yield last, values
+            yield first, values
+            first += values.shape[1]
 
 
 def _spoiled(snapshots: Sequence[Sequence[Tensor]]) -> str:
@@ -269,110 +266,52 @@ def _spoiled(snapshots: Sequence[Sequence[Tensor]]) -> str:
     return "their products overflow"
 
 
-def principal_basis(
-    snapshots: Sequence[Sequence[Tensor]], components: int, *, progress: Progress | None = None
-) -> DimReduceBasis:
-    """Return the directions along which snapshots of the weights vary most. Works in one process.
-
-    Args:
-        snapshots: Copies of the parameters of one model, in the same order each, or the checkpoints from
-            :func:`~torchboost.algorithms.read_checkpoints`.
-        components: Number of directions.
-        progress: Called with a description, the number of weights done, and the number of all weights.
-
-    Raises:
-        ValueError: Too few snapshots, NaN or infinities in one, or they span fewer directions.
-
-    Example:
-        >>> import torch
-        >>> from torchboost.algorithms import DimReduceOptimizer, principal_basis
-        >>> model = torch.nn.Linear(4, 2)
-        >>> snapshots = [[p + 0.1 * torch.randn_like(p) for p in model.parameters()] for _ in range(3)]
-        >>> optimizer = DimReduceOptimizer(model.parameters(), principal_basis(snapshots, 2))
-    """
-    return DimReduceBasis(principal_components(snapshots, components, progress=progress)[0])
-
-
 def shapes_of(model: nn.Module) -> Shapes:
     """Return the parameters that require grad. A shared parameter counts once."""
     return {name: tuple(p.shape) for name, p in unwrap(model).named_parameters() if p.requires_grad}
 
 
-def length_of(shapes: Shapes) -> int:
-    """Return the number of all weights."""
-    return sum(torch.Size(shape).numel() for shape in shapes.values())
-
-
-def read_checkpoints(paths: str | Path | Sequence[str | Path], model: nn.Module | Shapes) -> list[list[Tensor]]:
-    """Return the weights in checkpoints of one model: a list of its parameters for each file.
+def read_checkpoints(folder: str | Path, shapes: Shapes) -> list[list[Tensor]]:
+    """Return the weights in the checkpoints of a folder: a list of the parameters for each file, by name.
 
     The files are safetensors, or ``.pt`` and ``.pth`` that hold tensors only: a state dict, or one under the key
     ``model``, ``state_dict`` or ``model_state_dict``. They are mapped into memory and read when they are used. Nothing
-    in them is executed: ``torch.load`` runs with ``weights_only=True``.
-
-    Args:
-        paths: The files, in the order in which they were written, or a folder of them.
-        model: The model, or the names and shapes of its parameters. Other entries, such as buffers, are ignored. The
-            names may differ by a prefix that all of them have, such as DDP's ``module.``.
+    in them is executed: ``torch.load`` runs with ``weights_only=True``. Entries besides the parameters, such as
+    buffers, are ignored, and so is DDP's prefix ``module.``.
 
     Raises:
-        TypeError: Neither a model nor names and shapes.
-        FileNotFoundError: A file or the folder is missing.
+        FileNotFoundError: The folder is missing.
         ValueError: There are no files, or one is not a checkpoint, holds objects other than tensors, or belongs to
             another model. The message lists names and shapes.
     """
-    if not isinstance(model, (nn.Module, Mapping)):
-        raise TypeError(f"model: found {type(model).__name__}; give the model whose checkpoints these are.")
-    shapes = shapes_of(model) if isinstance(model, nn.Module) else model
-    files = checkpoint_files(paths) if isinstance(paths, (str, Path)) else [Path(path) for path in paths]
-    if not files:
-        raise ValueError(f"found no checkpoints; give files that end in {', '.join(SUFFIXES)}.")
-    snapshots = []
-    for path in files:
-        tensors = _opened(path)
-        names = _names(path, shapes, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
-        snapshots.append([tensors[names[name]] for name in shapes])
-    return snapshots
-
-
-def checkpoint_files(folder: str | Path) -> list[Path]:
-    """Return the checkpoints in a folder by name. The order does not matter for principal components."""
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: found no folder; give one that holds checkpoints of the model.")
-    files = [path for path in folder.iterdir() if path.suffix in SUFFIXES]
+    files = sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES)
     if not files:
         raise ValueError(
             f"{folder}: found no checkpoints; save some whose names end in {', '.join(SUFFIXES)}, such as "
             "torch.save(model.state_dict(), ...). Folders of torch.distributed.checkpoint are not read."
         )
-    return sorted(files)
-
-
-def shapes_in(path: Path, exclude: Sequence[str] = ()) -> Shapes:
-    """Return the floating point entries of a checkpoint; it does not say which are parameters.
-
-    Names that fit a pattern in ``exclude`` are ignored.
-    """
-    entries = _opened(path).items()
-    shapes = {n: tuple(t.shape) for n, t in entries if not any(fnmatchcase(n, pattern) for pattern in exclude)}
-    if not shapes:
-        besides = f" besides {', '.join(exclude)}" if exclude else ""
-        raise ValueError(f"{path}: found no floating point entry{besides}; give checkpoints of a model.")
-    return shapes
+    snapshots = []
+    for path in files:
+        tensors = _opened(path)
+        _check_model(path, shapes, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        snapshots.append([tensors[name] for name in shapes])
+    return snapshots
 
 
 def read_matrix(path: str | Path, components: int, shapes: Shapes, share: range) -> Tensor:
     """Return rows of a basis in an ``.npy`` file, shape ``(len(share), weights)``, float32.
 
-    :func:`write_matrix` also writes a ``.json`` file of the same name, which maps columns to parameters. Without it the
-    columns must be in the order of the model.
+    The columns must be in the order of the model. :func:`write_matrix` also writes a ``.json`` file of the same name
+    with the names of their parameters, which are compared.
     """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path}: found no file; give an .npy file, or make one with `torchboost pca`, or also give "
-            "weight_load_dir, the folder of checkpoints to make it from."
+            f"{path}: found no file; give an .npy file, or also give weight_load_dir, the folder of checkpoints to "
+            "make it from."
         )
     try:
         matrix = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -381,70 +320,54 @@ def read_matrix(path: str | Path, components: int, shapes: Shapes, share: range)
     if not isinstance(matrix, np.ndarray) or matrix.ndim != 2 or matrix.dtype.kind != "f":
         content = f"shape {matrix.shape} of {matrix.dtype}" if isinstance(matrix, np.ndarray) else "an archive"
         raise ValueError(f"{path}: found {content}; a basis is an .npy file of one matrix of floats.")
-    if len(matrix) < components or matrix.shape[1] != length_of(shapes):
+    length = _length(shapes)
+    if len(matrix) < components or matrix.shape[1] != length:
         raise ValueError(
             f"{path}: found {len(matrix)} directions of {matrix.shape[1]} weights; needed are {components} of the "
-            f"{length_of(shapes)} trained weights: make it from checkpoints of this model, or set n_components."
+            f"{length} trained weights: make it from checkpoints of this model, or set n_components."
         )
-    stored = _stored(path.with_suffix(".json"), shapes)
-    names = _names(path, shapes, stored)
-    ends = pairwise(accumulate((torch.Size(shape).numel() for shape in stored.values()), initial=0))
-    places = {name: slice(first, last) for name, (first, last) in zip(stored, ends, strict=True)}
-    part = matrix[share.start : share.stop]
-    rows = np.empty(part.shape, dtype=np.float32)
-    np.concatenate([part[:, places[names[name]]] for name in shapes], axis=1, out=rows, casting="same_kind")
-    return torch.from_numpy(rows)
-
-
-def _stored(path: Path, shapes: Shapes) -> Shapes:
-    if not path.is_file():
-        return shapes
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
-        stored = {str(name): tuple(shape) for name, shape in zip(entries["names"], entries["shapes"], strict=True)}
-        if length_of(stored) != length_of(shapes):
-            raise ValueError("another number of columns")
-    except (ValueError, KeyError, TypeError) as error:
+    columns = path.with_suffix(".json")
+    if columns.is_file() and _names_in(columns) != list(shapes):
         raise ValueError(
-            f"{path}: found no names and shapes of columns, as `torchboost pca` writes them next to a basis "
-            f"({type(error).__name__}); remove the file if it does not belong to a basis."
-        ) from None
-    return stored
+            f"{columns}: the columns of {path.name} belong to other parameters, or are in another order; make the file "
+            "again from the checkpoints in weight_load_dir."
+        )
+    return torch.from_numpy(np.array(matrix[share.start : share.stop], dtype=np.float32))
 
 
-def write_matrix(
-    path: str | Path,
-    snapshots: Sequence[Sequence[Tensor]],
-    shapes: Shapes,
-    components: int,
-    *,
-    progress: Progress | None = None,
-) -> float:
+def _names_in(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["names"]
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def write_matrix(path: str | Path, snapshots: Sequence[Sequence[Tensor]], shapes: Shapes, components: int) -> None:
     """Write principal components into an ``.npy`` file and the names of their columns into a ``.json``.
 
-    The files appear when they are complete. Returns the share of the variance that the components hold.
+    The files appear when they are complete.
     """
     path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
-        matrix = np.lib.format.open_memmap(unfinished, "w+", np.float32, (components, length_of(shapes)))
-        _, explained = principal_components(snapshots, components, out=torch.from_numpy(matrix), progress=progress)
+        matrix = np.lib.format.open_memmap(unfinished, "w+", np.float32, (components, _length(shapes)))
+        principal_components(snapshots, components, out=torch.from_numpy(matrix))
         matrix.flush()
-        columns = {"names": list(shapes), "shapes": list(shapes.values()), "explained": explained}
-        path.with_suffix(".json").write_text(json.dumps(columns, indent=1), encoding="utf-8")
+        path.with_suffix(".json").write_text(json.dumps({"names": list(shapes)}), encoding="utf-8")
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
-    return explained
+
+
+def _length(shapes: Shapes) -> int:
+    return sum(torch.Size(shape).numel() for shape in shapes.values())
 
 
 def _opened(path: Path) -> dict[str, Tensor]:
     """Return the floating point entries of a file, mapped into memory."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: found no file; give the checkpoints of the model.")
-    if path.suffix not in SUFFIXES:
-        raise ValueError(f"{path}: found a file that ends in {path.suffix!r}; allowed are {', '.join(SUFFIXES)}.")
-    entries = _safetensors(path) if path.suffix == ".safetensors" else _torch_file(path)
+    entries = dict(_safetensors(path) if path.suffix == ".safetensors" else _torch_file(path))
+    consume_prefix_in_state_dict_if_present(entries, "module.")
     return {n: t for n, t in entries.items() if isinstance(t, Tensor) and t.is_floating_point()}
 
 
@@ -477,33 +400,20 @@ def _torch_file(path: Path) -> Mapping[str, Any]:
     return loaded
 
 
-def _names(path: Path, shapes: Shapes, stored: Shapes) -> dict[str, str]:
-    """Map the names of a model to those in a file, which may have a common prefix more, or less, than the model.
-
-    Raises:
-        ValueError: A parameter is not in the file, or has another shape there.
-    """
-    first, names = next(iter(shapes), ""), {name: name for name in shapes}
-    for other in () if set(shapes) <= set(stored) else stored:
-        if other.endswith(f".{first}"):
-            renamed = {name: other.removesuffix(first) + name for name in shapes}
-        elif first.endswith(f".{other}"):
-            renamed = {name: name.removeprefix(first.removesuffix(other)) for name in shapes}
-        else:
-            continue
-        if set(renamed.values()) <= set(stored) and len(set(renamed.values())) == len(shapes):
-            names = renamed
-            break
-    missing = [name for name in shapes if names[name] not in stored]
-    present = {name: stored[names[name]] for name in shapes if names[name] in stored}
-    other = [f"{name} {shape} (needed {shapes[name]})" for name, shape in present.items() if shape != shapes[name]]
+def _check_model(path: Path, shapes: Shapes, stored: Shapes) -> None:
+    """Raise ``ValueError`` if a parameter is not in a file, or has another shape there."""
+    missing = [name for name in shapes if name not in stored]
+    other = [
+        f"{name} {stored[name]} (needed {shape})"
+        for name, shape in shapes.items()
+        if name in stored and stored[name] != shape
+    ]
     if missing or other:
         differences = [f"missing {_few(missing)}"] * bool(missing) + [f"of another shape {_few(other)}"] * bool(other)
         raise ValueError(
             f"{path}: it belongs to another model: {'; '.join(differences)}; it holds "
             f"{_few(list(stored)) or 'no weights'}. Give files of the model that is trained."
         )
-    return names
 
 
 def _few(items: Sequence[Any]) -> str:

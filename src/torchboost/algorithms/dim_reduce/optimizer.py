@@ -37,7 +37,7 @@ class DimReduceOptimizer(ClosureOptimizer):
     The line search makes two trials, m = 0 and 1. If neither is accepted, s = 0 and B is as before. B starts as the
     identity, and is updated from the last accepted step and the change of the gradient since then, y, by
     ``B <- (I - s y'/y.s) B (I - y s'/y.s) + s s'/y.s`` (Nocedal and Wright, "Numerical Optimization", equation 6.17).
-    On several ranks the gradients must be averaged as under DDP; the losses are averaged here.
+    On several ranks the gradients must be averaged as under DDP. The losses are averaged here.
 
     Args:
         params: The parameters whose weights the basis spans, in its order. float32 or float64, on one device.
@@ -51,8 +51,7 @@ class DimReduceOptimizer(ClosureOptimizer):
 
     Attributes:
         accepted: Updates so far in which a trial was accepted.
-        trial: The trial that the last update accepted, from 1; 0 if none was, or a number was not finite.
-        loss: The loss before the last update, averaged over the ranks.
+        trial: The trial that the last update accepted, from 1. It is 0 if none was, or a number was not finite.
 
     Raises:
         ValueError: A setting out of range, or the basis spans another number of weights.
@@ -104,7 +103,6 @@ class DimReduceOptimizer(ClosureOptimizer):
             "step": torch.zeros_like(matrix[0]),
         }
         self.accepted = self.trial = 0
-        self.loss = math.nan
         self._alike = basis.group is None
         self._buffers = tuple(buffers)
         self._residual = torch.zeros(length, dtype=parameters[0].dtype, device=parameters[0].device)
@@ -142,7 +140,7 @@ class DimReduceOptimizer(ClosureOptimizer):
         if not self._alike:
             self._check_alike(gradient)
         projected = self.basis.project(gradient)
-        self.loss = start = self._mean(loss)
+        start = self._mean(loss)
         self.trial = 0
         if not (projected.isfinite().all() and math.isfinite(start)):
             return
@@ -188,7 +186,7 @@ class DimReduceOptimizer(ClosureOptimizer):
         """Resume from the result of :meth:`state_dict`.
 
         Raises:
-            ValueError: The checkpoint belongs to other directions; nothing was loaded.
+            ValueError: The checkpoint belongs to other directions. Nothing was loaded.
         """
         subspace = state_dict.get("subspace")
         if subspace is None or subspace["residual"].shape != self._residual.shape:
@@ -215,7 +213,7 @@ class DimReduceOptimizer(ClosureOptimizer):
         self.accepted = int(subspace["accepted"])
 
     def _check_alike(self, gradient: Tensor) -> None:
-        """Check once that the ranks have the same gradient; otherwise their weights would diverge."""
+        """Check once that the ranks have the same gradient. Otherwise their weights would diverge."""
         total = gradient.to(torch.float64).sum().reshape(1)
         totals = [torch.empty_like(total) for _ in range(self.basis.ranks)]
         dist.all_gather(totals, total, group=self.basis.group)
@@ -254,7 +252,7 @@ class DimReduceOptimizer(ClosureOptimizer):
 
 @contextmanager
 def evaluated(closure: Callable[[], Any] | None, parameters: Sequence[Tensor]) -> Iterator[tuple[Replay, Tensor]]:
-    """Yield what repeats a closure, and the loss of its first pass; the gradients are computed.
+    """Yield what repeats a closure, and the loss of its first pass. The gradients are computed.
 
     A closure that is not a :class:`~torchboost.core.step.Replay` is called here, and its gradients are cleared at
     the end.

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,6 @@ from torchboost.errors import IncompatibleError
 
 __all__ = ["Accumulator", "GradAccumulation", "Window", "checked_steps"]
 
-Reduction: TypeAlias = Literal["mean", "sum"]
-
 
 def checked_steps(steps: int, name: str = "steps") -> int:
     """Return a number of micro-steps per update, or refuse it under the name of the setting."""
@@ -33,7 +31,7 @@ def checked_steps(steps: int, name: str = "steps") -> int:
 
 @dataclass(slots=True)
 class Window:
-    """One window: ``index`` of ``length`` micro-steps are done; ``weight`` is their sum, ``length`` when full."""
+    """One window: ``index`` of ``length`` micro-steps are done. ``weight`` is their sum, ``length`` when full."""
 
     length: int = 1
     index: int = 0
@@ -72,7 +70,7 @@ class _Ranks:
         model: As the loop calls it: wrapped by DDP, containing one as in ``WithLoss(DDP(model))``, or compiled.
 
     Attributes:
-        sharded: Whether FSDP2 shards the model; gradients that are not yet reduced cannot be read then.
+        sharded: Whether FSDP2 shards the model. Gradients that are not yet reduced cannot be read then.
 
     Raises:
         IncompatibleError: DDP with ``static_graph=True``, several DDPs, or FSDP1.
@@ -99,7 +97,7 @@ class _Ranks:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Return a context in which gradients stay on their rank; the next pass outside it synchronises them."""
+        """Return a context in which gradients stay on their rank. The next pass outside it synchronises them."""
         with nullcontext() if self._ddp is None else self._ddp.no_sync():
             for unit in self._units:
                 unit.set_requires_gradient_sync(False, recurse=False)
@@ -160,7 +158,7 @@ class Accumulator:
 
     :meth:`share` multiplies the loss by its weight. Count samples or, if the losses are means over tokens, tokens: any
     ragged split is then exact. Without counts, all micro-batches weigh the same. The gradients are complete when the
-    last micro-step ends; ranks exchange no gradients before that. If an epoch ends inside a window, pass
+    last micro-step ends. Ranks exchange no gradients before that. If an epoch ends inside a window, pass
     ``micro_step(last=True)`` or call :meth:`flush`: the average is then taken over what the window holds.
 
     Cost: the gradients stay in memory between micro-steps (whole gradients under FSDP2, not shards). Counts cost one
@@ -170,7 +168,7 @@ class Accumulator:
     contains a DDP, gradients of parameters outside that DDP stay on their rank, as without accumulation. BatchNorm
     normalises each micro-batch separately, so its statistics are not those of one large batch. An exception after
     :meth:`share` may leave half a backward pass in the gradients: call :meth:`reset`. CUDA graphs overwrite accumulated
-    gradients: a model that is already compiled with them is refused; compiling it later is not detected.
+    gradients: a model that is already compiled with them is refused. Compiling it later is not detected.
 
     Args:
         steps: Micro-steps per update, 1 or more. Setting the attribute applies from the next window on.
@@ -218,10 +216,10 @@ class Accumulator:
 
     @contextmanager
     def micro_step(self, *, last: bool = False) -> Iterator[None]:
-        """Return the context of one forward and backward pass; pass the loss through :meth:`share` inside it.
+        """Return the context of one forward and backward pass. Pass the loss through :meth:`share` inside it.
 
         Args:
-            last: End the window with this pass even if it is not full; all ranks must agree.
+            last: End the window with this pass even if it is not full. All ranks must agree.
 
         Raises:
             RuntimeError: The previous pass failed half-way, or this one never called :meth:`share`.
@@ -250,13 +248,12 @@ class Accumulator:
         if closing:
             self._complete()
 
-    def share(self, loss: Tensor, count: float | Tensor | None = None, *, reduction: Reduction = "mean") -> Tensor:
+    def share(self, loss: Tensor, count: float | Tensor | None = None) -> Tensor:
         """Return the loss times the weight of this micro-batch. Call it once per micro-step.
 
         Args:
-            loss: Of shape ``()``.
-            count: Number of samples or tokens in the loss, 0 or more; without it, all micro-batches weigh the same.
-            reduction: Whether the loss is the mean or the sum over them.
+            loss: The mean over the samples or tokens, of shape ``()``.
+            count: Number of samples or tokens in the loss, 0 or more. Without it, all micro-batches weigh the same.
 
         Raises:
             ValueError: A count is negative, not finite or missing; only some micro-batches of a window have counts; or
@@ -264,15 +261,11 @@ class Accumulator:
             RuntimeError: Called outside a micro-step, or twice in one.
         """
         window = self._in_phase("open")
-        if reduction not in ("mean", "sum"):
-            raise ValueError(f"reduction: found {reduction!r}; allowed are 'mean' and 'sum'.")
         number = window.checked(count)
-        if number is None and reduction == "sum":
-            raise ValueError("count: found none; pass the number of samples or tokens that the sum runs over.")
         if number == 0 and not bool(torch.isfinite(loss)):
             raise ValueError(
-                f"count: found 0 for a loss of {loss.item()}; the mean over nothing is undefined: pass the sum "
-                "(reduction='sum'), or divide by at least 1."
+                f"count: found 0 for a loss of {loss.item()}; the mean over nothing is undefined: divide "
+                "the sum by at least 1."
             )
         if number is None:
             window.add(1.0, counted=False)
@@ -283,13 +276,13 @@ class Accumulator:
                 self._nominal = self._ranks.largest(max(number, 1.0))
             window.add(number / self._nominal, counted=True)
             # The nominal count takes the path of a plain mean, so equal batches give the same bits as without counts.
-            factor = (1.0 if reduction == "sum" else number) / self._nominal
+            factor = number / self._nominal
             part = loss if factor == 1.0 else loss * factor
         window.phase = "shared"
         return part if window.length == 1 else part / window.length
 
     def flush(self) -> bool:
-        """End a window that is not full; return whether any rank held gradients. If so, update.
+        """End a window that is not full. Return whether any rank held gradients. If so, update.
 
         All ranks must call this, after the same number of full windows. Their last windows may differ in length or be
         empty.
@@ -314,7 +307,7 @@ class Accumulator:
         """Drop the window and its gradients. All ranks must call it.
 
         Raises:
-            IncompatibleError: FSDP2 is in the middle of a window; unreduced gradients cannot be read.
+            IncompatibleError: FSDP2 is in the middle of a window. Unreduced gradients cannot be read.
         """
         self._refuse_shards("dropped", "load the last checkpoint")
         self.ready, self._window = False, Window()
@@ -325,7 +318,7 @@ class Accumulator:
         """Return the state of the window, with this rank's gradients if it is not empty; cheapest after an update.
 
         Raises:
-            IncompatibleError: FSDP2 is in the middle of a window; unreduced gradients cannot be read.
+            IncompatibleError: FSDP2 is in the middle of a window. Unreduced gradients cannot be read.
         """
         self._in_phase("between")
         if self.ready or not self._window.index:
@@ -335,12 +328,12 @@ class Accumulator:
         return {"nominal": self._nominal, "window": asdict(self._window), "gradients": gradients}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Resume from what :meth:`state_dict` returned; gradients held before are dropped.
+        """Resume from what :meth:`state_dict` returned. Gradients held before are dropped.
 
         A window that has begun keeps its length.
 
         Raises:
-            ValueError: The gradients belong to another model; nothing was loaded.
+            ValueError: The gradients belong to another model. Nothing was loaded.
         """
         parameters = list(self._model.parameters())
         gradients = state_dict.get("gradients", [None] * len(parameters))
@@ -387,7 +380,7 @@ class Accumulator:
         self.ready = True
 
     def _longest(self, window: Window) -> int:
-        """Return the length of the windows that are not empty, the same on all ranks; 0 if all are empty."""
+        """Return the length of the windows that are not empty, the same on all ranks. It is 0 if all are empty."""
         begun = window.index > 0
         # A rank that has just shared its first count asks for the largest count, 1 or more; take part in that.
         while (shortest := -self._ranks.largest(-window.length if begun else -math.inf)) < 0:
@@ -430,7 +423,7 @@ def _check_graphs(model: nn.Module) -> None:
 class GradAccumulation(Algorithm):
     """One update after several batches. The loop must use ``target.accumulator``.
 
-    :class:`~torchboost.core.step.TrainStep` and the training cell do so; your own loop needs three more lines, see
+    :class:`~torchboost.core.step.TrainStep` and the training cell do so. Your own loop needs three more lines, see
     :class:`Accumulator`.
 
     Args:

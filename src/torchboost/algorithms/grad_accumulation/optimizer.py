@@ -34,7 +34,7 @@ class GradientWindow:
         optimizer: Steps once per window, so its hooks and schedulers follow the updates.
 
     Attributes:
-        updated: Whether the last call stepped the optimizer; if so, step the schedulers.
+        updated: Whether the last call stepped the optimizer. If so, step the schedulers.
     """
 
     steps_name: ClassVar[str] = "steps"
@@ -48,13 +48,13 @@ class GradientWindow:
         self._clear()
 
     def __call__(self, loss: Loss, grads: Sequence[Tensor | None], *, count: float | None = None) -> Loss:
-        """Add the gradients of one micro-batch; return the loss unchanged.
+        """Add the gradients of one micro-batch. Return the loss unchanged.
 
         Args:
             loss: Not used.
-            grads: One gradient per parameter of the optimizer, in the order of its groups; None for a parameter without
+            grads: One gradient per parameter of the optimizer, in the order of its groups. None for a parameter without
                 one.
-            count: Number of samples or tokens that the loss is the mean of; without it all calls weigh the same.
+            count: Number of samples or tokens that the loss is the mean of. Without it all calls weigh the same.
 
         Raises:
             TypeError: An entry is neither a tensor nor None.
@@ -79,7 +79,7 @@ class GradientWindow:
         return loss
 
     def flush(self) -> bool:
-        """Update with the mean of a window that is not full; return whether it held anything.
+        """Update with the mean of a window that is not full. Return whether it held anything.
 
         Raises:
             ValueError: All counts were 0.
@@ -105,7 +105,7 @@ class GradientWindow:
         """Resume from what :meth:`state_dict` returned.
 
         Raises:
-            ValueError: The window does not fit this optimizer or is too long; nothing was loaded.
+            ValueError: The window does not fit this optimizer or is too long. Nothing was loaded.
         """
         calls = state["calls"]
         if calls and calls >= self.steps:
@@ -145,11 +145,11 @@ class GradientWindow:
 
 
 class AccumulatingOptimizer(WrappingOptimizer):
-    """Applies every k-th step with the mean of k gradients; the loop does not change.
+    """Applies every k-th step with the mean of k gradients. The loop does not change.
 
     Every ``step()`` moves the gradients into a buffer. Clipping and loss scaling in the loop therefore act on each
     batch as before, and ``zero_grad()`` loses nothing. A scheduler in such a loop still follows the batches. Ranks
-    exchange gradients for each batch; the training cell knows when a window begins and does not.
+    exchange gradients for each batch. The training cell knows when a window begins and does not.
 
     Args:
         opt: Stepped once per window, so its hooks follow the updates. Stepping it directly would update with the
@@ -174,7 +174,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
         self.direct = DirectSteps(opt, self, _PASSED_BY)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Add the gradients to the window and update if it is full; return what the closure returns."""
+        """Add the gradients to the window and update if it is full. Return what the closure returns."""
         returned = None
         if closure is not None:
             with torch.enable_grad():
@@ -198,7 +198,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
         self._taken = []
 
     def flush(self) -> bool:
-        """Update with a window that is not full; return whether it held anything."""
+        """Update with a window that is not full. Return whether it held anything."""
         with self.direct.allowed():
             self.updated = self._collected.flush()
         return self.updated

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,12 +12,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchboost.algorithms.grad_freeze import schedule as freeze_schedule
-from torchboost.algorithms.grad_freeze.cache import ActivationCache, FastPrefix, check_cacheable
+from torchboost.algorithms.grad_freeze.cache import FastPrefix, check_cacheable
 from torchboost.algorithms.grad_freeze.checks import check_freezable
 from torchboost.algorithms.grad_freeze.freezer import Freezing, Norms, compiled_prefixes, prefixes_of
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.errors import NoEffectWarning
-from torchboost.graph.blocks import Block, blocks_of, group_starts
+from torchboost.graph.blocks import blocks_of, group_starts
 from torchboost.optim.fusing import care_for_fused
 
 __all__ = ["GradFreeze", "Pattern", "freeze_blocks"]
@@ -50,16 +49,11 @@ class GradFreeze(Algorithm):
             in eval mode (``"eval"``).
         prefixes: Maximum number of different numbers of frozen groups, full training included; each is one graph of a
             compiled model. The default is 3 for a compiled model, 7 for the progressive pattern, otherwise unlimited.
-        costs: Share of the computation in each block, for the progressive pattern; equal by default. See
-            :func:`torchboost.graph.blocks.block_costs`.
-        step_seconds: Time of a full step.
-        recompile_seconds: Time of a compilation; the progressive pattern skips switches that do not repay one.
         frozen: Number of frozen groups, for the fixed pattern.
-        cache_mebibytes: Budget for caching the output of the frozen part per sample, which is then computed once; 0
+        cache_mebibytes: Memory for caching the output of the frozen part per sample, which is then computed once; 0
             disables the cache. The loop names its samples: ``with attached["grad_freeze"].fast.samples(ids): ...``. The
             cache is correct only if a sample is the same tensor in every epoch. It needs ``norms="eval"`` and a model
             that is not compiled; see :class:`torchboost.algorithms.grad_freeze.cache.FastPrefix`.
-        cache_path: Folder for memory-mapped cache files; None keeps the cache in memory.
         agree_within: Seconds that the ranks of one model wait for each other before a pass; if a rank does not arrive,
             all others raise :class:`torchboost.errors.RankDisagreementError`. Increase it if one rank evaluates or
             saves alone for longer; 0 disables the comparison.
@@ -75,12 +69,8 @@ class GradFreeze(Algorithm):
     total_steps: int | None = None
     norms: Norms = "update"
     prefixes: int | None = None
-    costs: tuple[float, ...] | None = None
-    step_seconds: float = 0.0
-    recompile_seconds: float = 0.0
     frozen: int = 0
     cache_mebibytes: int = 0
-    cache_path: str | None = None
     agree_within: float = 600.0
 
     def __post_init__(self) -> None:
@@ -102,9 +92,6 @@ class GradFreeze(Algorithm):
             raise ValueError(f"prefixes={self.prefixes}: pass 2 or more (full training and one other), or None.")
         if not 0 <= self.frozen < self.groups:
             raise ValueError(f"frozen={self.frozen}: pass 0 or more and less than the number of groups, {self.groups}.")
-        for name in ("step_seconds", "recompile_seconds"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)}: pass seconds, 0 or more.")
         if self.agree_within < 0:
             raise ValueError(f"agree_within={self.agree_within}: pass seconds, or 0 to disable the comparison.")
         if self.frozen and self.pattern != "fixed":
@@ -116,10 +103,6 @@ class GradFreeze(Algorithm):
                 "cache_mebibytes with norms='update': BatchNorms that keep updating change the result of a sample in "
                 "each epoch; use norms='eval'."
             )
-        if self.costs is not None:
-            object.__setattr__(self, "costs", tuple(self.costs))
-            if not all(cost >= 0 for cost in self.costs) or not sum(self.costs):
-                raise ValueError(f"costs={self.costs}: pass one number of 0 or more for each block, not all 0.")
 
     def idle(self, model: nn.Module, optimizer: Optimizer) -> str | None:
         """Explain that a single block can never be frozen."""
@@ -133,8 +116,6 @@ class GradFreeze(Algorithm):
         """Refuse wrappers and compilers that do not support freezing, and settings that do not fit the model."""
         _check_length(self)
         check_freezable(target.model, target.optimizer)
-        if self.costs is not None:
-            _check_costs(self.costs, blocks_of(target.model))
         if self.cache_mebibytes:
             check_cacheable(target.model)
 
@@ -143,7 +124,7 @@ class GradFreeze(Algorithm):
 
         Raises:
             IncompatibleError: The wrapper or the compiler of the model does not support changing ``requires_grad``.
-            ValueError: The length of ``costs`` is not the number of blocks, or ``total_steps`` is missing.
+            ValueError: ``total_steps`` is missing.
         """
         freezing = freeze_blocks(target.model, target.optimizer, self, seed=target.seed)
         return freezing.with_undo(care_for_fused(target.optimizer).remove)  # momentum that starts later
@@ -159,14 +140,7 @@ class GradFreeze(Algorithm):
         if self.pattern == "fixed" or self.total_steps is None:
             return freeze_schedule.Repeated((min(self.frozen, len(costs) - 1),))
         if self.pattern == "progressive":
-            return freeze_schedule.progressive(
-                costs,
-                self.full_share,
-                self.total_steps,
-                switches=(prefixes or 7) - 1,
-                step_seconds=self.step_seconds,
-                recompile_seconds=self.recompile_seconds,
-            )
+            return freeze_schedule.progressive(costs, self.full_share, self.total_steps, switches=(prefixes or 7) - 1)
         schedule: freeze_schedule.Schedule
         if self.pattern == "continuous":
             schedule = freeze_schedule.Continuous(len(costs), self.full_share)
@@ -191,7 +165,7 @@ def freeze_blocks(model: nn.Module, optimizer: Optimizer, settings: GradFreeze, 
 
     Raises:
         IncompatibleError: The wrapper or the compiler of the model does not support changing ``requires_grad``.
-        ValueError: The length of ``costs`` is not the number of blocks, or ``total_steps`` is missing.
+        ValueError: ``total_steps`` is missing.
 
     Example:
         >>> import torch
@@ -202,8 +176,6 @@ def freeze_blocks(model: nn.Module, optimizer: Optimizer, settings: GradFreeze, 
     """
     _check_length(settings)
     blocks = blocks_of(model)
-    if settings.costs is not None:
-        _check_costs(settings.costs, blocks)
     starts = group_starts(len(blocks), settings.groups)
     if len(starts) < min(2, settings.groups):
         warnings.warn("grad_freeze: the model is a single block, so nothing is frozen.", NoEffectWarning, stacklevel=2)
@@ -218,9 +190,9 @@ def freeze_blocks(model: nn.Module, optimizer: Optimizer, settings: GradFreeze, 
     prefixes = prefixes_of(blocks, starts)
     fast = None
     if settings.cache_mebibytes:
-        fast = FastPrefix(model, ActivationCache(settings.cache_mebibytes * 2**20, path=settings.cache_path))
+        fast = FastPrefix(model, settings.cache_mebibytes * 2**20)
     alike = {"seed": seed, "checksum of the settings": _fingerprint(settings)}
-    shares = settings.costs or (1 / len(blocks),) * len(blocks)
+    shares = (1 / len(blocks),) * len(blocks)
     costs = [sum(shares[a:b]) for a, b in zip(starts, [*starts[1:], len(blocks)], strict=True)]
     few = None if settings.prefixes else settings.schedule(costs, seed=seed, prefixes=compiled_prefixes())
     return Freezing(
@@ -239,7 +211,7 @@ def freeze_blocks(model: nn.Module, optimizer: Optimizer, settings: GradFreeze, 
 
 def _fingerprint(settings: GradFreeze) -> int:
     """A number that differs between ranks whose flags may differ; cache settings may differ per rank."""
-    return crc32(repr(replace(settings, cache_mebibytes=0, cache_path=None)).encode())
+    return crc32(repr(replace(settings, cache_mebibytes=0)).encode())
 
 
 def _check_length(settings: GradFreeze) -> None:
@@ -247,12 +219,4 @@ def _check_length(settings: GradFreeze) -> None:
         raise ValueError(
             f"total_steps: found none, and the pattern {settings.pattern!r} depends on the length of the run; pass the "
             "number of updates of the whole run."
-        )
-
-
-def _check_costs(costs: Sequence[float], blocks: Sequence[Block]) -> None:
-    if len(costs) != len(blocks):
-        raise ValueError(
-            f"grad_freeze.costs: found {len(costs)}, the model has {len(blocks)} blocks "
-            f"({', '.join(block.name for block in blocks)}); pass one per block."
         )

@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torchboost.algorithms.grad_freeze.cache import FastPrefix
-from torchboost.algorithms.grad_freeze.checks import GradientChecks, check_freezable
-from torchboost.algorithms.grad_freeze.replicas import Replicas
+from torchboost.algorithms.grad_freeze.checks import GradientChecks, Replicas, check_freezable
+from torchboost.algorithms.grad_freeze.schedule import Repeated
 from torchboost.core.algorithm import Attachment, Removable
-from torchboost.core.covering import plain_hook
+from torchboost.core.forward import plain_hook
 from torchboost.core.torch_private import AnyBatchNorm, recompile_limit, version
 from torchboost.core.wrapping import is_compiled
 from torchboost.distributed.agreement import several
@@ -88,7 +88,7 @@ class Freezing(Attachment):
     change in a post-hook of ``optimizer.step``, that is once per update: they stay inside an accumulation window, and
     if a ``GradScaler`` skips an update. On several ranks the reducer of DDP is rebuilt before the next pass, so that
     nothing of the frozen part is sent, and the ranks compare their state
-    (:class:`~torchboost.algorithms.grad_freeze.replicas.Replicas`).
+    (:class:`~torchboost.algorithms.grad_freeze.checks.Replicas`).
 
     Only parameters of the optimizer are frozen, and only while the user trains them: what the user freezes stays
     frozen, and what the user thaws stays thawed. The index in use is that of the schedule, or the largest index below
@@ -157,7 +157,8 @@ class Freezing(Attachment):
         tied = {id(p) for module in self._cuts for p in module.parameters(recurse=False)}
         self._reach = _Reach(optimizer, [prefix.parameters for prefix in prefixes], tied, self._may_train)
         # The fast path takes modules with hooks as they are, and refuses checkpointing.
-        self._checks: GradientChecks | None = GradientChecks(None if fast else model, parameters)
+        watched = None if fast is not None or schedule == Repeated((0,)) else model
+        self._checks: GradientChecks | None = GradientChecks(watched, parameters)
         self._replicas: Replicas | None = None
         handles: list[Removable] = [optimizer.register_step_post_hook(_untraced(self._updated)), self._checks]
         handles += [plain_hook(module, module.register_forward_hook(cut)) for module, cut in self._cuts.items()]

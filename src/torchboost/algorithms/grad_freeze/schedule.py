@@ -221,27 +221,17 @@ def earliest(groups: int, full_share: float, steps: int) -> list[int]:
     return [0, *(round(share * steps) for share in shares)]
 
 
-def progressive(
-    costs: Sequence[float],
-    full_share: float,
-    steps: int,
-    *,
-    switches: int = 6,
-    step_seconds: float = 0.0,
-    recompile_seconds: float = 0.0,
-) -> Switches:
+def progressive(costs: Sequence[float], full_share: float, steps: int, *, switches: int = 6) -> Switches:
     """Choose at most ``switches`` steps of :func:`earliest` to freeze at, to save the most time.
 
-    Freezing the first k groups saves two thirds of their share of a step until the next switch; each switch costs one
-    compilation. Dynamic programming finds the optimal selection; no switch is earlier than the cubic schedule allows.
+    Freezing the first k groups saves two thirds of their share of a step until the next switch. Dynamic programming
+    finds the optimal selection; no switch is earlier than the cubic schedule allows.
 
     Args:
         costs: Share of the computation in each group.
         full_share: Share of steps that train everything.
         steps: Length of the run.
         switches: Maximum number of switches.
-        step_seconds: Time of a step, to weigh against ``recompile_seconds``.
-        recompile_seconds: Time of one compilation; 0 for a model that is not compiled.
 
     Example:
         >>> progressive([0.25] * 4, 0.5, 100, switches=2)
@@ -250,20 +240,18 @@ def progressive(
     allowed = earliest(len(costs), full_share, steps)
     saved = [0.0]
     for cost in costs[:-1]:
-        saved.append(saved[-1] + BACKWARD_SHARE * cost * (step_seconds or 1.0))
+        saved.append(saved[-1] + BACKWARD_SHARE * cost)
     candidates = [index for index in range(1, len(costs)) if allowed[index] < steps]
     best: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {}
     for index in reversed(candidates):
         for left in range(1, switches + 1):
-            alone = saved[index] * (steps - allowed[index]) - recompile_seconds
-            options: list[tuple[float, tuple[int, ...]]] = [(alone, (index,))]
+            options: list[tuple[float, tuple[int, ...]]] = [(saved[index] * (steps - allowed[index]), (index,))]
             for later in candidates:
                 if later > index and left > 1:
-                    gain, chosen = best[later, left - 1]
-                    span = allowed[later] - allowed[index]
-                    options.append((saved[index] * span - recompile_seconds + gain, (index, *chosen)))
+                    gain, indices = best[later, left - 1]
+                    options.append((saved[index] * (allowed[later] - allowed[index]) + gain, (index, *indices)))
             best[index, left] = max(options)
-    gain, chosen = max((best[index, switches] for index in candidates), default=(0.0, ()))
+    gain, indices = max((best[index, switches] for index in candidates), default=(0.0, ()))
     if gain <= 0:
         return Switches(steps=(), indices=())
-    return Switches(steps=tuple(allowed[index] for index in chosen), indices=chosen)
+    return Switches(steps=tuple(allowed[index] for index in indices), indices=indices)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import pairwise
@@ -32,9 +32,8 @@ __all__ = [
     "checked_scales",
 ]
 
-Pick: TypeAlias = str | type[nn.Module] | nn.Module
-Groups: TypeAlias = int | Sequence[Pick | Sequence[Pick]]
-"""The number of groups, or the groups: names of modules (patterns with ``*``), types, modules, or lists of them."""
+Groups: TypeAlias = int | Sequence[str | Sequence[str]]
+"""The number of groups, or the groups: names of modules (patterns with ``*``), or lists of them."""
 Scales: TypeAlias = float | Sequence[float]
 Modules: TypeAlias = dict[str, nn.Module]
 
@@ -63,7 +62,7 @@ class GroupScaler(LossScaler):
         pinned: Whether the first scale is always 1, as nothing would tell of its overflows.
         exact: Use the scales as they are, and from the start; otherwise the power of two below, between the first
             :meth:`scale` and :meth:`update`.
-        agree, process_group: See :class:`~torchboost.algorithms.loss_scale_group.scalers.LossScaler`.
+        agree: See :class:`~torchboost.algorithms.loss_scale_group.scalers.LossScaler`.
     """
 
     def __init__(
@@ -76,9 +75,8 @@ class GroupScaler(LossScaler):
         pinned: bool = True,
         exact: bool = False,
         agree: bool = True,
-        process_group: Any = None,
     ) -> None:
-        super().__init__(agree=agree, process_group=process_group)
+        super().__init__(agree=agree)
         self.rule, self.ratios = rule, Ratios(len(names))
         self._names, self._parameters, self._pinned, self._exact = tuple(names), parameters, pinned, exact
         self._membership: tuple[list[Tensor], list[list[Tensor]]] = ([], [])
@@ -95,7 +93,7 @@ class GroupScaler(LossScaler):
         return min(status.scale for status in self.report)
 
     def restart(self, scales: Sequence[float]) -> None:
-        """Begin again with these scales, one per name; a window that has begun keeps its own."""
+        """Begin again with these scales, one per name. A window that has begun keeps its own."""
         states = [self.rule.start(scale) for scale in scales]
         if self._pinned:
             states[0] = ScaleState(1.0)
@@ -134,7 +132,7 @@ class GroupScaler(LossScaler):
             self._membership = (params, members)
         return members
 
-    def _conclude(self, overflows: Sequence[str | None]) -> None:
+    def _conclude(self, overflows: Sequence[bool]) -> None:
         moving = list(zip(self._moving, overflows, strict=True))[self._pinned :]
         for each, overflow in moving:
             each.move(overflow)
@@ -165,7 +163,7 @@ class GroupGradScaler(GroupScaler):
     """A ``GradScaler`` with one scale per group, for float16 models that no single scale fits.
 
     Borders at the modules of each group change the scale of the gradients that pass, and are the identity in the
-    forward pass; the code of the model does not change. With ``s_g`` the scale of group g, its gradients are ``s_g``
+    forward pass. The code of the model does not change. With ``s_g`` the scale of group g, its gradients are ``s_g``
     times the true ones during the backward pass, and the true ones, bit for bit but for under- and overflow, after
     :meth:`unscale_`. (What is multiplied is the power of two below ``s_g``.) Between :meth:`update` and the next
     :meth:`scale` the borders let gradients pass unchanged, so a backward pass without this scaler is as it was. They go
@@ -176,12 +174,11 @@ class GroupGradScaler(GroupScaler):
 
     Args:
         model: Gets hooks; wrapped or not. What is not in a group is one more group, the rest.
-        groups: So many groups of blocks, as even as possible; or for each group the names of its modules, as of
-            ``named_modules()`` with ``*`` and ``?``, or types of modules, or modules. A name takes all that is inside.
+        groups: The number of groups of blocks, which are as even as possible; or for each group the names of its
+            modules, as of ``named_modules()`` with ``*`` and ``?``. A name includes all that is inside.
         init_scale: At the beginning, for all groups or one for each.
         rule: Moves each scale: see :class:`ScaleRule`.
-        agree: Whether an overflow on one rank skips the update on all; every rank must then make the same calls.
-        process_group: The ranks that agree; None stands for all.
+        agree: Whether an overflow on one rank skips the update on all. Every rank must then make the same calls.
 
     Attributes:
         report: How each group stands: ``name``, ``scale``, ``overflows``, ``in_a_row``.
@@ -190,21 +187,21 @@ class GroupGradScaler(GroupScaler):
     Raises:
         TypeError, ValueError: An argument is not valid, or no module has a given name.
         IncompatibleError: Two groups, or a group and the rest, share a parameter, the model is compiled already, or
-            another of these scalers is on it; nothing was changed. :meth:`unscale_` raises it if a module of a group
+            another of these scalers is on it. Nothing was changed. :meth:`unscale_` raises it if a module of a group
             has gradients but was never called itself.
 
     Warns:
-        ScaleCollapseWarning: A scale collapses; the message names the group and the gradient.
+        ScaleCollapseWarning: A scale collapses. The message names the group.
 
-    Cost: one pass over each tensor that crosses a border, in the backward pass; in float16 a copy in float32 of what
+    Cost: one pass over each tensor that crosses a border, in the backward pass. In float16 a copy in float32 of what
     leaves a group for anything but a module of another group. One pass over the gradients and one wait for the device
     per update.
 
     Limits: a module's weight that is used outside of it (``F.linear(x, embedding.weight)``) gets gradients of the wrong
-    scale there; put what uses it into the same group, or neither into any. torch refuses operations in place
+    scale there. Put what uses it into the same group, or neither into any. torch refuses operations in place
     directly on what leaves or enters a group: take the activation behind it into the group.
 
-    Source: layer-wise loss scaling, Zhao et al. 2019 (arXiv:1910.12385); shrinkage and growth as in MindSpore.
+    Source: layer-wise loss scaling, Zhao et al. 2019 (arXiv:1910.12385). Shrinkage and growth as in MindSpore.
 
     Example:
         >>> import torch, torchboost
@@ -225,12 +222,11 @@ class GroupGradScaler(GroupScaler):
         init_scale: Scales = 2.0**16,
         rule: ScaleRule = GROUP_RULE,
         agree: bool = True,
-        process_group: Any = None,
     ) -> None:
         check_module(model)
         if not isinstance(rule, ScaleRule):
             raise TypeError(f"rule: found {type(rule).__name__}; give a torchboost.ScaleRule(...).")
-        self._model, self._groups = model, _resolved(model, groups)
+        self._groups = _resolved(model, groups)
         self._resumed = False
         scales = checked_scales(init_scale, len(self._groups), rule)
         grouped = {id(param) for params in _parameters(self._groups) for param in params}
@@ -241,7 +237,6 @@ class GroupGradScaler(GroupScaler):
             rule=rule,
             pinned=all(id(param) in grouped for param in model.parameters()),
             agree=agree,
-            process_group=process_group,
         )
         self._borders = ScaleBorders(self._groups, self.ratios)
 
@@ -261,7 +256,7 @@ class GroupGradScaler(GroupScaler):
             self._borders.check_called()
         return super()._members(optimizer)
 
-    def _conclude(self, overflows: Sequence[str | None]) -> None:
+    def _conclude(self, overflows: Sequence[bool]) -> None:
         self._resumed = False
         super()._conclude(overflows)
 
@@ -269,10 +264,6 @@ class GroupGradScaler(GroupScaler):
         super()._load_own_state(state)
         # A window that had begun may hold gradients of modules that are not called again before the update.
         self._resumed = state["in_use"] is not None
-
-    def _name_of(self, param: Tensor, index: int) -> str:
-        names = (name for name, other in unwrap(self._model).named_parameters() if other is param)
-        return next(names, f"a parameter of shape {tuple(param.shape)}")
 
     def _applied(self) -> list[float]:
         return [1.0] * len(self._names) if self._borders is None else super()._applied()
@@ -282,18 +273,14 @@ class GroupGradScaler(GroupScaler):
 class LossScaleGroup(Algorithm):
     """A loss scale per group of modules. The loop must use ``target.scaler``.
 
-    :class:`~torchboost.core.step.TrainStep` and the training cells do; a loop of your own uses ``booster.scaler``, or
+    :class:`~torchboost.core.step.TrainStep` and the training cells do. A loop of your own uses ``booster.scaler``, or
     :class:`GroupGradScaler`, as it would a ``GradScaler``. A loop that does not scale trains as before.
 
     Args:
-        groups: So many groups of blocks, or the names of the modules of each group; see :class:`GroupGradScaler`.
+        groups: The number of groups of blocks, or the names of the modules of each group. See :class:`GroupGradScaler`.
         init_scale: At the beginning, for all groups or one for each.
-        growth: Factor of a group's scale after a window without overflow.
-        shrink: Factor at an overflow.
-        window: Updates without overflow per growth.
         floor: Smallest scale.
         ceiling: Largest scale.
-        hysteresis: Number of overflows before the scale shrinks; a clean window resets the count.
     """
 
     name: ClassVar[str] = "loss_scale_group"
@@ -302,12 +289,8 @@ class LossScaleGroup(Algorithm):
 
     groups: int | Sequence[str | Sequence[str]] = 4
     init_scale: float | Sequence[float] = 2.0**16
-    growth: float = GROUP_RULE.growth
-    shrink: float = GROUP_RULE.shrink
-    window: int = GROUP_RULE.window
     floor: float = GROUP_RULE.floor
     ceiling: float = GROUP_RULE.ceiling
-    hysteresis: int = GROUP_RULE.hysteresis
 
     def __post_init__(self) -> None:
         _check_groups(self.groups)
@@ -352,14 +335,7 @@ class LossScaleGroup(Algorithm):
         return Attachment(undo=release)
 
     def _rule(self) -> ScaleRule:
-        return ScaleRule(
-            growth=self.growth,
-            shrink=self.shrink,
-            window=self.window,
-            floor=self.floor,
-            ceiling=self.ceiling,
-            hysteresis=self.hysteresis,
-        )
+        return replace(GROUP_RULE, floor=self.floor, ceiling=self.ceiling)
 
 
 def checked_scales(scales: Any, groups: int, rule: ScaleRule, name: str = "init_scale") -> list[float]:
@@ -388,8 +364,8 @@ def _check_groups(groups: Any) -> None:
         if not groups or not all(_picks(entry) for entry in groups):
             raise ValueError(f"groups: found {groups!r}; each group needs at least one module name.")
         for pick in (pick for entry in groups for pick in _picks(entry)):
-            if not isinstance(pick, (str, nn.Module)) and not (isinstance(pick, type) and issubclass(pick, nn.Module)):
-                raise TypeError(f"groups: found {pick!r}; give names of modules, types of modules, or modules.")
+            if not isinstance(pick, str):
+                raise TypeError(f"groups: found {pick!r}; give names of modules, as of model.named_modules().")
 
 
 def _picks(entry: Any) -> list[Any]:
@@ -431,20 +407,13 @@ def _resolved(model: nn.Module, groups: Any) -> list[Modules]:
     return resolved
 
 
-def _matches(network: nn.Module, pick: Pick) -> list[tuple[str, nn.Module]]:
-    def fits(name: str, module: nn.Module) -> bool:
-        if isinstance(pick, str):
-            return fnmatchcase(name, pick)
-        return isinstance(module, pick) if isinstance(pick, type) else module is pick
-
+def _matches(network: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
     named = [(name, module) for name, module in network.named_modules() if name]
-    chosen = [(name, module) for name, module in named if fits(name, module)]
+    chosen = [(name, module) for name, module in named if fnmatchcase(name, pattern)]
     if not chosen:
-        hint = nearest(pick, [name for name, _ in named]) if isinstance(pick, str) else ""
-        shown = repr(pick) if isinstance(pick, str) else getattr(pick, "__name__", type(pick).__name__)
         raise ValueError(
-            f"groups: no module of the model is {shown}; give names as of model.named_modules(), such as "
-            f"{named[0][0] if named else 'none here'!r}. {hint}".rstrip()
+            f"groups: no module of the model is {pattern!r}; give names as of model.named_modules(), such as "
+            f"{named[0][0] if named else 'none here'!r}. {nearest(pattern, [name for name, _ in named])}".rstrip()
         )
     return chosen
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchboost.core.containers import with_tensors
+from torchboost.core.forward import with_tensors
 from torchboost.core.torch_private import module_hooks, store_in_order
 from torchboost.errors import IncompatibleError
 
@@ -38,7 +38,7 @@ class Ratios:
         return self._table[into][out_of]
 
     def set(self, scales: Sequence[float] | None) -> None:
-        """Set the scales between which the borders convert; None passes gradients unchanged."""
+        """Set the scales between which the borders convert. None passes gradients unchanged."""
         # Through .data, as autograd would take the change of a tensor it saved for a mistake.
         if scales is None:
             self._numbers.data.fill_(1.0)
@@ -65,7 +65,7 @@ class LossScaleGroupBorder(torch.autograd.Function):
 
 
 def change_scale(x: Tensor, ratio: Tensor, *, widen: bool = False, leaves: int = 0) -> Tensor:
-    """Return ``x``; its gradient will be multiplied by ``ratio``, which is read in the backward pass.
+    """Return ``x``. Its gradient will be multiplied by ``ratio``, which is read in the backward pass.
 
     With ``widen`` float16 is returned in float32, so that gradients outside may be of any size. ``leaves`` is the group
     that ``x`` comes from, 0 if it comes from none.
@@ -77,7 +77,7 @@ def change_scale(x: Tensor, ratio: Tensor, *, widen: bool = False, leaves: int =
 
 
 class _Gate:
-    """The hooks of one module of a group; an object of a class, so that the model can be copied and pickled."""
+    """The hooks of one module of a group. An object of a class, so that the model can be copied and pickled."""
 
     def __init__(self, module: nn.Module, group: int, name: str, ratios: Ratios) -> None:
         self.module, self.group, self.name = module, group, name
@@ -112,7 +112,7 @@ class _Gate:
 class ScaleBorders:
     """The borders of a model, as hooks on modules. A copy of the model has some if this object was copied with it.
 
-    Groups count from 1; group 0 of the ratios is the rest of the model.
+    Groups count from 1. Group 0 of the ratios is the rest of the model.
     """
 
     def __init__(self, groups: Sequence[Mapping[str, nn.Module]], ratios: Ratios) -> None:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from torchboost.core.arguments import check_number, check_optimizer, is_integer
 from torchboost.core.torch_private import check_and_unscale_, sparse_values
+from torchboost.distributed.agreement import several
 from torchboost.errors import IncompatibleError, ScaleCollapseWarning
 
 __all__ = [
@@ -39,19 +40,17 @@ class ScaleState(NamedTuple):
     Args:
         scale: The scale.
         clean: Updates without overflow since the scale last moved.
-        patience: Overflows that are skipped before the scale falls.
     """
 
     scale: float
     clean: int = 0
-    patience: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleRule:
-    """The rule that adjusts a scale after overflows: MindSpore's, with bounds and hysteresis.
+    """The rule that adjusts a scale after overflows: MindSpore's, with bounds.
 
-    On overflow ``scale = max(scale * shrink, floor)`` and the window starts again; after every ``window`` updates
+    On overflow ``scale = max(scale * shrink, floor)`` and the window starts again. After every ``window`` updates
     without one ``scale = min(scale * growth, ceiling)``.
 
     Args:
@@ -60,7 +59,6 @@ class ScaleRule:
         window: Clean updates per growth.
         floor: Smallest scale.
         ceiling: Largest scale.
-        hysteresis: Number of overflows before the scale shrinks; a clean window resets the count.
 
     Raises:
         TypeError, ValueError: A setting is not valid.
@@ -77,13 +75,10 @@ class ScaleRule:
     window: int = 1000
     floor: float = 1.0
     ceiling: float = 2.0**32
-    hysteresis: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("window", "hysteresis"):
-            value = getattr(self, name)
-            if not is_integer(value) or value < 1:
-                raise ValueError(f"{name}: found {value!r}; give an integer of 1 or more.")
+        if not is_integer(self.window) or self.window < 1:
+            raise ValueError(f"window: found {self.window!r}; give an integer of 1 or more.")
         for name in ("growth", "shrink", "floor", "ceiling"):
             check_number(name, getattr(self, name), above=True)
         if self.growth < 1:
@@ -97,7 +92,7 @@ class ScaleRule:
             )
 
     def start(self, scale: float, name: str = "init_scale") -> ScaleState:
-        """Return the state at the beginning of a run; ``name`` is what the caller calls the scale.
+        """Return the state at the beginning of a run. ``name`` is what the caller calls the scale.
 
         Raises:
             TypeError, ValueError: The scale is not a number, or outside floor and ceiling.
@@ -108,18 +103,16 @@ class ScaleRule:
                 f"{name}: found {scale}; allowed are {self.floor} (floor) to {self.ceiling} (ceiling): change the "
                 "scale or the bound."
             )
-        return ScaleState(float(scale), 0, self.hysteresis - 1)
+        return ScaleState(float(scale))
 
     def after(self, state: ScaleState, overflow: bool) -> ScaleState:
-        """Return the state after an update; ``overflow`` says whether it overflowed."""
-        scale, clean, patience = state
-        if overflow and patience:
-            return ScaleState(scale, 0, patience - 1)
+        """Return the state after an update. ``overflow`` says whether it overflowed."""
+        scale, clean = state
         if overflow:
-            return ScaleState(max(scale * self.shrink, self.floor), 0, 0)
+            return ScaleState(max(scale * self.shrink, self.floor))
         if clean + 1 < self.window:
-            return ScaleState(scale, clean + 1, patience)
-        return ScaleState(min(scale * self.growth, self.ceiling), 0, self.hysteresis - 1)
+            return ScaleState(scale, clean + 1)
+        return ScaleState(min(scale * self.growth, self.ceiling))
 
 
 class MovingScale:
@@ -137,26 +130,26 @@ class MovingScale:
         self._rule, self._start, self._title = rule, start.scale, title
         self._warned = False
 
-    def move(self, overflow: str | None) -> None:
-        """Move the scale after an update; ``overflow`` names a gradient that was not finite."""
-        self.state = self._rule.after(self.state, overflow is not None)
-        self.in_a_row = 0 if overflow is None else self.in_a_row + 1
-        self.overflows += overflow is not None
+    def move(self, overflow: bool) -> None:
+        """Move the scale after an update. ``overflow`` says whether it overflowed."""
+        self.state = self._rule.after(self.state, overflow)
+        self.in_a_row = self.in_a_row + 1 if overflow else 0
+        self.overflows += overflow
 
-    def warn(self, overflow: str | None) -> None:
+    def warn(self, overflow: bool) -> None:
         """Warn if the scale collapses. All scales move before one warns, as a warning may be raised as an error."""
         scale, floor = self.state.scale, self._rule.floor
         low = scale < math.sqrt(self._start * floor)
-        falls = overflow is not None and (low or self.in_a_row >= self.ROW)
+        falls = overflow and (low or self.in_a_row >= self.ROW)
         if falls and not self._warned:
             warnings.warn(
                 f"{self._title} fell from {self._start:g} to {scale:g} (floor {floor:g}): {self.in_a_row} overflows in "
-                f"a row, {self.overflows} in all; not finite: {overflow}. The run will fail if this continues: lower "
-                "the learning rate, clip the gradients, or compute this part in bfloat16 or float32.",
+                f"a row, {self.overflows} in all. The run will fail if this continues: lower the learning rate, clip "
+                "the gradients, or compute this part in bfloat16 or float32.",
                 ScaleCollapseWarning,
                 stacklevel=4,
             )
-        self._warned = falls or (self._warned and (overflow is not None or low))
+        self._warned = falls or (self._warned and (overflow or low))
 
     def counts(self) -> list[int]:
         """Return the counters for a checkpoint."""
@@ -164,7 +157,7 @@ class MovingScale:
 
     def load(self, state: Sequence[Any], counts: Sequence[int]) -> None:
         """Resume from the state and the result of :meth:`counts`."""
-        self.state = ScaleState(*state)
+        self.state = ScaleState(*state[:2])  # older versions saved a third number
         self.overflows, self.in_a_row, warned = counts
         self._warned = bool(warned)
 
@@ -185,26 +178,19 @@ class LossScaler:
 
     Args:
         agree: Whether an overflow on one rank skips the step on all. Every rank must then make the same calls.
-        process_group: The ranks that agree; None stands for all.
 
     Attributes:
         overflowed: Whether the last :meth:`update` followed an overflow.
         agree: Whether the ranks agree on overflows.
     """
 
-    def __init__(self, *, agree: bool = True, process_group: Any = None) -> None:
+    def __init__(self, *, agree: bool = True) -> None:
         self.overflowed = False
-        self.agree, self._group = agree, process_group
-        # For each scale the name of a gradient that was not finite, by optimizer.
-        self._overflows: dict[Optimizer, list[str | None]] = {}
+        self.agree = agree
+        # For each scale whether a gradient was not finite, by optimizer.
+        self._overflows: dict[Optimizer, list[bool]] = {}
         self._stepped: set[Optimizer] = set()
         self._in_use: list[float] | None = None
-
-    @property
-    def ranks(self) -> int:
-        """Number of ranks that skip a step together, this one included."""
-        together = self.agree and dist.is_available() and dist.is_initialized()
-        return dist.get_world_size(self._group) if together else 1
 
     def scale(self, outputs: Scaled) -> Scaled:
         """Return the loss, or each of several, times the scale."""
@@ -217,11 +203,11 @@ class LossScaler:
         return type(outputs)(self.scale(output) for output in outputs)
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the gradients by their scale, in place, and look for overflow; once per update and optimizer.
+        """Divide the gradients by their scale, in place, and look for overflow. Once per update and optimizer.
 
         Raises:
             RuntimeError: Called twice since the last update, or before anything was scaled.
-            IncompatibleError: A gradient is in float16; nothing was divided.
+            IncompatibleError: A gradient is in float16. Nothing was divided.
         """
         check_optimizer(optimizer)
         if optimizer in self._overflows:
@@ -235,19 +221,16 @@ class LossScaler:
         total = torch.zeros(len(members), dtype=torch.float32, device=device)
         for flags in _divided(members, self._in_use):
             total += flags.to(device)
-        if self.ranks > 1:
-            dist.all_reduce(total, dist.ReduceOp.MAX, group=self._group)
-        self._overflows[optimizer] = [
-            self._culprit(params) or "a gradient of another rank" if flag > 0 else None
-            for params, flag in zip(members, total.tolist(), strict=True)
-        ]
+        if self.agree and several():
+            dist.all_reduce(total, dist.ReduceOp.MAX)
+        self._overflows[optimizer] = [flag > 0 for flag in total.tolist()]
 
     def step(self, optimizer: Optimizer, *args: Any) -> float | None:
-        """Step the optimizer unless a gradient overflowed; unscale first if needed.
+        """Step the optimizer unless a gradient overflowed. Unscale first if needed.
 
         Raises:
             RuntimeError: Called twice since the last update.
-            IncompatibleError: A closure was given; its gradients would not be unscaled.
+            IncompatibleError: A closure was given. Its gradients would not be unscaled.
         """
         if any(callable(arg) for arg in args):
             raise IncompatibleError(
@@ -269,7 +252,7 @@ class LossScaler:
         """
         if not self._overflows:
             raise RuntimeError("update() before unscale_() or step(): no gradients were checked for overflow.")
-        overflows = [next(filter(None, names), None) for names in zip(*self._overflows.values(), strict=True)]
+        overflows = [any(flags) for flags in zip(*self._overflows.values(), strict=True)]
         self._overflows, self._stepped, self._in_use = {}, set(), None
         self.overflowed = any(overflows)
         self._conclude(overflows)
@@ -282,7 +265,7 @@ class LossScaler:
         """Resume from the result of :meth:`state_dict`.
 
         Raises:
-            ValueError: The checkpoint is of another scaler; nothing was loaded.
+            ValueError: The checkpoint is of another scaler. Nothing was loaded.
         """
         entries = [*self._own_state(), "in_use"]
         if set(state_dict) != set(entries):
@@ -301,7 +284,7 @@ class LossScaler:
         return min(self._applied())
 
     def _applied(self) -> list[float]:
-        """The current scales; the first one multiplies the loss."""
+        """The current scales. The first one multiplies the loss."""
         raise NotImplementedError
 
     def _begun(self, scales: Sequence[float]) -> None:
@@ -311,18 +294,8 @@ class LossScaler:
         """The parameters of an optimizer by the scale in their gradients."""
         return [[param for group in optimizer.param_groups for param in group["params"]]]
 
-    def _culprit(self, params: Sequence[Tensor]) -> str | None:
-        """Name the last gradient that is not finite: the nearest to the loss in most models."""
-        for index, param in reversed(list(enumerate(params))):
-            if param.grad is not None and not bool(_numbers(param.grad).isfinite().all()):
-                return f"the gradient of {self._name_of(param, index)}"
-        return None
-
-    def _name_of(self, param: Tensor, index: int) -> str:
-        return f"parameter {index}, of shape {tuple(param.shape)}"
-
-    def _conclude(self, overflows: Sequence[str | None]) -> None:
-        """Move the scales; for each of them an overflow names the gradient."""
+    def _conclude(self, overflows: Sequence[bool]) -> None:
+        """Move the scales. ``overflows`` says for each of them whether it overflowed."""
 
     def _own_state(self) -> dict[str, Any]:
         raise NotImplementedError
@@ -332,12 +305,11 @@ class LossScaler:
 
 
 class FixedLossScale(LossScaler):
-    """A fixed loss scale; updates that overflow are skipped.
+    """A fixed loss scale. Updates that overflow are skipped.
 
     Args:
         scale: Above 0.
-        agree: See :class:`LossScaler`.
-        process_group: Likewise.
+        agree: Whether an overflow on one rank skips the step on all. Every rank must then make the same calls.
 
     Raises:
         TypeError, ValueError: The scale is not a finite number above 0.
@@ -350,12 +322,12 @@ class FixedLossScale(LossScaler):
         >>> step = torchboost.boost(model, optimizer, level="O0", scaler=scaler).step(torch.nn.functional.cross_entropy)
     """
 
-    def __init__(self, scale: float, *, agree: bool = True, process_group: Any = None) -> None:
-        super().__init__(agree=agree, process_group=process_group)
+    def __init__(self, scale: float, *, agree: bool = True) -> None:
+        super().__init__(agree=agree)
         self.set(scale)
 
     def set(self, scale: float) -> None:
-        """Change the scale; inside an accumulation window it applies from the next window on."""
+        """Change the scale. Inside an accumulation window it applies from the next window on."""
         check_scale("scale", scale)
         self._scale = float(scale)
 
@@ -372,18 +344,16 @@ class FixedLossScale(LossScaler):
 class DynamicLossScale(LossScaler):
     """A dynamic loss scale by MindSpore's rule: it shrinks at an overflow and grows after a clean window.
 
-    Unlike ``torch.amp.GradScaler`` it has bounds and hysteresis, agrees over ranks, skips steps of fused optimizers
+    Unlike ``torch.amp.GradScaler`` it has bounds, agrees over ranks, skips steps of fused optimizers
     like those of any other, and warns (:class:`~torchboost.ScaleCollapseWarning`) if it collapses.
 
     Args:
         init_scale: Scale at the beginning.
-        factor: Divides the scale at an overflow, multiplies it after a window; above 1.
+        factor: Divides the scale at an overflow, multiplies it after a window. Above 1.
         window: Updates without overflow per growth.
         floor: Smallest scale.
         ceiling: Largest scale.
-        hysteresis: Number of overflows before the scale shrinks; a clean window resets the count.
-        agree: Whether an overflow on one rank skips the update on all; every rank must then make the same calls.
-        process_group: The ranks that agree; None stands for all.
+        agree: Whether an overflow on one rank skips the update on all. Every rank must then make the same calls.
 
     Raises:
         TypeError, ValueError: A setting is not valid.
@@ -408,17 +378,13 @@ class DynamicLossScale(LossScaler):
         window: int = 1000,
         floor: float = 1.0,
         ceiling: float = 2.0**32,
-        hysteresis: int = 1,
         agree: bool = True,
-        process_group: Any = None,
     ) -> None:
         check_number("factor", factor, above=True)
         if factor <= 1:
             raise ValueError(f"factor: found {factor}; an overflow divides the scale by it: give more than 1.")
-        super().__init__(agree=agree, process_group=process_group)
-        self.rule = ScaleRule(
-            growth=factor, shrink=1 / factor, window=window, floor=floor, ceiling=ceiling, hysteresis=hysteresis
-        )
+        super().__init__(agree=agree)
+        self.rule = ScaleRule(growth=factor, shrink=1 / factor, window=window, floor=floor, ceiling=ceiling)
         self._moving = MovingScale(self.rule, self.rule.start(init_scale), "the loss scale")
 
     @property
@@ -429,7 +395,7 @@ class DynamicLossScale(LossScaler):
     def _applied(self) -> list[float]:
         return [self._moving.state.scale]
 
-    def _conclude(self, overflows: Sequence[str | None]) -> None:
+    def _conclude(self, overflows: Sequence[bool]) -> None:
         self._moving.move(overflows[0])
         self._moving.warn(overflows[0])
 
@@ -473,7 +439,7 @@ def _divided(members: Sequence[Sequence[Tensor]], scales: Sequence[float]) -> li
 
 
 def _numbers(grad: Any) -> Tensor:
-    """Return the stored numbers of a gradient; shards of this rank only."""
+    """Return the stored numbers of a gradient. Shards of this rank only."""
     if hasattr(grad, "to_local"):
         grad = grad.to_local()
     values = sparse_values(grad) if grad.is_sparse else grad

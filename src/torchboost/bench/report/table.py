@@ -1,8 +1,9 @@
-"""The result as a table, for the terminal, plain text and Markdown."""
+"""The result as a table, for the terminal and as plain text."""
 
 from __future__ import annotations
 
 import math
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,11 +13,9 @@ from torchboost.bench.report import wording
 from torchboost.bench.verdict import Summary, headline, summarise, verdicts
 from torchboost.measure.evidence import BenchReport
 
-__all__ = ["Table", "markdown", "plain", "print_report", "print_table", "result_table"]
+__all__ = ["Table", "plain", "print_report", "print_table", "result_table"]
 
 NOTHING = "\N{EN DASH}"
-FULL_WIDTH = 130
-"""Columns of a terminal from which on a table has intervals."""
 
 _MARKS = {"good": "+", "bad": "-", "open": "?"}
 
@@ -74,63 +73,21 @@ def plain(table: Table) -> str:
     return "\n".join(line.rstrip() for line in rendered)
 
 
-def _cell(text: str) -> str:
-    flat = " ".join(text.split()).replace("\\", "\\\\")
-    for character in "|<>`*_[]":
-        flat = flat.replace(character, f"\\{character}")
-    return flat
-
-
-def markdown(report: BenchReport) -> str:
-    """Return the result as Markdown: headline, table, verdicts and environment."""
-    table = result_table(report)
-    env = report.environment
-    commit = f" ({_cell(env.commit)})" if env.commit else ""
-    lines = [f"## {_cell(report.title)}", "", f"**{_cell(headline(report).text)}**", ""]
-    lines.append("| " + " | ".join(_cell(h) for h in table.headings) + " |")
-    lines.append("|" + "|".join([" --- ", *[" ---: "] * (len(table.headings) - 1)]) + "|")
-    lines += ["| " + " | ".join(_cell(cell) for cell in row) + " |" for row in table.rows]
-    lines.append("")
-    sentences = [sentence for group in verdicts(report).values() for sentence in group]
-    lines += [f"- **{_MARKS[sentence.tone]}** {_cell(sentence.text)}" for sentence in sentences]
-    lines += [f"- Note: {_cell(note)}" for note in report.notes]
-    lines += [
-        "",
-        f"{_cell(report.model)} ({report.parameters:,} parameters) on {_cell(report.workload)}, batch {report.batch}; "
-        f"{_cell(env.processor)}, {wording.count(env.threads, 'thread')}, {_cell(env.device)}; "
-        f"torch {_cell(env.torch)}, torchboost {_cell(env.torchboost)}{commit}, {_cell(env.date)}.",
-    ]
-    return "\n".join(lines) + "\n"
-
-
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], file: TextIO | None = None) -> None:
-    """Print a table: drawn by rich on a terminal, plain text otherwise.
+    """Print a table as plain text.
 
-    A narrow terminal gets no intervals, which stand in parentheses; the sentences below a table give them.
+    A terminal that is too narrow gets no intervals, which stand in parentheses; the sentences below a table give them.
 
     Args:
         headings: One per column.
-        rows: Each as long as ``headings``. Text of a report is never taken for markup.
+        rows: Each as long as ``headings``.
         file: By default standard output.
     """
     output = sys.stdout if file is None else file
-    if not output.isatty():
-        print(plain(Table(tuple(headings), tuple(map(tuple, rows)))), file=output)
-        return
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
-    console = Console(file=output)
-    wide = console.width >= FULL_WIDTH
-    table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in headings:
-        table.add_column(Text(heading))
-    for row in rows:
-        halves = [cell.partition(" (") for cell in row]
-        table.add_row(*(Text(f"{main}\n({rest}" if wide and rest else main) for main, _, rest in halves))
-    console.print(table)
+    text = plain(Table(tuple(headings), tuple(map(tuple, rows))))
+    if output.isatty() and max(map(len, text.splitlines())) > shutil.get_terminal_size().columns:
+        text = plain(Table(tuple(headings), tuple(tuple(cell.partition(" (")[0] for cell in row) for row in rows)))
+    print(text, file=output)
 
 
 def print_report(report: BenchReport, file: TextIO | None = None) -> None:

@@ -11,11 +11,9 @@ from torch.optim.adam import adam as torch_adam
 from typing_extensions import Unpack
 
 from torchboost.core.torch_private import foreach, foreach_lerp
-from torchboost.optim.pipeline import check_transforms
 from torchboost.optim.rules.base import Batch, UpdateRule
 from torchboost.optim.rules.masters import IN_CACHE, check_packable, full_pieces, is_packed, packed_state, packs, pieces
 from torchboost.optim.rules.options import Common, check_capturable, check_fused, rule_arguments
-from torchboost.optim.transforms import Updates, UpdateTransform
 
 __all__ = ["Adam", "AdamW", "AdamWeightDecay", "adam_directions", "as_real", "rooted_directions"]
 
@@ -33,7 +31,6 @@ class AdamOptions(Common, total=False):
     fused: bool | None
     capturable: bool
     moments_8bit: bool
-    update_transforms: Sequence[UpdateTransform]
 
 
 class Adam(UpdateRule):
@@ -67,8 +64,6 @@ class Adam(UpdateRule):
             works in float32, so bfloat16 and float16 need ``master_weights``, and float64 is refused. The moments are
             rounded at random as with ``master_weights="stochastic"``. Not with ``capturable``. ``torch.optim`` cannot
             read such a checkpoint: set ``moments_8bit`` to False in the groups and make a step before it is saved.
-        update_transforms: Change the updates between the rule and the weights, in order, such as
-            :class:`~torchboost.optim.Cautious`. Not with ``fused`` and ``capturable``.
         **common: See :class:`~torchboost.optim.UpdateRule`.
 
     Raises:
@@ -79,10 +74,8 @@ class Adam(UpdateRule):
         >>> optimizer = Adam(model.parameters(), lr=1e-3, fused=True)
     """
 
-    kept = (*UpdateRule.kept, "update_transforms")
     kernel_unscales = True
     packs_moments = True
-    update_transforms: tuple[UpdateTransform, ...] = ()
 
     def __init__(
         self,
@@ -101,17 +94,9 @@ class Adam(UpdateRule):
         fused: bool | None = None,
         capturable: bool = False,
         moments_8bit: bool = False,
-        update_transforms: Sequence[UpdateTransform] = (),
         **common: Unpack[Common],
     ) -> None:
-        arguments = rule_arguments(locals())
-        self.update_transforms = tuple(arguments["defaults"].pop("update_transforms"))
-        check_transforms(self.update_transforms, Updates)
-        super().__init__(**arguments)
-
-    def constructor_options(self) -> dict[str, Any]:
-        """Return the constructor's arguments that the param groups do not hold, by name."""
-        return {**super().constructor_options(), "update_transforms": self.update_transforms}
+        super().__init__(**rule_arguments(locals()))
 
     def adopted(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return a saved group with bias correction if it does not say: torch, whose files do not, always corrects."""
@@ -122,7 +107,6 @@ class Adam(UpdateRule):
         if group["moments_8bit"] and group["capturable"]:
             raise ValueError("moments_8bit and capturable exclude each other; set one of them.")
         variants = [name for name in ("nesterov", "eps_uncorrected") if group.get(name)]
-        variants += ["update_transforms"] if self.update_transforms else []
         if variants and (group.get("fused") or group.get("capturable")):
             raise ValueError(f"{variants[0]}: torch has no kernel for it; leave out fused and capturable.")
 
@@ -152,9 +136,9 @@ class Adam(UpdateRule):
             self._update(group, batch)
 
     def _update(self, group: dict[str, Any], batch: Batch) -> None:
-        if group["nesterov"] or group["eps_uncorrected"] or self.update_transforms:
+        if group["nesterov"] or group["eps_uncorrected"]:
             for part in pieces(batch, IN_CACHE):
-                moved(group, part, self.update_transforms)
+                _move(group, part)
             return
         if group["fused"]:
             batch.align(self.state_keys(group)[1:])
@@ -321,8 +305,8 @@ def rooted_directions(group: Mapping[str, Any], batch: Batch) -> list[Tensor]:
     return directions
 
 
-def moved(group: dict[str, Any], batch: Batch, transforms: Sequence[UpdateTransform]) -> None:
-    """Update the parameters of a batch by Adam's rule, with transforms between the rule and the weights."""
+def _move(group: Mapping[str, Any], batch: Batch) -> None:
+    """Update the parameters of a batch on lists of tensors, for the variants without a kernel."""
     batch = as_real(batch, ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"))
     lr, decay = float(group["lr"]), float(group["weight_decay"])
     if group["maximize"]:
@@ -331,10 +315,7 @@ def moved(group: dict[str, Any], batch: Batch, transforms: Sequence[UpdateTransf
         foreach.mul_(batch.params, 1 - lr * decay)
     elif decay:
         batch.grads[:] = foreach.add(batch.grads, batch.params, alpha=decay)
-    updates = Updates(batch.params, adam_directions(group, batch), batch.grads, group)
-    for transform in transforms:
-        transform(updates)
-    foreach.add_(batch.params, updates.updates, alpha=-lr)
+    foreach.add_(batch.params, adam_directions(group, batch), alpha=-lr)
 
 
 def _corrections(group: Mapping[str, Any], steps: Sequence[Tensor]) -> tuple[list[float], list[float]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -12,9 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchboost.core.torch_private import foreach
 from torchboost.errors import IncompatibleError
-from torchboost.optim.groups import bare, listed, without_order
 from torchboost.optim.pipeline import (
     Gradients,
     GradientTransform,
@@ -22,8 +21,6 @@ from torchboost.optim.pipeline import (
     check_transforms,
     transform_gradients,
 )
-from torchboost.optim.rules.batch import Batch, Checked
-from torchboost.optim.rules.checkpoints import Saved, check_shapes, hide, in_order
 from torchboost.optim.rules.masters import (
     IN_CACHE,
     LOW_PRECISION,
@@ -31,7 +28,6 @@ from torchboost.optim.rules.masters import (
     check_narrow,
     has_master,
     is_rounded,
-    local,
     pieces,
     rounds_at_random,
     stochastic,
@@ -46,7 +42,7 @@ from torchboost.optim.rules.options import (
     full_signature,
     take_schedules,
 )
-from torchboost.optim.tensors import Share, all_finite, share_of, stand_in
+from torchboost.optim.tensors import Batch, Checked, all_finite, holds_a_part, stand_in
 from torchboost.optim.transforms import with_centralization
 
 __all__ = ["Batch", "UpdateRule", "has_master"]
@@ -125,10 +121,9 @@ class UpdateRule(Optimizer):
         self._schedules: list[dict[str, Schedule]] = []
         self._stamps = Stamps()
         self._checked = Checked()
-        self._share: tuple[Share | None] | None = None
         defaults.setdefault("differentiable", False)  # torch adds it when it unpickles
         self._default_schedules = take_schedules(defaults)
-        super().__init__(without_order(params), defaults)
+        super().__init__(params, defaults)
 
     def init_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return the initial state of a parameter: zeros, for each name of :meth:`state_keys`.
@@ -239,11 +234,12 @@ class UpdateRule(Optimizer):
         """
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group: found {type(param_group).__name__}; give a dict with the key 'params'.")
-        if "params" not in param_group:
-            raise ValueError(f"param_group: found the keys {sorted(param_group)}; give 'params' too.")
         defaults = self.defaults_for(param_group)
         check_group_names(param_group, defaults)
-        group = {**param_group, "params": listed(param_group["params"])}
+        if "params" not in param_group:
+            raise ValueError(f"param_group: found the keys {sorted(param_group)}; give 'params' too.")
+        members = param_group["params"]
+        group = {**param_group, "params": [members] if isinstance(members, Tensor) else list(members)}
         schedules = {key: rule for key, rule in self._default_schedules.items() if key not in group}
         schedules |= take_schedules(group)
         if schedules and "updates" not in group:
@@ -252,7 +248,8 @@ class UpdateRule(Optimizer):
             group["updates"] = int(max(counted or steps, default=0))
         complete = {**defaults, **group}
         complete |= {SET_BY_SCHEDULE + key: complete[key] for key in schedules}
-        self._check_values({**complete, "params": [bare(param) for param in group["params"]]})
+        bare = [param[1] if isinstance(param, tuple) else param for param in group["params"]]  # some are named
+        self._check_values({**complete, "params": bare})
         super().add_param_group(complete)
         self._schedules.append(schedules)
 
@@ -266,7 +263,6 @@ class UpdateRule(Optimizer):
         Raises:
             IncompatibleError: The rule cannot use a gradient.
             FloatingPointError: The gradients contain inf or nan, and ``nonfinite="raise"``.
-            RankDisagreementError: Inside ``ZeroRedundancyOptimizer``, another rank raised while this one waited for it.
             IndexError: A list of learning rates has no entry for this update.
             TypeError, ValueError: An option in a group is invalid or was removed.
         """
@@ -285,18 +281,14 @@ class UpdateRule(Optimizer):
         before = list(map(dict, self.param_groups))
         fresh: list[tuple[Tensor, dict[str, Any]]] = []
         perform = None
-        share = self._shared()
         try:
-            if share is not None:
-                share.due = self.collectives()
+            self._check_whole()
             for number, (group, values) in enumerate(zip(self.param_groups, scheduled, strict=True)):
                 group.update(values)
                 self._checked.options(number, group, self._check_options)
             work = [self._gather(group, fresh) for group in self.param_groups]
             perform = self.prepare(work)
-        except BaseException as error:
-            if share is not None:
-                share.excuse(error)
+        except BaseException:
             # GradScaler does not clean up after an exception; the next step would use a scale that is left here.
             for name in ("grad_scale", "found_inf"):
                 self.__dict__.pop(name, None)
@@ -312,7 +304,7 @@ class UpdateRule(Optimizer):
         perform()
         for group, batch in zip(self.param_groups, work, strict=True):
             if group.get("master_weights"):
-                self._write_back(group, batch)
+                self._stamps.write_back(group, batch)
             if "updates" in group or rounds_at_random(group):
                 group["updates"] = group.get("updates", 0) + 1
         return loss
@@ -323,14 +315,13 @@ class UpdateRule(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._stamps, self._checked = Stamps(), Checked()  # the loaded state may be of another model
-        self.__dict__.setdefault("_share", None)
         for group, schedules in zip(self.param_groups, self._schedules, strict=True):
             for key, value in self.defaults_for(group).items():
                 group.setdefault(key, value)
             states = {param: self.state[param] for param in group["params"] if param in self.state}
             for param, entries in states.items():
                 for key, value in entries.items():
-                    if isinstance(value, Saved):
+                    if isinstance(value, _Saved):
                         entries[key] = self._loaded(param, group, key, value.value)
             if schedules or rounds_at_random(group):  # torch's checkpoints do not count updates, except in Adam's state
                 counts = [int(entries.get("step", 0)) for entries in states.values()]
@@ -363,15 +354,15 @@ class UpdateRule(Optimizer):
         Raises:
             ValueError: The groups differ, or a state does not have the shape of its parameter; nothing was changed.
         """
-        state_dict = in_order(state_dict, self.param_groups)
+        state_dict = _in_order(state_dict, self.param_groups)
         rules = [self.rule_for(group) for group in self.param_groups]
         groups = [rule.adopted(saved) for rule, saved in zip(rules, state_dict["param_groups"], strict=False)]
         groups += state_dict["param_groups"][len(rules) :]
         packing = [rule.packs_moments for rule in rules]
         state_dict = with_full_moments({**state_dict, "param_groups": groups}, packing)
         keys = [rule.state_keys({**rule.defaults, **group}) for rule, group in zip(rules, groups, strict=False)]
-        check_shapes(state_dict, self.param_groups, keys)
-        handle = self.register_load_state_dict_pre_hook(hide)
+        _check_shapes(state_dict, self.param_groups, keys)
+        handle = self.register_load_state_dict_pre_hook(_hide)
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -457,63 +448,41 @@ class UpdateRule(Optimizer):
             grads = [grad for batch in work for grad in batch.grads]
             self._check_grads(work, grads)
             return partial(self._update_all, work) if self._usable(grads) else None
-        gradients = self._flattened(work)
-        expected = check_gradients(chain, gradients)
-        foretold = all(hasattr(transform, "check") for transform in chain)
-        if foretold:
-            self._check_grads(work, expected)
-        if not self._usable(gradients.grads):
-            return None
-        states = [state for batch in work for state in batch.states]
-        memories: dict[str, list[dict[str, Any]]] = {}
-
-        def recall(name: str, _: Sequence[Tensor]) -> list[dict[str, Any]]:
-            prefix = f"{name}."
-            if prefix not in memories:
-                memories[prefix] = [
-                    {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-                    for state in states
-                ]
-            return memories[prefix]
-
-        transform_gradients(chain, gradients, recall)
-        start = 0
-        for batch in work:
-            batch.grads[:] = gradients.grads[start : start + len(batch.grads)]
-            start += len(batch.grads)
-        if not foretold:
-            self._check_grads(work, gradients.grads)
-
-        def perform() -> None:
-            for prefix, memory in memories.items():
-                for state, kept in zip(states, memory, strict=True):
-                    state.update({prefix + key: value for key, value in kept.items()})
-            self._update_all(work)
-
-        return perform if self._usable(gradients.grads) else None
-
-    def collectives(self) -> int:
-        """Return the number of collectives of :meth:`prepare` among the ranks of a share."""
-        looks = 0 if self.nonfinite == "ignore" else 1 + bool(self.chain)
-        return looks + sum(getattr(transform, "collectives", 0) for transform in self.chain)
-
-    def _flattened(self, work: Sequence[Batch]) -> Gradients:
-        """Return all gradients, those of masters in their precision, because transforms look at all of them."""
-        gradients = Gradients([], [], [], [], self._shared())
+        # Transforms look at all gradients, those of masters in their precision.
+        gradients = Gradients([], [], [])
         for group, batch in zip(self.param_groups, work, strict=True):
             pairs = zip(batch.grads, batch.states, strict=True)
             batch.grads[:] = [widened(grad) if "master" in state else grad for grad, state in pairs]
             gradients.params += batch.params
             gradients.grads += batch.grads
             gradients.groups += [group] * len(batch.params)
-        return gradients
+        expected = check_gradients(chain, gradients)
+        foretold = all(hasattr(transform, "check") for transform in chain)
+        if foretold:
+            self._check_grads(work, expected)
+        if not self._usable(gradients.grads):
+            return None
+        transform_gradients(chain, gradients)
+        start = 0
+        for batch in work:
+            batch.grads[:] = gradients.grads[start : start + len(batch.grads)]
+            start += len(batch.grads)
+        if not foretold:
+            self._check_grads(work, gradients.grads)
+        return partial(self._update_all, work) if self._usable(gradients.grads) else None
 
-    def _shared(self) -> Share | None:
-        looks_across = self.nonfinite != "ignore" or any(not t.scale_free for t in self.transforms)
-        share = self._share or (share_of(self) if looks_across else None,)
-        if not torch.compiler.is_compiling():  # torch 2.9 cannot trace that it is kept
-            self._share = share
-        return share[0]
+    def _check_whole(self) -> None:
+        """Refuse to look across parameters if this optimizer holds a part of them only."""
+        joint = [repr(transform) for transform in self.transforms if getattr(transform, "joint", False)]
+        joint += [] if self.nonfinite == "ignore" else [f"nonfinite={self.nonfinite!r}"]
+        if not joint or self.__dict__.get("_whole") or torch.compiler.is_compiling():
+            return
+        if holds_a_part(self):
+            raise IncompatibleError(
+                f"ZeroRedundancyOptimizer gives this rank a part of the parameters, and {joint[0]} looks at all of "
+                "them. Attach GradientPipeline to the ZeroRedundancyOptimizer, or use fully_shard (FSDP2)."
+            )
+        self._whole = True
 
     def _check_grads(self, work: Sequence[Batch], grads: Sequence[Tensor]) -> None:
         """Run :meth:`check_grad` on each gradient as it will be; a master gets one of its precision."""
@@ -536,7 +505,7 @@ class UpdateRule(Optimizer):
 
     def _usable(self, grads: Sequence[Tensor]) -> bool:
         """Whether ``nonfinite`` allows an update with these gradients."""
-        if self.nonfinite == "ignore" or all_finite(grads, self._shared()):
+        if self.nonfinite == "ignore" or all_finite(grads):
             return True
         if self.nonfinite == "raise":
             raise FloatingPointError("the gradients contain inf or nan; the update was skipped.")
@@ -552,17 +521,6 @@ class UpdateRule(Optimizer):
             for part in pieces(batch, limit, seed=seed):
                 rule.update(group, part)
 
-    def _write_back(self, group: Mapping[str, Any], batch: Batch) -> None:
-        """Round the masters of a batch into their parameters, except rows, which the rule writes itself."""
-        params = [param for param in group["params"] if param.grad is not None]
-        worked = zip(params, batch.params, batch.grads, strict=True)
-        pairs = [(param, master) for param, master, grad in worked if master is not param and not grad.is_sparse]
-        if pairs:
-            foreach.copy_([local(param) for param, _ in pairs], [local(master) for _, master in pairs])
-        for param in params:
-            if has_master(param, group):
-                self._stamps.note(param)
-
 
 @_not_traced
 def _untraced(optimizer: UpdateRule, closure: Callable[[], Any] | None) -> Any:
@@ -575,3 +533,62 @@ def _by_hand(group: Mapping[str, Any], key: str) -> bool:
         return False
     value = group[key]
     return isinstance(value, (int, float, Tensor)) and bool(value != group[SET_BY_SCHEDULE + key])
+
+
+def _in_order(state_dict: dict[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the state dict with its parameters in the order of ``groups``, if both sides have the same names.
+
+    torch pairs by position only, so a model whose layers were reordered would get the wrong moments.
+    """
+    names = {name for group in groups for name in group.get("param_names", ())}
+    saved_groups = state_dict["param_groups"]
+    indices: dict[str, int] = {}
+    for saved in saved_groups:
+        indices.update(zip(saved.get("param_names", ()), saved["params"], strict=False))
+    sizes = [len(group["params"]) for group in groups]
+    if indices.keys() != names or sizes != [len(saved["params"]) for saved in saved_groups]:
+        return state_dict
+    ordered = [
+        {**saved, "params": [indices[name] for name in group["param_names"]], "param_names": list(group["param_names"])}
+        if "param_names" in group
+        else saved
+        for group, saved in zip(groups, saved_groups, strict=True)
+    ]
+    return {**state_dict, "param_groups": ordered}
+
+
+def _check_shapes(
+    state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], keys: Sequence[Sequence[str]]
+) -> None:
+    """Refuse saved entries, by name per group, that are no numbers and do not have the shape of their parameter.
+
+    Groups and parameters whose number differs are left to torch, which refuses them.
+    """
+    position = 0
+    for group, saved, names in zip(groups, state_dict["param_groups"], keys, strict=False):
+        for param, index in zip(group["params"], saved["params"], strict=False):
+            for key in (*names, "master"):
+                value = state_dict["state"].get(index, {}).get(key)
+                if isinstance(value, Tensor) and value.ndim and value.shape != param.shape:
+                    raise ValueError(
+                        f"the checkpoint's {key!r} of parameter {position} has shape {tuple(value.shape)}, "
+                        f"the parameter has {tuple(param.shape)}; give the parameters in the order of the checkpoint."
+                    )
+            position += 1
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """A state entry on its way through ``Optimizer.load_state_dict``, which casts and moves bare tensors itself."""
+
+    value: Any
+
+
+def _hide(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Wrap the entries of a state dict, as a hook before it is loaded."""
+    known = {index for group in state_dict["param_groups"] for index in group["params"]}
+    states = {
+        index: {key: _Saved(value) for key, value in state.items()} if index in known else state
+        for index, state in state_dict["state"].items()
+    }
+    return {**state_dict, "state": states}

@@ -1,8 +1,17 @@
-"""Adam for embeddings with sparse gradients, of which a step uses few rows."""
+"""Adam for embeddings with sparse gradients, of which a step uses few rows, and the steps that the others missed.
+
+In a missed step momentum still moves the weight, both moments shrink, and weight decay applies. The moments after any
+number of steps are products, so the moves are a sum in which each step has its own factors. Epsilon is added to the
+root of the second moment, so the sum has no closed form. Its terms shrink, and those that can no longer change the
+weight are not computed. With coupled (L2) weight decay the moments depend on the weight, and steps are made in turn.
+"""
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +24,6 @@ from torchboost.errors import IncompatibleError
 from torchboost.optim.rules.adam import Adam
 from torchboost.optim.rules.base import Batch, UpdateRule
 from torchboost.optim.rules.masters import LOW_PRECISION
-from torchboost.optim.rules.missed_steps import FORM, form_of, new_past, record, replay
 from torchboost.optim.rules.options import Common, rule_arguments
 
 __all__ = ["LazyAdam"]
@@ -24,6 +32,18 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 BLOCK = 1 << 18
 """Weights that are caught up at a time; limits the memory for a whole table."""
+
+FORM = ("nesterov", "amsgrad", "decoupled_weight_decay", "bias_correction", "eps_uncorrected")
+"""Options that choose the formula."""
+
+CHUNK = 32
+"""Steps whose terms are summed together."""
+
+LEAST = 1e-30
+"""Shares of a second moment's root that are told apart from none."""
+
+SMALLEST = 1e-300
+"""Factors below are counted as this, so that their logarithms are finite; a power of it is 0."""
 
 
 class LazyAdam(Adam):
@@ -148,36 +168,20 @@ class LazyAdam(Adam):
             )
 
     @torch.no_grad()
-    def catch_up(self, param: Tensor | None = None, rows: Tensor | Sequence[int] | None = None) -> None:
-        """Replay missed steps, for rows that are about to be read or for all rows before evaluation or saving.
+    def catch_up(self) -> None:
+        """Replay the missed steps of all rows, before evaluation or saving. The state is then Adam's.
 
         Does nothing in classic mode or if no row lags. Safe at any time: it does not change what training computes.
         Cost: see the class. Memory: about 100 MB at most, for any size of the table.
 
-        Args:
-            param: A parameter of this optimizer; None for all.
-            rows: Row numbers of ``param``, in any shape and order; None for all, after which the state is Adam's.
-
-        Raises:
-            TypeError: ``rows`` are not whole numbers, or are given without ``param``.
-            ValueError: This optimizer does not hold the parameter.
-            IndexError: ``param`` does not have such a row.
-
         Example:
             >>> table = torch.nn.Embedding(10, 4, sparse=True)
             >>> optimizer = LazyAdam(table.parameters(), exact=True)
-            >>> optimizer.catch_up(table.weight, [3, 5])
             >>> optimizer.catch_up()
         """
-        if param is None:
-            if rows is not None:
-                raise TypeError("rows: also give the parameter that they belong to.")
-            for group in self.param_groups:
-                for each in group["params"]:
-                    self._catch_up(each)
-            return
-        self._check_held(param)
-        self._catch_up(param, None if rows is None else _row_numbers(param, rows))
+        for group in self.param_groups:
+            for param in group["params"]:
+                self._catch_up(param)
 
     def attach(self, module: nn.Embedding | nn.EmbeddingBag) -> Attachment:
         """Replay the missed steps of rows right before ``module`` reads them, in every forward pass, also in eval mode.
@@ -203,7 +207,10 @@ class LazyAdam(Adam):
                 "the embedding has sparse=False, so its gradients are dense and no row falls behind; use sparse=True."
             )
         weight = module.weight
-        self._check_held(weight)
+        if not any(weight is param for group in self.param_groups for param in group["params"]):
+            raise ValueError(
+                f"this optimizer does not hold the parameter of shape {tuple(weight.shape)}; give its module."
+            )
 
         @torch.no_grad()
         def before_forward(read: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -212,7 +219,7 @@ class LazyAdam(Adam):
                 self._catch_up(weight, ids)
 
         handle = module.register_forward_pre_hook(before_forward, with_kwargs=True)
-        return Attachment(handle, undo=lambda: self.catch_up(weight))
+        return Attachment(handle, undo=torch.no_grad()(lambda: self._catch_up(weight)))
 
     def update(self, group: dict[str, Any], batch: Batch) -> None:
         """Update in place; a sparse gradient is handled as a small dense one of its rows."""
@@ -290,11 +297,6 @@ class LazyAdam(Adam):
             batch.grads[:] = [grad.coalesce() if grad.is_sparse else grad for grad in batch.grads]
         return super().prepare(work)
 
-    def _check_held(self, param: Tensor) -> None:
-        if not any(param is other for group in self.param_groups for other in group["params"]):
-            found = f"of shape {tuple(param.shape)}" if isinstance(param, Tensor) else repr(param)
-            raise ValueError(f"this optimizer does not hold the parameter {found}; give one of its parameters.")
-
 
 def _made_step(group: Mapping[str, Any], state: dict[str, Any], rows: Tensor) -> None:
     """Record that only these rows made the step that the state counts."""
@@ -307,13 +309,219 @@ def _made_step(group: Mapping[str, Any], state: dict[str, Any], rows: Tensor) ->
     state["last_step"].index_fill_(0, rows, step)
 
 
-def _row_numbers(param: Tensor, rows: Tensor | Sequence[int]) -> Tensor:
-    numbers = torch.as_tensor(rows, device=param.device)
-    if not numbers.numel():
-        return numbers.long()
-    if numbers.is_floating_point() or numbers.is_complex() or numbers.dtype is torch.bool:
-        raise TypeError(f"rows: found {numbers.dtype}; give whole numbers.")
-    low, high = int(numbers.min()), int(numbers.max())
-    if low < 0 or high >= len(param):
-        raise IndexError(f"rows: found {low} to {high}; the parameter has rows 0 to {len(param) - 1}.")
-    return numbers.long()
+def form_of(group: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Return the values of ``FORM``."""
+    return tuple(bool(group[name]) for name in FORM)
+
+
+def new_past(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an empty record of past options: plain numbers, for a checkpoint."""
+    return {"form": form_of(group), "options": []}
+
+
+def record(past: dict[str, Any], step: int, group: Mapping[str, Any]) -> None:
+    """Record the options used at a step; nothing is added while they do not change.
+
+    Cost: about 150 bytes for each step with a change.
+
+    Args:
+        past: As returned by :func:`new_past`.
+        step: Counted from 1.
+        group: The options.
+    """
+    options = past["options"]
+    values = (float(group["lr"]), float(group["weight_decay"]), *map(float, group["betas"]), float(group["eps"]))
+    if not options or options[-1][1:] != values:
+        options.append((step, *values))
+
+
+def replay(rows: Mapping[str, Tensor], last: Tensor, step: int, past: Mapping[str, Any]) -> None:
+    """Bring rows up to a step, in place, as dense Adam with a gradient of zero would.
+
+    Equal to dense Adam up to rounding. Cost: one pass over a row per missed step until no further one can change it,
+    about 200 steps with ``betas=(0.9, 0.999)``. All missed steps count with coupled (L2) weight decay, and with
+    ``beta1 >= sqrt(beta2)``.
+
+    Args:
+        rows: ``"weight"``, ``"exp_avg"``, ``"exp_avg_sq"`` and with ``amsgrad`` ``"max_exp_avg_sq"``: contiguous, in
+            float32 or float64, the first axis counts rows.
+        last: The last step of every row, below ``step``.
+        step: The step that all rows must reach.
+        past: The options of all steps after the earliest of ``last``.
+    """
+    if not len(last):
+        return
+    begun = last.cpu().double()  # a device is waited for once here, and once for the number of steps that count
+    flat = {key: value.view(len(last), -1) for key, value in rows.items()}
+    form: dict[str, bool] = dict(zip(FORM, past["form"], strict=True))
+    start = max(bisect_right(past["options"], (int(begun.min()) + 1, math.inf)) - 1, 0)
+    options = past["options"][start:]
+    if not form["decoupled_weight_decay"] and any(decay for _, _, decay, *_ in options):
+        _make_steps(options, form, flat, begun, step)
+    else:
+        _sum_steps(_History.of(options, form, step, rows["weight"]), flat, begun)
+
+
+@dataclass(frozen=True, slots=True)
+class _History:
+    """The options of a range of steps, for lookup by step.
+
+    Args:
+        first: The first step of each set of options.
+        values: The sets, one per line: learning rate, weight decay, betas, epsilon.
+        logs: Logarithms of what a step leaves of both moments and, with decoupled decay, of a weight, per set.
+        before: Sums of ``logs`` over all steps before each set.
+        end: The last step.
+        form: Options that choose the formula, by name.
+        most: Largest learning rate, first beta, and size of a move in units of the one before; the smallest epsilon.
+    """
+
+    first: Tensor
+    values: Tensor
+    logs: Tensor
+    before: Tensor
+    end: int
+    form: Mapping[str, bool]
+    most: tuple[float, float, float, float]
+
+    @classmethod
+    def of(cls, options: Sequence[Any], form: Mapping[str, bool], end: int, like: Tensor) -> _History:
+        table = torch.tensor(options, dtype=torch.float64, device="cpu")
+        first, values = table[:, 0].contiguous(), table[:, 1:].contiguous()
+        lr, decay, beta1, beta2, eps = values.unbind(1)
+        most = (float(lr.max()), float(beta1.max()), float((beta1 / beta2.sqrt()).max()), float(eps.min()))
+        left = 1 - lr * decay if form["decoupled_weight_decay"] else torch.ones_like(lr)
+        # Dense Adam multiplies by factors that are rounded to the precision of the rows.
+        beta1, beta2, left = (factor.to(like.dtype).double() for factor in (1 - beta1, beta2, left))
+        logs = torch.stack([1 - beta1, beta2, left], 1).clamp_(min=SMALLEST).log_()
+        sums = (first.diff(append=first.new_full((1,), end + 1))[:, None] * logs).cumsum(0)
+        before = torch.cat([sums.new_zeros(1, 3), sums[:-1]])
+        near = like.device
+        return cls(first.to(near), values.to(near), logs.to(near), before.to(near), end, form, most)
+
+    def until(self, steps: Tensor) -> Tensor:
+        """Return the sums of ``logs`` over all steps until these, which are included."""
+        index = self._index(steps)
+        return self.before[index] + (steps - self.first[index] + 1)[..., None] * self.logs[index]
+
+    def left(self, begin: Tensor) -> Tensor:
+        """Return what the steps after ``begin`` leave of both moments and of a weight."""
+        return (self.until(torch.full_like(begin, self.end)) - self.until(begin)).exp_()
+
+    def terms(self, begin: Tensor, low: int, high: int, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """Return ``a``, ``e`` of the moves ``a m / (sqrt(v) + e)``, with the decay of the steps after them.
+
+        Args:
+            begin: The last step that each row has made, from ``low`` to ``high``.
+            low: See above.
+            high: See above.
+            first: The first move of a row is that of the step ``begin + first``.
+            count: Number of moves.
+
+        Returns:
+            Shape ``(rows, count)``.
+        """
+        number = torch.arange(first, first + count, dtype=torch.float64, device=begin.device)
+        steps = (number + begin[:, None]).clamp_(max=self.end)
+        low, high = low + first, min(high + first + count, self.end)
+        if high - low < steps.numel():
+            table = self._factors(torch.arange(low, high + 1, dtype=steps.dtype, device=steps.device))
+            size, scale, eps, mean, square = (column[(steps - low).long()] for column in table)
+        else:
+            size, scale, eps, mean, square = self._factors(steps)
+        before = self.until(begin)
+        # A step leaves shares of both moments. Below the least share the root is nothing next to epsilon.
+        size = size * (mean - before[:, :1]).exp_()
+        if not self.form["amsgrad"]:
+            scale = scale * (square - before[:, 1:2]).div_(2).exp_()
+        scale = scale.clamp(min=LEAST)
+        return size / scale, eps / scale
+
+    def _factors(self, steps: Tensor) -> tuple[Tensor, ...]:
+        lr, _, beta1, beta2, eps = self.values[self._index(steps)].unbind(-1)
+        first, second = torch.ones_like(steps), torch.ones_like(steps)
+        if self.form["bias_correction"]:
+            first, second = 1 - beta1**steps, (1 - beta2**steps).sqrt()
+        mean, square, fade = self.until(steps).unbind(-1)
+        size = -lr / first * (self.until(torch.full_like(lr.flatten()[:1], self.end))[:, 2] - fade).exp_()
+        if self.form["nesterov"]:
+            size *= beta1
+        if self.form["eps_uncorrected"]:
+            return size * second, torch.ones_like(size), eps, mean, square
+        return size, 1 / second, eps, mean, square
+
+    def next_square(self, square: Tensor, begin: Tensor) -> Tensor:
+        """Return the second moments after one more step."""
+        return square * self.values[self._index(begin + 1), 3].to(square.dtype)[:, None]
+
+    def reach(self, weight: Tensor, mean: Tensor, root: Tensor, begin: Tensor) -> Tensor:
+        """Return the number of steps after which all further ones move a row by less than rounding."""
+        missing = self.end - begin
+        lr, beta1, shrink, eps = self.most
+        if not shrink < 1:
+            return missing
+        # A first step moves at most lr / (1 - beta1**n) * |m| / max(sqrt(v), eps); the sum of all further ones counts.
+        first = 1 - beta1 ** (begin + 1) if self.form["bias_correction"] else torch.ones_like(begin)
+        farthest = lr / (1 - shrink) / first
+        info = torch.finfo(weight.dtype)
+        travel = farthest.to(weight.dtype)[:, None] * mean.abs() / root.clamp(min=eps)
+        limit = weight.abs() * self.left(begin)[:, 2:].to(weight.dtype) * (info.eps / 8) + info.tiny
+        needed = (limit / travel.clamp_(min=info.tiny)).amin(1).double().log_() / math.log(max(shrink, SMALLEST))
+        return torch.minimum(needed.ceil_().nan_to_num_(math.inf, math.inf).clamp_(min=0), missing)
+
+    def _index(self, steps: Tensor) -> Tensor:
+        return (torch.searchsorted(self.first, steps, right=True) - 1).clamp_(min=0)
+
+
+def _sum_steps(history: _History, rows: Mapping[str, Tensor], begun: Tensor) -> None:
+    weight, mean, square = (rows[key] for key in ("weight", "exp_avg", "exp_avg_sq"))
+    begin, largest = begun.to(weight.device), rows.get("max_exp_avg_sq")
+    if largest is not None:  # of the second moments from here on, the next one is the largest
+        torch.maximum(largest, history.next_square(square, begin), out=largest)
+    root = (square if largest is None else largest).sqrt()
+    reach = history.reach(weight, mean, root, begin)
+    # The rows that still have steps to make are always the first ones.
+    counts, order = reach.cpu().sort(descending=True)
+    begun, order = begun[order], order.to(weight.device)
+    reach, ordered, root = reach[order], begin[order], root[order]
+    total = torch.zeros_like(root)
+    space = root.new_empty(len(root), CHUNK, root.shape[1])  # for the terms of a chunk, again and again
+    for start in range(0, int(counts[0]), CHUNK):
+        count, active = min(CHUNK, int(counts[0]) - start), int(torch.count_nonzero(counts > start))
+        low, high = int(begun[:active].min()), int(begun[:active].max())
+        size, eps = history.terms(ordered[:active], low, high, start + 1, count)
+        number = torch.arange(start + 1, start + count + 1, device=size.device)
+        size = size.masked_fill_(number > reach[:active, None], 0.0).to(root.dtype)
+        terms = torch.add(root[:active, None], eps.to(root.dtype)[..., None], out=space[:active, :count])
+        total[:active] += torch.bmm(size[:, None], terms.reciprocal_())[:, 0]
+    left1, left2, left = history.left(begin).to(weight.dtype)[..., None].unbind(1)
+    moves = torch.empty_like(total).index_copy_(0, order, total).mul_(mean)
+    weight.mul_(left).add_(moves)
+    mean.mul_(left1)
+    square.mul_(left2)
+
+
+def _make_steps(
+    options: Sequence[Any], form: Mapping[str, bool], rows: Mapping[str, Tensor], begun: Tensor, end: int
+) -> None:
+    """Make the steps one by one, as the moments depend on the weights."""
+    begun, order = begun.sort()
+    order = order.to(rows["weight"].device)
+    live = {key: value[order] for key, value in rows.items()}
+    for step in range(int(begun[0]) + 1, end + 1):
+        active = int(torch.searchsorted(begun, float(step)))
+        weight, mean, square = (live[key][:active] for key in ("weight", "exp_avg", "exp_avg_sq"))
+        _, lr, decay, beta1, beta2, eps = options[max(bisect_right(options, (step, math.inf)) - 1, 0)]
+        first, second = (1 - beta1**step, (1 - beta2**step) ** 0.5) if form["bias_correction"] else (1.0, 1.0)
+        grad = weight * decay
+        mean.lerp_(grad, 1 - beta1)
+        square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        if "max_exp_avg_sq" in live:
+            largest = live["max_exp_avg_sq"][:active]
+            square = torch.maximum(largest, square, out=largest)
+        ahead = mean.lerp(grad, 1 - beta1) if form["nesterov"] else mean
+        root = square.sqrt() if form["eps_uncorrected"] else square.sqrt().div_(second)
+        size = lr * second / first if form["eps_uncorrected"] else lr / first
+        weight.addcdiv_(ahead, root.add_(eps), value=-size)
+    for key, value in live.items():
+        rows[key].index_copy_(0, order, value)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchboost.core.torch_private import memory_stamp
+from torchboost.core.torch_private import foreach, memory_stamp
 from torchboost.errors import IncompatibleError
-from torchboost.optim.rules.batch import Batch
+from torchboost.optim.tensors import Batch
 
 __all__ = [
     "IN_CACHE",
@@ -119,7 +119,9 @@ def widened(value: Any) -> Any:
 
 
 class Stamps:
-    """Detect writes to a parameter after its master was last updated: by ``load_state_dict``, by hand, by a broadcast.
+    """Write masters into their parameters, and detect writes to a parameter since then.
+
+    Such writes come from ``load_state_dict``, from a broadcast or by hand.
 
     torch counts the writes to a tensor, but not those through ``param.data``. These are not detected until the state is
     next loaded or copied.
@@ -143,6 +145,17 @@ class Stamps:
             return master
         near = param.detach().to(master.device)
         return torch.where(master.to(near.dtype) == near, master.float(), near.float())
+
+    def write_back(self, group: Mapping[str, Any], batch: Batch) -> None:
+        """Round the masters of a batch into their parameters, except rows, which the rule writes itself."""
+        params = [param for param in group["params"] if param.grad is not None]
+        worked = zip(params, batch.params, batch.grads, strict=True)
+        pairs = [(param, master) for param, master, grad in worked if master is not param and not grad.is_sparse]
+        if pairs:
+            foreach.copy_([local(param) for param, _ in pairs], [local(master) for _, master in pairs])
+        for param in params:
+            if has_master(param, group):
+                self.note(param)
 
 
 def pieces(batch: Batch, limit: int | None = None, *, seed: int | None = None) -> Iterator[Batch]:

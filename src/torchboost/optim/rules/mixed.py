@@ -11,11 +11,11 @@ from torchboost.errors import nearest
 from torchboost.optim.rules.adam import Adam, AdamW, AdamWeightDecay
 from torchboost.optim.rules.base import UpdateRule
 from torchboost.optim.rules.ftrl import FTRL
-from torchboost.optim.rules.lamb import Lamb
 from torchboost.optim.rules.muon import Muon
 from torchboost.optim.rules.options import Common, rule_arguments
 from torchboost.optim.rules.rmsprop import RMSProp, RMSprop
 from torchboost.optim.rules.sgd import SGD, Momentum
+from torchboost.optim.rules.trust_ratio import Lamb
 
 __all__ = ["GROUP_RULES", "MixedOptimizer"]
 

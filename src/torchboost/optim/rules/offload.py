@@ -20,7 +20,7 @@ from torchboost.optim.rules.masters import has_master, pieces, widened
 from torchboost.optim.rules.options import Pipeline, rule_arguments
 from torchboost.optim.tensors import aligned, is_dense, same_layout
 
-__all__ = ["AdamOffload", "OffloadPlan"]
+__all__ = ["AdamOffload"]
 
 MEBIBYTE = 2**20
 
@@ -34,28 +34,6 @@ SMALLEST_CHUNK = 8192
 """Bytes that hold a grain of the widest types."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class OffloadPlan:
-    """The cost of a step of :class:`AdamOffload` in bytes, if every parameter has a gradient.
-
-    The bytes moved, divided by the speed of the link (PCIe 4.0 x16: about 25 GB/s each way), are a lower bound of the
-    step's time. The update on the host reads and writes the state in addition to the copies.
-
-    Args:
-        bytes_to_host: Gradients and weights copied to the host per step.
-        bytes_to_device: New weights copied back per step.
-        state_bytes: Moments, master weights and step counts on the host.
-        staging_bytes: Page-locked buffers for the copies.
-        chunks: Number of chunks per step; with one, nothing overlaps.
-    """
-
-    bytes_to_host: int
-    bytes_to_device: int
-    state_bytes: int
-    staging_bytes: int
-    chunks: int
-
-
 class AdamOffload(Adam):
     """:class:`Adam` with its state in host memory and its update on the host, by torch's fused CPU kernel.
 
@@ -66,7 +44,7 @@ class AdamOffload(Adam):
     ``chunk_mebibytes``. Parameters on the CPU are updated in place.
 
     Cost: no device memory. Per float32 weight 8 bytes on the host (12 with ``amsgrad``); per step 8 bytes copied to the
-    host and 4 to the device; with master weights 12, 2 and 2. :meth:`plan` returns the sums. Checkpoints have torch's
+    host and 4 to the device; with master weights 12, 2 and 2. Checkpoints have torch's
     layout: they load into ``torch.optim.AdamW`` on any device and back, and the state stays on the host. Transforms run
     on the device of the gradients; with master weights they see float32 copies of the gradients on the device, and the
     parameter instead of the master.
@@ -90,9 +68,8 @@ class AdamOffload(Adam):
         eps_uncorrected: See :class:`Adam`; torch has no fused kernel for it.
         maximize: See :class:`Adam`.
         master_weights: Keep a float32 copy of bfloat16 and float16 parameters on the host, and float32 moments.
-        chunk_mebibytes: Size of each of the two buffers, in MiB, at least 1/128.
-        pin_memory: Also page-lock the state of parameters on an accelerator, so that it is never swapped out. The
-            buffers are always page-locked.
+        chunk_mebibytes: Size of each of the two page-locked buffers, in MiB, at least 1/128. The state of parameters on
+            an accelerator is page-locked too, so that it is never swapped out.
         **common: ``transforms`` and ``nonfinite``, see :class:`~torchboost.optim.UpdateRule`.
 
     Raises:
@@ -101,12 +78,10 @@ class AdamOffload(Adam):
     Example:
         >>> model = torch.nn.Linear(4, 2)
         >>> optimizer = AdamOffload(model.parameters(), lr=1e-3, weight_decay=0.01, decoupled_weight_decay=True)
-        >>> optimizer.plan().state_bytes
-        88
     """
 
     packs_moments = rounds = False
-    kept = (*Adam.kept, "chunk_mebibytes", "pin_memory")
+    kept = (*Adam.kept, "chunk_mebibytes")
 
     def __init__(
         self,
@@ -124,50 +99,20 @@ class AdamOffload(Adam):
         maximize: bool = False,
         master_weights: bool = True,
         chunk_mebibytes: float = 64.0,
-        pin_memory: bool = True,
         **common: Unpack[Pipeline],
     ) -> None:
         check_number("chunk_mebibytes", chunk_mebibytes, above=True)
         if chunk_mebibytes * MEBIBYTE < SMALLEST_CHUNK:
             raise ValueError(f"chunk_mebibytes: found {chunk_mebibytes!r}; give at least {SMALLEST_CHUNK / MEBIBYTE}.")
-        if not isinstance(pin_memory, bool):
-            raise TypeError(f"pin_memory: found {pin_memory!r}; give True or False.")
         self.chunk_mebibytes = float(chunk_mebibytes)
-        self.pin_memory = pin_memory
         fused = None if nesterov or eps_uncorrected else True
         arguments = rule_arguments(locals(), foreach=None, capturable=False, moments_8bit=False)
-        del arguments["defaults"]["chunk_mebibytes"], arguments["defaults"]["pin_memory"]
+        del arguments["defaults"]["chunk_mebibytes"]
         UpdateRule.__init__(self, **arguments)
 
     def constructor_options(self) -> dict[str, Any]:
         """Return the constructor's arguments that the param groups do not hold, by name."""
-        buffers = {"chunk_mebibytes": self.chunk_mebibytes, "pin_memory": self.pin_memory}
-        return {**super().constructor_options(), **buffers}
-
-    def plan(self) -> OffloadPlan:
-        """Return the cost of a step; needs neither gradients nor state."""
-        down = up = state = staging = chunks = 0
-        sizes: dict[torch.device, list[tuple[int, int]]] = {}
-        for group in self.param_groups:
-            for param in group["params"]:
-                if not param.requires_grad:
-                    continue
-                master, count = has_master(param, group), param.numel()
-                worked = torch.float32 if master else param.dtype
-                state += 4 + count * worked.itemsize * (len(self.state_keys(group)) - 1 + master)
-                if self._far(param):
-                    grad = worked if self.chain else param.dtype
-                    down += count * (grad.itemsize if master else grad.itemsize + param.dtype.itemsize)
-                    up += count * param.dtype.itemsize
-                    width = sum(dtype.itemsize for dtype in _regions(grad, param.dtype, worked))
-                    sizes.setdefault(param.device, []).append((count, width))
-        for tensors in sizes.values():
-            packed, largest = _packed(tensors, self.chunk_mebibytes)
-            staging += min(len(packed), 2) * largest
-            chunks += len(packed)
-        return OffloadPlan(
-            bytes_to_host=down, bytes_to_device=up, state_bytes=state, staging_bytes=staging, chunks=chunks
-        )
+        return {**super().constructor_options(), "chunk_mebibytes": self.chunk_mebibytes}
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -210,8 +155,7 @@ class AdamOffload(Adam):
         return param.device.type != "cpu"
 
     def _host_like(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        pinned = self.pin_memory and _pinnable(like.device)
-        return torch.empty_like(like, dtype=dtype, device="cpu", pin_memory=pinned)
+        return torch.empty_like(like, dtype=dtype, device="cpu", pin_memory=_pinnable(like.device))
 
     def _loaded(self, param: Tensor, group: Mapping[str, Any], key: str, value: Any) -> Any:
         if key not in ON_HOST[1:] or not isinstance(value, Tensor):

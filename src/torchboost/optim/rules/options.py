@@ -73,6 +73,7 @@ HERE = {
     "lars_filter": "a group with adapt=False",
     "use_lazy": "the class LazyAdam",
     "use_offload": "the class AdamOffload",
+    "order_params": "nothing: no update depends on the order; leave the entry out",
     "use_locking": "nothing: an update is one operation; leave it out",
     "loss_scale": "transforms=(Unscale(loss_scale),), or torch.amp.GradScaler",
 }

@@ -1,4 +1,4 @@
-"""Act on the ``forward`` of one module instance: cover it, uncover it, and warn if the loop does not call it.
+"""Act on the ``forward`` of one module instance: cover it, uncover it, find or replace the tensors in what it returns.
 
 Copies and pickles of the module are plain. A file written by ``torch.save(model)`` then loads without this package,
 also with ``weights_only=True``, which allows no class that it does not know.
@@ -6,17 +6,19 @@ also with ``weights_only=True``, which allows no class that it does not know.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import inspect
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Attachment, Removable
@@ -24,7 +26,16 @@ from torchboost.core.torch_private import MAKES_REPLICAS, make_replica, module_h
 from torchboost.core.wrapping import unwrap
 from torchboost.errors import NoEffectWarning
 
-__all__ = ["ForwardWatch", "cover_forward", "is_cover", "is_our_hook", "own_forward", "plain_hook", "uncovered"]
+__all__ = [
+    "ForwardWatch",
+    "cover_forward",
+    "is_our_hook",
+    "own_forward",
+    "plain_hook",
+    "tensors_in",
+    "uncovered",
+    "with_tensors",
+]
 
 Forward = Callable[..., Any]
 """Takes the module as its first argument, like a function in a class."""
@@ -93,9 +104,10 @@ def cover_forward(model: nn.Module, around: Around, *, innermost: bool = False) 
         covers.put_together()
         if not layers and getattr(vars(model).get("forward"), "__func__", None) is covers.entry:
             _set_forward(model, covers.own)
-        if _covers(model) is None:
+        if not layers and _covers(model) is None:
             vars(model).pop(MAKES_REPLICAS, None)
-        _unmark(model)
+        if not layers:
+            _unmark(model)
 
     return Attachment(undo=uncover)
 
@@ -146,18 +158,14 @@ def _set_forward(model: nn.Module, own: Any) -> None:
         model.forward = own
 
 
-def is_cover(function: Any) -> bool:
-    """Whether the function under a cover is another cover."""
-    return isinstance(function, types.FunctionType) and _COVER in vars(function)
-
-
 def _covers(model: nn.Module) -> _Covers | None:
     return _covers_of(vars(model).get("forward"))
 
 
 def _covers_of(method: Any) -> _Covers | None:
     function = getattr(method, "__func__", None)
-    return vars(function)[_COVER] if is_cover(function) else None
+    covered = isinstance(function, types.FunctionType) and _COVER in vars(function)
+    return vars(function)[_COVER] if covered else None
 
 
 def own_forward(model: nn.Module) -> Any:
@@ -265,3 +273,123 @@ def _moves(optimizer: Optimizer) -> bool:
     """Whether a gradient is nonzero. torch's checkpoint functions step with zeros to create the optimizer's state."""
     grads = (param.grad for group in optimizer.param_groups for param in group["params"])
     return any(bool((grad.coalesce().values() if grad.is_sparse else grad).any()) for grad in grads if grad is not None)
+
+
+def with_tensors(value: Any, change: Callable[[Tensor], Tensor], strange: Callable[[Any], None] | None = None) -> Any:
+    """Return ``value`` with ``change`` applied to all tensors in it.
+
+    Nested mappings, sequences, named tuples, torch's return types and dataclasses are searched. They are copied, not
+    constructed: constructors and ``__post_init__`` do not run, and attributes are kept. If nothing changes, the object
+    itself is returned. Objects of other types and objects that cannot be copied are returned unchanged.
+
+    Args:
+        value: A tensor, or anything else.
+        change: Returns the new tensor, or the same one if it has nothing to change.
+        strange: Called with objects of other types and objects that cannot be copied. It may raise a ``RuntimeError``.
+    """
+    if issubclass(type(value), Tensor):  # isinstance() asks a proxy for its class, which may raise
+        return change(value)
+    inner = functools.partial(with_tensors, change=change, strange=strange)
+    try:
+        if isinstance(value, tuple):
+            return _tuple(value, inner)
+        # The compiler of torch 2.9 cannot trace the question whether None is one.
+        if value is not None and dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return _record(value, inner)
+        if isinstance(value, MutableMapping):
+            return _filled(value, value.items(), inner)
+        if isinstance(value, MutableSequence):
+            return _filled(value, enumerate(value), inner)
+    except (TypeError, ValueError, AttributeError):  # a class with special rules
+        pass
+    if strange is not None:
+        strange(value)
+    return value
+
+
+def _tuple(value: tuple[Any, ...], inner: Callable[[Any], Any]) -> tuple[Any, ...]:
+    items = [inner(item) for item in value]
+    if all(new is old for new, old in zip(items, value, strict=True)):
+        return value
+    kind: Any = type(value)
+    if kind is tuple:
+        return tuple(items)
+    if hasattr(kind, "_make"):
+        return kind._make(items)
+    if kind.__module__ == "torch.return_types":  # tuple.__new__ refuses them
+        return kind(items)
+    copied = tuple.__new__(kind, items)
+    vars(copied).update(vars(value))
+    return copied
+
+
+def _record(value: Any, inner: Callable[[Any], Any]) -> Any:
+    fields = {
+        field.name: getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)
+    }
+    if not torch.compiler.is_compiling():
+        fields |= _attributes(value)
+    changed = {name: inner(entry) for name, entry in fields.items()}
+    changed = {name: entry for name, entry in changed.items() if entry is not fields[name]}
+    if not changed:
+        return value
+    if torch.compiler.is_compiling():  # the compiler can trace this, but not copy.copy of any class
+        return dataclasses.replace(value, **changed)
+    copied = copy.copy(value)
+    for name, entry in changed.items():
+        try:
+            setattr(copied, name, entry)
+        except dataclasses.FrozenInstanceError:
+            object.__setattr__(copied, name, entry)
+    return copied
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of a dataclass that are not fields, such as those set by ``__post_init__``."""
+    return {} if isinstance(value, MutableMapping) else getattr(value, "__dict__", {})
+
+
+def _filled(value: Any, items: Iterable[tuple[Any, Any]], inner: Callable[[Any], Any]) -> Any:
+    pairs = [(key, entry, inner(entry)) for key, entry in items]
+    changed = [(key, new) for key, old, new in pairs if new is not old]
+    if not changed:
+        return value
+    copied = copy.copy(value)
+    for key, entry in changed:
+        copied[key] = entry
+    return copied
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in nested containers, in order. A container inside itself counts once."""
+    tensors: list[Tensor] = []
+    around: set[int] = set()
+    waiting: list[tuple[bool, Any]] = [(True, value)]
+    while waiting:
+        enters, entry = waiting.pop()
+        if issubclass(type(entry), Tensor):  # isinstance() asks a proxy for its class, which may raise
+            tensors.append(entry)
+        elif not enters:
+            around.discard(id(entry))
+        elif id(entry) not in around and (parts := _parts(entry)):
+            around.add(id(entry))
+            waiting.append((False, entry))
+            waiting += [(True, part) for part in reversed(parts) if type(part) not in _PLAIN]
+    return tensors
+
+
+_PLAIN = frozenset({str, bytes, int, float, bool, type(None)})
+"""Entries of a long list that are passed over quickly, because each call of a model is looked at."""
+
+
+def _parts(value: Any) -> list[Any]:
+    try:
+        if isinstance(value, Mapping):
+            return list(value.values())
+        if isinstance(value, (tuple, list)):
+            return list(value)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return [getattr(value, field.name) for field in dataclasses.fields(value)]
+    except Exception:  # a container of the user may raise anything when it is read
+        pass
+    return []

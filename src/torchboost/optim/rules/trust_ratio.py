@@ -1,7 +1,8 @@
-"""LARS: momentum with each layer's gradient scaled to the size of its weights."""
+"""LARS and LAMB: each layer's gradient, or update, scaled to the size of its weights."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,11 +14,12 @@ from typing_extensions import Unpack
 from torchboost.core.arguments import check_number
 from torchboost.core.torch_private import foreach, foreach_norm
 from torchboost.optim.pipeline import Gradients, refuse_sparse
-from torchboost.optim.rules.base import Batch
+from torchboost.optim.rules.adam import adam_directions, as_real, rooted_directions
+from torchboost.optim.rules.base import Batch, UpdateRule
+from torchboost.optim.rules.options import Common, rule_arguments
 from torchboost.optim.rules.sgd import SGD, Forms
-from torchboost.optim.transforms import together
 
-__all__ = ["LARS", "TrustRatio"]
+__all__ = ["LARS", "Lamb", "TrustRatio"]
 
 RATIO = ("coefficient", "eps", "clip", "vectors")
 """Arguments of LARS that are settings of its trust ratio."""
@@ -143,3 +145,88 @@ class LARS(SGD):
         """Update in place; the gradients already contain the decay."""
         lists = group["foreach"] is None and not group["fused"] and not isinstance(group["lr"], Tensor)
         super().update({**group, "weight_decay": 0.0, "foreach": True if lists else group["foreach"]}, batch)
+
+
+class Lamb(UpdateRule):
+    """``u = m^ / (sqrt(v^) + eps) + weight_decay * w``, ``w -= lr * ratio * u`` with ``ratio = |w| / |u|`` per tensor.
+
+    The ratio is at most ``max_ratio``; if ``|w|`` or ``|u|`` is 0, it is 1. State: ``step``, ``exp_avg``,
+    ``exp_avg_sq``: 8 bytes per float32 weight. Cost: three more reads of the weights than Adam.
+
+    Source: Y. You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", arXiv 1904.00962,
+    algorithm 2.
+
+    Args:
+        params: Parameters, named parameters or groups; a group with ``adapt=False`` has ratio 1.
+        lr: Learning rate: a float, a tensor with one element, a list with one per update, or a function of the update.
+        betas: Decay rates of the moments, each at least 0 and below 1.
+        eps: Added to the root of the second moment.
+        weight_decay: At least 0; also a list or function, as ``lr``.
+        max_ratio: Largest ratio.
+        eps_in_root: Take the norm of ``m^ / sqrt(v^ + eps) + weight_decay * w`` for the ratio, as MindSpore does.
+        **common: See :class:`~torchboost.optim.UpdateRule`.
+
+    Raises:
+        TypeError, ValueError: An option is invalid.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = Lamb(model.parameters(), lr=1e-3, weight_decay=0.01)
+    """
+
+    in_pieces = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Any = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: Any = 0.0,
+        *,
+        max_ratio: float = 10.0,
+        eps_in_root: bool = False,
+        **common: Unpack[Common],
+    ) -> None:
+        super().__init__(**rule_arguments(locals(), adapt=True))
+
+    def state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Name the entries of the state."""
+        return ("step", "exp_avg", "exp_avg_sq")
+
+    def update(self, group: dict[str, Any], batch: Batch) -> None:
+        """Update in place."""
+        batch = as_real(batch, ("exp_avg", "exp_avg_sq"))
+        if group["maximize"]:
+            batch.grads[:] = foreach.neg(batch.grads)
+        directions = adam_directions(group, batch)
+        measured = rooted_directions(group, batch) if group["adapt"] and group["eps_in_root"] else directions
+        for changed in (directions,) if measured is directions else (directions, measured):
+            if group["weight_decay"]:
+                foreach.add_(changed, batch.params, alpha=float(group["weight_decay"]))
+        if group["adapt"]:
+            ratio = partial(_ratio, most=float(group["max_ratio"]))
+            foreach.mul_(directions, together(ratio, foreach_norm(batch.params), foreach_norm(measured)))
+        foreach.add_(batch.params, directions, alpha=-float(group["lr"]))
+
+
+def _ratio(size: Tensor, steepness: Tensor, most: float) -> Tensor:
+    usable = (size > 0) & (steepness > 0)
+    return torch.where(usable, (size / steepness).clamp(max=most), torch.ones_like(size))
+
+
+def together(function: Callable[..., Tensor], *lists: Sequence[Tensor]) -> list[Tensor]:
+    """Apply an elementwise function to lists of scalars, in a few operations instead of a few per scalar.
+
+    Args:
+        function: Elementwise; given tensors of equal shape, returns one of that shape.
+        lists: Tensors of shape ``()``; all lists have the same length.
+
+    Returns:
+        Tensors of shape ``()``. Scalars that differ in type, device or precision are processed one by one.
+    """
+    kinds = {(type(number), number.device, number.dtype) for numbers in lists for number in numbers}
+    if [kind for kind, _, _ in kinds] == [Tensor]:
+        return list(function(*(torch.stack(list(numbers)) for numbers in lists)).unbind())
+    return [function(*numbers) for numbers in zip(*lists, strict=True)]
