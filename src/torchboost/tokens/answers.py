@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from torchboost.core.forward import with_tensors
 from torchboost.core.torch_private import functions_of_subclasses_off, is_view
-from torchboost.tokens.rows import MissingRows, Rows
+from torchboost.tokens.rows import Memory, MissingRows, Rows
 
 __all__ = ["Answer", "Answering", "first", "functions", "getter", "rows_in"]
 
@@ -42,26 +42,29 @@ class Answering(Rows):
                 return func(*args, **kwargs)
             rows = [*rows_in((*args, *kwargs.values()))]
             sources = [one.source for one in rows]
+            if None not in sources and rows:
+                if any(one.memory.copy_written for one in rows):
+                    raise RuntimeError(_WRITTEN)
+                if _writes(func, kwargs):
+                    return _written(func, args, kwargs)
             try:
                 for one in rows:
                     one.check()
                 if None in sources and not torch.is_grad_enabled() and any(one.needs_grad for one in rows):
                     raise MissingRows("it computes without gradients")
-                kinds = [kind for kind in types if issubclass(kind, Answering)]
-                kind = cls if len(kinds) < 2 else max(kinds, key=lambda one: one.precedence)
-                result = _answer(kind.answers, func, args, kwargs, rows)
+                result = _answer(_answering(cls, types).answers, func, args, kwargs, rows)
             except MissingRows as reason:
                 if None in sources:
                     owners = [one.positions.owner for one in rows if one.source is None]
                     raise MissingRows(f"{_name(func)}: {reason}", owners) from None
                 return func(*_from_sources(args), **_from_sources(kwargs))
             if None not in sources:
-                if args and result is args[0] and (_writes(func) or kwargs.get("inplace")):
-                    before = result.source
-                    result.source = lambda: func(before().clone(), *_from_sources(args[1:]), **_from_sources(kwargs))
-                for one in rows_in(result if isinstance(result, (tuple, list)) else (result,)):
-                    if one.source is None:
-                        one.source = lambda: func(*_from_sources(args), **_from_sources(kwargs))
+                parts = result if isinstance(result, (tuple, list)) else (result,)
+                for place, one in enumerate(parts):
+                    if isinstance(one, Rows) and one.source is None:
+                        views = any(one.memory is arg.memory for arg in rows)
+                        read = [] if views else [arg.memory for arg in rows]
+                        one.source = _Whole(func, args, kwargs, place if parts is result else None, read)
             return result
 
     @classmethod
@@ -71,6 +74,50 @@ class Answering(Rows):
         if owners:
             raise MissingRows(f"{func} is called below the functions of torch", owners)
         return func(*_from_sources(args), **_from_sources(kwargs or {}))
+
+
+class _Whole:
+    """Returns what a function returns for the whole tensors of its arguments, always the same tensor.
+
+    Args:
+        func: Function of torch.
+        args: Its arguments.
+        kwargs: Its arguments by name.
+        place: Of the tensor in the result; None if it is the result.
+        read: What was read, and not made a view of. It must not have been written to meanwhile.
+    """
+
+    def __init__(self, func: Any, args: Any, kwargs: Any, place: int | None, read: list[Memory]) -> None:
+        self._call, self._place, self._read = (func, args, kwargs), place, read
+        self._tensor: Any = None
+
+    def __call__(self) -> Tensor:
+        if self._tensor is None:
+            if any(memory.outdated for memory in self._read):
+                raise RuntimeError(_WRITTEN)
+            func, args, kwargs = self._call
+            result = func(*_from_sources(args), **_from_sources(kwargs))
+            self._tensor = result if self._place is None else result[self._place]
+        return self._tensor
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Any:
+    """Write to the whole tensor of an output. From then on it is read in place of its rows."""
+    wholes = _from_sources(args)
+    if not isinstance(args[0], Rows):
+        return func(*wholes, **_from_sources(kwargs))
+    if args[0].memory.copies:
+        raise RuntimeError(_WRITTEN)
+    result = func(*wholes, **_from_sources(kwargs))
+    args[0].memory.outdated = True
+    return args[0] if result is wholes[0] else result
+
+
+def _answering(kind: type[Answering], types: Any) -> type[Answering]:
+    """Return the class that answers a call."""
+    if len(types) > 1:
+        return max((one for one in types if issubclass(one, Answering)), key=lambda one: one.precedence)
+    return kind
 
 
 def rows_in(values: Any) -> Iterator[Rows]:
@@ -117,7 +164,7 @@ def _answer(
         except MissingRows:
             if all(one.filled() is None and not one.positions.complete for one in rows):
                 raise
-    if args and isinstance(args[0], Rows) and (_writes(func) or kwargs.get("inplace")):
+    if args and isinstance(args[0], Rows) and _writes(func, kwargs):
         raise MissingRows("it writes to its argument")  # a whole tensor would be another one
     args, kwargs = with_tensors(args, _whole), with_tensors(kwargs, _whole)
     result = func(*args, **kwargs)
@@ -128,9 +175,11 @@ def _answer(
     return result
 
 
-def _writes(func: Any) -> bool:
+def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
     name = _name(func)
-    return name in _WRITING or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
+    if kwargs.get("inplace") or name in _WRITING:
+        return True
+    return name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
 
 
 def first(args: tuple[Any, ...]) -> Any:
@@ -155,6 +204,9 @@ _METADATA = frozenset(
     [getter(name) for name in _GETTERS.split()]
     + functions("size", "dim", "numel", "is_floating_point", "is_complex", "element_size", "get_device", "nelement")
     + [Tensor.__len__, Tensor.__hash__]
+)
+_WRITTEN = (
+    "an output of the model was written to in place after it was read; write to a copy, such as outputs.logits.clone()"
 )
 _WRITING = frozenset({"__setitem__", "__set__", "__delete__", "backward", "retain_grad", "register_hook"}) | {
     f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift")

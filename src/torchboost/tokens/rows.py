@@ -66,6 +66,11 @@ class Memory:
         """Note a tensor that would be a view of it."""
         self.copies.append((tensor, version(tensor)))
 
+    @property
+    def copy_written(self) -> bool:
+        """Whether a copy was written to, which the rows lack."""
+        return bool(self.copies) and any(version(copy) != then for copy, then in self.copies)
+
 
 class Rows(Tensor):
     """The rows of some positions of a padded tensor. It has the shape of that tensor and no memory of its own.
@@ -162,8 +167,7 @@ class Rows(Tensor):
 
     def check(self) -> None:
         """Raise :class:`MissingRows` if a view of the padded tensor was written to, which these rows may lack."""
-        memory = self.memory
-        if memory.outdated or (memory.copies and any(version(copy) != then for copy, then in memory.copies)):
+        if self.memory.outdated or self.memory.copy_written:
             raise MissingRows("a view of its argument was written to")
 
     def write(self) -> None:

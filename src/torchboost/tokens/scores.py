@@ -175,9 +175,13 @@ class Scores(Answering):
 
     def replace(self, other: Scores) -> Scores:
         """Become other scores, as a function does that writes to its argument."""
-        if other.dtype != self.dtype or other.shape != self.shape:
-            raise MissingRows("it writes another precision or shape")
+        if other.shape != self.shape:
+            raise MissingRows("it writes another shape")
         self.write()
+        if other.dtype != self.dtype:
+            other = Scores(
+                [block.to(self.dtype) for block in other.blocks], other.queries, other.keys, other.kind, **other.state
+            )
         self.blocks, self.most, self.zero, self.masks = other.blocks, other.most, other.zero, other.masks
         self.base, self.needs_grad = other.base, other.needs_grad
         return self
