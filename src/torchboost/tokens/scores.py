@@ -377,6 +377,13 @@ def _type_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _same(torch.Tensor.to, (x, other.dtype), {})
 
 
+def _expand_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    mask, x = args
+    if isinstance(mask, Rows):
+        raise MissingRows("it repeats positions")
+    return mask.expand(x.shape)
+
+
 def _in_place(answer: Answer, plain: Any) -> Answer:
     def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return first(args).replace(answer(plain, args, kwargs))
@@ -400,6 +407,7 @@ _NAMES: Mapping[Answer, str] = {
     _einsum: "einsum",
     _getitem: "__getitem__",
     _type_as: "type_as",
+    _expand_as: "expand_as",
 }
 _IN_PLACE: Mapping[str, tuple[Answer, Any]] = {
     "mul_ __imul__": (_scaled, torch.mul),
