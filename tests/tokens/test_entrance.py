@@ -231,10 +231,10 @@ def test_a_guess_does_not_end_calls_with_other_padding():
     ids, mask = batch("right")
     model, everything = WithTarget(), torch.ones_like(ids)
     with unpad_forward(model) as live:
+        assert isinstance(live, PartialForward)
         model(ids, everything, ids[:, :5])
         assert not live.calls
         model(ids, mask.long(), ids[:, :5])
-        assert isinstance(live, PartialForward)
         assert live.calls == 1
 
 

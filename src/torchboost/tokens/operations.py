@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from torchboost.tokens.answers import Answer, Answering, first, functions, getter, rows_in
 from torchboost.tokens.attention import scaled_dot_product_attention
 from torchboost.tokens.einsum import einsum_of_rows
+from torchboost.tokens.joined import joined
 from torchboost.tokens.losses import cross_entropy, nll_loss
 from torchboost.tokens.multihead import multi_head_attention_forward
 from torchboost.tokens.rows import FLAT, Fill, MissingRows, Rows, in_this_precision, known, numbered
@@ -220,7 +222,12 @@ def _sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
 
 
 def _reshape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return reshape(first(args), _sizes(args, kwargs))
+    x, sizes = first(args), _sizes(args, kwargs)
+    if len(sizes) == 3 and x.ndim == 4:
+        with contextlib.suppress(MissingRows, IndexError):
+            return reshape(x, sizes)
+        return joined(x, sizes)
+    return reshape(x, sizes)
 
 
 def _flatten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

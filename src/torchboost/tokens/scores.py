@@ -289,6 +289,14 @@ def _scaled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return x.each(lambda block: compute(block, factor), most=most, zero=x.zero)
 
 
+def _raised(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The larger one of each score and a number."""
+    x, other, compute = _sides(func, args, kwargs)
+    least = _value(other)
+    most = None if x.most is None else max(x.most, least)
+    return x.each(lambda block: compute(block, other), most=most, zero=x.zero and least <= 0)
+
+
 def _added(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Sums and differences."""
     x, other, compute = _sides(func, args, kwargs)
@@ -399,6 +407,7 @@ _NAMES: Mapping[Answer, str] = {
     _dropout: "dropout",
     _scaled: "mul multiply div divide true_divide __mul__ __rmul__ __truediv__",
     _added: "add sub subtract __add__ __radd__ __sub__",
+    _raised: "maximum max",
     _masked_fill: "masked_fill",
     _where: "where",
     _softmax: "softmax",
