@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torchboost.core.forward import with_tensors
-from torchboost.core.torch_private import functions_of_subclasses_off, is_view
+from torchboost.core.torch_private import functions_of_subclasses_off
 from torchboost.tokens.rows import Memory, MissingRows, Rows
 
 __all__ = ["Answer", "Answering", "first", "functions", "getter", "rows_in"]
@@ -169,10 +169,14 @@ def _answer(
     args, kwargs = with_tensors(args, _whole), with_tensors(kwargs, _whole)
     result = func(*args, **kwargs)
     for part in result if isinstance(result, (tuple, list)) else (result,):
-        if isinstance(part, Tensor) and (is_view(part) or any(part is arg for arg in args)):
+        if isinstance(part, Tensor) and any(_in_one_memory(part, arg) for arg in args):
             for one in rows:
                 one.memory.copied(part)
     return result
+
+
+def _in_one_memory(one: Tensor, two: Any) -> bool:
+    return isinstance(two, Tensor) and one.untyped_storage().data_ptr() == two.untyped_storage().data_ptr()
 
 
 def _writes(func: Any, kwargs: dict[str, Any]) -> bool:

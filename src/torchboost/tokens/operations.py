@@ -31,7 +31,7 @@ def _alone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _alone_in_place(func, args, kwargs)
     result = x.then(lambda rows: func(rows, *rest, **kwargs))
     result.fill = _fill_of_entries(func, x, args, kwargs)
-    return result
+    return result.sharing(x) if func in _DETACHING else result
 
 
 def _alone_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -380,6 +380,8 @@ def _nll_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return nll_loss(*args, **kwargs)
 
 
+_DETACHING = frozenset(functions("detach"))
+"""Its result has the same memory, and torch does not count it as a view."""
 _PRODUCTS = frozenset(functions("mul", "multiply", "logical_and", "bitwise_and", "__and__", "__mul__", "__rmul__"))
 _NAMES: Mapping[Answer, str] = {
     _alone: (
