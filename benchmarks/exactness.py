@@ -1,8 +1,8 @@
 """Are ``unpad`` and ``sparse_head`` exact on the architectures of transformers?
 
-Each architecture is built small, with random weights and without dropout, for each task that it has. Its batch is padded
-on the right, on the left or not at all. Loss and gradient of a plain step and of one with both algorithms are compared.
-Each row says how many of the two were in effect, the relative difference of the gradient, and why something was left out.
+Each architecture is built small, with random weights and without dropout, for each task that it has. Its batch is
+padded on the right, on the left or not at all. The gradients of a plain step and of one with both algorithms are
+compared. Each row says what was left out, the relative difference of the gradient, and why something was computed.
 
 Run: ``python benchmarks/exactness.py`` (about two minutes; ``--only bert llama`` for some).
 """
