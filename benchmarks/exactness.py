@@ -277,10 +277,8 @@ def main() -> None:
     results = []
     for row in rows(options.only):
         results.append(row._asdict())
-        print(
-            f"{row.architecture:12} {row.task:14} {row.padding:6} {row.gradient:.0e} {','.join(row.left_out):13} {row.reason}",
-            flush=True,
-        )
+        step = f"{row.architecture:12} {row.task:14} {row.padding:6}"
+        print(f"{step} {row.gradient:.0e} {','.join(row.left_out):13} {row.reason}", flush=True)
     worst = max(row["gradient"] for row in results)
     print(f"{len(results)} steps, the largest difference of a gradient is {worst:.0e}")
     if options.out is not None:
