@@ -557,7 +557,16 @@ def test_levers_are_what_a_level_may_switch_and_the_user_did_not():
     plan = Plan.of("O1", facts=facts)
     names = {lever.name for lever in plan.levers}
     assert names == {
-        *("unpad", "sparse_head", "channels_last", "autocast", "matmul_precision", "fused_optimizer", "compile")
+        *(
+            "threads",
+            "unpad",
+            "sparse_head",
+            "channels_last",
+            "autocast",
+            "matmul_precision",
+            "fused_optimizer",
+            "compile",
+        )
     }
     asked = Plan.of("O1", {"extra": {"autocast": True}}, facts)
     assert {lever.name for lever in asked.levers} == names - {"autocast"}

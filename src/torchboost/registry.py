@@ -26,6 +26,7 @@ from torchboost.algorithms.less_bn import LessBn
 from torchboost.algorithms.loss_scale_group.algorithm import LossScaleGroup
 from torchboost.algorithms.matmul_precision import MatmulPrecision
 from torchboost.algorithms.sparse_head import SparseHead
+from torchboost.algorithms.threads import Threads
 from torchboost.algorithms.unpad import Unpad
 from torchboost.core.algorithm import Algorithm
 from torchboost.core.arguments import check_count, check_module
@@ -230,6 +231,10 @@ def _partial_unproven(facts: Facts) -> str | None:
     return f"its gain is not measured on {facts.device} yet; ask for it by its name in extra"
 
 
+def _threads_unproven(facts: Facts) -> str | None:
+    return "only a trial can tell which number of threads is faster; ask for one with extra.threads"
+
+
 def _tf32_unproven(facts: Facts) -> str | None:
     if facts.device != "cuda":
         return "TF32 is a precision of CUDA devices"
@@ -377,6 +382,12 @@ _ENTRIES = (
         lever=True,
     ),
     Entry(
+        algorithm=Threads,
+        summary="computes with another number of CPU threads",
+        unproven=_threads_unproven,
+        lever=True,
+    ),
+    Entry(
         algorithm=Unpad,
         summary="computes padded sequences without their padding",
         unproven=_partial_unproven,
@@ -468,7 +479,16 @@ REGISTRY: Mapping[str, Entry] = MappingProxyType({entry.name: entry for entry in
 _SYSTEM: dict[str, Mapping[str, Any]] = {
     name: {}
     for name in (
-        *("unpad", "sparse_head", "channels_last", "autocast", "matmul_precision", "fused_optimizer", "compile"),
+        *(
+            "threads",
+            "unpad",
+            "sparse_head",
+            "channels_last",
+            "autocast",
+            "matmul_precision",
+            "fused_optimizer",
+            "compile",
+        ),
     )
 }
 
