@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import functools
 import gc
 import math
@@ -9,6 +10,8 @@ import os
 import platform
 import random
 import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,6 +37,7 @@ __all__ = [
     "compare",
     "device_name",
     "environment",
+    "interrupts_kept",
     "package_version",
     "processor_name",
 ]
@@ -302,6 +306,27 @@ def collector_off() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+@contextmanager
+def interrupts_kept() -> Iterator[None]:
+    """Repeat a Ctrl-C that came in a callback of the garbage collector, where Python prints it and goes on.
+
+    One that comes at any moment of ``gc.collect()`` is raised in the next callback of a weak reference.
+    """
+    before = sys.unraisablehook
+
+    def repeat(unraisable: Any) -> None:
+        if issubclass(unraisable.exc_type, KeyboardInterrupt):
+            threading.Timer(0.05, _thread.interrupt_main).start()  # at once, it would be dropped in here too
+        else:
+            before(unraisable)
+
+    sys.unraisablehook = repeat
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 def _commit(root: Path) -> str:
