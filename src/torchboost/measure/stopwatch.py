@@ -310,7 +310,7 @@ def collector_off() -> Iterator[None]:
 
 @contextmanager
 def interrupts_kept() -> Iterator[None]:
-    """Repeat a Ctrl-C that came in a callback of the garbage collector, where Python prints it and goes on.
+    """Repeat a Ctrl-C that came in a callback of the garbage collector, where Python prints it and continues.
 
     One that comes at any moment of ``gc.collect()`` is raised in the next callback of a weak reference.
     """

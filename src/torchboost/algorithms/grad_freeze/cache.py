@@ -466,8 +466,13 @@ def _is_opaque(module: nn.Module) -> bool:
 
 
 def _random_state(devices: Sequence[torch.device]) -> tuple[Any, ...]:
-    _, words, place, *_ = np.random.get_state(legacy=True)
-    return random.getstate(), words.tobytes(), place, *(state.numpy().tobytes() for state in generator_states(devices))
+    numpy: Any = np.random.get_state()
+    return (
+        random.getstate(),
+        numpy[1].tobytes(),
+        numpy[2],
+        *(state.numpy().tobytes() for state in generator_states(devices)),
+    )
 
 
 def _mode() -> tuple[Any, ...]:
