@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import _thread
 import functools
 import gc
 import math
 import os
 import platform
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -318,7 +318,8 @@ def interrupts_kept() -> Iterator[None]:
 
     def repeat(unraisable: Any) -> None:
         if issubclass(unraisable.exc_type, KeyboardInterrupt):
-            threading.Timer(0.05, _thread.interrupt_main).start()  # at once, it would be dropped in here too
+            # At once, it would be dropped in here too.
+            threading.Timer(0.05, signal.raise_signal, [signal.SIGINT]).start()
         else:
             before(unraisable)
 
