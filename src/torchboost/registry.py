@@ -447,11 +447,13 @@ _ENTRIES = (
         facts=MappingProxyType({"devices_per_node": "devices_per_node"}),
         unusable=_needs_nodes,
         in_no_level="it is not proven that it pays on today's recipes",
+        removed=MappingProxyType({"on": "delta"}),
     ),
     Entry(
         algorithm=LossScaleGroup,
         summary="scales the gradients of each group of modules separately, for float16",
         unusable=_scaled_by_the_trainer,
+        removed=MappingProxyType({"growth": 2.0 ** (1 / 1000), "shrink": 2.0**-0.5, "window": 1, "hysteresis": 1}),
     ),
 )
 
@@ -470,6 +472,7 @@ _ALONE = Entry(
     ),
     unusable=_stepped_by_the_trainer,
     in_no_level="it was not found to pay, see its card",
+    removed=MappingProxyType({"restart": False, "patience": 100, "tolerance": 0.01}),
     displaces=frozenset(entry.name for entry in _ENTRIES),
 )
 
