@@ -14,13 +14,21 @@ from torchboost.measure.evidence import Interval
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Count any waiting as much, and any way as faster, after two pairs of windows of few batches."""
-    planted = {"SHARE": -1.0, "LEAST_WAIT": -1.0, "WORSE": math.inf, "_WINDOW_SECONDS": 0.0, "SETTLE": 1, "LOOK": 3}
+    planted = {
+        "SHARE": -1.0,
+        "LEAST_WAIT": -1.0,
+        "WORSE": math.inf,
+        "_WINDOW_SECONDS": 0.0,
+        "SETTLE": 1,
+        "LOOK": 3,
+        "MOST_WORKERS": 2,
+    }
     for name, value in planted.items():
         monkeypatch.setattr(trial, name, value)
 
     def judged(base, variant, before, after):
         gain = Interval(low=1.5, mid=2.0, high=2.5)
-        return Race(base, variant, gain, 2, (1.0, 1.0), (0.5, 0.5)) if len(before) == 2 else None
+        return Race(base, variant, gain, 2, (2e-3, 2e-3), (1e-3, 1e-3)) if len(before) == 2 else None
 
     monkeypatch.setattr(trial, "_judged", judged)
     monkeypatch.setattr(epoch, "PATIENCE", 5.0)

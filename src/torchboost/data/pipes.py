@@ -26,7 +26,13 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from torchboost.core.torch_private import forgive_lost_workers, iterator_of_indices, load_index, next_index, stop_workers
+from torchboost.core.torch_private import (
+    forgive_lost_workers,
+    iterator_of_indices,
+    load_index,
+    next_index,
+    stop_workers,
+)
 from torchboost.data.draws import Draws, is_own
 from torchboost.data.sameness import arrays_in, same, shares_memory
 from torchboost.data.sending import Packed

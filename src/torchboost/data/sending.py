@@ -144,9 +144,9 @@ class _Packer(pickle.Pickler):
     def version(self, sink: _Sink) -> str | None:
         """Return a checksum of what was packed; None if that is too large."""
         arrays = [obj for obj in self.held if isinstance(obj, (Tensor, np.ndarray))]
-        if sum(array.nbytes for array in arrays) > MOST_HASHED:
-            return None
         try:
+            if sum(array.nbytes for array in arrays) > MOST_HASHED:
+                return None
             contents = [(id(obj), _checksum(obj)) for obj in self.held]
         except (RuntimeError, TypeError, ValueError):  # a tensor without plain memory
             return None

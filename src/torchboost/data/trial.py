@@ -214,7 +214,7 @@ class Trial:
             return reason
         watched = yield Window(count=3, watched=True)
         assert isinstance(watched, Reading)
-        self._needed = math.ceil(1.1 * reading.wait / max(reading.rest, 1e-6))
+        self._needed = math.ceil(1.5 * reading.wait / max(reading.rest, 1e-6))
         busy = max(watched.processor / max(sum(watched.waits), 1e-9), 0.05)
         self._most = max(1, min(MOST_WORKERS, int(self._cores / busy)))
         return self._unfit(watched)
