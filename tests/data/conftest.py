@@ -13,7 +13,7 @@ from torchboost.measure.evidence import Interval
 
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count any waiting as much, and any way as faster, after two pairs of windows of few batches."""
+    """Count any waiting as much, and any way as faster, after one pair of windows of few batches."""
     planted = {
         "SHARE": -1.0,
         "LEAST_WAIT": -1.0,
@@ -28,7 +28,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def judged(base, variant, before, after):
         gain = Interval(low=1.5, mid=2.0, high=2.5)
-        return Race(base, variant, gain, 2, (2e-3, 2e-3), (1e-3, 1e-3)) if len(before) == 2 else None
+        return Race(base, variant, gain, 1, (2e-3, 2e-3), (1e-3, 1e-3)) if len(before) == 1 else None
 
     monkeypatch.setattr(trial, "_judged", judged)
     monkeypatch.setattr(epoch, "PATIENCE", 5.0)

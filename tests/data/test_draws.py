@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchboost.data.draws import Draws, is_of_process, is_own, state_of
+from torchboost.data.draws import Draws, generators_behind, is_of_process, is_own, state_of
 
 
 def test_generators_of_the_process():
@@ -43,6 +43,29 @@ def test_held_generators(generator, draw):
     assert state_of(generator) != before
     assert draws.moved() == ""
     assert not is_of_process(generator)
+
+
+GLOBAL = np.random.default_rng(1)
+
+
+def helper() -> float:
+    return next(GLOBAL.random() for _ in range(1))
+
+
+class Reaches:
+    @property
+    def value(self) -> float:
+        return (lambda: helper())()
+
+
+class Inherits(Reaches):
+    pass
+
+
+def test_generators_behind_functions():
+    assert generators_behind([helper]) == [GLOBAL]
+    assert generators_behind([3, Inherits, helper]) == [GLOBAL]
+    assert generators_behind([test_held_generators, Draws]) == []
 
 
 def test_generators_of_the_process_are_known():

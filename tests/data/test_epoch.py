@@ -32,7 +32,7 @@ from torchboost.data.loader import Loader, loader
 from torchboost.data.pipes import OWN
 from torchboost.data.sameness import same
 
-EPOCHS = 12
+EPOCHS = 7
 Pair = namedtuple("Pair", "image label")
 
 
@@ -219,6 +219,27 @@ def test_a_data_set_with_a_generator_of_its_own(eager, make, late):
     assert loader(DataLoader(Held(), batch_size=1), allow_other_draws=True).choice == OWN
 
 
+GENERATOR = np.random.default_rng(3)
+
+
+def drawn_late(index: int) -> float:
+    return GENERATOR.random() if index == 85 else 0.0
+
+
+def test_a_global_generator_that_one_sample_draws_from(eager):
+    class Reaching(Images):
+        def __getitem__(self, index: int) -> Any:
+            return torch.tensor(index + drawn_late(index))
+
+    def run(batches: Any) -> list[Any]:
+        GENERATOR.bit_generator.state = np.random.default_rng(3).bit_generator.state
+        return train(batches)
+
+    boosted = loader(DataLoader(Reaching(), batch_size=1))
+    assert same(run(boosted), run(DataLoader(Reaching(), batch_size=1)))
+    assert "draws from a generator" in boosted.explain()
+
+
 def test_other_draws_may_be_allowed(eager):
     boosted = loader(DataLoader(Drawing(np.random.rand), batch_size=2), allow_other_draws=True)
     batches = [batch for _ in range(EPOCHS) for batch in boosted]
@@ -290,7 +311,7 @@ def test_a_data_set_that_the_loop_changes_between_epochs(eager):
     def run(wrap: Callable[[DataLoader], Any], change: Callable[[Images, int], None]) -> tuple[list[Any], Any]:
         data = Images()
         batches = wrap(DataLoader(data, batch_size=2))
-        return train(batches, epochs=14, between=lambda count: change(data, count)), batches
+        return train(batches, epochs=8, between=lambda count: change(data, count)), batches
 
     def strength(data: Images, count: int) -> None:
         data.strength = float(count)

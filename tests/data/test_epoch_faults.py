@@ -130,3 +130,4 @@ def test_pinned_memory_is_tried_in_both_ways(eager, monkeypatch):
     assert boosted.choice == Variant(2, 4, pin=True)
     lazy = assert_as_stock(lambda: DataLoader(Images(), batch_size=2, sampler=Lazy()))
     assert lazy.choice == Variant(pin=True)
+    assert assert_as_stock(lambda: DataLoader(Images(), collate_fn=tuple)).choice == Variant(2, 4)

@@ -36,6 +36,7 @@ def run(batches: Any, step: float, epochs: int = 1) -> float:
     return time.perf_counter() - start
 
 
+@pytest.mark.slow
 def test_a_planted_slow_loader_becomes_fast():
     plain = DataLoader(Sleeping(0.004), batch_size=2, shuffle=True)
     batches = loader(DataLoader(Sleeping(0.004), batch_size=2, shuffle=True))

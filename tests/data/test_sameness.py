@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchboost.data.sameness import arrays_in, bytes_of, same, shares_memory
+from torchboost.data.sameness import arrays_in, bytes_of, can_be_pinned, same, shares_memory
 
 Pair = namedtuple("Pair", "a b")
 
@@ -107,6 +107,12 @@ def test_attributes_of_containers_and_tensors_count():
     one, two = torch.ones(1), torch.ones(1)
     one.tag = 1
     assert not same(one, two)
+
+
+def test_pinned_memory_that_keeps_types():
+    assert can_be_pinned({"a": [torch.ones(1), 1, 2.0, "x", None], "b": Pair(torch.ones(1), 2)})
+    for other in ((torch.ones(1), 2), np.ones(1), Record(1), torch.ones(1, device="meta"), torch.eye(2).to_sparse()):
+        assert not can_be_pinned([other])
 
 
 def test_memory():

@@ -136,6 +136,14 @@ def test_pinned_memory_alone():
     assert trial.reason == "it draws"
 
 
+def test_no_pinned_memory_if_it_changes_types():
+    trial = Trial(lambda reading: "it draws", cores=2, pins=True)
+    for _ in range(3):
+        trial.answer(Reading(waits=[0.02] * 10, rests=[0.01] * 10))
+    trial.answer(Reading(waits=[0.02] * 3, rests=[0.01] * 3, can_pin=False))
+    assert (trial.phase, trial.chosen) == ("decided", OWN)
+
+
 def test_a_fault_ends_the_trial():
     trial = simulated(asleep(0.02), answers=4)
     assert trial.window.variant.workers

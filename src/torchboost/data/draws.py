@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from types import CodeType, FunctionType
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["KINDS", "Draws", "is_of_process", "is_own", "state_of"]
+__all__ = ["KINDS", "Draws", "generators_behind", "is_of_process", "is_own", "state_of"]
 
 KINDS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator, torch.Generator)
 """Types of generators that an object can hold."""
 
+_MOST_FUNCTIONS = 500
 _OWN = "a generator of its own"
 
 
@@ -50,6 +53,35 @@ class Draws:
         before, self._states = self._states, [look() for _, look in self._looks]
         moved = [name for (name, _), old, new in zip(self._looks, before, self._states, strict=True) if old != new]
         return _OWN if _OWN in moved else (moved or [""])[0]
+
+
+def generators_behind(objects: Iterable[Any]) -> list[Any]:
+    """Return the generators that functions and methods reach by a global name, directly or through other functions.
+
+    Args:
+        objects: Functions and classes are searched, others are ignored. At most 500 functions are.
+    """
+    queue, seen, found = deque(objects), set[int](), []
+    while queue and len(seen) < _MOST_FUNCTIONS:
+        each = queue.popleft()
+        if isinstance(each, type):
+            queue.extend(value for kind in each.__mro__ for value in map(_function, vars(kind).values()) if value)
+        elif isinstance(each, FunctionType) and id(each) not in seen:
+            seen.add(id(each))
+            values = [each.__globals__[name] for name in _names(each.__code__) if name in each.__globals__]
+            found += [value for value in values if isinstance(value, KINDS) and not is_of_process(value)]
+            queue.extend(value for value in values if isinstance(value, (type, FunctionType)))
+    return list({id(each): each for each in found}.values())
+
+
+def _function(member: Any) -> Any:
+    member = getattr(member, "fget", None) or getattr(member, "__func__", member)
+    return member if isinstance(member, FunctionType) else None
+
+
+def _names(code: CodeType) -> set[str]:
+    inner = (each for each in code.co_consts if isinstance(each, CodeType))
+    return set(code.co_names).union(*map(_names, inner))
 
 
 def is_of_process(generator: Any) -> bool:

@@ -20,7 +20,7 @@ from torchboost.core.torch_private import loads_in_this_process
 from torchboost.data.cores import usable_cores
 from torchboost.data.draws import Draws
 from torchboost.data.pipes import OWN, Pipe, Stock, Variant
-from torchboost.data.sameness import bytes_of, same
+from torchboost.data.sameness import bytes_of, can_be_pinned, same
 from torchboost.data.sending import Packed, Unfit, pack
 from torchboost.data.trial import Fault, Reading, Trial, Window
 
@@ -316,6 +316,7 @@ class Batches:
         reading.processor += time.process_time() - start
         reading.moved = reading.moved or draws.moved()
         reading.bytes = max(reading.bytes, bytes_of(batch))
+        reading.can_pin = reading.can_pin and can_be_pinned(batch)
         self._version = supply.version()
         return batch
 

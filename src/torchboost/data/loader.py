@@ -128,7 +128,10 @@ class Loader:
             return f"{before}; trying what helps"
         if trial.chosen != OWN:
             kept = "; then ".join(str(race) for race in trial.races if race.is_kept)
-            return f"{before}, now {_told(trial.last)}; {trial.compared} batches compared, all equal\n{kept}"
+            equal = f"{trial.compared} batches compared, all equal"
+            if self._supply.other_draws:
+                equal = "random numbers of the data set differ from those without workers, if it draws any"
+            return f"{before}, now {_told(trial.last)}; {equal}\n{kept}"
         reason = trial.reason or "nothing paid: " + "; ".join(map(_lost, trial.races))
         return f"{before}; nothing changed: {reason}"
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["arrays_in", "bytes_of", "same", "shares_memory"]
+__all__ = ["arrays_in", "bytes_of", "can_be_pinned", "same", "shares_memory"]
 
 _PLAIN = (str, bytes, bytearray, int, bool, complex, type(None))
 
@@ -50,6 +50,17 @@ def arrays_in(value: Any, depth: int = 20) -> Iterator[Tensor | np.ndarray]:
 def bytes_of(batch: Any) -> int:
     """Return how many bytes the dense tensors and the arrays of a batch hold."""
     return sum(array.nbytes for array in arrays_in(batch) if _is_dense(array))
+
+
+def can_be_pinned(batch: Any) -> bool:
+    """Whether torch keeps the types of a batch if it copies it to pinned memory. It makes lists of tuples."""
+    if isinstance(batch, Tensor):
+        return batch.device.type == "cpu" and _is_dense(batch)
+    if type(batch) is dict:
+        return all(map(can_be_pinned, batch.values()))
+    if type(batch) is list or (isinstance(batch, tuple) and hasattr(batch, "_fields")):
+        return all(map(can_be_pinned, batch))
+    return isinstance(batch, _PLAIN) or type(batch) is float
 
 
 def shares_memory(first: Any, second: Any) -> bool:

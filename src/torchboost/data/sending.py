@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchboost.data.draws import KINDS, is_of_process, state_of
+from torchboost.data.draws import KINDS, generators_behind, is_of_process, state_of
 
 __all__ = ["Packed", "Unfit", "pack"]
 
@@ -37,7 +37,7 @@ class Packed:
     Args:
         pickled: Their structure.
         held: What they hold by reference: tensors, arrays, functions, classes, generators, long lists of plain values.
-        generators: The random generators among them.
+        generators: The random generators among them, and those that their functions reach by a global name.
         version: Changes with their contents; None if they are too large to tell.
     """
 
@@ -63,6 +63,8 @@ def pack(value: Any) -> Packed:
     try:
         packer.dump(value)
         packer.check_closures()
+        known = set(map(id, packer.generators))
+        packer.generators += [each for each in generators_behind(packer.held) if id(each) not in known]
     except Unfit:
         raise
     except Exception as error:

@@ -43,6 +43,7 @@ class Reading:
         processor: Seconds of processor time in ``next()``.
         changed: Whether the loop changed the data set between two batches.
         bytes: Of the largest batch.
+        can_pin: Whether batches in pinned memory have the same types.
     """
 
     waits: list[float] = field(default_factory=list)
@@ -51,6 +52,7 @@ class Reading:
     processor: float = 0.0
     changed: bool = False
     bytes: int = 0
+    can_pin: bool = True
 
     def part(self, skip: int, tail: int) -> Reading:
         """Return the reading without some batches at the beginning and the end."""
@@ -209,11 +211,9 @@ class Trial:
 
     def _look(self, reading: Reading) -> Generator[Window, Result, str]:
         """Return why workers must be left out; empty if they can be tried."""
-        reason = self._unfit(reading)
-        if reason:
-            return reason
         watched = yield Window(count=3, watched=True)
         assert isinstance(watched, Reading)
+        self._pins = self._pins and watched.can_pin
         self._needed = math.ceil(1.5 * reading.wait / max(reading.rest, 1e-6))
         busy = max(watched.processor / max(sum(watched.waits), 1e-9), 0.05)
         self._most = max(1, min(MOST_WORKERS, int(self._cores / busy)))
