@@ -45,7 +45,7 @@ def loader(loader: Iterable[Any], *, allow_other_draws: bool = False, read_ahead
     Example:
         >>> import torch
         >>> from torch.utils.data import DataLoader, TensorDataset
-        >>> batches = torchboost.loader(DataLoader(TensorDataset(torch.arange(6.0)), batch_size=2))
+        >>> batches = loader(DataLoader(TensorDataset(torch.arange(6.0)), batch_size=2))
         >>> [batch[0].tolist() for batch in batches]
         [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
         >>> batches.explain()
