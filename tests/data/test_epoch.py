@@ -307,6 +307,13 @@ def test_a_data_set_that_the_loop_changes_between_batches(eager):
     assert same(run(loader), run(lambda plain: plain))
 
 
+def test_a_data_set_that_takes_long_to_look_at_counts_as_unchanged(eager, monkeypatch):
+    ticks = iter(range(10**9))
+    monkeypatch.setattr("torchboost.data.epoch.time.perf_counter", lambda: float(next(ticks)))
+    boosted = assert_as_stock(lambda: DataLoader(Images(), batch_size=2))
+    assert boosted.choice.workers
+
+
 def test_a_data_set_that_the_loop_changes_between_epochs(eager):
     def run(wrap: Callable[[DataLoader], Any], change: Callable[[Images, int], None]) -> tuple[list[Any], Any]:
         data = Images()

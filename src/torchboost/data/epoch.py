@@ -58,7 +58,7 @@ class Supply:
     ) -> None:
         self.loader, self.other_draws, self.read_ahead, self.read = loader, other_draws, read_ahead, read
         self.plain = loader if isinstance(loader, DataLoader) and loads_in_this_process(loader) else None
-        self.reading, self.is_running = Reading(), False
+        self.reading, self.is_running, self._is_quick = Reading(), False, True
         self.batches = self._epoch = 0
         self._pipes: dict[Variant, tuple[Pipe, int]] = {}
         self._packed: Packed | None = None
@@ -89,7 +89,8 @@ class Supply:
 
     def renew(self) -> str:
         """At the beginning of an epoch, end workers with an older data set. Return why none can start."""
-        if self._packed is None or self.plain is None:
+        is_over = self.trial.phase == "decided" and not self.trial.chosen.workers
+        if is_over or self._packed is None or self.plain is None:
             return ""
         before = self._packed.version
         try:
@@ -105,9 +106,10 @@ class Supply:
         """Return the version of the data set; None if that takes long to see."""
         start = time.perf_counter()
         with contextlib.suppress(Unfit):
-            assert self.plain is not None
-            version = pack((self.plain.dataset, self.plain.collate_fn)).version
-            return version if time.perf_counter() - start < _QUICK else None
+            if self._is_quick and self.plain is not None:
+                version = pack((self.plain.dataset, self.plain.collate_fn)).version
+                self._is_quick = time.perf_counter() - start < _QUICK
+                return version if self._is_quick else None
         return None
 
     def answer(self, result: Reading | Fault | None) -> Window:
@@ -310,7 +312,8 @@ class Batches:
         supply, reading = self._supply, self._supply.reading
         if supply.plain is None:
             return self._take()
-        reading.changed |= self._version is not None and self._version != supply.version()
+        before, now = self._version, supply.version()
+        reading.changed |= before is not None and now is not None and now != before
         draws, start = Draws(), time.process_time()
         batch = self._take()
         reading.processor += time.process_time() - start
