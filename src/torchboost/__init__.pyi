@@ -33,6 +33,7 @@ from .config import BoostConfig as BoostConfig
 from .core.algorithm import Target as Target
 from .core.step import StepOutput as StepOutput
 from .core.step import TrainStep as TrainStep
+from .data.loader import loader as loader
 from .distributed import checkpoint as checkpoint
 from .distributed.topology import NodeGroups as NodeGroups
 from .distributed.topology import Topology as Topology

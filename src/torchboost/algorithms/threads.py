@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import check_count
+from torchboost.data.cores import cpu_quota
 from torchboost.distributed.topology import Topology
 
 __all__ = ["Threads", "compute_with_threads"]
@@ -106,29 +107,16 @@ def counts(root: Path = _SYSTEM) -> list[int]:
     logical = len(available) or os.cpu_count() or 1
     cores = {_siblings(root, cpu) for cpu in available}
     physical = logical if "" in cores or not cores else len(cores)
-    quota, current = _quota(root), torch.get_num_threads()
+    quota, current = cpu_quota(root / "sys/fs/cgroup"), torch.get_num_threads()
     if current not in (physical, logical):
         return []  # the program has set it
-    within = [min(number, math.ceil(quota)) if quota else number for number in (physical, logical)]
+    within = [number if quota == math.inf else min(number, math.ceil(quota)) for number in (physical, logical)]
     return [number for number in dict.fromkeys(within) if number != current]
 
 
 def _siblings(root: Path, cpu: int) -> str:
     """Return the hyper-threads of the core of a processor, as the system writes them; empty if it does not."""
     return _read(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-
-
-def _quota(root: Path) -> float:
-    """Return the number of processors that a container may use; 0 if it may use all."""
-    share = _read(root / "sys/fs/cgroup/cpu.max").split()  # of the second version of control groups
-    if not share:
-        folder = root / "sys/fs/cgroup/cpu"
-        share = [_read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")]
-    try:
-        quota, period = map(float, share)
-    except ValueError:  # it is "max"
-        return 0.0
-    return quota / period if quota > 0 and period > 0 else 0.0
 
 
 def _read(file: Path) -> str:

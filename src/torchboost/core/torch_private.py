@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._C import _remove_worker_pids
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
 from torch.nn.modules import batchnorm, conv, padding, pooling
@@ -35,6 +36,8 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _foreach_utils, _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.data import DataLoader
+from torch.utils.data._utils.pin_memory import pin_memory
 from typing_extensions import Self
 
 _torch: Any = torch
@@ -691,3 +694,42 @@ def _parameter_groups(unit: Any) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+# Data loaders
+
+
+def loads_in_this_process(loader: DataLoader[Any]) -> bool:
+    """Whether a loader reads batches in this process, in torch's own way: without workers, and nothing overridden."""
+    kinds = type(loader).__mro__[: type(loader).__mro__.index(DataLoader)]
+    ways = {"__iter__", "_get_iterator", "_index_sampler"}
+    return loader.num_workers == 0 and all(ways.isdisjoint(vars(kind)) for kind in kinds)
+
+
+def iterator_of_indices(batches: Any) -> Any:
+    """Return the iterator from which the iterator of a loader without workers takes its indices."""
+    return batches._sampler_iter
+
+
+def next_index(batches: Any) -> Any:
+    """Take the next index, or list of indices, from the iterator of a loader without workers; load nothing."""
+    return batches._next_index()
+
+
+def load_index(batches: Any, index: Any) -> Any:
+    """Load what belongs to an index as the iterator of a loader without workers does."""
+    batch = batches._dataset_fetcher.fetch(index)
+    return pin_memory(batch, batches._pin_memory_device) if batches._pin_memory else batch
+
+
+def stop_workers(batches: Any) -> None:
+    """Stop the workers of the iterator of a loader at once, since one of them may never answer."""
+    for worker in getattr(batches, "_workers", ()):
+        worker.kill()
+
+
+def forgive_lost_workers(batches: Any) -> None:
+    """Let the iterator of a loader raise in ``next()`` alone if a worker dies, and not in the middle of the loop."""
+    if getattr(batches, "_worker_pids_set", False):
+        _remove_worker_pids(id(batches))
+        batches._worker_pids_set = False

@@ -1,0 +1,178 @@
+"""Send a data set to worker processes: its structure as a pickle, its large and immutable parts by reference."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+import zlib
+from dataclasses import dataclass, field
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchboost.data.draws import KINDS, generators_behind, is_of_process, state_of
+
+__all__ = ["Packed", "Unfit", "pack"]
+
+MOST_BYTES = 256 * 2**20
+"""Bytes of the structure of a data set, which every worker gets a copy of."""
+MOST_HASHED = 64 * 2**20
+"""Bytes of tensors and arrays that are read to see whether they have changed."""
+_LONG = 1000
+_ATOMS = {str, int, float, bool, bytes, type(None)}
+
+
+class Unfit(Exception):
+    """A loader cannot be read by workers. The message is the reason, as a clause."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Objects that a forked worker builds again, so that open files and locks are not shared with it unnoticed.
+
+    Args:
+        pickled: Their structure.
+        held: What they hold by reference: tensors, arrays, functions, classes, generators, long lists of plain values.
+        generators: The random generators among them, and those that their functions reach by a global name.
+        version: Changes with their contents; None if they are too large to tell.
+    """
+
+    pickled: bytes
+    held: list[Any]
+    generators: list[Any] = field(default_factory=list)
+    version: str | None = None
+
+    def unpack(self) -> Any:
+        """Return the objects."""
+        return _Unpacker(self).load()
+
+
+def pack(value: Any) -> Packed:
+    """Pack an object for a worker that is forked from this process.
+
+    Raises:
+        Unfit: A part of it cannot be sent to another process, such as an open file or a lock; it holds a tensor on
+            another device; or its structure has more than 256 MiB.
+    """
+    sink = _Sink()
+    packer = _Packer(sink)
+    try:
+        packer.dump(value)
+        packer.check_closures()
+        known = set(map(id, packer.generators))
+        packer.generators += [each for each in generators_behind(packer.held) if id(each) not in known]
+    except Unfit:
+        raise
+    except Exception as error:
+        text = str(error).partition("\n")[0] or type(error).__name__
+        raise Unfit(f"the data set, or its collate_fn, cannot be sent to another process ({text})") from None
+    return Packed(sink.bytes(), packer.held, packer.generators, packer.version(sink))
+
+
+class _Unpacker(pickle.Unpickler):
+    def __init__(self, packed: Packed) -> None:
+        super().__init__(io.BytesIO(packed.pickled))
+        self._held = packed.held
+
+    def persistent_load(self, pid: Any) -> Any:
+        return self._held[pid]
+
+
+class _Sink:
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        self._size = 0
+
+    def write(self, part: Any) -> int:
+        self._parts.append(bytes(part))
+        self._size += len(part)
+        if self._size > MOST_BYTES:
+            raise Unfit(f"a copy of the data set takes more than {MOST_BYTES >> 20} MiB in each worker")
+        return len(part)
+
+    def bytes(self) -> bytes:
+        return b"".join(self._parts)
+
+
+class _Packer(pickle.Pickler):
+    def __init__(self, sink: _Sink) -> None:
+        super().__init__(sink, protocol=pickle.HIGHEST_PROTOCOL)
+        self.held: list[Any] = []
+        self.generators: list[Any] = []
+        self._places: dict[int, int] = {}
+        self._functions: list[FunctionType] = []
+
+    def persistent_id(self, obj: Any) -> Any:
+        if not self._is_held(obj):
+            return None
+        if id(obj) not in self._places:
+            self._places[id(obj)] = len(self.held)
+            self.held.append(obj)
+            if isinstance(obj, FunctionType):
+                self._functions.append(obj)
+            if isinstance(obj, KINDS) and not is_of_process(obj):
+                self.generators.append(obj)
+        return self._places[id(obj)]
+
+    def _is_held(self, obj: Any) -> bool:
+        kind = type(obj)
+        if kind in (str, int, dict, tuple):
+            return False
+        if kind is list:
+            return len(obj) >= _LONG and _ATOMS.issuperset(map(type, obj))
+        if isinstance(obj, Tensor):
+            if obj.device.type != "cpu":
+                raise Unfit(f"the data set holds a tensor on {obj.device}")
+            return True
+        if isinstance(obj, np.ndarray):
+            return not obj.dtype.hasobject
+        if isinstance(obj, bytes):
+            return len(obj) >= _LONG
+        return isinstance(obj, (type, FunctionType, ModuleType, BuiltinFunctionType, *KINDS)) and not _is_method(obj)
+
+    def check_closures(self) -> None:
+        """Pack what functions refer to by closures and defaults, to see that it can be sent too."""
+        done = 0
+        while done < len(self._functions):
+            function = self._functions[done]
+            done += 1
+            cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+            self.dump((cells, function.__defaults__, function.__kwdefaults__))
+
+    def version(self, sink: _Sink) -> str | None:
+        """Return a checksum of what was packed; None if that is too large."""
+        arrays = [obj for obj in self.held if isinstance(obj, (Tensor, np.ndarray))]
+        try:
+            if sum(array.nbytes for array in arrays) > MOST_HASHED:
+                return None
+            contents = [(id(obj), _checksum(obj)) for obj in self.held]
+        except (RuntimeError, TypeError, ValueError):  # a tensor without plain memory
+            return None
+        return hashlib.sha256(sink.bytes() + repr(contents).encode()).hexdigest()
+
+
+def _checksum(obj: Any) -> Any:
+    if isinstance(obj, Tensor):
+        obj = obj.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    if isinstance(obj, np.ndarray):
+        return zlib.crc32(obj.tobytes())
+    if isinstance(obj, KINDS):
+        return None if is_of_process(obj) else state_of(obj)
+    return hash(tuple(obj) if isinstance(obj, list) else obj) if isinstance(obj, (list, bytes)) else 0
+
+
+def _is_method(obj: Any) -> bool:
+    """Whether a built-in function belongs to an object, which is then packed."""
+    return isinstance(obj, BuiltinFunctionType) and not isinstance(obj.__self__, (ModuleType, type, type(None)))
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True

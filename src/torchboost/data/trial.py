@@ -1,0 +1,324 @@
+"""Decide how a loader should load: windows of batches in each way, in turn, and what the pairs of windows show."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median
+from typing import Any
+
+from torchboost.data.pipes import OWN, TWICE, Variant
+from torchboost.measure.evidence import Interval
+from torchboost.measure.statistics import exact_median
+
+__all__ = ["Fault", "Race", "Reading", "Trial", "Window"]
+
+SHARE = 0.05
+"""Least share of waiting at which anything is tried."""
+LEAST_WAIT = 0.0005
+"""Seconds of waiting per batch below which nothing is tried: to fetch a batch from a worker takes as long."""
+GAIN = 1.02
+"""A way is kept if the whole interval of its gain is above this."""
+SETTLE, LOOK = 5, 10
+"""Batches at the beginning that are not counted, and batches of one look at the share."""
+WORSE = 1.0
+"""Workers are given up if waiting for them takes longer than this multiple of the wait before the trial."""
+FEWEST, MOST_PAIRS = 6, 12
+MOST_WORKERS = 8
+_WINDOW_SECONDS, _LEAST, _MOST = 0.2, 6, 40
+"""A window is to last this long, with at least and at most this number of measured batches."""
+_REST = 4.0
+"""The time between two calls counts at most this multiple of its median: evaluations and checkpoints are no steps."""
+
+
+@dataclass
+class Reading:
+    """What a window has shown.
+
+    Attributes:
+        waits: Seconds in ``next()``, one per batch.
+        rests: Seconds until the next call of it, one per batch.
+        moved: Generators that moved while a batch was loaded.
+        processor: Seconds of processor time in ``next()``.
+        changed: Whether the loop changed the data set between two batches.
+        bytes: Of the largest batch.
+        can_pin: Whether batches in pinned memory have the same types.
+    """
+
+    waits: list[float] = field(default_factory=list)
+    rests: list[float] = field(default_factory=list)
+    moved: str = ""
+    processor: float = 0.0
+    changed: bool = False
+    bytes: int = 0
+    can_pin: bool = True
+
+    def part(self, skip: int, tail: int) -> Reading:
+        """Return the reading without some batches at the beginning and the end."""
+        end = max(len(self.rests) - tail, 0)
+        return Reading(waits=self.waits[skip:end], rests=self.rests[skip:end])
+
+    @property
+    def wait(self) -> float:
+        """Mean seconds of waiting per batch."""
+        return fmean(self.waits) if self.waits else 0.0
+
+    @property
+    def rest(self) -> float:
+        """Mean seconds of the rest of a step, long pauses shortened."""
+        most = _REST * median(self.rests) if self.rests else 0.0
+        return fmean(min(rest, most) for rest in self.rests) if self.rests else 0.0
+
+    @property
+    def step(self) -> float:
+        """Mean seconds of a step."""
+        return max(self.wait + self.rest, 1e-9)
+
+    @property
+    def share(self) -> float:
+        """The share of waiting in a step, between 0 and 1."""
+        return self.wait / self.step
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why a way of loading was given up in the middle of a window.
+
+    Args:
+        reason: A clause.
+        kept: Whether the workers were started in an earlier epoch.
+    """
+
+    reason: str
+    kept: bool = False
+
+
+@dataclass(frozen=True)
+class Window:
+    """What the loader is to do next.
+
+    Args:
+        variant: The way to load.
+        count: Number of batches; None until the end of the epoch.
+        compared: The first batches that are also loaded in the process of the loop, and compared.
+        watched: Whether to look which generators a batch moves, and whether the loop changes the data set.
+        whole: Whether the window is a whole epoch, measured from its beginning.
+    """
+
+    variant: Variant = OWN
+    count: int | None = None
+    compared: int = 0
+    watched: bool = False
+    whole: bool = False
+
+
+@dataclass(frozen=True)
+class Race:
+    """The result of one comparison.
+
+    Args:
+        base: The way before.
+        variant: The way that was tried.
+        gain: Seconds of a step with ``base``, divided by those with ``variant``.
+        pairs: Pairs of windows.
+        before: The medians of the steps with ``base``: waiting and the rest.
+        after: The same with ``variant``.
+    """
+
+    base: Variant
+    variant: Variant
+    gain: Interval
+    pairs: int
+    before: tuple[float, float]
+    after: tuple[float, float]
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the gain is certain, and more than 2 %."""
+        return self.gain.low > GAIN
+
+    def __str__(self) -> str:
+        """Say what was found."""
+        gain = self.gain
+        return (
+            f"{self.variant}: a step takes {_ms(sum(self.after))} instead of {_ms(sum(self.before))} "
+            f"({gain.mid:.2f}x, interval {gain.low:.2f} to {gain.high:.2f}, {self.pairs} pairs)"
+        )
+
+
+Result = Reading | Fault | None
+"""None: the window was cut off, by the end of an epoch or a loop that left it."""
+Script = Generator[Window, Result, Any]
+
+
+class Trial:
+    """Looks whether waiting for data is a real share of a step, and if so tries what could help.
+
+    Args:
+        unfit: Returns why this loader cannot be read by workers, with the latest reading; empty if it can.
+        cores: Processors of this process.
+        pins: Whether pinned memory may be tried.
+
+    Attributes:
+        window: What the loader is to do now.
+        chosen: The way that was chosen.
+        phase: ``"measuring"``, ``"trying"`` or ``"decided"``.
+        reason: Why workers were left out; empty if they were not.
+        races: The comparisons that were made.
+        first: The reading that led to the trial.
+        last: The latest reading in the way that is used.
+        compared: Number of batches that were loaded both ways and were equal.
+    """
+
+    def __init__(self, unfit: Callable[[Reading], str], *, cores: float, pins: bool) -> None:
+        self._unfit, self._cores, self._pins = unfit, cores, pins
+        self._whole, self._cuts = False, 0
+        self.chosen, self.phase, self.reason = OWN, "measuring", ""
+        self.races: list[Race] = []
+        self.first: Reading | None = None
+        self.last = Reading()
+        self.compared = 0
+        self._script = self._run()
+        self.window = next(self._script)
+
+    def answer(self, result: Result) -> None:
+        """Take the result of the window, and set the next one."""
+        self.window = self._script.send(result)
+
+    def _run(self) -> Script:
+        reading = yield from self._need()
+        self.first, self.phase = reading, "trying"
+        self.reason = yield from self._look(reading)
+        if not self.reason:
+            yield from self._try_workers()
+        if self._pins and not self.chosen.pin:
+            yield from self._race(Variant(self.chosen.workers, self.chosen.prefetch, pin=True))
+        self.phase = "decided"
+        yield from self._use()
+
+    def _need(self) -> Generator[Window, Result, Reading]:
+        """Read until the share of waiting is high in two looks in a row. A look may extend over several epochs."""
+        yield Window(count=SETTLE)
+        high = 0
+        while True:
+            result = yield Window(count=LOOK)
+            if isinstance(result, Reading):
+                self.last = result
+                high = high + 1 if result.share > SHARE and result.wait > LEAST_WAIT else 0
+                if high == 2:
+                    return result
+
+    def _look(self, reading: Reading) -> Generator[Window, Result, str]:
+        """Return why workers must be left out; empty if they can be tried."""
+        watched = yield Window(count=3, watched=True)
+        assert isinstance(watched, Reading)
+        self._pins = self._pins and watched.can_pin
+        self._needed = math.ceil(1.5 * reading.wait / max(reading.rest, 1e-6))
+        busy = max(watched.processor / max(sum(watched.waits), 1e-9), 0.05)
+        self._most = max(1, min(MOST_WORKERS, int(self._cores / busy)))
+        return self._unfit(watched)
+
+    def _try_workers(self) -> Script:
+        first = Variant(max(1, min(self._needed, self._most)))
+        kept = yield from self._try(first)
+        if self.reason:
+            return
+        if not kept and first.workers > 1:
+            kept = yield from self._try(Variant(1))
+        elif kept and self.last.share > SHARE and first.workers < self._most:
+            yield from self._try(Variant(self._most))
+        if kept and not self.reason and self.last.share > SHARE:
+            yield from self._try(Variant(self.chosen.workers, prefetch=4))
+
+    def _try(self, variant: Variant) -> Generator[Window, Result, bool]:
+        """Compare the batches of a way with the loader's, then its time with that of the present choice."""
+        count = variant.workers * TWICE
+        result = yield from self._complete(
+            lambda whole: Window(variant, count=None if whole else count, compared=count, whole=whole)
+        )
+        if isinstance(result, Fault):
+            self._leave(result)
+            return False
+        return (yield from self._race(variant))
+
+    def _race(self, variant: Variant) -> Generator[Window, Result, bool]:
+        base, readings = self.chosen, ([], [])
+        ways = (base, variant)
+        while True:
+            order = (0, 1) if len(readings[0]) % 2 == 0 else (1, 0)
+            for way in order:
+                reading = yield from self._measured(ways[way])
+                if isinstance(reading, Fault):
+                    self._leave(reading)
+                    return False
+                readings[way].append(reading)
+            race = _judged(base, variant, *readings)
+            if race is not None:
+                self.races.append(race)
+                if race.is_kept:
+                    self.chosen, self.last = variant, Reading(waits=[race.after[0]], rests=[race.after[1]])
+                return race.is_kept
+
+    def _measured(self, variant: Variant) -> Generator[Window, Result, Reading | Fault]:
+        """Read a window in one way: its steady part, or a whole epoch if epochs are short."""
+        step = self.first.step if self.first is not None else 1.0
+        steps = max(_LEAST, min(_MOST, round(_WINDOW_SECONDS / step)))
+        margin = max(variant.ahead, 1)
+
+        def window(whole: bool) -> Window:
+            return Window(variant, whole=True) if whole else Window(variant, count=steps + 2 * margin)
+
+        result = yield from self._complete(window)
+        return result if isinstance(result, Fault) or self._whole else result.part(margin, margin)
+
+    def _complete(self, window: Callable[[bool], Window]) -> Generator[Window, Result, Reading | Fault]:
+        """Repeat a window that was cut off. If epochs are too short for it, a window is a whole epoch."""
+        while True:
+            result = yield window(self._whole)
+            if result is not None:
+                self._cuts = 0
+                return result
+            self._cuts += 1
+            self._whole = self._whole or self._cuts >= 2
+
+    def _leave(self, fault: Fault) -> None:
+        """Use no workers from now on."""
+        self.reason, self.chosen = fault.reason, OWN
+
+    def _use(self) -> Script:
+        """Use the choice, as long as it pays and its batches are equal."""
+        slow = chances = 0
+        while True:
+            compared = 0 if not self.chosen.workers else 2 if chances else 1
+            result = yield Window(self.chosen, compared=compared)
+            if isinstance(result, Fault):
+                chances = chances + 1 if result.kept else 2
+                if chances > 1:
+                    self._leave(result)
+            elif result is not None:
+                self.last, chances = result, 0
+                slower = self.chosen.workers and self.first is not None and result.wait > WORSE * self.first.wait
+                slow = slow + 1 if slower else 0
+                if slow == 2:
+                    self._leave(Fault("over two epochs, waiting for them took longer than loading without them"))
+
+
+def _judged(base: Variant, variant: Variant, before: Sequence[Reading], after: Sequence[Reading]) -> Race | None:
+    """Return the result of a comparison; None if further pairs are needed."""
+    ratios = [one.step / two.step for one, two in zip(before, after, strict=True)]
+    count = len(ratios)
+    if count == 3 and max(ratios) < 1:
+        gain = Interval(low=min(ratios), mid=median(ratios), high=max(ratios), confidence=0.75)
+    elif count < FEWEST or count % 3:
+        return None
+    else:
+        gain = exact_median(ratios)
+        if gain.low <= GAIN <= gain.high and count < MOST_PAIRS:
+            return None
+    parts = [(median(r.wait for r in each), median(r.rest for r in each)) for each in (before, after)]
+    return Race(base, variant, gain, count, parts[0], parts[1])
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"
