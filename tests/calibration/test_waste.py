@@ -202,6 +202,20 @@ def test_masks_that_a_model_needs_are_none():
     assert "computes something else" in found.found
 
 
+def test_what_costs_nothing_is_none():
+    class Free(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            return self.layer(x)
+
+    found = measured(Free(), torch.randn(BATCH, WIDTH), torch.ones(2, 2))["masks that mask nothing"]
+    assert (found.share, found.remedy) == (0.0, "")
+    assert "no difference in 5 pairs of steps" in found.found
+
+
 class Checkpointed(nn.Module):
     """Half of its layers are computed again in the backward pass."""
 
@@ -248,6 +262,23 @@ def test_frozen_layers():
     model[0].requires_grad_(True)  # a frozen layer after a trained one must be passed
     found = measured(model, inputs)["forward pass of frozen layers"]
     assert (found.share, found.remedy) == (0.0, "")
+
+
+def test_reading_attributes_of_parameters_is_not_using_them():
+    class Reading(nn.Module):
+        def __init__(self, *order: str) -> None:
+            super().__init__()
+            self.frozen, self.trained, self.order = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), order
+            self.frozen.requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in (getattr(self, name) for name in self.order):
+                x = layer(x.to(self.trained.weight.dtype).to(self.frozen.weight.dtype))
+            return x
+
+    inputs = torch.randn(BATCH, WIDTH)
+    assert_only(measured(Reading("frozen", "trained"), inputs), "forward pass of frozen layers", 1 / 3)
+    assert not measured(Reading("trained", "frozen"), inputs)["forward pass of frozen layers"].remedy
 
 
 def test_waiting_for_data_is_a_part_of_the_step():
@@ -322,10 +353,19 @@ def test_nothing_of_the_run_changes():
     torch.testing.assert_close(portrait()[:2], before[:2], rtol=0, atol=0)
 
 
-def test_the_next_steps_are_those_without_a_measurement():
+class Dropped(Words):
+    """A model without whose padding dropout draws other numbers."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
+        hidden = F.dropout(self.hidden(self.words(input_ids)), 0.5)
+        return F.cross_entropy(self.out(hidden).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("make", [Everything, Dropped])
+def test_the_next_steps_are_those_without_a_measurement(make: Any):
     def trained(measure: bool) -> list[float]:
         torch.manual_seed(1)
-        model = Everything()
+        model = make()
         boosted = torchboost.boost(model, sgd(model), level="O1", total_steps=2000, calibrate=False, verify=False)
         losses = []
         for step in range(4):
@@ -337,6 +377,8 @@ def test_the_next_steps_are_those_without_a_measurement():
             boosted.optimizer.step()
             boosted.optimizer.zero_grad()
             losses.append(loss.item())
+        live: Any = boosted.attached["unpad"]
+        assert bool(live.calls) is (make is Dropped)
         return losses
 
     assert trained(True) == trained(False)

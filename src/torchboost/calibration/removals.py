@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
+from typing_extensions import Self
 
 from torchboost.algorithms.unpad import Unpad
 from torchboost.calibration.passes import Pass, Passes, numbers_of
@@ -24,6 +25,7 @@ from torchboost.core.torch_private import DispatchMode, has_saved_tensor_hooks, 
 from torchboost.measure.stopwatch import Clock
 
 __all__ = [
+    "ClockAt",
     "FrozenPart",
     "HostWaits",
     "Kept",
@@ -209,42 +211,66 @@ def _itself(tensor: Tensor) -> Tensor:
 
 
 class FrozenPart(TorchFunctionMode):
-    """Reads a clock when a forward pass first uses a trained tensor.
+    """Looks for the function of a forward pass that first uses a trained tensor.
 
     Args:
-        clock: The clock.
         frozen: The frozen parameters.
 
     Attributes:
-        at: The reading; None before it.
-        used: How many entries of frozen parameters were used until then.
+        calls: How many functions were called before it.
+        used: Frozen parameters that were used until then -> how many entries they have.
     """
 
-    def __init__(self, clock: Clock, frozen: Sequence[Tensor]) -> None:
+    def __init__(self, frozen: Sequence[Tensor]) -> None:
         super().__init__()
-        self._clock, self._frozen = clock, {id(parameter): parameter.numel() for parameter in frozen}
-        self.at: float | None = None
-        self._used: dict[int, int] = {}
-
-    @property
-    def used(self) -> int:
-        """How many entries of frozen parameters were used before the first trained tensor."""
-        return sum(self._used.values())
+        self._frozen = {id(parameter): parameter.numel() for parameter in frozen}
+        self._found, self.calls = False, 0
+        self.used: dict[int, int] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer a call of a function of torch."""
         kwargs = kwargs or {}
-        if self.at is not None:
-            return func(*args, **kwargs)
-        tensors = [*_tensors(args), *_tensors(kwargs)]
-        trained = any(tensor.requires_grad for tensor in tensors)
-        now = self._clock() if trained else 0.0
         result = func(*args, **kwargs)
-        if trained and any(tensor.requires_grad for tensor in _tensors(result)):
-            self.at = now
-        elif not trained and any(True for _ in _tensors(result)):
-            self._used |= {id(t): self._frozen[id(t)] for t in tensors if id(t) in self._frozen}
+        if self._found:
+            return result
+        tensors, results = [*_tensors(args), *_tensors(kwargs)], [*_tensors(result)]
+        trained = any(tensor.requires_grad for tensor in tensors)
+        if trained and any(tensor.requires_grad for tensor in results):
+            self._found = True
+            return result
+        self.calls += 1
+        if results and not trained:  # to read an attribute of a parameter is not to use it
+            self.used |= {id(t): self._frozen[id(t)] for t in tensors if id(t) in self._frozen}
         return result
+
+
+class ClockAt(TorchFunctionMode):
+    """Reads a clock when it is entered, and after some functions.
+
+    Args:
+        clock: The clock.
+        calls: The number of functions.
+
+    Attributes:
+        seconds: Between the two readings.
+    """
+
+    def __init__(self, clock: Clock, calls: int) -> None:
+        super().__init__()
+        self._clock, self._left, self.seconds = clock, calls, 0.0
+
+    def __enter__(self) -> Self:
+        """Read the clock."""
+        super().__enter__()
+        self._began = self._clock()
+        return self
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer a call of a function of torch."""
+        if not self._left:
+            self.seconds = self._clock() - self._began
+        self._left -= 1
+        return func(*args, **(kwargs or {}))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -15,6 +15,7 @@ from torchboost.algorithms.unpad import Unpad, unpad_forward
 from torchboost.calibration.choice import in_a_line
 from torchboost.calibration.passes import Passes, on_real_inputs
 from torchboost.calibration.removals import (
+    ClockAt,
     FrozenPart,
     HostWaits,
     Kept,
@@ -194,25 +195,26 @@ class _Bench:
         self._contestant = Contestant(passes, optimizers, (), None)
         self._contestant.stop_learning()
         self._plain: list[float] = []
-        self._step()
+        self.step()
         first = self._contestant.outputs
-        self._step()
+        self.step()
         passes.compare(first, self._contestant.outputs)
         with collector_off():
-            self._plain += [self._step() for _ in range(_ROUNDS[0])]
+            self._plain += [self.step() for _ in range(_ROUNDS[0])]
 
     @property
     def plain(self) -> float:
         """Seconds of a plain step: the median of all that were timed."""
         return median(self._plain)
 
-    def _step(self, change: Change = nullcontext) -> float:
+    def step(self, change: Change = nullcontext) -> float:
+        """Return the seconds of a step in a context."""
         with self.passes.prepared(), change():
             return self._contestant.step(self.clock)
 
     def waste(self, kind: str, change: Change, remedy: str, detail: str = "") -> Waste:
         """Time steps with and without what a change leaves out."""
-        self._step(change)
+        self.step(change)
         times: list[tuple[float, float]] = []
         began, low, share, high = self.clock(), 0.0, 0.0, 1.0
         for pairs in _ROUNDS:
@@ -233,9 +235,9 @@ class _Bench:
     def _pair(self, change: Change, *, turned: bool) -> tuple[float, float]:
         """Return the seconds of a plain step and of one with something left out."""
         if turned:
-            without = self._step(change)
-            return self._step(), without
-        return self._step(), self._step(change)
+            without = self.step(change)
+            return self.step(), without
+        return self.step(), self.step(change)
 
 
 def _guarded(kind: str, measure: Callable[[], Waste]) -> Waste:
@@ -338,23 +340,21 @@ def _frozen(bench: _Bench) -> Waste:
     frozen = [parameter for parameter in passes.model.parameters() if not parameter.requires_grad]
     if not frozen:
         return _none(kind, "all parameters are trained")
-    times: list[float] = []
-    used = 0
+    with passes.prepared(), FrozenPart(frozen) as part:
+        passes.run()
+    if not part.used:
+        return _none(kind, "no frozen layer comes before all trained ones")
+    shares = list[float]()
     for _ in range(_LOOKS):
-        with passes.prepared(), FrozenPart(bench.clock, frozen) as mode:
-            began = bench.clock()
-            passes.run()
-        if mode.at is None or not mode.used:
-            return _none(kind, "no frozen layer comes before all trained ones")
-        times.append(mode.at - began)
-        used = mode.used
-    seconds = median(times)
-    share = min(1.0, seconds / bench.plain) if bench.plain else 0.0
+        mode = ClockAt(bench.clock, part.calls)
+        whole = bench.step(lambda mode=mode: mode)
+        shares.append(mode.seconds / whole)
+    share = median(shares)
     return Waste(
         kind=kind,
-        seconds=seconds,
+        seconds=share * bench.plain,
         share=share,
-        found=f"timed up to the first trained parameter; {used:,} frozen ones come before it",
+        found=f"timed up to the first trained parameter; {sum(part.used.values()):,} frozen ones come before it",
         remedy="if a sample is the same in every epoch, keep the outputs of this part: cache_mebibytes of grad_freeze",
     )
 
@@ -373,7 +373,7 @@ def _waits(bench: _Bench) -> Waste:
         kind=kind,
         seconds=None,
         share=None,
-        found=f"the host waits for the device {mode.count} times in a step, most often at {where}; the time is not "
+        found=f"operators for which the host waits: {mode.count} in a step, most often at {where}; their time is not "
         "known, since a step needs the numbers",
         remedy="compute with tensors instead of .item(), and with torch.where instead of an index of booleans",
     )

@@ -117,11 +117,12 @@ def test_the_waste_meter_counts_what_the_host_waits_for():
         model.layer.weight.fill_(1.0)
         model.layer.bias.fill_(1.0)
     found = {one.kind: one for one in boosted.waste(torch.ones(2, 4, device="cuda")).kinds}["host synchronisations"]
-    assert "waits for the device 1 times in a step" in found.found
+    assert "the host waits: 1 in a step" in found.found
     assert "tools.py" in found.found
     assert found.remedy
     with torch.no_grad():
         model.layer.bias.fill_(-9.0)
         model.layer.bias[0] = 9.0
     found = {one.kind: one for one in boosted.waste(torch.ones(2, 4, device="cuda")).kinds}["host synchronisations"]
-    assert "waits for the device 2 times" in found.found
+    assert "the host waits: 3 in a step, most often at tools.py" in found.found
+    assert "the backward pass (1)" in found.found  # the index of booleans is read again
