@@ -17,6 +17,7 @@ from torchboost.algorithms.grad_accumulation import Accumulator, GradAccumulatio
 from torchboost.algorithms.grad_accumulation.optimizer import AccumulatingOptimizer
 from torchboost.calibration.calibration import Calibrate, resolved
 from torchboost.calibration.choice import Choice
+from torchboost.calibration.waste import WasteReport
 from torchboost.config import ConfigSource
 from torchboost.core.algorithm import LEVERS, Algorithm, AttachedAlgorithms, Scaler, Target
 from torchboost.core.arguments import (
@@ -258,6 +259,39 @@ class Boosted:
         if self.scaler is not None:
             figures["boost/loss_scale"] = float(self.scaler.get_scale())
         return figures
+
+    def waste(self, *args: Any, **kwargs: Any) -> WasteReport:
+        """Measure the work of a training step that cannot change its result. Nothing changes.
+
+        It looks for padding, the output head at positions without a label, masks that mask nothing, activation
+        checkpointing that the memory does not need, the forward pass of frozen layers, and host synchronisations. What
+        can be left out is timed in pairs of steps, with and without it.
+
+        Call it in training mode with what the model is called with: ``print(boosted.waste(**batch))``. The wait for
+        data is not part of a call: ``torchboost doctor`` measures it.
+
+        Args:
+            *args: The positional arguments of a training call.
+            **kwargs: Its named arguments.
+
+        Returns:
+            Each kind with its seconds and its share of a plain step, how it was found and what leaves it out.
+            :meth:`explain` shows from then on what takes more than 10 % and stays.
+
+        Raises:
+            IncompatibleError: The call is none of a training, a part of the model is compiled or sharded, the memory
+                does not suffice, or two equal passes of the model differ.
+
+        Cost: at least 20 steps, and up to some seconds for each kind that is there.
+
+        Example:
+            >>> import torch, torchboost
+            >>> model = torch.nn.Linear(4, 2)
+            >>> boosted = torchboost.boost(model, torch.optim.SGD(model.parameters(), lr=0.1), total_steps=2000)
+            >>> [waste.kind for waste in boosted.waste(torch.ones(3, 4)).kinds][0]
+            'padding'
+        """
+        return self.levers.waste((args, kwargs))
 
     def remove(self) -> None:
         """Remove everything that was attached. BatchNorm layers that ``less_bn`` removed do not come back."""

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from torchboost.algorithms.unpad import Unpad
 from torchboost.calibration.calibration import (
     UNSEEN,
     Calibrate,
@@ -21,16 +22,19 @@ from torchboost.calibration.calibration import (
     decide,
     deciding_ranks,
     device_of,
+    obstacle_to_passes,
 )
 from torchboost.calibration.choice import Choice, Machine, Verdict, key_of, load_choice, store_choice
 from torchboost.calibration.snapshot import streams_kept
+from torchboost.calibration.waste import NOTABLE, WasteReport, padded_share, waste_of
 from torchboost.calibration.watch import Call, Gate, StepWatch, is_training_call, shapes_of
 from torchboost.core.algorithm import Algorithm, Target, attach_all
 from torchboost.core.files import record_folder
 from torchboost.distributed.topology import Topology
-from torchboost.errors import NoEffectWarning
+from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.plan import Plan
 from torchboost.registry import REGISTRY
+from torchboost.tokens.call import PartialForward
 
 __all__ = ["Levers"]
 
@@ -86,7 +90,9 @@ class Levers:
         self._decisions: dict[str, tuple[bool, str]] = {}
         self._forms: Sequence[Algorithm] = ()
         self._loaded: Choice | None = None
-        self._key = ""
+        self._waste: WasteReport | None = None
+        self._padded = 0.0
+        self._key, self._forward = "", forward
         self._gate: Gate | None = None
         pair, levers = (target.model, *target.optimizers), frozenset(lever.name for lever in plan.levers)
         self.asked = plan.fit(*pair, but=levers)
@@ -140,8 +146,43 @@ class Levers:
         parts += [f"  {name}  {text}" for name, text in self.checks.items() if name in on]
         remarks = {name: self.attached[name].remark for name in self.attached}
         parts += [f"  {name}  not in effect: {text}" for name, text in remarks.items() if text]
+        parts += self._stays()
         text = "\n".join(part for part in parts if part)
         return f"removed; before, this was so:\n{text}" if self.state == "removed" else text
+
+    @property
+    def _in_effect(self) -> list[str]:
+        return [name for name in self.attached if not self.attached[name].remark]
+
+    def _stays(self) -> list[str]:
+        """Return a line for each kind of waste above 10 % of a step that stays."""
+        if self.state == "removed":
+            return []
+        on = self._in_effect
+        if self._waste is not None:
+            return [f"  waste  {waste}" for waste in self._waste.without(on).notable]
+        if self._padded <= NOTABLE or Unpad.name in on:
+            return []
+        return [f"  waste  padding: {self._padded:.0%} of the positions of the first batch, and {Unpad.name} is off"]
+
+    def waste(self, call: Call) -> WasteReport:
+        """Measure what a step wastes on a training call; see :meth:`torchboost.Boosted.waste`."""
+        target = self._target
+        if not is_training_call(target.model, call):
+            raise IncompatibleError(
+                "found another call than one of a training; call it in training mode, with gradients, outside of "
+                "compilers, transforms and modes, with the inputs of a training step."
+            )
+        alone, on = Topology.current().world_size == 1, self._in_effect
+        reason = obstacle_to_passes(target) if alone else "other ranks would wait; measure it on one process"
+        if reason is not None:
+            raise IncompatibleError(f"the waste is not measured: {reason}.")
+        partial = [a for a in self.attached.algorithms if isinstance(self.attached[a.name], PartialForward)]
+        with self._changed():
+            self._put_on(partial)  # the passes run beneath them, and they know what the loop reads
+            report = waste_of(target, call, forward=self._forward)
+        self._waste = report
+        return report.without(on)
 
     @property
     def _measures(self) -> bool:
@@ -226,6 +267,7 @@ class Levers:
         self.due, self._unseen, self._gate, self._loaded = False, False, None, None
         self.state = "decided"
         calibration, target = self._calibration, self._target
+        self._padded = padded_share(target, call)
         alone = Topology.current().world_size == 1  # other ranks may have inputs of the same shapes, and would not come
         if alone and calibration is not None and calibration.verify and choice.kept:
             self._shapes = shapes_of(call)

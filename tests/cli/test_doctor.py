@@ -28,6 +28,35 @@ FACTORY = """
         batches = [(torch.ones(3, 2), torch.zeros(3, dtype=torch.long))] * 2
         return model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.cross_entropy, batches
 
+    def sparse(seed):
+        class Tagger(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.words, self.out = nn.Embedding(9, 16), nn.Linear(16, 400)
+
+            def forward(self, ids):
+                return self.out(self.words(ids))
+
+        def loss(logits, labels):
+            return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+        model, labels = Tagger(), torch.full((16, 64), -100)
+        labels[:, 0] = 1
+        batches = [(torch.ones(16, 64, dtype=torch.long), labels)]
+        return model, torch.optim.SGD(model.parameters(), lr=0.1), loss, batches
+
+    def unmeasured(seed):
+        class Reentrant(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer = nn.Linear(2, 2)
+
+            def forward(self, inputs):
+                return torch.utils.checkpoint.checkpoint(self.layer, inputs.requires_grad_(), use_reentrant=True)
+
+        model = Reentrant()
+        return (model, torch.optim.SGD(model.parameters(), lr=0.1), *make(seed)[2:])
+
     def empty(seed):
         return (*make(seed)[:3], [])
 
@@ -120,6 +149,33 @@ def test_faults_are_printed_as_findings(planted, monkeypatch):
     assert "GFLOP/s" not in shown
 
 
+KINDS = [
+    "waiting for data",
+    "padding",
+    "unlabelled head",
+    "masks that mask nothing",
+    "activation checkpointing",
+    "forward pass of frozen layers",
+    "host synchronisations",
+]
+
+
+@pytest.mark.usefixtures("planted")
+def test_the_waste_of_a_step_is_measured(file):
+    found = json.loads(run(f"{file}:sparse", "--steps", "3", "--json").stdout)["waste"]
+    kinds = {kind["kind"]: kind for kind in found["kinds"]}
+    assert (list(kinds), found["fault"]) == (KINDS, "")
+    assert kinds["unlabelled head"]["share"] > 0.1  # the loss is outside of the model
+    assert kinds["padding"]["share"] == 0.0
+    shown = run(f"{file}:sparse", "--steps", "3").stdout
+    assert "waste of a step" in shown
+    assert "Remedy: boost tries the lever sparse_head" in shown
+    assert json.loads(run("--json").stdout)["waste"] is None
+    shown = run(f"{file}:unmeasured", "--steps", "2")
+    assert shown.exit_code == 0
+    assert "The waste of a step was not measured: IncompatibleError: torch.utils.checkpoint" in shown.stdout
+
+
 @pytest.mark.usefixtures("planted")
 def test_a_step_is_timed_in_parts_and_faults_are_one_line(file):
     shown = run(f"{file}:make", "--steps", "2")
@@ -186,6 +242,10 @@ def test_a_slow_loader_is_found():
         assert found["num_workers"] == 0
         assert said in found["verdict"]
         assert not torch.equal(before, model.layer.weight)
+        waiting = doctor.measure_waste(parts, found, device=torch.device("cpu"), clock=clock)["kinds"][0]
+        assert (waiting["kind"], waiting["share"]) == ("waiting for data", pytest.approx(share))
+        assert waiting["seconds"] == pytest.approx(4 * of_image)
+        assert "num_workers" in waiting["remedy"]
     for loading, workers, said in (
         (0.51, None, "load the batches with a DataLoader and num_workers"),
         (0.51, 8, "raise num_workers (found 8)"),

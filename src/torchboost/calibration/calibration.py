@@ -43,6 +43,7 @@ __all__ = [
     "decide",
     "deciding_ranks",
     "device_of",
+    "obstacle_to_passes",
     "resolved",
 ]
 
@@ -386,7 +387,7 @@ def decide(
     model, ranks = target.model, deciding_ranks(calibration, target)
     with _comparing(ranks) as reduce:
         no_trial = calibration.obstacle(model)
-        no_pass = _WITHOUT_DDP if ranks == [] else _obstacle(target)
+        no_pass = _WITHOUT_DDP if ranks == [] else obstacle_to_passes(target)
         flags = [float(flag) for flag in (choice is None, no_trial is not None, no_pass is not None)]
         missing, no_trials, no_passes, *settings = reduce([*flags, *calibration.settings])
         calibration = calibration.agreed(settings)
@@ -450,7 +451,7 @@ def _comparing(ranks: list[int] | None) -> Iterator[Reduce]:
         agreement.close()
 
 
-def _obstacle(target: Target) -> str | None:
+def obstacle_to_passes(target: Target) -> str | None:
     """Return why there can be no passes: too little memory for them, or something that other processes take part in."""
     exchange = exchange_in(target.model)
     if exchange is not None:

@@ -1,4 +1,4 @@
-"""``torchboost doctor``: what is installed here, how fast the machine is, and where the time of a step goes."""
+"""``torchboost doctor``: what is installed here, how fast the machine is, where the time of a step goes, its waste."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from typing import Annotated, Any, get_args
 import torch
 import torch.distributed as dist
 import typer
+from torch import nn
 from torch.utils.collect_env import get_env_info
 from torch.utils.data import DataLoader
 
 from torchboost.bench.factory import Factory, Parts, one_epoch
+from torchboost.calibration.choice import in_a_line
+from torchboost.calibration.waste import waste_of
 from torchboost.cli.shared import (
     EXTRAS,
     Device,
@@ -30,12 +33,13 @@ from torchboost.cli.shared import (
     usable_device,
     user_errors,
 )
+from torchboost.core.algorithm import Target
 from torchboost.core.hardware import half_precision
 from torchboost.core.torch_private import compiler_follows_flags
 from torchboost.measure.machine import Kind, products
 from torchboost.measure.stopwatch import Clock, Progress, package_version
 
-__all__ = ["cpp_compiler", "doctor", "examine", "measure_machine", "measure_step", "verdict"]
+__all__ = ["cpp_compiler", "doctor", "examine", "measure_machine", "measure_step", "measure_waste", "verdict"]
 
 SECONDS = 3.0
 """Time limit of a kind of product. A machine that is not busy needs a tenth of it."""
@@ -46,13 +50,16 @@ PACKAGES = ("torchboost", "torch", "pydantic", "numpy", "safetensors")
 
 def doctor(
     factory: Annotated[
-        str | None, typer.Argument(help="Also time the parts of this training's step.", metavar="[TRAIN.PY:MAKE]")
+        str | None,
+        typer.Argument(
+            help="Also time the parts of this training's step, and what it wastes.", metavar="[TRAIN.PY:MAKE]"
+        ),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps of the factory's training to time.")] = 20,
     device: Device = "cpu",
     json: Json = False,
 ) -> None:
-    """Show what is installed, how fast this machine computes, and where the time of a training step goes."""
+    """Show what is installed, how fast this machine computes, and where the time of a step goes or is wasted."""
     progress = Display(sys.stderr)
     with user_errors(progress):
         parts = None if factory is None else Factory.at(factory).build(0)
@@ -60,8 +67,9 @@ def doctor(
         facts = examine()
         figures = measure_machine(progress)
         step = None if parts is None else measure_step(parts, steps=steps, device=place, progress=progress)
+        waste = None if parts is None or step is None else measure_waste(parts, step, device=place)
     if json:
-        print_json({**facts, "measured": figures, "step": step})
+        print_json({**facts, "measured": figures, "step": step, "waste": waste})
         return
     print_table(["what", "found"], [*_installed(facts), *_measured(figures)])
     if step is not None:
@@ -69,6 +77,9 @@ def doctor(
         typer.echo()
         print_table([f"part of a step ({step['steps']} steps, {step['device']})", "median, ms", "share"], rows)
         typer.echo(step["verdict"])
+    if waste is not None:
+        typer.echo()
+        _print_waste(waste)
 
 
 def examine() -> dict[str, Any]:
@@ -190,6 +201,63 @@ def measure_step(
         "parts": {part: {"median_ms": 1e3 * median(seconds[part]), "share": shares[part]} for part in PARTS},
         "verdict": verdict(shares[PARTS[0]], workers),
     }
+
+
+class _WithLoss(nn.Module):
+    """The model of a factory with its loss, so that a pass sees the labels."""
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__()
+        self.model, self._loss = parts.model, parts.loss
+        named: Any = (getattr(module, "get_output_embeddings", None) for module in parts.model.modules())
+        heads = [each for each in named if callable(each) and isinstance(each(), nn.Linear)]
+        if heads:
+            self.get_output_embeddings = heads[0]
+
+    def forward(self, inputs: Any, targets: Any) -> Any:
+        """Return the loss of a batch."""
+        return self._loss(self.model(inputs), targets)
+
+
+def measure_waste(
+    parts: Parts, step: dict[str, Any], *, device: torch.device, clock: Clock | None = None
+) -> dict[str, Any]:
+    """Measure on one batch what a step of a factory's training wastes.
+
+    Args:
+        parts: The factory's training, which :func:`measure_step` has trained.
+        step: What :func:`measure_step` returned.
+        device: Where the model is.
+        clock: By default the one of the device.
+    """
+    call = next(one_epoch(parts.batches, seed=0, epoch=0, device=device))
+    target = Target(_WithLoss(parts).train(), parts.optimizer)
+    try:
+        report = waste_of(target, (call, {}), clock=clock, root="")
+    except Exception as error:  # what has been measured before is still to be shown
+        return {"fault": in_a_line(error), "step_ms": None, "kinds": []}
+    loading = min(step["parts"][PARTS[0]]["share"], 0.999)
+    report = report.with_waiting(
+        report.step_seconds * loading / (1 - loading),
+        "timed with the steps above",
+        "load the batches in workers (num_workers, prefetch_factor, pin_memory), or do less work per sample",
+    )
+    return {"fault": "", "step_ms": 1e3 * report.step_seconds, "kinds": [asdict(waste) for waste in report.kinds]}
+
+
+def _print_waste(waste: dict[str, Any]) -> None:
+    if waste["fault"]:
+        typer.echo(f"The waste of a step was not measured: {waste['fault']}")
+        return
+    rows, notes = [], []
+    for kind in waste["kinds"]:
+        known = kind["seconds"] is not None
+        figures = [f"{1e3 * kind['seconds']:.2f}", f"{kind['share']:.0%}"] if known else ["not known", ""]
+        rows.append([kind["kind"], *figures])
+        remedy = f" Remedy: {kind['remedy']}." if kind["remedy"] else ""
+        notes.append(f"{kind['kind']}: {kind['found']}.{remedy}")
+    print_table(["waste of a step", "ms", "share"], rows)
+    typer.echo("\n".join(notes))
 
 
 def verdict(loading: float, workers: int | None) -> str:

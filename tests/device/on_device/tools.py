@@ -99,3 +99,30 @@ def test_a_model_is_prepared_for_inference(default):
         wanted = model.eval()(inputs)
         fast = fast_copy(model, sample=inputs)
         assert torch.allclose(fast(inputs), wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_the_waste_meter_counts_what_the_host_waits_for():
+    class Reading(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, inputs: Any) -> Any:
+            outputs = self.layer(inputs)
+            return outputs * 2 if outputs.sum().item() > 0 else outputs[outputs[:, 0] > 0]
+
+    model = Reading().cuda()
+    boosted = torchboost.boost(model, torch.optim.SGD(model.parameters(), lr=0.1), level="O0", total_steps=2000)
+    with torch.no_grad():
+        model.layer.weight.fill_(1.0)
+        model.layer.bias.fill_(1.0)
+    found = {one.kind: one for one in boosted.waste(torch.ones(2, 4, device="cuda")).kinds}["host synchronisations"]
+    assert "the host waits: 1 in a step" in found.found
+    assert "tools.py" in found.found
+    assert found.remedy
+    with torch.no_grad():
+        model.layer.bias.fill_(-9.0)
+        model.layer.bias[0] = 9.0
+    found = {one.kind: one for one in boosted.waste(torch.ones(2, 4, device="cuda")).kinds}["host synchronisations"]
+    assert "the host waits: 3 in a step, most often at tools.py" in found.found
+    assert "the backward pass (1)" in found.found  # the index of booleans is read again

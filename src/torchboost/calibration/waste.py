@@ -1,0 +1,379 @@
+"""The waste meter: work of a training step that cannot change the result, in seconds and as a share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+from torch.optim import Optimizer
+
+from torchboost.algorithms.sparse_head import SparseHead, sparse_head_forward
+from torchboost.algorithms.unpad import Unpad, unpad_forward
+from torchboost.calibration.choice import in_a_line
+from torchboost.calibration.passes import Passes, on_real_inputs
+from torchboost.calibration.removals import (
+    ClockAt,
+    FrozenPart,
+    HostWaits,
+    Kept,
+    Padded,
+    UselessMask,
+    same,
+    seen_in,
+    without_argument,
+    without_dropout,
+)
+from torchboost.calibration.trial import Contestant, free_bytes
+from torchboost.calibration.watch import Call
+from torchboost.core.algorithm import Target
+from torchboost.core.wrapping import is_compiled, sharded_units
+from torchboost.errors import IncompatibleError
+from torchboost.measure.statistics import paired_ratio
+from torchboost.measure.stopwatch import Clock, collector_off
+
+__all__ = ["Waste", "WasteReport", "padded_share", "waste_of"]
+
+NOTABLE = 0.1
+"""Share of a step from which on waste is worth a line."""
+_ROUNDS = (5, 5, 10, 20, 40, 80)
+"""Pairs of steps in each round. Another round follows if the shares of a kind are further apart than they may be."""
+_CLOSE = 0.1
+_SECONDS = 2.0
+"""No round begins after this time."""
+_LOOKS = 5
+_MOST_TRIES = 6
+_MOST_OF_FREE = 0.5
+
+Change = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waste:
+    """One kind of work that cannot change the result.
+
+    Args:
+        kind: What it is.
+        seconds: Of a step; 0 if there is none, None if it is not known.
+        share: Of a step; None if it is not known.
+        found: How it was found, or why there is none.
+        remedy: What leaves it out; empty if there is nothing to do.
+    """
+
+    kind: str
+    seconds: float | None
+    share: float | None
+    found: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        """Say it in a line."""
+        if self.seconds is None or self.share is None:
+            figure = "unknown"
+        else:
+            figure = f"{1e3 * self.seconds:.1f} ms, {self.share:.0%}" if self.share else "none"
+        return f"{self.kind}: {figure}; {self.found}" + (f"; {self.remedy}" if self.remedy else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WasteReport:
+    """What a training step wastes. Kinds may overlap, so their shares do not add up.
+
+    Args:
+        step_seconds: Of the plain step: forward, backward and update, and the wait for its data if that was measured.
+        kinds: All that was looked for.
+    """
+
+    step_seconds: float
+    kinds: tuple[Waste, ...]
+
+    @property
+    def notable(self) -> tuple[Waste, ...]:
+        """Those above 10 % of a step that something leaves out, the largest first."""
+        large = [waste for waste in self.kinds if waste.remedy and (waste.share or 0.0) > NOTABLE]
+        return tuple(sorted(large, key=lambda waste: -(waste.share or 0.0)))
+
+    def without(self, left_out: Sequence[str]) -> WasteReport:
+        """Return the same, in which some kinds have no remedy any more because an algorithm leaves them out."""
+        lever = {"padding": Unpad.name, "unlabelled head": SparseHead.name}
+        kinds = [
+            replace(waste, found=f"{waste.found}; left out by {lever[waste.kind]}, which is on", remedy="")
+            if waste.share and lever.get(waste.kind) in left_out
+            else waste
+            for waste in self.kinds
+        ]
+        return replace(self, kinds=tuple(kinds))
+
+    def with_waiting(self, seconds: float, found: str, remedy: str) -> WasteReport:
+        """Return the same with the time that the loop waits for its data, which is a part of the step then."""
+        whole = self.step_seconds + seconds
+        factor = self.step_seconds / whole if whole else 1.0
+        kinds = [w if w.share is None else replace(w, share=w.share * factor) for w in self.kinds]
+        share = seconds / whole if whole else 0.0
+        waiting = Waste(
+            kind="waiting for data",
+            seconds=seconds,
+            share=share,
+            found=found,
+            remedy=remedy if share > 0.01 else "",
+        )
+        return WasteReport(step_seconds=whole, kinds=(waiting, *kinds))
+
+    def __str__(self) -> str:
+        """Say everything, a line for each kind."""
+        return "\n".join([f"a plain step takes {1e3 * self.step_seconds:.1f} ms", *(f"  {w}" for w in self.kinds)])
+
+
+def waste_of(
+    target: Target,
+    call: Call,
+    *,
+    forward: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    clock: Clock | None = None,
+    root: str = "model",
+) -> WasteReport:
+    """Measure what a step of a pair wastes on one training call. At the end everything is as it was.
+
+    A kind that can be left out is timed in pairs of steps, with it and without it. The order in a pair alternates.
+
+    Args:
+        target: The pair, without levers.
+        call: A training call.
+        forward: Makes the context of each forward pass, such as the mixed precision of a trainer.
+        clock: By default the one of the device.
+        root: What the user calls the model of the pair; empty if its parts have the user's names.
+
+    Raises:
+        IncompatibleError: A part of the model is compiled or sharded, no output depends on its parameters, or two equal
+            passes differ.
+        Exception: What the model raises.
+
+    Cost: at least 20 steps, and up to some seconds for each kind that is there.
+    """
+    if is_compiled(target.model):
+        raise IncompatibleError("a part of the model is compiled; measure the waste before torch.compile")
+    if sharded_units(target.model):
+        raise IncompatibleError("FSDP2 shards the model; measure the waste of the bare model on one process")
+    with on_real_inputs(target, call, forward) as passes:
+        bench = _Bench(passes, target.optimizers, clock)
+        seen = seen_in(passes, root)
+        kinds = [
+            _guarded("padding", lambda: _padding(bench, seen.padded)),
+            _guarded("unlabelled head", lambda: _head(bench, target.optimizer)),
+            _guarded("masks that mask nothing", lambda: _masks(bench, seen.masks)),
+            _guarded("activation checkpointing", lambda: _checkpoints(bench)),
+            _guarded("forward pass of frozen layers", lambda: _frozen(bench)),
+            _guarded("host synchronisations", lambda: _waits(bench)),
+        ]
+        plain = bench.plain
+        kinds = [kind if kind.share is None else replace(kind, seconds=kind.share * plain) for kind in kinds]
+        return WasteReport(step_seconds=plain, kinds=tuple(kinds))
+
+
+def padded_share(target: Target, call: Call) -> float:
+    """Return the share of padded positions in a call of the model itself, without a pass."""
+    args, kwargs = call
+    try:
+        masks = Unpad().positions(target.model, args, kwargs)
+    except (TypeError, ValueError):  # its forward has no signature
+        return 0.0
+    return 1 - float(masks[0].float().mean()) if masks else 0.0
+
+
+class _Bench:
+    """Steps of the plain pair, timed in pairs with something left out.
+
+    Attributes:
+        passes: Passes of the model.
+        clock: Of the device.
+    """
+
+    def __init__(self, passes: Passes, optimizers: Sequence[Optimizer], clock: Clock | None) -> None:
+        self.passes, self.clock = passes, Clock.of(passes.device) if clock is None else clock
+        self._contestant = Contestant(passes, optimizers, (), None)
+        self._contestant.stop_learning()
+        self._plain: list[float] = []
+        self.step()
+        first = self._contestant.outputs
+        self.step()
+        passes.compare(first, self._contestant.outputs)
+        with collector_off():
+            self._plain += [self.step() for _ in range(_ROUNDS[0])]
+
+    @property
+    def plain(self) -> float:
+        """Seconds of a plain step: the median of all that were timed."""
+        return median(self._plain)
+
+    def step(self, change: Change = nullcontext) -> float:
+        """Return the seconds of a step in a context."""
+        with self.passes.prepared(), change():
+            return self._contestant.step(self.clock)
+
+    def waste(self, kind: str, change: Change, remedy: str, detail: str = "") -> Waste:
+        """Time steps with and without what a change leaves out."""
+        self.step(change)
+        times: list[tuple[float, float]] = []
+        began, low, share, high = self.clock(), 0.0, 0.0, 1.0
+        for pairs in _ROUNDS:
+            if times and (high - low < _CLOSE or self.clock() - began > _SECONDS):
+                break
+            with collector_off():
+                times += [self._pair(change, turned=number % 2 == 1) for number in range(pairs)]
+            ratio = paired_ratio(*zip(*times, strict=True))
+            low, share, high = (1 - 1 / each for each in (ratio.low, ratio.mid, ratio.high))
+        self._plain += [plain for plain, _ in times]
+        detail = f"{detail}, " if detail else ""
+        if low <= 0:
+            text = f"{detail}no difference in {len(times)} pairs of steps"
+            return Waste(kind=kind, seconds=0.0, share=0.0, found=text)
+        text = f"{detail}{low:.0%} to {high:.0%} of the computation, in {len(times)} pairs of steps with and without it"
+        return Waste(kind=kind, seconds=share * self.plain, share=share, found=text, remedy=remedy)
+
+    def _pair(self, change: Change, *, turned: bool) -> tuple[float, float]:
+        """Return the seconds of a plain step and of one with something left out."""
+        if turned:
+            without = self.step(change)
+            return self.step(), without
+        return self.step(), self.step(change)
+
+
+def _guarded(kind: str, measure: Callable[[], Waste]) -> Waste:
+    try:
+        return measure()
+    except Exception as error:  # one kind must not hide the others
+        return Waste(kind=kind, seconds=None, share=None, found=f"not measured: {in_a_line(error)}")
+
+
+def _none(kind: str, why: str) -> Waste:
+    return Waste(kind=kind, seconds=0.0, share=0.0, found=why)
+
+
+def _padding(bench: _Bench, padded: Sequence[Padded]) -> Waste:
+    kind = "padding"
+    if not padded:
+        return _none(kind, "no mask in the arguments of the model or of its parts shows padding")
+    first = padded[0]
+    detail = f"{first.share:.0%} of the positions are padding"
+    live: Any = unpad_forward(first.module)
+    with bench.passes.prepared(), live:
+        bench.passes.run()
+    if live.calls and not live.remark:
+        tries = "boost tries the lever unpad; " if first.name == "model" else ""
+        remedy = f"{tries}by hand: unpad_forward({first.name})"
+        return bench.waste(kind, lambda: unpad_forward(first.module), remedy, detail)
+    detail = f"{detail}; it cannot be left out: {live.remark or 'an unknown reason'}"
+    if not first.columns:
+        return _none(kind, f"{detail}; and no column holds padding alone")
+    return Waste(
+        kind=kind,
+        seconds=first.columns * bench.plain,
+        share=first.columns,
+        found=f"{detail}; estimated from the {first.columns:.0%} of the columns that hold padding alone",
+        remedy="pad to the longest sequence of each batch",
+    )
+
+
+def _head(bench: _Bench, optimizer: Optimizer) -> Waste:
+    kind, lever, model = "unlabelled head", SparseHead(), bench.passes.model
+    reason = lever.idle(model, optimizer) or bench.passes.shown_to(lever.fitted).without_effect
+    if reason:
+        return _none(kind, reason)
+    remedy = "boost tries the lever sparse_head if the model computes its loss; by hand: sparse_head_forward(model)"
+    return bench.waste(kind, lambda: sparse_head_forward(model), remedy)
+
+
+def _masks(bench: _Bench, candidates: Sequence[UselessMask]) -> Waste:
+    kind, tried, known = "masks that mask nothing", 0, set[tuple[int, Any]]()
+    if not candidates:
+        return _none(kind, "no argument that may be left out is a tensor of ones or of zeros alone")
+    with without_dropout(bench.passes):
+        with bench.passes.prepared():
+            expected = bench.passes.run()
+        useless: list[UselessMask] = []
+        for mask in candidates:
+            memory = mask.tensor.data_ptr(), mask.tensor.shape
+            if memory in known or tried == _MOST_TRIES:
+                continue
+            tried += 1
+            try:
+                with bench.passes.prepared(), without_argument(mask):
+                    found = bench.passes.run()
+            except Exception:  # the module needs it
+                continue
+            if same(expected, found):
+                known.add(memory)
+                useless.append(mask)
+    if not useless:
+        return _none(kind, "without the constant arguments of the model or its parts it computes something else")
+    measured = [
+        bench.waste(
+            kind,
+            lambda mask=mask: without_argument(mask),
+            f"call {mask.name} without {mask.argument} if it excludes nothing, as in this call",
+            f"{mask.argument} of {mask.name}",
+        )
+        for mask in useless
+    ]
+    return max(measured, key=lambda waste: waste.share or 0.0)
+
+
+def _checkpoints(bench: _Bench) -> Waste:
+    kind = "activation checkpointing"
+    with bench.passes.prepared(), Kept(count=True) as mode:
+        bench.passes.run()
+    if not mode.bytes:
+        return _none(kind, "no checkpoint was met")
+    free = free_bytes(bench.passes.device)
+    need = f"about {mode.bytes / 2**20:,.0f} MiB"
+    if free is None or mode.bytes > _MOST_OF_FREE * free:
+        has = "is not known" if free is None else f"is {free / 2**20:,.0f} MiB"
+        return _none(kind, f"without it {need} more would be kept, and the free memory {has}: it is needed")
+    detail = f"without it {need} more are kept, and {free / 2**20:,.0f} MiB are free"
+    return bench.waste(kind, Kept, "turn it off, as with model.gradient_checkpointing_disable()", detail)
+
+
+def _frozen(bench: _Bench) -> Waste:
+    kind, passes = "forward pass of frozen layers", bench.passes
+    frozen = [parameter for parameter in passes.model.parameters() if not parameter.requires_grad]
+    if not frozen:
+        return _none(kind, "all parameters are trained")
+    with passes.prepared(), FrozenPart(frozen) as part:
+        passes.run()
+    if not part.used:
+        return _none(kind, "no frozen layer comes before all trained ones")
+    shares = list[float]()
+    for _ in range(_LOOKS):
+        mode = ClockAt(bench.clock, part.calls)
+        whole = bench.step(lambda mode=mode: mode)
+        shares.append(mode.seconds / whole)
+    share = median(shares)
+    return Waste(
+        kind=kind,
+        seconds=share * bench.plain,
+        share=share,
+        found=f"timed up to the first trained parameter; {sum(part.used.values()):,} frozen ones come before it",
+        remedy="if a sample is the same in every epoch, keep the outputs of this part: cache_mebibytes of grad_freeze",
+    )
+
+
+def _waits(bench: _Bench) -> Waste:
+    kind, device = "host synchronisations", bench.passes.device.type
+    if device == "cpu":
+        return _none(kind, "not counted on the CPU, where .item() waits for nothing")
+    with bench.passes.prepared(), HostWaits(device) as mode:
+        bench.passes.run()
+    if not mode.count:
+        return _none(kind, "no operator of the model waits for the device")
+    places = sorted(mode.places.items(), key=lambda entry: -entry[1])[:3]
+    where = ", ".join(f"{place} ({count})" for place, count in places)
+    return Waste(
+        kind=kind,
+        seconds=None,
+        share=None,
+        found=f"operators for which the host waits: {mode.count} in a step, most often at {where}; their time is not "
+        "known, since a step needs the numbers",
+        remedy="compute with tensors instead of .item(), and with torch.where instead of an index of booleans",
+    )
