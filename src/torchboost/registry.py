@@ -481,18 +481,16 @@ REGISTRY: Mapping[str, Entry] = MappingProxyType({entry.name: entry for entry in
 
 _SYSTEM: dict[str, Mapping[str, Any]] = {
     name: {}
-    for name in (
-        *(
-            "threads",
-            "unpad",
-            "sparse_head",
-            "channels_last",
-            "autocast",
-            "matmul_precision",
-            "fused_optimizer",
-            "compile",
-        ),
-    )
+    for name in [
+        "threads",
+        "unpad",
+        "sparse_head",
+        "channels_last",
+        "autocast",
+        "matmul_precision",
+        "fused_optimizer",
+        "compile",
+    ]
 }
 
 LEVELS: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
