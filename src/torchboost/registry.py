@@ -232,7 +232,7 @@ def _partial_unproven(facts: Facts) -> str | None:
 
 
 def _threads_unproven(facts: Facts) -> str | None:
-    return "only a trial can tell which number of threads is faster; ask for one with extra.threads"
+    return "only a measurement can tell which number of threads is faster; ask for one with extra.threads"
 
 
 def _tf32_unproven(facts: Facts) -> str | None:
