@@ -240,7 +240,7 @@ def measure_waste(
     report = report.with_waiting(
         report.step_seconds * loading / (1 - loading),
         "timed with the steps above",
-        "load the batches in workers (num_workers, prefetch_factor, pin_memory), or do less work per sample",
+        "torchboost.loader(loader) loads ahead in workers if that pays; or do less work per sample",
     )
     return {"fault": "", "step_ms": 1e3 * report.step_seconds, "kinds": [asdict(waste) for waste in report.kinds]}
 
