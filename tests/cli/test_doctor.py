@@ -245,7 +245,7 @@ def test_a_slow_loader_is_found():
         waiting = doctor.measure_waste(parts, found, device=torch.device("cpu"), clock=clock)["kinds"][0]
         assert (waiting["kind"], waiting["share"]) == ("waiting for data", pytest.approx(share))
         assert waiting["seconds"] == pytest.approx(4 * of_image)
-        assert "num_workers" in waiting["remedy"]
+        assert "torchboost.loader" in waiting["remedy"]
     for loading, workers, said in (
         (0.51, None, "load the batches with a DataLoader and num_workers"),
         (0.51, 8, "raise num_workers (found 8)"),
