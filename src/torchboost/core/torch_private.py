@@ -243,7 +243,8 @@ def has_saved_tensor_hooks() -> bool:
 
 def tensor_without_memory(kind: type[Tensor], shape: Sequence[int], like: Tensor) -> Any:
     """Return a tensor of a class with a ``__torch_dispatch__``: ``Tensor._make_wrapper_subclass``."""
-    return Tensor._make_wrapper_subclass(kind, tuple(shape), dtype=like.dtype, device=like.device)
+    options = {"dtype": like.dtype, "device": like.device, "requires_grad": like.requires_grad}
+    return Tensor._make_wrapper_subclass(kind, tuple(shape), **options)
 
 
 def functions_of_subclasses_off() -> AbstractContextManager[Any]:

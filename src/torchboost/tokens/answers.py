@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from torchboost.core.forward import with_tensors
 from torchboost.core.torch_private import functions_of_subclasses_off, is_view
+from torchboost.tokens.history import derived, from_sources, has_passed_autograd
 from torchboost.tokens.rows import MissingRows, Rows
 
 __all__ = ["Answer", "Answering", "first", "functions", "getter", "rows_in"]
@@ -42,6 +43,10 @@ class Answering(Rows):
                 return func(*args, **kwargs)
             rows = [*rows_in((*args, *kwargs.values()))]
             sources = [one.source for one in rows]
+            if func in _PLACES and None not in sources:
+                return func(*args, **kwargs)
+            if torch.is_grad_enabled() and func not in _WITHOUT_GRADIENT and any(map(has_passed_autograd, rows)):
+                return func(*from_sources(args), **from_sources(kwargs))
             try:
                 for one in rows:
                     one.check()
@@ -54,14 +59,14 @@ class Answering(Rows):
                 if None in sources:
                     owners = [one.positions.owner for one in rows if one.source is None]
                     raise MissingRows(f"{_name(func)}: {reason}", owners) from None
-                return func(*_from_sources(args), **_from_sources(kwargs))
+                return func(*from_sources(args), **from_sources(kwargs))
             if None not in sources:
                 if args and result is args[0] and (_writes(func) or kwargs.get("inplace")):
                     before = result.source
-                    result.source = lambda: func(before().clone(), *_from_sources(args[1:]), **_from_sources(kwargs))
+                    result.source = lambda: func(before().clone(), *from_sources(args[1:]), **from_sources(kwargs))
                 for one in rows_in(result if isinstance(result, (tuple, list)) else (result,)):
                     if one.source is None:
-                        one.source = lambda: func(*_from_sources(args), **_from_sources(kwargs))
+                        derived(one, func, args, kwargs)
             return result
 
     @classmethod
@@ -70,7 +75,7 @@ class Answering(Rows):
         owners = [one.positions.owner for one in rows_in((*args, *(kwargs or {}).values())) if one.source is None]
         if owners:
             raise MissingRows(f"{func} is called below the functions of torch", owners)
-        return func(*_from_sources(args), **_from_sources(kwargs or {}))
+        return func(*from_sources(args), **from_sources(kwargs or {}))
 
 
 def rows_in(values: Any) -> Iterator[Rows]:
@@ -80,18 +85,6 @@ def rows_in(values: Any) -> Iterator[Rows]:
             yield value
         elif isinstance(value, (tuple, list)):
             yield from rows_in(value)
-
-
-def _from_sources(values: Any) -> Any:
-    return with_tensors(values, _from_source)
-
-
-def _from_source(tensor: Tensor) -> Tensor:
-    if not isinstance(tensor, Rows):
-        return tensor
-    if tensor.source is None:
-        raise MissingRows("it needs the padding")
-    return tensor.source()
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -156,6 +149,9 @@ _METADATA = frozenset(
     + functions("size", "dim", "numel", "is_floating_point", "is_complex", "element_size", "get_device", "nelement")
     + [Tensor.__len__, Tensor.__hash__]
 )
+_PLACES = frozenset({getter("grad_fn"), getter("requires_grad")})
+"""Where a tensor stands in the graph of autograd. This is known once it has left the model."""
+_WITHOUT_GRADIENT = frozenset(functions("argmax", "argmin", "eq", "ne", "__eq__", "__ne__", "detach"))
 _WRITING = frozenset({"__setitem__", "__set__", "__delete__", "backward", "retain_grad", "register_hook"}) | {
     f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift")
 }

@@ -81,6 +81,8 @@ class Rows(Tensor):
     Attributes:
         memory: What the padded tensor shares with its views.
         needs_grad: Whether the rows are part of a graph.
+        known: The padded tensor, if it was computed.
+        node: Where the padded tensor stands in the graph of autograd, once it has left the model.
         source: Returns the whole padded tensor. None inside the pass, whose caller then runs it again on whole tensors.
     """
 
@@ -91,6 +93,8 @@ class Rows(Tensor):
     fill: Fill
     memory: Memory
     needs_grad: bool
+    known: Tensor | None
+    node: Any
     source: Callable[[], Tensor] | None
 
     def __new__(
@@ -102,6 +106,8 @@ class Rows(Tensor):
         fill: Fill = None,
     ) -> Rows:
         """Make a tensor without memory."""
+        if base.requires_grad and not torch.is_grad_enabled():
+            base = base.detach()
         features = [dim for dim in dims if dim >= 0]
         if features != sorted(features):
             base, dims = base.permute(0, *(dim + 1 for dim in features)), numbered(dims)
@@ -114,7 +120,8 @@ class Rows(Tensor):
         shape = [sizes[dim] if dim < 0 else like.shape[dim + 1] for dim in dims]
         rows: Any = tensor_without_memory(cls, shape, like)
         rows.base, rows.positions, rows.dims, rows.later, rows.fill = base, positions, tuple(dims), later, fill
-        rows.needs_grad, rows.source, rows.memory = like.requires_grad, None, Memory()
+        rows.needs_grad, rows.known, rows.node = like.requires_grad, None, None
+        rows.source, rows.memory = None, Memory()
         return rows
 
     def like(self, *args: Any, **kwargs: Any) -> Self:
@@ -125,10 +132,11 @@ class Rows(Tensor):
     @property
     def rows(self) -> Tensor:
         """The rows, computed. Shape (rows, features...)."""
-        rows = self.base
-        for function in self.later:
-            rows = function(rows)
-        if self.later and self.positions.forced is not None:
+        if not self.later:
+            return self.base
+        with torch.set_grad_enabled(self.needs_grad):  # they are kept for functions that need a gradient
+            rows = self._computed(self.base)
+        if self.positions.forced is not None:
             self.positions.forced()
         self.base, self.later = rows, ()
         return rows
@@ -136,6 +144,14 @@ class Rows(Tensor):
     def picked(self, index: Tensor) -> Tensor:
         """Return these rows. What is computed later is computed for them alone."""
         rows = self.base.index_select(0, index)
+        with torch.set_grad_enabled(self.needs_grad and torch.is_grad_enabled()):
+            return self._computed(rows)
+
+    def empty(self) -> Tensor:
+        """Return none of these rows, with their history."""
+        return self._computed(self.base[:0])
+
+    def _computed(self, rows: Tensor) -> Tensor:
         for function in self.later:
             rows = function(rows)
         return rows

@@ -1,0 +1,130 @@
+"""The place of padded tensors in the graph of autograd, for code that sees this graph and no functions of torch.
+
+Such are DDP, which looks for parameters without a gradient, and subclasses of ``torch.autograd.Function``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from torchboost.core.forward import tensors_in, with_tensors
+from torchboost.core.torch_private import functions_of_subclasses_off
+from torchboost.tokens.rows import MissingRows, Rows
+
+__all__ = ["as_now", "derived", "from_sources", "has_passed_autograd", "in_the_graph"]
+
+Result = TypeVar("Result")
+
+_UNKNOWN = (
+    "an output of a model with unpad or sparse_head got a gradient from a torch.autograd.Function, or from DDP with "
+    "find_unused_parameters or static_graph. This works if it happens at the first training call too, which sees it; "
+    'otherwise leave them out: config={"extra": {"unpad": False, "sparse_head": False}}'
+)
+
+
+def in_the_graph(rows: Rows) -> None:
+    """Give rows that leave the model a place in the graph. A gradient that arrives there counts as a reading."""
+    like = rows.empty() if rows.known is None else rows.known
+    if rows.node is not None or not (like.requires_grad and torch.is_grad_enabled()):
+        return
+    memory, first, known = rows.memory, rows.source, rows.known is not None
+    itself = weakref.ref(rows)  # the graph belongs to the rows
+
+    def gradient(of_padded: Tensor) -> Tensor:
+        source = getattr(itself(), "source", None) or first
+        if not known or memory.outdated or source is None:
+            raise RuntimeError(_UNKNOWN)
+        source()
+        return of_padded
+
+    with functions_of_subclasses_off():
+        _Place.apply(like, [rows], gradient)
+        rows.node = rows.grad_fn
+
+
+def derived(rows: Rows, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Let rows that a function made of rows outside of the model lead to the whole tensor.
+
+    Args:
+        rows: Changed in place.
+        func: The function of torch.
+        args: Its arguments.
+        kwargs: Its named arguments.
+    """
+    rows.source = as_now(lambda: func(*from_sources(args), **from_sources(kwargs)), rows.device.type)
+    known = with_tensors((args, kwargs), _known)
+    if not any(isinstance(one, Rows) for one in tensors_in(known)):
+        rows.known = func(*known[0], **known[1])
+    in_the_graph(rows)
+
+
+def _known(tensor: Tensor) -> Tensor:
+    return tensor.known if isinstance(tensor, Rows) and tensor.known is not None else tensor
+
+
+def has_passed_autograd(rows: Rows) -> bool:
+    """Whether a function of autograd has made this tensor, so that its gradient belongs there."""
+    if rows.source is None:
+        return False
+    with functions_of_subclasses_off():
+        return rows.grad_fn is not rows.node
+
+
+def from_sources(values: Any) -> Any:
+    """Return arguments with whole tensors in place of rows that left the model."""
+    return with_tensors(values, _from_source)
+
+
+def _from_source(tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, Rows):
+        return tensor
+    if tensor.source is None:
+        raise MissingRows("it needs the padding")
+    if has_passed_autograd(tensor):
+        return _Whole.apply(tensor, tensor.source)
+    return tensor.source()
+
+
+def as_now(compute: Callable[[], Result], kind: str) -> Callable[[], Result]:
+    """Return a function that computes with the mixed precision and the gradient mode of now.
+
+    Args:
+        compute: The function.
+        kind: Of the device.
+    """
+    options: dict[str, Any] = {"dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
+    gradients = torch.is_grad_enabled()
+
+    def computed() -> Result:
+        with torch.inference_mode(False), torch.set_grad_enabled(gradients), torch.autocast(kind, **options):
+            return compute()
+
+    return computed
+
+
+class _Place(Function):
+    @staticmethod
+    def forward(ctx: Any, like: Tensor, rows: list[Rows], gradient: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.gradient = gradient
+        ctx.set_materialize_grads(False)
+        return rows[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None if grads[0] is None else ctx.gradient(grads[0]), None, None
+
+
+class _Whole(Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, source: Callable[[], Tensor]) -> Tensor:
+        return source().detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
