@@ -434,7 +434,7 @@ class AttachedAlgorithms:
         return self
 
     def detach(self, name: str) -> None:
-        """Remove one attachment. Does nothing if there is none of this name. One that comes back has its state again."""
+        """Remove one attachment, whose optional state waits for its return. Does nothing without one of this name."""
         if name in self._entries:
             live = self._entries.pop(name)[1]
             if live.state_is_optional:

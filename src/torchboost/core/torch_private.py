@@ -8,6 +8,7 @@ nothing of torch that ``import torch`` does not import.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import sys
@@ -241,6 +242,24 @@ def has_saved_tensor_hooks() -> bool:
     return _top_saved_tensors_default_hooks(True) is not None
 
 
+def inside_backward() -> bool:
+    """Whether a backward pass runs, in this thread: ``torch._C._current_graph_task_id``."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def untraced(function: Any) -> Any:
+    """Return a function that runs as it is where the compiler would trace it: ``torch.compiler.disable``.
+
+    The function itself is returned until something has imported ``torch._dynamo``, which takes a second.
+    """
+    return _untraced(function) if "torch._dynamo" in sys.modules else function
+
+
+@functools.cache
+def _untraced(function: Any) -> Any:
+    return torch.compiler.disable(function)
+
+
 def tensor_without_memory(kind: type[Tensor], shape: Sequence[int], like: Tensor) -> Any:
     """Return a tensor of a class with a ``__torch_dispatch__``: ``Tensor._make_wrapper_subclass``."""
     options = {"dtype": like.dtype, "device": like.device, "requires_grad": like.requires_grad}
@@ -250,6 +269,11 @@ def tensor_without_memory(kind: type[Tensor], shape: Sequence[int], like: Tensor
 def functions_of_subclasses_off() -> AbstractContextManager[Any]:
     """Return a context in which ``__torch_function__`` of classes is not called: ``DisableTorchFunctionSubclass``."""
     return torch._C.DisableTorchFunctionSubclass()
+
+
+def functions_of_subclasses_on() -> AbstractContextManager[Any]:
+    """Return a context in which they are called again: ``torch._C._EnableTorchFunction``."""
+    return torch._C._EnableTorchFunction()
 
 
 def inside_function_transform() -> bool:

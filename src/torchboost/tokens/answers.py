@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torchboost.core.forward import with_tensors
-from torchboost.core.torch_private import functions_of_subclasses_off, is_view
-from torchboost.tokens.history import derived, from_sources, has_passed_autograd
+from torchboost.core.torch_private import functions_of_subclasses_off, is_view, untraced
+from torchboost.tokens.history import check_history, derived, from_sources, has_passed_autograd, rows_in, written
 from torchboost.tokens.rows import MissingRows, Rows
 
 __all__ = ["Answer", "Answering", "first", "functions", "getter", "rows_in"]
@@ -37,37 +37,7 @@ class Answering(Rows):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer a call of a function of torch."""
-        kwargs = kwargs or {}
-        with functions_of_subclasses_off():
-            if func in _METADATA:
-                return func(*args, **kwargs)
-            rows = [*rows_in((*args, *kwargs.values()))]
-            sources = [one.source for one in rows]
-            if func in _PLACES and None not in sources:
-                return func(*args, **kwargs)
-            if torch.is_grad_enabled() and func not in _WITHOUT_GRADIENT and any(map(has_passed_autograd, rows)):
-                return func(*from_sources(args), **from_sources(kwargs))
-            try:
-                for one in rows:
-                    one.check()
-                if None in sources and not torch.is_grad_enabled() and any(one.needs_grad for one in rows):
-                    raise MissingRows("it computes without gradients")
-                kinds = [kind for kind in types if issubclass(kind, Answering)]
-                kind = cls if len(kinds) < 2 else max(kinds, key=lambda one: one.precedence)
-                result = _answer(kind.answers, func, args, kwargs, rows)
-            except MissingRows as reason:
-                if None in sources:
-                    owners = [one.positions.owner for one in rows if one.source is None]
-                    raise MissingRows(f"{_name(func)}: {reason}", owners) from None
-                return func(*from_sources(args), **from_sources(kwargs))
-            if None not in sources:
-                if args and result is args[0] and (_writes(func) or kwargs.get("inplace")):
-                    before = result.source
-                    result.source = lambda: func(before().clone(), *from_sources(args[1:]), **from_sources(kwargs))
-                for one in rows_in(result if isinstance(result, (tuple, list)) else (result,)):
-                    if one.source is None:
-                        derived(one, func, args, kwargs)
-            return result
+        return untraced(_answered)(cls, func, types, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -78,13 +48,39 @@ class Answering(Rows):
         return func(*from_sources(args), **from_sources(kwargs or {}))
 
 
-def rows_in(values: Any) -> Iterator[Rows]:
-    """Yield the rows among arguments."""
-    for value in values:
-        if isinstance(value, Rows):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from rows_in(value)
+def _answered(cls: type[Answering], func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with functions_of_subclasses_off():
+        if func in _METADATA:
+            return func(*args, **kwargs)
+        rows = [*rows_in((*args, *kwargs.values()))]
+        sources = [one.source for one in rows]
+        if None not in sources:
+            if func in _PLACES and not any(one.memory.outdated for one in rows):
+                return func(*args, **kwargs)
+            check_history(func, args, rows)
+            target = _target(func, args, kwargs)
+            if target is not None:
+                return written(func, args, kwargs, target)
+        if torch.is_grad_enabled() and func not in _WITHOUT_GRADIENT and any(map(has_passed_autograd, rows)):
+            return func(*from_sources(args), **from_sources(kwargs))
+        try:
+            for one in rows:
+                one.check()
+            if None in sources and not torch.is_grad_enabled() and any(one.needs_grad for one in rows):
+                raise MissingRows("it computes without gradients")
+            kinds = [kind for kind in types if issubclass(kind, Answering)]
+            kind = cls if len(kinds) < 2 else max(kinds, key=lambda one: one.precedence)
+            result = _answer(kind.answers, func, args, kwargs, rows)
+        except MissingRows as reason:
+            if None in sources:
+                owners = [one.positions.owner for one in rows if one.source is None]
+                raise MissingRows(f"{_name(func)}: {reason}", owners) from None
+            return func(*from_sources(args), **from_sources(kwargs))
+        if None not in sources:
+            for one in rows_in(result if isinstance(result, (tuple, list)) else (result,)):
+                if one.source is None:
+                    derived(one, func, args, kwargs)
+        return result
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -124,6 +120,13 @@ def _answer(
 def _writes(func: Any) -> bool:
     name = _name(func)
     return name in _WRITING or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
+
+
+def _target(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows | None:
+    """Return the rows that a function writes to, if any."""
+    writes = _writes(func) or _name(func) == "requires_grad_" or kwargs.get("inplace")
+    target = args[0] if args and writes else kwargs.get("out")
+    return target if isinstance(target, Rows) else None
 
 
 def first(args: tuple[Any, ...]) -> Any:

@@ -14,7 +14,14 @@ from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Attachment
 from torchboost.core.forward import cover_forward, with_tensors
-from torchboost.core.torch_private import inside_function_transform, is_tracing, version
+from torchboost.core.torch_private import (
+    functions_of_subclasses_on,
+    has_saved_tensor_hooks,
+    inside_backward,
+    inside_function_transform,
+    is_tracing,
+    version,
+)
 from torchboost.graph.copies import accelerators, generator_states, set_generator_states
 from torchboost.tokens.history import as_now, in_the_graph
 from torchboost.tokens.layout import Layout
@@ -99,7 +106,7 @@ class PartialForward(Attachment):
         if self.reason or torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
             return forward(module, *args, **kwargs)
         kind = _kind(args, kwargs)
-        if kind in self._refused or is_tracing() or inside_function_transform():
+        if kind in self._refused or is_tracing() or inside_function_transform() or _computed_twice():
             return forward(module, *args, **kwargs)
         call = PartialCall(self, kind, lambda: forward(module, *args, **kwargs), module)
         part = self._part(call, args, kwargs)
@@ -143,10 +150,17 @@ class PartialForward(Attachment):
         return RuntimeError(_LATE.format(name=self._name))
 
 
+def _computed_twice() -> bool:
+    """Whether this call belongs to a checkpoint, which computes it once more in the backward pass, in the same way."""
+    return inside_backward() or has_saved_tensor_hooks()
+
+
 def _kind(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     """Return which arguments a call has, and its switches."""
     values = [*enumerate(args), *sorted(kwargs.items())]
-    return " ".join(f"{name}={v!r}" if isinstance(v, (bool, str)) else f"{name}:{type(v).__name__}" for name, v in values)
+    return " ".join(
+        f"{name}={v!r}" if isinstance(v, (bool, str)) else f"{name}:{type(v).__name__}" for name, v in values
+    )
 
 
 class PartialCall:
@@ -165,7 +179,7 @@ class PartialCall:
         """Compute some positions, or all of them if a function asks for the others."""
         moving = self._forward.moving.get(self._kind)
         named = self._model.named_buffers() if moving is None or moving else ()
-        buffers = [(name, b, version(b), b.clone()) for name, b in named if moving is None or name in moving]
+        buffers = [(name, (b, version(b), b.clone())) for name, b in named if moving is None or name in moving]
         try:
             with part.mode:
                 outputs = self._compute()
@@ -173,14 +187,14 @@ class PartialCall:
             if self not in reason.owners:
                 raise
             set_generator_states(self._generators, self._devices)
-            _restore((buffer, before) for _, buffer, then, before in buffers if version(buffer) != then)
+            _restore(before for _, before in buffers)
             fewer = part.fewer()
             if fewer is not None:
                 return self.run(fewer)
             self._forward.refuse(self._kind, str(reason))
             return self._compute()
         self._forward.calls += part.used()
-        self._forward.moving[self._kind] = frozenset(name for name, b, then, _ in buffers if version(b) != then)
+        self._forward.moving[self._kind] = frozenset(name for name, (b, then, _) in buffers if version(b) != then)
         for path, rows in _rows_in(outputs, (), set()):
             rows.source = lambda path=path: self._whole(path)
             in_the_graph(rows)
@@ -254,19 +268,21 @@ class PartialCall:
             raise self._forward.late()
         self._forward.leave()
         now = generator_states(self._devices)
-        buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
+        buffers = [(buffer, version(buffer), buffer.clone()) for buffer in self._model.buffers()]
         set_generator_states(self._generators, self._devices)
         try:
-            return self._compute_again()
+            with functions_of_subclasses_on():
+                return self._compute_again()
         finally:
             set_generator_states(now, self._devices)
             _restore(buffers)
 
 
-def _restore(buffers: Iterable[tuple[Tensor, Tensor]]) -> None:
+def _restore(buffers: Iterable[tuple[Tensor, int, Tensor]]) -> None:
     with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)
+        for buffer, then, before in buffers:
+            if version(buffer) != then:  # a graph may hold the others
+                buffer.copy_(before)
 
 
 def _rows_in(value: Any, path: tuple[Any, ...], seen: set[int]) -> Iterator[tuple[tuple[Any, ...], Rows]]:

@@ -6,7 +6,7 @@ Such are DDP, which looks for parameters without a gradient, and subclasses of `
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -15,17 +15,32 @@ from torch.autograd import Function
 
 from torchboost.core.forward import tensors_in, with_tensors
 from torchboost.core.torch_private import functions_of_subclasses_off
-from torchboost.tokens.rows import MissingRows, Rows
+from torchboost.tokens.rows import Memory, MissingRows, Rows
 
-__all__ = ["as_now", "derived", "from_sources", "has_passed_autograd", "in_the_graph"]
+__all__ = [
+    "as_now",
+    "check_history",
+    "derived",
+    "from_sources",
+    "has_passed_autograd",
+    "in_the_graph",
+    "rows_in",
+    "written",
+]
 
 Result = TypeVar("Result")
 
-_UNKNOWN = (
-    "an output of a model with unpad or sparse_head got a gradient from a torch.autograd.Function, or from DDP with "
-    "find_unused_parameters or static_graph. This works if it happens at the first training call too, which sees it; "
-    'otherwise leave them out: config={"extra": {"unpad": False, "sparse_head": False}}'
+_ONLY = (
+    "This works from the first training call on, which sees it, but not if it begins later: then leave them out, with "
+    'config={"extra": {"unpad": False, "sparse_head": False}}'
 )
+_UNKNOWN = (
+    "an output of a model with unpad or sparse_head got a gradient below the functions of torch, such as from a "
+    f"torch.autograd.Function, or from DDP with find_unused_parameters or static_graph. {_ONLY}"
+)
+_ASKED = f"a gradient or a hook is asked for at an output of a model with unpad or sparse_head. {_ONLY}"
+_OF_THE_GRAPH = frozenset({"__set__", "__delete__", "backward", "retain_grad", "register_hook", "requires_grad_"})
+_ASKS = frozenset({Tensor.register_hook, Tensor.retain_grad})
 
 
 def in_the_graph(rows: Rows) -> None:
@@ -61,6 +76,9 @@ def derived(rows: Rows, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     known = with_tensors((args, kwargs), _known)
     if not any(isinstance(one, Rows) for one in tensors_in(known)):
         rows.known = func(*known[0], **known[1])
+    for parent in rows_in((*args, *kwargs.values())):
+        if parent.memory is not rows.memory:
+            parent.memory.made.append(weakref.ref(rows))
     in_the_graph(rows)
 
 
@@ -86,9 +104,55 @@ def _from_source(tensor: Tensor) -> Tensor:
         return tensor
     if tensor.source is None:
         raise MissingRows("it needs the padding")
-    if has_passed_autograd(tensor):
-        return _Whole.apply(tensor, tensor.source)
+    if torch.is_grad_enabled() and has_passed_autograd(tensor):
+        with functions_of_subclasses_off():
+            whole, tensor.node = _Whole.apply(tensor, tensor.source), tensor.grad_fn
+        tensor.source, tensor.memory = lambda: whole, Memory()
+        tensor.memory.outdated = True
     return tensor.source()
+
+
+def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: Rows) -> Any:
+    """Call a function that writes to a padded tensor outside of the model. From then on it counts as a whole tensor.
+
+    Args:
+        func: The function of torch.
+        args: Its arguments.
+        kwargs: Its named arguments.
+        target: What it writes to.
+    """
+    if _changes_graph(func):
+        target.memory = Memory()
+    for made in [*(reference() for reference in target.memory.made), target]:
+        if made is not None:  # what was computed of it before stays as it was
+            whole = _from_source(made)
+            made.source = lambda whole=whole: whole
+    target.memory.made.clear()
+    result = func(*from_sources(args), **from_sources(kwargs))
+    target.memory.outdated = True
+    return result
+
+
+def _changes_graph(func: Any) -> bool:
+    """Whether a method writes to no memory, such as one that sets ``requires_grad``."""
+    return getattr(func, "__name__", "") in _OF_THE_GRAPH
+
+
+def check_history(func: Any, args: tuple[Any, ...], rows: Sequence[Rows]) -> None:
+    """Raise a ``RuntimeError`` if a function asks for a gradient at a padded tensor that has no place in the graph."""
+    asked = [args[1]] if func is torch.autograd.grad and len(args) > 1 else [args[0]] if func in _ASKS else []
+    ids = {id(one) for one in rows_in(asked)}
+    if any(id(one) in ids and one.known is None and one.needs_grad and not one.memory.outdated for one in rows):
+        raise RuntimeError(_ASKED)
+
+
+def rows_in(values: Any) -> Iterator[Rows]:
+    """Yield the rows among arguments."""
+    for value in values:
+        if isinstance(value, Rows):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from rows_in(value)
 
 
 def as_now(compute: Callable[[], Result], kind: str) -> Callable[[], Result]:

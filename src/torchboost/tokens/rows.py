@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -54,13 +55,15 @@ class Memory:
     Attributes:
         outdated: Whether a tensor wrote to it that has left since. The others lack what it wrote.
         copies: Tensors that would be views of it, and how often they had been written to.
+        made: Tensors that a function outside of the model has made of it.
     """
 
-    __slots__ = ("copies", "outdated")
+    __slots__ = ("copies", "made", "outdated")
 
     def __init__(self) -> None:
         self.outdated = False
         self.copies: list[tuple[Tensor, int]] = []
+        self.made: list[weakref.ref[Rows]] = []
 
     def copied(self, tensor: Tensor) -> None:
         """Note a tensor that would be a view of it."""
