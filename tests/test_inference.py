@@ -8,6 +8,7 @@ import io
 import pickle
 import pickletools
 import threading
+import time
 import warnings
 
 import pytest
@@ -26,6 +27,23 @@ from torchboost.core.torch_private import interceptor_of
 from torchboost.errors import NoEffectWarning
 from torchboost.graph.removed_norm import RemovedNorm
 from torchboost.inference import fast_copy
+
+FASTEST = inference.fastest
+
+
+@pytest.fixture(autouse=True)
+def _the_last_form_is_the_fastest(monkeypatch: pytest.MonkeyPatch):
+    """Which form is the fastest must not depend on how busy the machine is."""
+    monkeypatch.setattr(inference, "fastest", lambda forms, sample: list(forms)[-1])
+
+
+def test_forms_are_timed():
+    class Slow(nn.Linear):
+        def forward(self, input):
+            time.sleep(0.02)
+            return super().forward(input)
+
+    assert FASTEST({"slow": Slow(2, 2), "fast": nn.Linear(2, 2)}, torch.randn(1, 2)) == "fast"
 
 
 def trained(model: nn.Module, size: int = 16) -> nn.Module:

@@ -557,7 +557,16 @@ def test_levers_are_what_a_level_may_switch_and_the_user_did_not():
     plan = Plan.of("O1", facts=facts)
     names = {lever.name for lever in plan.levers}
     assert names == {
-        *("unpad", "sparse_head", "channels_last", "autocast", "matmul_precision", "fused_optimizer", "compile")
+        *(
+            "threads",
+            "unpad",
+            "sparse_head",
+            "channels_last",
+            "autocast",
+            "matmul_precision",
+            "fused_optimizer",
+            "compile",
+        )
     }
     asked = Plan.of("O1", {"extra": {"autocast": True}}, facts)
     assert {lever.name for lever in asked.levers} == names - {"autocast"}
@@ -585,3 +594,17 @@ def test_a_choice_switches_levers_and_keeps_the_rest():
     assert not any(dropped.name == "autocast" for dropped in made.dropped)
     with pytest.raises(ValueError, match="the levers of this plan are"):
         plan.chosen({"less_bn": (False, "")})
+
+
+def test_a_removed_setting_loads_at_its_default_and_is_refused_at_any_other_value():
+    scales = {"growth": 1.0006933874625807, "shrink": 0.7071067811865476, "window": 1, "hysteresis": 1}
+    for name, settings in (
+        ("loss_scale_group", scales),
+        ("adasum", {"on": "delta"}),
+        ("dim_reduce", {"patience": 100}),
+    ):
+        assert Plan.of("O0", {"extra": {name: settings}}, FAST)
+    for name, entry in REGISTRY.items():
+        for setting in entry.removed:
+            with pytest.raises(ConfigError, match=rf"{name}\.{setting}: found a removed setting"):
+                Plan.of("O0", {"extra": {name: {setting: 0.123}}}, FAST)

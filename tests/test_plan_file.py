@@ -62,6 +62,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "channels_last": {},
     "unpad": {"pairs": st.lists(st.tuples(st.text(max_size=5), st.text(max_size=5)), max_size=2)},
     "sparse_head": {},
+    "threads": {"count": st.none() | st.integers(1, 999)},
     "autocast": {"dtype": st.sampled_from(["bfloat16", "float16"])},
     "matmul_precision": {"precision": st.sampled_from(["high", "medium"])},
     "grad_freeze": {

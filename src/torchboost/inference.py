@@ -172,7 +172,7 @@ def _compare(fast: nn.Module, plain: nn.Module, sample: Arguments) -> bool | Non
 def fastest(forms: Mapping[str, nn.Module], sample: Any) -> str:
     """Return the name of the fastest form on a sample. The forms are timed in turns."""
     device = next((p.device for form in forms.values() for p in form.parameters()), torch.device("cpu"))
-    calls = {name: torch.inference_mode()(functools.partial(call, form, sample)) for name, form in forms.items()}
+    calls = {name: torch.no_grad()(functools.partial(call, form, sample)) for name, form in forms.items()}
     warmup = Warmup(least=2, window=1, limit=4, seconds=10)
     times = compare(calls, baselines=[], pairs=8, warmup=warmup, clock=Clock.of(device)).samples
     return min(times, key=lambda name: statistics.median(times[name]))

@@ -26,6 +26,7 @@ from torchboost.algorithms.less_bn import LessBn
 from torchboost.algorithms.loss_scale_group.algorithm import LossScaleGroup
 from torchboost.algorithms.matmul_precision import MatmulPrecision
 from torchboost.algorithms.sparse_head import SparseHead
+from torchboost.algorithms.threads import Threads
 from torchboost.algorithms.unpad import Unpad
 from torchboost.core.algorithm import Algorithm
 from torchboost.core.arguments import check_count, check_module
@@ -230,6 +231,10 @@ def _partial_unproven(facts: Facts) -> str | None:
     return f"its gain is not measured on {facts.device} yet; ask for it by its name in extra"
 
 
+def _threads_unproven(facts: Facts) -> str | None:
+    return "only a trial can tell which number of threads is faster; ask for one with extra.threads"
+
+
 def _tf32_unproven(facts: Facts) -> str | None:
     if facts.device != "cuda":
         return "TF32 is a precision of CUDA devices"
@@ -377,6 +382,12 @@ _ENTRIES = (
         lever=True,
     ),
     Entry(
+        algorithm=Threads,
+        summary="computes with another number of CPU threads",
+        unproven=_threads_unproven,
+        lever=True,
+    ),
+    Entry(
         algorithm=Unpad,
         summary="computes padded sequences without their padding",
         unproven=_partial_unproven,
@@ -436,11 +447,13 @@ _ENTRIES = (
         facts=MappingProxyType({"devices_per_node": "devices_per_node"}),
         unusable=_needs_nodes,
         in_no_level="it is not proven that it pays on today's recipes",
+        removed=MappingProxyType({"on": "delta"}),
     ),
     Entry(
         algorithm=LossScaleGroup,
         summary="scales the gradients of each group of modules separately, for float16",
         unusable=_scaled_by_the_trainer,
+        removed=MappingProxyType({"growth": 2.0 ** (1 / 1000), "shrink": 2.0**-0.5, "window": 1, "hysteresis": 1}),
     ),
 )
 
@@ -459,6 +472,7 @@ _ALONE = Entry(
     ),
     unusable=_stepped_by_the_trainer,
     in_no_level="it was not found to pay, see its card",
+    removed=MappingProxyType({"restart": False, "patience": 100, "tolerance": 0.01}),
     displaces=frozenset(entry.name for entry in _ENTRIES),
 )
 
@@ -468,7 +482,16 @@ REGISTRY: Mapping[str, Entry] = MappingProxyType({entry.name: entry for entry in
 _SYSTEM: dict[str, Mapping[str, Any]] = {
     name: {}
     for name in (
-        *("unpad", "sparse_head", "channels_last", "autocast", "matmul_precision", "fused_optimizer", "compile"),
+        *(
+            "threads",
+            "unpad",
+            "sparse_head",
+            "channels_last",
+            "autocast",
+            "matmul_precision",
+            "fused_optimizer",
+            "compile",
+        ),
     )
 }
 

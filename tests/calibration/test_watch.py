@@ -309,6 +309,24 @@ def test_a_block_in_time_is_not_disturbed_and_its_error_passes():
 
 
 @needs_alarm
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_of_the_user_on_its_way_out_of_a_block_is_not_lost(stop: type[BaseException]):
+    def slowly_stopped() -> None:
+        try:
+            raise stop
+        finally:
+            time.sleep(0.1)
+
+    with pytest.raises(stop), contextlib.suppress(TimeUp), time_limit(0.02):
+        slowly_stopped()
+    try:
+        raise stop
+    except stop:  # one that the program handles is not raised again
+        with pytest.raises(TimeUp), time_limit(0.02):
+            time.sleep(0.1)
+
+
+@needs_alarm
 def test_an_alarm_of_the_program_stays():
     rang = threading.Event()
     signal.signal(signal.SIGALRM, lambda *_: rang.set())

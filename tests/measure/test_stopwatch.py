@@ -5,9 +5,12 @@ from __future__ import annotations
 import gc
 import math
 import random
+import signal
 import subprocess
 import sys
+import time
 import types
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +20,7 @@ from pydantic import ValidationError
 
 from torchboost.measure import stopwatch
 from torchboost.measure.evidence import BenchReport, Contestant, Curve, Interval, Quality, Ratio
-from torchboost.measure.stopwatch import Clock, Warmup, compare, environment
+from torchboost.measure.stopwatch import Clock, Warmup, compare, environment, interrupts_kept
 
 QUIET = Warmup(least=0, limit=0)
 
@@ -276,3 +279,24 @@ def test_a_diverged_run_survives_json_and_unknown_fields_formats_and_changes_are
         BenchReport.model_validate(report().model_dump() | {"surprise": 1})
     with pytest.raises(ValidationError):
         BenchReport.model_validate(report().model_dump() | {"format": 2})
+
+
+def test_ctrl_c_inside_the_garbage_collector_is_not_lost():
+    class Part:
+        """Has a cycle, so that the collector frees it."""
+
+    @interrupts_kept()
+    def train() -> None:
+        gc.collect()
+        for _ in range(1000):
+            time.sleep(0.01)
+
+    part = Part()
+    part.itself = part  # pyright: ignore[reportAttributeAccessIssue]
+    watched = weakref.ref(part, lambda _: signal.raise_signal(signal.SIGINT))
+    del part
+    before = sys.unraisablehook
+    with pytest.raises(KeyboardInterrupt):
+        train()
+    assert watched() is None
+    assert sys.unraisablehook is before

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from torchboost.algorithms import unpad_forward
 from torchboost.tokens.call import NOTHING_READS, PartialForward
@@ -204,6 +205,49 @@ def test_attention_without_a_mask_sees_the_padding():
     live = compared(Encoder(padding=0), ids, labels=ids.masked_fill(ids == 0, -100))
     assert not live.calls
     assert "attention sees the padding" in live.remark
+
+
+class WithTarget(nn.Module):
+    """Masked sequences, and others whose padding is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.source, self.target = ByHand("add"), nn.Embedding(WORDS, WORDS, padding_idx=0)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, target: Tensor) -> Tensor:
+        return self.source(input_ids, attention_mask) + self.target(target).mean(1, keepdim=True)
+
+
+def test_a_guess_that_does_not_fit_is_taken_back_alone():
+    torch.manual_seed(0)
+    ids, mask = batch("right")
+    live = compared(WithTarget(), ids, mask.long(), ids[:, :5] * mask[:, :5], labels=ids.masked_fill(~mask, -100))
+    assert live.calls == 1
+    assert not live.remark
+
+
+def test_a_guess_does_not_end_calls_with_other_padding():
+    torch.manual_seed(0)
+    ids, mask = batch("right")
+    model, everything = WithTarget(), torch.ones_like(ids)
+    with unpad_forward(model) as live:
+        assert isinstance(live, PartialForward)
+        model(ids, everything, ids[:, :5])
+        assert not live.calls
+        model(ids, mask.long(), ids[:, :5])
+        assert live.calls == 1
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(reentrant: bool):
+    torch.manual_seed(0)
+    ids, mask = batch("right")
+    model: Any = ByHand("causal")
+    block, excluded = model.out.forward, model.excluded
+    model.out.forward = lambda x: checkpoint(block, x, use_reentrant=reentrant)
+    model.excluded = lambda scores, m: checkpoint(excluded, scores, m, use_reentrant=reentrant)
+    live = compared(model, ids, mask.long(), labels=ids.masked_fill(~mask, -100))
+    assert bool(live.calls) is not reentrant
 
 
 def test_labels_in_the_padding_are_computed():

@@ -391,3 +391,10 @@ def test_a_mask_that_changes_later_fills_nothing():
     mask += 1
     with pytest.raises(MissingRows):
         rows.sum()
+
+
+def test_what_is_written_to_a_detached_tensor_is_not_read_elsewhere():
+    rows = rows_of(torch.randn(2, 3, 4), MASK) * MASK[..., None]
+    rows.detach()[~MASK] = 3.0
+    with pytest.raises(MissingRows, match="a view of its argument was written to"):
+        rows.sum(1)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
+import signal
+import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -105,6 +109,22 @@ def test_every_interruption_leaves_a_report_that_is_resumed_without_repetition(t
         timeless = {"spent_seconds": 0.0, "environment": whole.environment}
         found, wanted = (one.model_copy(update=timeless).model_dump() for one in (report, whole))
         assert {key: value for key, value in found.items() if value != wanted[key]} == {}
+
+
+def test_ctrl_c_inside_the_garbage_collector_ends_a_tuning(tmp_path, fake, monkeypatch):
+    def collected(self: Fake, *_: Any) -> None:
+        part = Fake(steps=0)  # with a cycle
+        part.itself = part  # pyright: ignore[reportAttributeAccessIssue]
+        weakref.finalize(part, signal.raise_signal, signal.SIGINT)
+        del part
+        gc.collect()
+        for _ in range(1000):
+            time.sleep(0.01)
+
+    monkeypatch.setattr(fake, "__call__", collected)
+    with pytest.raises(KeyboardInterrupt):
+        tuned(tmp_path / "boost.json")
+    assert TuneReport.load(report_path(tmp_path / "boost.json")).state == "interrupted"
 
 
 @pytest.mark.usefixtures("fake")

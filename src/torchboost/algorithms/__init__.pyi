@@ -23,5 +23,7 @@ from .matmul_precision import MatmulPrecision as MatmulPrecision
 from .matmul_precision import lower_matmul_precision as lower_matmul_precision
 from .sparse_head import SparseHead as SparseHead
 from .sparse_head import sparse_head_forward as sparse_head_forward
+from .threads import Threads as Threads
+from .threads import compute_with_threads as compute_with_threads
 from .unpad import Unpad as Unpad
 from .unpad import unpad_forward as unpad_forward

@@ -20,7 +20,7 @@ from torchboost.bench.verdict import stock_of
 from torchboost.measure.evidence import AlgorithmRow, BenchReport, Contestant, Curve, Quality
 from torchboost.measure.machine import PeakMemory
 from torchboost.measure.statistics import SequentialTest
-from torchboost.measure.stopwatch import Clock, Progress, compare, environment
+from torchboost.measure.stopwatch import Clock, Progress, compare, environment, interrupts_kept
 
 __all__ = ["CONTESTANTS", "check_same", "run_bench"]
 
@@ -51,6 +51,7 @@ FEW_ROUNDS = "timed in fewer than six rounds: too few for a 95 % interval, the o
 ENVIRONMENT = ("torch", "torchboost", "processor", "instructions", "device", "threads")
 
 
+@interrupts_kept()
 def run_bench(
     factory: Factory,
     *,

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from torchboost.calibration.certificate import verified
 from torchboost.calibration.choice import Choice, Machine, Verdict, in_a_line
@@ -322,9 +322,16 @@ class Calibration:
 
         return replace(self, levers=tuple(map(fit, self.levers)), asked=tuple(map(fit, self.asked)))
 
-    def without_effect(self) -> Calibration:
-        """Return the same without those levers that change nothing, as the first call has shown."""
-        reasons = {lever.name: lever.without_effect for lever in self.levers if lever.without_effect}
+    def positions(self, passes: Passes) -> list[Tensor]:
+        """Return masks of the positions that the levers compute, if some do not compute all."""
+        partial = [a for a in (*self.levers, *self.asked) if type(a).positions is not Algorithm.positions]
+        return [mask for lever in partial if not lever.without_effect for mask in passes.shown_to(lever.positions)]
+
+    def without_effect(self, reduce: Reduce = list) -> Calibration:
+        """Return the same without those levers that change nothing, as the first call has shown on every rank."""
+        somewhere = reduce([float(not lever.without_effect) for lever in self.levers])
+        none = [lever for lever, some in zip(self.levers, somewhere, strict=True) if not some]
+        reasons = {lever.name: lever.without_effect for lever in none}
         return replace(self, fixed={**self.fixed, **reasons}, prior=self.prior - reasons.keys())
 
     def unchecked(self, choice: Choice, reason: str = "") -> Choice:
@@ -411,9 +418,9 @@ def _decided(
         if reduce([float(passes.snapshot.has_iterator)])[0]:
             return calibration.unchecked(choice or calibration.without_trial(_READ_ONCE), _READ_ONCE), calibration
         calibration = calibration.fitted(passes)
-        passes.unread = [m for a in (*calibration.levers, *calibration.asked) for m in a.positions(target.model, *call)]
+        passes.unread = calibration.positions(passes)
         if choice is None:
-            calibration = calibration.without_effect()
+            calibration = calibration.without_effect(reduce)
             choice = calibration.measure(target, passes, reduce)
             calibration = calibration.in_form(choice, device)
         return calibration.check(choice, target, passes, reduce), calibration

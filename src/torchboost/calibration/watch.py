@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -184,6 +185,7 @@ def time_limit(seconds: float) -> Iterator[None]:
         if running:
             raise TimeUp
 
+    outside = sys.exc_info()[1]
     restore, before = _modes(), signal.signal(signal.SIGALRM, interrupt)
     try:
         signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-6))
@@ -191,8 +193,13 @@ def time_limit(seconds: float) -> Iterator[None]:
             yield
         finally:
             running = False
-    except TimeUp:
+    except TimeUp as error:
         restore()
+        passed = error.__context__  # Ctrl-C on its way out of the block is not lost if the time is over meanwhile
+        while passed not in (None, outside):
+            if isinstance(passed, (KeyboardInterrupt, SystemExit)):
+                raise passed from None
+            passed = passed.__context__
         raise
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

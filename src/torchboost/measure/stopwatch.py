@@ -8,7 +8,10 @@ import math
 import os
 import platform
 import random
+import signal
 import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,6 +37,7 @@ __all__ = [
     "compare",
     "device_name",
     "environment",
+    "interrupts_kept",
     "package_version",
     "processor_name",
 ]
@@ -302,6 +306,28 @@ def collector_off() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+@contextmanager
+def interrupts_kept() -> Iterator[None]:
+    """Repeat a Ctrl-C that came in a callback of the garbage collector, where Python prints it and continues.
+
+    One that comes at any moment of ``gc.collect()`` is raised in the next callback of a weak reference.
+    """
+    before = sys.unraisablehook
+
+    def repeat(unraisable: Any) -> None:
+        if issubclass(unraisable.exc_type, KeyboardInterrupt):
+            # At once, it would be dropped in here too.
+            threading.Timer(0.05, signal.raise_signal, [signal.SIGINT]).start()
+        else:
+            before(unraisable)
+
+    sys.unraisablehook = repeat
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 def _commit(root: Path) -> str:

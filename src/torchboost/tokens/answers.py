@@ -10,8 +10,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torchboost.core.forward import with_tensors
-from torchboost.core.torch_private import functions_of_subclasses_off, is_view, untraced
-from torchboost.tokens.history import check_history, derived, from_sources, has_passed_autograd, rows_in, written
+from torchboost.core.torch_private import functions_of_subclasses_off, untraced
+from torchboost.tokens.history import (
+    WRITTEN,
+    check_history,
+    derived,
+    from_sources,
+    has_passed_autograd,
+    rows_in,
+    written,
+)
 from torchboost.tokens.rows import MissingRows, Rows
 
 __all__ = ["Answer", "Answering", "first", "functions", "getter", "rows_in"]
@@ -54,9 +62,11 @@ def _answered(cls: type[Answering], func: Any, types: Any, args: tuple[Any, ...]
             return func(*args, **kwargs)
         rows = [*rows_in((*args, *kwargs.values()))]
         sources = [one.source for one in rows]
-        if None not in sources:
+        if None not in sources and rows:
+            if any(one.memory.copy_written for one in rows):
+                raise RuntimeError(WRITTEN)
             if func in _PLACES and not any(one.memory.outdated for one in rows):
-                return func(*args, **kwargs)
+                return None if func is _GRADIENT else func(*args, **kwargs)
             check_history(func, args, rows)
             target = _target(func, args, kwargs)
             if target is not None:
@@ -68,19 +78,25 @@ def _answered(cls: type[Answering], func: Any, types: Any, args: tuple[Any, ...]
                 one.check()
             if None in sources and not torch.is_grad_enabled() and any(one.needs_grad for one in rows):
                 raise MissingRows("it computes without gradients")
-            kinds = [kind for kind in types if issubclass(kind, Answering)]
-            kind = cls if len(kinds) < 2 else max(kinds, key=lambda one: one.precedence)
-            result = _answer(kind.answers, func, args, kwargs, rows)
+            result = _answer(_answering(cls, types).answers, func, args, kwargs, rows)
         except MissingRows as reason:
             if None in sources:
                 owners = [one.positions.owner for one in rows if one.source is None]
                 raise MissingRows(f"{_name(func)}: {reason}", owners) from None
             return func(*from_sources(args), **from_sources(kwargs))
         if None not in sources:
-            for one in rows_in(result if isinstance(result, (tuple, list)) else (result,)):
-                if one.source is None:
-                    derived(one, func, args, kwargs)
+            parts = result if isinstance(result, (tuple, list)) else (result,)
+            for place, one in enumerate(parts):
+                if isinstance(one, Rows) and one.source is None:
+                    derived(one, (func, args, kwargs), place if parts is result else None)
         return result
+
+
+def _answering(kind: type[Answering], types: Any) -> type[Answering]:
+    """Return the class that answers a call."""
+    if len(types) > 1:
+        return max((one for one in types if issubclass(one, Answering)), key=lambda one: one.precedence)
+    return kind
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -106,25 +122,31 @@ def _answer(
         except MissingRows:
             if all(one.filled() is None and not one.positions.complete for one in rows):
                 raise
-    if args and isinstance(args[0], Rows) and (_writes(func) or kwargs.get("inplace")):
+    if args and isinstance(args[0], Rows) and _writes(func, kwargs):
         raise MissingRows("it writes to its argument")  # a whole tensor would be another one
     args, kwargs = with_tensors(args, _whole), with_tensors(kwargs, _whole)
     result = func(*args, **kwargs)
     for part in result if isinstance(result, (tuple, list)) else (result,):
-        if isinstance(part, Tensor) and (is_view(part) or any(part is arg for arg in args)):
+        if isinstance(part, Tensor) and any(_in_one_memory(part, arg) for arg in args):
             for one in rows:
                 one.memory.copied(part)
     return result
 
 
-def _writes(func: Any) -> bool:
+def _in_one_memory(one: Tensor, two: Any) -> bool:
+    return isinstance(two, Tensor) and one.untyped_storage().data_ptr() == two.untyped_storage().data_ptr()
+
+
+def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
     name = _name(func)
-    return name in _WRITING or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
+    if kwargs.get("inplace") or name in _WRITING:
+        return True
+    return name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
 
 
 def _target(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows | None:
     """Return the rows that a function writes to, if any."""
-    writes = _writes(func) or _name(func) == "requires_grad_" or kwargs.get("inplace")
+    writes = _writes(func, kwargs) or _name(func) == "requires_grad_"
     target = args[0] if args and writes else kwargs.get("out")
     return target if isinstance(target, Rows) else None
 
@@ -152,8 +174,9 @@ _METADATA = frozenset(
     + functions("size", "dim", "numel", "is_floating_point", "is_complex", "element_size", "get_device", "nelement")
     + [Tensor.__len__, Tensor.__hash__]
 )
-_PLACES = frozenset({getter("grad_fn"), getter("requires_grad")})
-"""Where a tensor stands in the graph of autograd. This is known once it has left the model."""
+_GRADIENT = getter("grad")
+_PLACES = frozenset({getter("grad_fn"), getter("requires_grad"), _GRADIENT})
+"""Where a tensor stands in the graph of autograd. This is known once it has left the model: it is no leaf."""
 _WITHOUT_GRADIENT = frozenset(functions("argmax", "argmin", "eq", "ne", "__eq__", "__ne__", "detach"))
 _WRITING = frozenset({"__setitem__", "__set__", "__delete__", "backward", "retain_grad", "register_hook"}) | {
     f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift")

@@ -5,6 +5,7 @@ Such are DDP, which looks for parameters without a gradient, and subclasses of `
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ from torchboost.core.torch_private import functions_of_subclasses_off
 from torchboost.tokens.rows import Memory, MissingRows, Rows
 
 __all__ = [
+    "WRITTEN",
     "as_now",
     "check_history",
     "derived",
@@ -39,6 +41,9 @@ _UNKNOWN = (
     f"torch.autograd.Function, or from DDP with find_unused_parameters or static_graph. {_ONLY}"
 )
 _ASKED = f"a gradient or a hook is asked for at an output of a model with unpad or sparse_head. {_ONLY}"
+WRITTEN = (
+    "an output of the model was written to in place after it was read; write to a copy, such as outputs.logits.clone()"
+)
 _OF_THE_GRAPH = frozenset({"__set__", "__delete__", "backward", "retain_grad", "register_hook", "requires_grad_"})
 _ASKS = frozenset({Tensor.register_hook, Tensor.retain_grad})
 
@@ -63,19 +68,24 @@ def in_the_graph(rows: Rows) -> None:
         rows.node = rows.grad_fn
 
 
-def derived(rows: Rows, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def derived(rows: Rows, call: tuple[Any, tuple[Any, ...], dict[str, Any]], place: int | None) -> None:
     """Let rows that a function made of rows outside of the model lead to the whole tensor.
 
     Args:
         rows: Changed in place.
-        func: The function of torch.
-        args: Its arguments.
-        kwargs: Its named arguments.
+        call: The function of torch and its arguments.
+        place: Of the tensor in the result; None if it is the result.
     """
-    rows.source = as_now(lambda: func(*from_sources(args), **from_sources(kwargs)), rows.device.type)
+    func, args, kwargs = call
+
+    def part(result: Any) -> Tensor:
+        return result if place is None else result[place]
+
+    whole = as_now(lambda: part(func(*from_sources(args), **from_sources(kwargs))), rows.device.type)
+    rows.source = functools.cache(whole)  # always the same tensor
     known = with_tensors((args, kwargs), _known)
     if not any(isinstance(one, Rows) for one in tensors_in(known)):
-        rows.known = func(*known[0], **known[1])
+        rows.known = part(func(*known[0], **known[1]))
     for parent in rows_in((*args, *kwargs.values())):
         if parent.memory is not rows.memory:
             parent.memory.made.append(weakref.ref(rows))
@@ -121,7 +131,9 @@ def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: Ro
         kwargs: Its named arguments.
         target: What it writes to.
     """
-    if _changes_graph(func):
+    if target.memory.copies:
+        raise RuntimeError(WRITTEN)
+    if getattr(func, "__name__", "") in _OF_THE_GRAPH:  # such as one that sets requires_grad: it writes to no memory
         target.memory = Memory()
     for made in [*(reference() for reference in target.memory.made), target]:
         if made is not None:  # what was computed of it before stays as it was
@@ -130,12 +142,7 @@ def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: Ro
     target.memory.made.clear()
     result = func(*from_sources(args), **from_sources(kwargs))
     target.memory.outdated = True
-    return result
-
-
-def _changes_graph(func: Any) -> bool:
-    """Whether a method writes to no memory, such as one that sets ``requires_grad``."""
-    return getattr(func, "__name__", "") in _OF_THE_GRAPH
+    return target if result is _from_source(target) else result
 
 
 def check_history(func: Any, args: tuple[Any, ...], rows: Sequence[Rows]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -12,6 +13,7 @@ from torch import Tensor
 from torchboost.tokens.answers import Answer, Answering, first, functions, getter, rows_in
 from torchboost.tokens.attention import scaled_dot_product_attention
 from torchboost.tokens.einsum import einsum_of_rows
+from torchboost.tokens.joined import joined
 from torchboost.tokens.losses import cross_entropy, nll_loss
 from torchboost.tokens.multihead import multi_head_attention_forward
 from torchboost.tokens.rows import FLAT, Fill, MissingRows, Rows, in_this_precision, known, numbered
@@ -30,7 +32,7 @@ def _alone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _alone_in_place(func, args, kwargs)
     result = x.then(lambda rows: func(rows, *rest, **kwargs))
     result.fill = _fill_of_entries(func, x, args, kwargs)
-    return result
+    return result.sharing(x) if func in _DETACHING else result
 
 
 def _alone_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -221,7 +223,12 @@ def _sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
 
 
 def _reshape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return reshape(first(args), _sizes(args, kwargs))
+    x, sizes = first(args), _sizes(args, kwargs)
+    if len(sizes) == 3 and x.ndim == 4:
+        with contextlib.suppress(MissingRows, IndexError):
+            return reshape(x, sizes)
+        return joined(x, sizes)
+    return reshape(x, sizes)
 
 
 def _flatten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -375,6 +382,8 @@ def _nll_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return nll_loss(*args, **kwargs)
 
 
+_DETACHING = frozenset(functions("detach"))
+"""Its result has the same memory, and torch does not count it as a view."""
 _PRODUCTS = frozenset(functions("mul", "multiply", "logical_and", "bitwise_and", "__and__", "__mul__", "__rmul__"))
 _NAMES: Mapping[Answer, str] = {
     _alone: (

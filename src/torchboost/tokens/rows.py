@@ -69,6 +69,11 @@ class Memory:
         """Note a tensor that would be a view of it."""
         self.copies.append((tensor, version(tensor)))
 
+    @property
+    def copy_written(self) -> bool:
+        """Whether a copy was written to, which the rows lack."""
+        return bool(self.copies) and any(version(copy) != then for copy, then in self.copies)
+
 
 class Rows(Tensor):
     """The rows of some positions of a padded tensor. It has the shape of that tensor and no memory of its own.
@@ -109,8 +114,9 @@ class Rows(Tensor):
         fill: Fill = None,
     ) -> Rows:
         """Make a tensor without memory."""
-        if base.requires_grad and not torch.is_grad_enabled():
-            base = base.detach()
+        if not torch.is_grad_enabled():
+            base = base.detach() if base.requires_grad else base
+            later = tuple(map(_without_gradient, later))
         features = [dim for dim in dims if dim >= 0]
         if features != sorted(features):
             base, dims = base.permute(0, *(dim + 1 for dim in features)), numbered(dims)
@@ -181,8 +187,7 @@ class Rows(Tensor):
 
     def check(self) -> None:
         """Raise :class:`MissingRows` if a view of the padded tensor was written to, which these rows may lack."""
-        memory = self.memory
-        if memory.outdated or (memory.copies and any(version(copy) != then for copy, then in memory.copies)):
+        if self.memory.outdated or self.memory.copy_written:
             raise MissingRows("a view of its argument was written to")
 
     def write(self) -> None:
@@ -265,6 +270,14 @@ class Rows(Tensor):
 def known(fill: Fill) -> float | bool | None:
     """Return what a fill is."""
     return fill() if callable(fill) else fill
+
+
+def _without_gradient(function: RowFunction) -> RowFunction:
+    def compute(rows: Tensor) -> Tensor:
+        with torch.no_grad():
+            return function(rows)
+
+    return compute
 
 
 def numbered(dims: Sequence[int]) -> tuple[int, ...]:

@@ -176,9 +176,13 @@ class Scores(Answering):
 
     def replace(self, other: Scores) -> Scores:
         """Become other scores, as a function does that writes to its argument."""
-        if other.dtype != self.dtype or other.shape != self.shape:
-            raise MissingRows("it writes another precision or shape")
+        if other.shape != self.shape:
+            raise MissingRows("it writes another shape")
         self.write()
+        if other.dtype != self.dtype:
+            other = Scores(
+                [block.to(self.dtype) for block in other.blocks], other.queries, other.keys, other.kind, **other.state
+            )
         self.blocks, self.most, self.zero, self.masks = other.blocks, other.most, other.zero, other.masks
         self.base, self.needs_grad = other.base, other.needs_grad
         return self
@@ -286,6 +290,14 @@ def _scaled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return x.each(lambda block: compute(block, factor), most=most, zero=x.zero)
 
 
+def _raised(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The larger one of each score and a number."""
+    x, other, compute = _sides(func, args, kwargs)
+    least = _value(other)
+    most = None if x.most is None else max(x.most, least)
+    return x.each(lambda block: compute(block, other), most=most, zero=x.zero and least <= 0)
+
+
 def _added(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Sums and differences."""
     x, other, compute = _sides(func, args, kwargs)
@@ -374,6 +386,13 @@ def _type_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _same(torch.Tensor.to, (x, other.dtype), {})
 
 
+def _expand_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    mask, x = args
+    if isinstance(mask, Rows):
+        raise MissingRows("it repeats positions")
+    return mask.expand(x.shape)
+
+
 def _in_place(answer: Answer, plain: Any) -> Answer:
     def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return first(args).replace(answer(plain, args, kwargs))
@@ -389,6 +408,7 @@ _NAMES: Mapping[Answer, str] = {
     _dropout: "dropout",
     _scaled: "mul multiply div divide true_divide __mul__ __rmul__ __truediv__",
     _added: "add sub subtract __add__ __radd__ __sub__",
+    _raised: "maximum max",
     _masked_fill: "masked_fill",
     _where: "where",
     _softmax: "softmax",
@@ -397,6 +417,7 @@ _NAMES: Mapping[Answer, str] = {
     _einsum: "einsum",
     _getitem: "__getitem__",
     _type_as: "type_as",
+    _expand_as: "expand_as",
 }
 _IN_PLACE: Mapping[str, tuple[Answer, Any]] = {
     "mul_ __imul__": (_scaled, torch.mul),

@@ -16,7 +16,7 @@ from torchboost.bench.factory import count_of, made_by, source_of
 from torchboost.core.arguments import check_count, check_number, is_number, seconds_of
 from torchboost.distributed.topology import Topology
 from torchboost.errors import FactoryError, IncompatibleError
-from torchboost.measure.stopwatch import Progress, environment
+from torchboost.measure.stopwatch import Progress, environment, interrupts_kept
 from torchboost.plan import Plan
 from torchboost.registry import Facts
 from torchboost.tuning.race import Race
@@ -200,6 +200,7 @@ class _Session:
         check_same(path, saved, now, names, "was made with")
         self.report = saved.model_copy(update={"budget_seconds": now.budget_seconds, "state": "running", "whole": []})
 
+    @interrupts_kept()
     def run(self, extras: Mapping[str, Mapping[str, Any]] | None) -> TuneReport:
         findings = self._findings(extras)
         training = Training(

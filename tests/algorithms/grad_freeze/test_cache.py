@@ -349,6 +349,20 @@ def test_arguments_that_are_no_positional_tensors_run_the_plain_forward() -> Non
     assert (fast.report().note, fast.report().rows, fast.report().hit_rate) == ("", 4, 0.5)
 
 
+def test_calls_with_more_or_fewer_tensors_run_the_plain_forward() -> None:
+    def run(n: Net, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        return n.b(n.a(x) if scale is None else n.a(x) * scale)
+
+    x, scales = torch.randn(4, 4), torch.rand(4, 1)
+    for first, second in (((x,), (x, scales)), ((x, scales), (x,)), ((x, scales), (x, torch.tensor(2.0)))):
+        model = Net(run)
+        expected = model(*first), model(*second)
+        fast = with_rows(model)
+        for _ in range(2):
+            assert torch.equal(named(fast, *first), expected[0])
+            assert torch.equal(named(fast, *second), expected[1])
+
+
 def test_rows_come_back_as_copies_in_their_types_and_layout() -> None:
     def run(n: Net, x: Tensor) -> Tensor:
         image = (n.a(x)[:, :, None, None] + torch.ones(1, 4, 3, 3)).contiguous(memory_format=torch.channels_last)

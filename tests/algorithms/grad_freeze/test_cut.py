@@ -6,6 +6,7 @@ import copy
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,10 @@ def drops_layers(n: Net, x: Tensor) -> Tensor:
 
 def drops_layers_in_python(n: Net, x: Tensor) -> Tensor:
     return n.a(x) if random.random() < 0.5 else x
+
+
+def draws_by_numpy(n: Net, x: Tensor) -> Tensor:
+    return n.b(n.a(x) + float(np.random.rand()))
 
 
 def stops_gradients(n: Net, x: Tensor) -> Tensor:
@@ -60,6 +65,7 @@ UNTRACED = [
     (branches, "TraceError"),
     (drops_layers, "random numbers"),
     (drops_layers_in_python, "random numbers"),
+    (draws_by_numpy, "random numbers"),
     (stops_gradients, "switches gradients or autocast"),
     (lowers_precision, "switches gradients or autocast"),
     (counts_in_place, r"sets attributes of its modules \(shift\)"),
@@ -188,6 +194,17 @@ def view_of_the_input_written(n: Net, x: Tensor) -> Tensor:
     return n.b(h) + view.add_(n.b(h)) + x
 
 
+def view_of_the_input_written_after_its_last_use(n: Net, x: Tensor) -> Tensor:
+    view = x[:, :4]
+    view.mul_(2)
+    return n.b(n.a(view))
+
+
+def halves_of_channels(n: Net, x: Tensor) -> Tensor:
+    left, right = n.a(x).chunk(2, 1)
+    return n.b(n.a2(torch.cat([right, left], 1)))
+
+
 def shape_changed_in_place(n: Net, x: Tensor) -> Tensor:
     h = n.a(x)
     dimensions = h.dim()
@@ -198,6 +215,8 @@ def shape_changed_in_place(n: Net, x: Tensor) -> Tensor:
 FORWARDS = [
     (shape_changed_in_place, {"a"}),
     (view_of_the_input_written, set()),
+    (view_of_the_input_written_after_its_last_use, set()),
+    (halves_of_channels, {"a2"}),
     (plain, {"relu_1"}),
     (residual_in_place, {"relu_1"}),
     (border_written_after_it_is_read, {"a"}),

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from operator import is_
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
 from torchboost.core.algorithm import Attachment
-from torchboost.core.forward import cover_forward, own_forward
+from torchboost.core.forward import cover_forward, own_forward, tensors_in
 from torchboost.core.torch_private import buffer_slots, is_traced_constant, module_hooks, versions
 from torchboost.core.wrapping import wrapper_of
 from torchboost.errors import IncompatibleError
@@ -83,7 +84,8 @@ class FastPrefix(Attachment):
     a sample is the same tensor in every epoch: no random augmentation.
 
     The forward runs unchanged in eval mode, with inputs that require gradients, with arguments that are not positional
-    tensors, for samples of another shape or type than the first ones, or if no frozen part comes first.
+    tensors, for another number of them than at first, for samples of another shape or type than the first ones, or if
+    no frozen part comes first.
 
     A parameter with ``requires_grad=False`` counts as frozen. Before each forward the model is compared with its last
     state: flags, the attributes of all modules (parameters, buffers, submodules and hooks among them), and versions and
@@ -276,7 +278,7 @@ class _Halves:
         tensors: tuple[Tensor, ...],
     ) -> None:
         self.prefix, self.suffix, self.names, self._inputs = prefix, suffix, names, inputs
-        self._kinds = self._kinds_of(tensors)
+        self._count, self._kinds = len(tensors), self._kinds_of(tensors)
         self.orders: list[list[int]] = []
         self.devices: list[torch.device] = []
 
@@ -286,8 +288,10 @@ class _Halves:
         return [*self.prefix.parameters(), *self.prefix.buffers()]
 
     def accepts(self, tensors: tuple[Tensor, ...], count: int) -> bool:
-        """Whether the prefix reads one row per sample, of the kind that it was built for."""
-        return all(len(tensors[at]) == count for at in self._inputs) and self._kinds_of(tensors) == self._kinds
+        """Whether the call has as many tensors as the first one, and one row per sample of the kinds that are read."""
+        if len(tensors) != self._count or any(tensors[at].shape[:1] != (count,) for at in self._inputs):
+            return False
+        return self._kinds_of(tensors) == self._kinds
 
     def _kinds_of(self, tensors: tuple[Tensor, ...]) -> list[Any]:
         read = [tensors[at] for at in self._inputs]
@@ -396,10 +400,13 @@ class _Front(fx.Interpreter):
         self.activations: dict[fx.Node, None] = {}
         self._trains = dict(zip(module.graph.nodes, trains, strict=True))
         self._devices, self._ended = accelerators((*tensors, *module.parameters())), False
+        self._derived: set[fx.Node] = set()
         buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-        self._buffers = [buffer for buffer, _ in buffers]
+        inputs = [tensor.clone() for tensor in tensors]
+        # The interpreter drops values after their last use, and a view of them may be written to later.
+        self._kept = [*(buffer for buffer, _ in buffers), *inputs]
         with torch.no_grad(), generators_kept(self._devices):
-            self.run(*(tensor.clone() for tensor in tensors))
+            self.run(*inputs)
         for buffer, value in buffers:
             if not torch.equal(buffer, value):
                 buffer.copy_(value)
@@ -413,16 +420,18 @@ class _Front(fx.Interpreter):
         self._ended = self._state() != before
         if not self._ended:
             self.nodes[n] = None
-            sources = n.all_input_nodes
-            if isinstance(value, Tensor) and any(s in self.activations or s.op == "placeholder" for s in sources):
-                self.activations[n] = None
+            derived = any(source in self._derived or source.op == "placeholder" for source in n.all_input_nodes)
+            if derived and tensors_in(value):  # a chunk and a recurrent layer return a tuple
+                self._derived.add(n)
+                if isinstance(value, Tensor):
+                    self.activations[n] = None
         return value
 
     def _state(self) -> tuple[Any, ...]:
         values = {node: value for node, value in self.env.items() if isinstance(value, Tensor)}
         others = [value for node, value in values.items() if node not in self.activations]
         shapes = [value.shape for value in values.values()]
-        return _random_state(self._devices), versions([*self._buffers, *others]), shapes
+        return _random_state(self._devices), versions([*self._kept, *others]), shapes
 
 
 def _trains(node: fx.Node, targets: dict[str, Any]) -> bool:
@@ -457,7 +466,13 @@ def _is_opaque(module: nn.Module) -> bool:
 
 
 def _random_state(devices: Sequence[torch.device]) -> tuple[Any, ...]:
-    return random.getstate(), *(state.numpy().tobytes() for state in generator_states(devices))
+    numpy: Any = np.random.get_state()
+    return (
+        random.getstate(),
+        numpy[1].tobytes(),
+        numpy[2],
+        *(state.numpy().tobytes() for state in generator_states(devices)),
+    )
 
 
 def _mode() -> tuple[Any, ...]:

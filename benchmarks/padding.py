@@ -1,0 +1,191 @@
+"""Claim: on padded batches O1 is faster than the best loop by hand, and where nothing is padded it costs nothing.
+
+Five tasks of fine-tuning and pretraining, each at three sizes, on models of transformers with random weights. Batches
+have 128 tokens, padded to this width; lengths are log-normal. Each contestant trains a copy of the model on the same
+batches in turn. The loops by hand are: batches padded to the longest sequence, autocast in bfloat16 and a fused
+optimizer; and the compiled model with the same. ``longest`` stands for O1 on batches padded to the longest sequence.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from options import Options, parser, run, timed_contestants
+from torch import Tensor, nn
+
+import torchboost
+from torchboost.measure.evidence import BenchReport
+from torchboost.measure.stopwatch import compare, environment
+
+WIDTH, BATCHES, WORDS, CLASSES = 128, 4, 16_000, 4
+SIZES = {"small": (128, 2, 32), "middle": (256, 4, 16), "large": (512, 6, 8)}
+"""Width of the model, layers, and sequences of a batch."""
+STEPS = 20_000
+"""Length of the run that O1 is told."""
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained.
+
+    Args:
+        model: Makes it from its width and layers.
+        labels: Makes the labels of a batch.
+        padded: Whether sequences are shorter than the width.
+    """
+
+    model: Callable[[int, int], Any]
+    labels: Callable[[Batch, torch.Generator], Tensor]
+    padded: bool = True
+
+
+def body(width: int, layers: int) -> dict[str, int]:
+    return {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": width // 32, "vocab_size": WORDS}
+
+
+def decoder(width: int, layers: int) -> Any:
+    config = transformers.LlamaConfig(**body(width, layers), intermediate_size=int(2.7 * width))
+    return transformers.LlamaForCausalLM(config)
+
+
+def encoder(kind: str, width: int, layers: int) -> Any:
+    config = transformers.BertConfig(**body(width, layers), intermediate_size=4 * width, num_labels=CLASSES)
+    return getattr(transformers, kind)(config)
+
+
+def translator(width: int, layers: int) -> Any:
+    config = transformers.BartConfig(
+        **{"d_model": width, "vocab_size": WORDS, "encoder_layers": layers, "decoder_layers": layers},
+        **{"encoder_attention_heads": width // 32, "decoder_attention_heads": width // 32},
+        **{"encoder_ffn_dim": 4 * width, "decoder_ffn_dim": 4 * width},
+    )
+    return transformers.BartForConditionalGeneration(config)
+
+
+def classes(batch: Batch, generator: torch.Generator) -> Tensor:
+    return torch.randint(0, CLASSES, (len(batch["input_ids"]),), generator=generator)
+
+
+def answers(batch: Batch, generator: torch.Generator) -> Tensor:
+    """Label the second half of each sequence, as if the first one were the prompt."""
+    lengths = batch["attention_mask"].sum(1, keepdim=True)
+    prompt = torch.arange(WIDTH) < lengths // 2
+    return batch["input_ids"].masked_fill(prompt | (batch["attention_mask"] == 0), -100)
+
+
+def masked(batch: Batch, generator: torch.Generator) -> Tensor:
+    kept = torch.rand(batch["input_ids"].shape, generator=generator) < 0.15
+    return batch["input_ids"].masked_fill(~kept | (batch["attention_mask"] == 0), -100)
+
+
+def summaries(batch: Batch, generator: torch.Generator) -> Tensor:
+    lengths = (batch["attention_mask"].sum(1, keepdim=True) // 3).clamp(min=4)
+    words = torch.randint(5, WORDS, (len(lengths), 48), generator=generator)
+    return words.masked_fill(torch.arange(48) >= lengths, -100)
+
+
+def everything(batch: Batch, generator: torch.Generator) -> Tensor:
+    return batch["input_ids"]
+
+
+TASKS = {
+    "classification": Task(functools.partial(encoder, "BertForSequenceClassification"), classes),
+    "instructions": Task(decoder, answers),
+    "masked words": Task(functools.partial(encoder, "BertForMaskedLM"), masked),
+    "summaries": Task(translator, summaries),
+    "packed pretraining": Task(decoder, everything, padded=False),
+}
+
+
+def batches(task: Task, count: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for _ in range(BATCHES):
+        lengths = torch.full((count,), WIDTH)
+        if task.padded:
+            lengths = (torch.randn(count, generator=generator) * 0.5 + 3.6).exp().long().clamp(8, WIDTH)
+        mask = (torch.arange(WIDTH) < lengths[:, None]).long()
+        ids = torch.randint(5, WORDS, mask.shape, generator=generator) * mask
+        batch = {"input_ids": ids, "attention_mask": mask}
+        made.append({**batch, "labels": task.labels(batch, generator)})
+    return made
+
+
+def to_the_longest(batch: Batch) -> Batch:
+    width = int(batch["attention_mask"].sum(1).max())
+    return {name: rows[:, :width] if rows.shape[1:] == (WIDTH,) else rows for name, rows in batch.items()}
+
+
+def by_hand(model: nn.Module, *, half: bool, fused: bool) -> tuple[Callable[..., Any], torch.optim.Optimizer, Any]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=fused)
+    return model, optimizer, functools.partial(torch.autocast, "cpu", torch.bfloat16) if half else nullcontext
+
+
+def stepper(call: Callable[..., Any], optimizer: torch.optim.Optimizer, context: Any, data: list[Batch]) -> Any:
+    turns: Iterator[Batch] = cycle(data)
+
+    def step() -> None:
+        with context():
+            loss = call(**next(turns)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def contestants(model: nn.Module, data: list[Batch], *, compiles: bool) -> Mapping[str, Any]:
+    longest = [to_the_longest(batch) for batch in data]
+    ways: dict[str, Any] = {"stock": stepper(*by_hand(copy.deepcopy(model), half=False, fused=False), data)}
+    ways["by hand"] = stepper(*by_hand(copy.deepcopy(model), half=True, fused=True), longest)
+    if compiles:
+        compiled, optimizer, context = by_hand(copy.deepcopy(model), half=True, fused=True)
+        ways["by hand, compiled"] = stepper(torch.compile(compiled), optimizer, context, data)
+    for name, each in (("O1", data), ("O1, longest", longest)):
+        network, optimizer, context = by_hand(copy.deepcopy(model), half=False, fused=False)
+        boosted = torchboost.boost(network, optimizer, level="O1", total_steps=STEPS)
+        ways[name] = stepper(boosted.model, boosted.optimizer, context, each)
+    return ways
+
+
+def measure(options: Options, task_name: str, size: str) -> Path:
+    task, (width, layers, count) = TASKS[task_name], SIZES[size]
+    torch.manual_seed(0)
+    model = task.model(width, layers).train()
+    data = batches(task, 4 if options.smoke else count)
+    ways = contestants(model, data, compiles=not options.smoke)
+    pairs = 2 if options.smoke else 12
+    found = compare(ways, baselines=["stock"], pairs=pairs, calls=BATCHES, progress=options.progress)
+    empty = 1 - sum(float(batch["attention_mask"].float().mean()) for batch in data) / len(data)
+    report = BenchReport(
+        title=f"{task_name}, {width} x {layers}, {empty:.0%} padding",
+        workload="padding",
+        model=type(model).__name__,
+        parameters=sum(p.numel() for p in model.parameters()),
+        batch=count,
+        metric_name="none",
+        environment=environment(),
+        contestants=timed_contestants(found, ways, "stock"),
+    )
+    return report.save(options.file("padding", f"{task_name}-{size}".replace(" ", "-")))
+
+
+def measure_all(options: Options) -> list[Path]:
+    warnings.filterwarnings("ignore")
+    return [measure(options, task, size) for task in TASKS for size in (["small"] if options.smoke else SIZES)]
+
+
+if __name__ == "__main__":
+    run([measure_all], parser(__doc__).parse_args())
