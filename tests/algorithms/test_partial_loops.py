@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.algorithms.test_partial_calls import BATCH, LENGTH, WORDS, batch, decoder, encoder, gradients
+from torchboost import boost
 from torchboost.algorithms import sparse_head_forward, unpad_forward
 
 Loop = Callable[[Any, dict[str, Tensor]], Tensor]
@@ -148,7 +150,9 @@ def loss_in_a_checkpoint(model: Any, inputs: dict[str, Tensor]) -> Tensor:
 
 
 def compiled_loss(model: Any, inputs: dict[str, Tensor]) -> Tensor:
-    return torch.compile(cross_entropy, backend="eager")(logits_of(model, inputs), inputs)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The .grad attribute")  # the compiler reads it
+        return torch.compile(cross_entropy, backend="eager")(logits_of(model, inputs), inputs)
 
 
 def backward_of_logits(model: Any, inputs: dict[str, Tensor]) -> Tensor:
@@ -276,7 +280,8 @@ def test_a_call_that_is_repeated_leaves_buffers_as_one_call_does():
 
     model, inputs = Counting().train(), batch()
     del inputs["labels"]
-    with unpad_forward(model) as live:
+    live: Any = unpad_forward(model)
+    with live:
         for _ in range(3):
             model(**inputs)
         assert "conv1d" in live.remark
@@ -286,7 +291,8 @@ def test_a_call_that_is_repeated_leaves_buffers_as_one_call_does():
 def test_a_checkpoint_of_the_whole_model_computes_everything_twice():
     torch.manual_seed(0)
     model, inputs = encoder(), batch()
-    with unpad_forward(model) as live:
+    live: Any = unpad_forward(model)
+    with live:
         model(**inputs)
         for reentrant in (False, True):
             wanted = torch.ones(1, requires_grad=True)
@@ -312,7 +318,56 @@ def test_what_is_read_outside_of_autocast_was_computed_inside():
 def test_a_decoder_in_mixed_precision_is_computed_without_padding():
     torch.manual_seed(0)
     model, inputs = decoder(), batch()
-    with unpad_forward(model) as live, torch.autocast("cpu", torch.bfloat16):
+    live: Any = unpad_forward(model)
+    with live, torch.autocast("cpu", torch.bfloat16):
         for _ in range(2):
             model(**inputs)
     assert live.calls == 1
+
+
+def test_a_run_resumes_with_the_same_numbers_as_it_draws_others_without_padding():
+    asked = {"extra": {"unpad": True, "sparse_head": True, "compile": False, "grad_freeze": False}}
+    for reading in (-1, 0, 1):
+        for verify in (False, True):
+            torch.manual_seed(0)
+            pairs: list[Any] = []
+            for _ in range(2):
+                model = encoder(hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.1)
+                optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+                pairs.append((model, optimizer, boost(model, optimizer, config=asked, calibrate=False, verify=verify)))
+            first, second = pairs
+            train(*first[:2], range(3), reading)
+            file = io.BytesIO()
+            torch.save([part.state_dict() for part in first] + [torch.get_rng_state()], file)
+            expected = train(*first[:2], range(3, 6))
+            file.seek(0)
+            *states, stream = torch.load(file, weights_only=True)
+            for part, state in zip(second, states, strict=True):
+                part.load_state_dict(state)
+            torch.set_rng_state(stream)
+            assert train(*second[:2], range(3, 6)) == expected
+            assert bool(second[2].attached["unpad"].remark) is (reading >= 0)
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, steps: range, reading: int = -1) -> list[float]:
+    losses = []
+    for step in steps:
+        outputs = model(**batch(seed=step))
+        if step == reading:
+            outputs.logits.mean().item()
+        outputs.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(outputs.loss.item())
+    return losses
+
+
+def test_a_state_that_comes_before_its_lever_is_loaded_with_it():
+    model = encoder()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    boosted = boost(model, optimizer, total_steps=10_000, calibrate=0.5)
+    state = boosted.state_dict()
+    seen = {"watched": True, "reason": "seen", "refused": {}}
+    boosted.load_state_dict({**state, "attached": {"unpad": seen}, "levers": {"unpad": True, "sparse_head": False}})
+    assert boosted.attached["unpad"].remark == "seen"
+    assert boosted.state_dict()["attached"]["unpad"] == seen

@@ -8,7 +8,6 @@ nothing of torch that ``import torch`` does not import.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 import sys
@@ -247,17 +246,25 @@ def inside_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def untraced(function: Any) -> Any:
-    """Return a function that runs as it is where the compiler would trace it: ``torch.compiler.disable``.
+class Untraced:
+    """A function that runs as it is where the compiler would trace it: ``torch.compiler.disable``.
 
-    The function itself is returned until something has imported ``torch._dynamo``, which takes a second.
+    Until something has imported ``torch._dynamo``, which takes a second, the function itself is called.
+
+    Args:
+        function: Any.
     """
-    return _untraced(function) if "torch._dynamo" in sys.modules else function
 
+    def __init__(self, function: Any) -> None:
+        self._function, self._disabled = function, None
 
-@functools.cache
-def _untraced(function: Any) -> Any:
-    return torch.compiler.disable(function)
+    def __call__(self, *args: Any) -> Any:
+        """Call the function."""
+        if self._disabled is None:
+            if "torch._dynamo" not in sys.modules:
+                return self._function(*args)
+            self._disabled = torch.compiler.disable(self._function)
+        return self._disabled(*args)
 
 
 def tensor_without_memory(kind: type[Tensor], shape: Sequence[int], like: Tensor) -> Any:

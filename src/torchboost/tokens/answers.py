@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torchboost.core.forward import with_tensors
-from torchboost.core.torch_private import functions_of_subclasses_off, untraced
+from torchboost.core.torch_private import Untraced, functions_of_subclasses_off
 from torchboost.tokens.history import (
     WRITTEN,
     check_history,
@@ -45,7 +45,7 @@ class Answering(Rows):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer a call of a function of torch."""
-        return untraced(_answered)(cls, func, types, args, kwargs or {})
+        return _answered(cls, func, types, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -56,6 +56,7 @@ class Answering(Rows):
         return func(*from_sources(args), **from_sources(kwargs or {}))
 
 
+@Untraced
 def _answered(cls: type[Answering], func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with functions_of_subclasses_off():
         if func in _METADATA:
