@@ -161,6 +161,7 @@ def test_accelerate_converts_outputs_that_stay_partial(precision: str, inside: b
         assert float((other - plain).norm() / plain.norm()) < (1e-5 if precision == "no" else 2e-2)
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("make", [decoder, encoder])
 @pytest.mark.parametrize("where", ["attention", "head", "saved"])
 def test_adapters_of_peft(make: Any, where: str):
