@@ -274,7 +274,7 @@ def test_a_call_that_is_repeated_leaves_buffers_as_one_call_does():
             self.words, self.mix = nn.Embedding(WORDS, 8), nn.Conv1d(8, 8, 3, padding=1)
             self.register_buffer("count", torch.zeros(()))
 
-        def forward(self, input_ids, attention_mask):
+        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
             self.count += 1
             return self.mix(self.words(input_ids).transpose(1, 2)).square().mean()
 
@@ -336,16 +336,18 @@ def test_a_run_resumes_with_the_same_numbers_as_it_draws_others_without_padding(
                 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
                 pairs.append((model, optimizer, boost(model, optimizer, config=asked, calibrate=False, verify=verify)))
             first, second = pairs
-            train(*first[:2], range(3), reading)
+            model, optimizer = first[:2]
+            resumed, stepped = second[:2]
+            train(model, optimizer, range(3), reading)
             file = io.BytesIO()
             torch.save([part.state_dict() for part in first] + [torch.get_rng_state()], file)
-            expected = train(*first[:2], range(3, 6))
+            expected = train(model, optimizer, range(3, 6))
             file.seek(0)
             *states, stream = torch.load(file, weights_only=True)
             for part, state in zip(second, states, strict=True):
                 part.load_state_dict(state)
             torch.set_rng_state(stream)
-            assert train(*second[:2], range(3, 6)) == expected
+            assert train(resumed, stepped, range(3, 6)) == expected
             assert bool(second[2].attached["unpad"].remark) is (reading >= 0)
 
 

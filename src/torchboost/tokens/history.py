@@ -145,7 +145,7 @@ def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: Ro
     return target if result is _from_source(target) else result
 
 
-def check_history(func: Any, args: tuple[Any, ...], rows: Sequence[Rows]) -> None:
+def check_history(func: Any, args: Sequence[Any], rows: Sequence[Rows]) -> None:
     """Raise a ``RuntimeError`` if a function asks for a gradient at a padded tensor that has no place in the graph."""
     asked = [args[1]] if func is torch.autograd.grad and len(args) > 1 else [args[0]] if func in _ASKS else []
     ids = {id(one) for one in rows_in(asked)}
