@@ -231,7 +231,7 @@ class Boosted:
         chosen = Choice.saved(state)
         for name, reason in state.get("withdrawn", {}).items():
             self.withdraw(name, reason)
-        self.attached.load_state_dict(state["attached"])
+        self.attached.load_state_dict(state["attached"], awaited=chosen.kept if chosen is not None else ())
         self.levers.follow(chosen)
         if self.brings_scaler and self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])

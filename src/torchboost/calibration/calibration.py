@@ -328,9 +328,11 @@ class Calibration:
         partial = [a for a in (*self.levers, *self.asked) if type(a).positions is not Algorithm.positions]
         return [mask for lever in partial if not lever.without_effect for mask in passes.shown_to(lever.positions)]
 
-    def without_effect(self) -> Calibration:
-        """Return the same without those levers that change nothing, as the first call has shown."""
-        reasons = {lever.name: lever.without_effect for lever in self.levers if lever.without_effect}
+    def without_effect(self, reduce: Reduce = list) -> Calibration:
+        """Return the same without those levers that change nothing, as the first call has shown on every rank."""
+        somewhere = reduce([float(not lever.without_effect) for lever in self.levers])
+        none = [lever for lever, some in zip(self.levers, somewhere, strict=True) if not some]
+        reasons = {lever.name: lever.without_effect for lever in none}
         return replace(self, fixed={**self.fixed, **reasons}, prior=self.prior - reasons.keys())
 
     def unchecked(self, choice: Choice, reason: str = "") -> Choice:
@@ -419,7 +421,7 @@ def _decided(
         calibration = calibration.fitted(passes)
         passes.unread = calibration.positions(passes)
         if choice is None:
-            calibration = calibration.without_effect()
+            calibration = calibration.without_effect(reduce)
             choice = calibration.measure(target, passes, reduce)
             calibration = calibration.in_form(choice, device)
         return calibration.check(choice, target, passes, reduce), calibration

@@ -7,7 +7,7 @@ compiled. ``attach`` hooks into a training loop and returns an attachment, which
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -180,7 +180,12 @@ class Attachment:
     Args:
         *handles: Removed by :meth:`remove`, in reverse order.
         undo: Called after the handles are removed.
+
+    Attributes:
+        state_is_optional: Whether a checkpoint may lack its state, which then stays as it is.
     """
+
+    state_is_optional: bool = False
 
     def __init__(self, *handles: Removable, undo: Callable[[], None] | None = None) -> None:
         self._handles = list(handles)
@@ -341,6 +346,7 @@ class AttachedAlgorithms:
         self._entries = {a.name: (a, live) for a, live in zip(algorithms, attachments, strict=True)}
         self._undo: list[Callable[[], None]] = []
         self._levers: tuple[Callable[[], Mapping[str, bool | str]], Callable[[Any], None]] | None = None
+        self._awaited: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Attachment:
         return self._entries[name][1]
@@ -371,8 +377,12 @@ class AttachedAlgorithms:
         levers = dict(self._levers[0]()) if self._levers is not None else {}
         return states | ({LEVERS: levers} if levers else {})
 
-    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]], awaited: Collection[str] = ()) -> None:
         """Load what :meth:`state_dict` returned.
+
+        Args:
+            state: Of a checkpoint.
+            awaited: Algorithms that may be attached later. Their states are loaded then.
 
         Algorithms without a state may differ, because some attach only if they have work to do. Examples are a model
         that is already transformed and an optimizer that was loaded with ``fused=True``.
@@ -384,14 +394,17 @@ class AttachedAlgorithms:
         if not isinstance(state, Mapping):
             raise ValueError(f"the state of the algorithms is {state!r:.60}, not a dictionary; load another one.")
         before, levers = self.state_dict(), state.get(LEVERS)
-        unknown = sorted(name for name in state if state[name] and name not in (*self, LEVERS))
-        missing = sorted(name for name in self if before[name] and name not in state)
+        chosen = [name for name, on in levers.items() if on] if isinstance(levers, Mapping) else []
+        awaited = {*awaited, *chosen} - {*self}
+        unknown = sorted(name for name in state if state[name] and name not in (*self, *awaited, LEVERS))
+        missing = sorted(n for n in self if before[n] and n not in state and not self[n].state_is_optional)
         if unknown or missing:
             faults = [f"the state of {', '.join(unknown)}, not attached here"] if unknown else []
             faults += [f"no state of {', '.join(missing)}, attached here"] if missing else []
             found = " and ".join(faults)
             raise ValueError(f"the checkpoint holds {found}; attach the algorithms it was written with before loading.")
         loaded: list[str] = []
+        earlier, self._awaited = self._awaited, {name: state[name] for name in awaited if state.get(name)}
         try:
             for name in self:
                 if name in state:
@@ -400,7 +413,8 @@ class AttachedAlgorithms:
             if self._levers is not None and levers is not None:
                 self._levers[1](levers)
         except BaseException:
-            for name in loaded:
+            self._awaited = earlier
+            for name in [name for name in loaded if name in self]:
                 self[name].load_state_dict(before[name])
             raise
 
@@ -420,12 +434,17 @@ class AttachedAlgorithms:
         return self
 
     def detach(self, name: str) -> None:
-        """Remove one attachment. Does nothing if there is none of this name."""
+        """Remove one attachment, whose optional state waits for its return. Does nothing without one of this name."""
         if name in self._entries:
-            self._entries.pop(name)[1].remove()
+            live = self._entries.pop(name)[1]
+            if live.state_is_optional:
+                self._awaited[name] = live.state_dict()
+            live.remove()
 
     def adopt(self, others: AttachedAlgorithms) -> None:
         """Take over the attachments of ``others``, whose names must be new. The order is that of ``traits.order``."""
+        for name in [name for name in others if name in self._awaited]:
+            _load(name, others[name], self._awaited.pop(name))
         both = [*self._entries.items(), *others._entries.items()]
         self._entries = dict(sorted(both, key=lambda entry: entry[1][0].traits.order))
         self._undo += others._undo

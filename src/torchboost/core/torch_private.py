@@ -244,14 +244,46 @@ def has_saved_tensor_hooks() -> bool:
     return _top_saved_tensors_default_hooks(True) is not None
 
 
+def inside_backward() -> bool:
+    """Whether a backward pass runs, in this thread: ``torch._C._current_graph_task_id``."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class Untraced:
+    """A function that runs as it is where the compiler would trace it: ``torch.compiler.disable``.
+
+    Until something has imported ``torch._dynamo``, which takes a second, the function itself is called.
+
+    Args:
+        function: Any.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self._function, self._disabled = function, None
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the function."""
+        if self._disabled is None:
+            if "torch._dynamo" not in sys.modules:
+                return self._function(*args)
+            self._disabled = torch.compiler.disable(self._function)
+        return self._disabled(*args)
+
+
 def tensor_without_memory(kind: type[Tensor], shape: Sequence[int], like: Tensor) -> Any:
     """Return a tensor of a class with a ``__torch_dispatch__``: ``Tensor._make_wrapper_subclass``."""
-    return Tensor._make_wrapper_subclass(kind, tuple(shape), dtype=like.dtype, device=like.device)
+    options = {"dtype": like.dtype, "device": like.device, "requires_grad": like.requires_grad}
+    return Tensor._make_wrapper_subclass(kind, tuple(shape), **options)
 
 
 def functions_of_subclasses_off() -> AbstractContextManager[Any]:
     """Return a context in which ``__torch_function__`` of classes is not called: ``DisableTorchFunctionSubclass``."""
     return torch._C.DisableTorchFunctionSubclass()
+
+
+def functions_of_subclasses_on() -> AbstractContextManager[Any]:
+    """Return a context in which they are called again: ``torch._C._EnableTorchFunction``."""
+    return torch._C._EnableTorchFunction()
 
 
 def inside_function_transform() -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -10,8 +10,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torchboost.core.forward import with_tensors
-from torchboost.core.torch_private import functions_of_subclasses_off
-from torchboost.tokens.rows import Memory, MissingRows, Rows
+from torchboost.core.torch_private import Untraced, functions_of_subclasses_off
+from torchboost.tokens.history import (
+    WRITTEN,
+    check_history,
+    derived,
+    from_sources,
+    has_passed_autograd,
+    rows_in,
+    written,
+)
+from torchboost.tokens.rows import MissingRows, Rows
 
 __all__ = ["Answer", "Answering", "first", "functions", "getter", "rows_in"]
 
@@ -36,36 +45,7 @@ class Answering(Rows):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer a call of a function of torch."""
-        kwargs = kwargs or {}
-        with functions_of_subclasses_off():
-            if func in _METADATA:
-                return func(*args, **kwargs)
-            rows = [*rows_in((*args, *kwargs.values()))]
-            sources = [one.source for one in rows]
-            if None not in sources and rows:
-                if any(one.memory.copy_written for one in rows):
-                    raise RuntimeError(_WRITTEN)
-                if _writes(func, kwargs):
-                    return _written(func, args, kwargs)
-            try:
-                for one in rows:
-                    one.check()
-                if None in sources and not torch.is_grad_enabled() and any(one.needs_grad for one in rows):
-                    raise MissingRows("it computes without gradients")
-                result = _answer(_answering(cls, types).answers, func, args, kwargs, rows)
-            except MissingRows as reason:
-                if None in sources:
-                    owners = [one.positions.owner for one in rows if one.source is None]
-                    raise MissingRows(f"{_name(func)}: {reason}", owners) from None
-                return func(*_from_sources(args), **_from_sources(kwargs))
-            if None not in sources:
-                parts = result if isinstance(result, (tuple, list)) else (result,)
-                for place, one in enumerate(parts):
-                    if isinstance(one, Rows) and one.source is None:
-                        views = any(one.memory is arg.memory for arg in rows)
-                        read = [] if views else [arg.memory for arg in rows]
-                        one.source = _Whole(func, args, kwargs, place if parts is result else None, read)
-            return result
+        return _answered(cls, func, types, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -73,44 +53,44 @@ class Answering(Rows):
         owners = [one.positions.owner for one in rows_in((*args, *(kwargs or {}).values())) if one.source is None]
         if owners:
             raise MissingRows(f"{func} is called below the functions of torch", owners)
-        return func(*_from_sources(args), **_from_sources(kwargs or {}))
+        return func(*from_sources(args), **from_sources(kwargs or {}))
 
 
-class _Whole:
-    """Returns what a function returns for the whole tensors of its arguments, always the same tensor.
-
-    Args:
-        func: Function of torch.
-        args: Its arguments.
-        kwargs: Its arguments by name.
-        place: Of the tensor in the result; None if it is the result.
-        read: What was read, and not made a view of. It must not have been written to meanwhile.
-    """
-
-    def __init__(self, func: Any, args: Any, kwargs: Any, place: int | None, read: list[Memory]) -> None:
-        self._call, self._place, self._read = (func, args, kwargs), place, read
-        self._tensor: Any = None
-
-    def __call__(self) -> Tensor:
-        if self._tensor is None:
-            if any(memory.outdated for memory in self._read):
-                raise RuntimeError(_WRITTEN)
-            func, args, kwargs = self._call
-            result = func(*_from_sources(args), **_from_sources(kwargs))
-            self._tensor = result if self._place is None else result[self._place]
-        return self._tensor
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> Any:
-    """Write to the whole tensor of an output. From then on it is read in place of its rows."""
-    wholes = _from_sources(args)
-    if not isinstance(args[0], Rows):
-        return func(*wholes, **_from_sources(kwargs))
-    if args[0].memory.copies:
-        raise RuntimeError(_WRITTEN)
-    result = func(*wholes, **_from_sources(kwargs))
-    args[0].memory.outdated = True
-    return args[0] if result is wholes[0] else result
+@Untraced
+def _answered(cls: type[Answering], func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with functions_of_subclasses_off():
+        if func in _METADATA:
+            return func(*args, **kwargs)
+        rows = [*rows_in((*args, *kwargs.values()))]
+        sources = [one.source for one in rows]
+        if None not in sources and rows:
+            if any(one.memory.copy_written for one in rows):
+                raise RuntimeError(WRITTEN)
+            if func in _PLACES and not any(one.memory.outdated for one in rows):
+                return None if func is _GRADIENT else func(*args, **kwargs)
+            check_history(func, args, rows)
+            target = _target(func, args, kwargs)
+            if target is not None:
+                return written(func, args, kwargs, target)
+        if torch.is_grad_enabled() and func not in _WITHOUT_GRADIENT and any(map(has_passed_autograd, rows)):
+            return func(*from_sources(args), **from_sources(kwargs))
+        try:
+            for one in rows:
+                one.check()
+            if None in sources and not torch.is_grad_enabled() and any(one.needs_grad for one in rows):
+                raise MissingRows("it computes without gradients")
+            result = _answer(_answering(cls, types).answers, func, args, kwargs, rows)
+        except MissingRows as reason:
+            if None in sources:
+                owners = [one.positions.owner for one in rows if one.source is None]
+                raise MissingRows(f"{_name(func)}: {reason}", owners) from None
+            return func(*from_sources(args), **from_sources(kwargs))
+        if None not in sources:
+            parts = result if isinstance(result, (tuple, list)) else (result,)
+            for place, one in enumerate(parts):
+                if isinstance(one, Rows) and one.source is None:
+                    derived(one, (func, args, kwargs), place if parts is result else None)
+        return result
 
 
 def _answering(kind: type[Answering], types: Any) -> type[Answering]:
@@ -118,27 +98,6 @@ def _answering(kind: type[Answering], types: Any) -> type[Answering]:
     if len(types) > 1:
         return max((one for one in types if issubclass(one, Answering)), key=lambda one: one.precedence)
     return kind
-
-
-def rows_in(values: Any) -> Iterator[Rows]:
-    """Yield the rows among arguments."""
-    for value in values:
-        if isinstance(value, Rows):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from rows_in(value)
-
-
-def _from_sources(values: Any) -> Any:
-    return with_tensors(values, _from_source)
-
-
-def _from_source(tensor: Tensor) -> Tensor:
-    if not isinstance(tensor, Rows):
-        return tensor
-    if tensor.source is None:
-        raise MissingRows("it needs the padding")
-    return tensor.source()
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -186,6 +145,13 @@ def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
     return name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
 
 
+def _target(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows | None:
+    """Return the rows that a function writes to, if any."""
+    writes = _writes(func, kwargs) or _name(func) == "requires_grad_"
+    target = args[0] if args and writes else kwargs.get("out")
+    return target if isinstance(target, Rows) else None
+
+
 def first(args: tuple[Any, ...]) -> Any:
     """Return the first argument, if it has rows."""
     if not args or not isinstance(args[0], Rows):
@@ -209,9 +175,10 @@ _METADATA = frozenset(
     + functions("size", "dim", "numel", "is_floating_point", "is_complex", "element_size", "get_device", "nelement")
     + [Tensor.__len__, Tensor.__hash__]
 )
-_WRITTEN = (
-    "an output of the model was written to in place after it was read; write to a copy, such as outputs.logits.clone()"
-)
+_GRADIENT = getter("grad")
+_PLACES = frozenset({getter("grad_fn"), getter("requires_grad"), _GRADIENT})
+"""Where a tensor stands in the graph of autograd. This is known once it has left the model."""
+_WITHOUT_GRADIENT = frozenset(functions("argmax", "argmin", "eq", "ne", "__eq__", "__ne__", "detach"))
 _WRITING = frozenset({"__setitem__", "__set__", "__delete__", "backward", "retain_grad", "register_hook"}) | {
     f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift")
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -14,8 +14,16 @@ from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Attachment
 from torchboost.core.forward import cover_forward, with_tensors
-from torchboost.core.torch_private import inside_function_transform, is_tracing, version
+from torchboost.core.torch_private import (
+    functions_of_subclasses_on,
+    has_saved_tensor_hooks,
+    inside_backward,
+    inside_function_transform,
+    is_tracing,
+    version,
+)
 from torchboost.graph.copies import accelerators, generator_states, set_generator_states
+from torchboost.tokens.history import as_now, in_the_graph
 from torchboost.tokens.layout import Layout
 from torchboost.tokens.operations import PaddedRows
 from torchboost.tokens.rows import BATCH, FLAT, TOKEN, MissingRows, RowFunction, Rows, in_this_precision
@@ -70,7 +78,10 @@ class PartialForward(Attachment):
     Attributes:
         reason: Why no positions are left out any more; empty while they are.
         calls: How many calls left positions out.
+        moving: Kind of call that has left positions out -> names of the buffers that it writes to.
     """
+
+    state_is_optional = True
 
     def __init__(
         self,
@@ -81,7 +92,8 @@ class PartialForward(Attachment):
     ) -> None:
         self._name, self._part, self.reason, self.updates = name, part, "", 0
         self._watched, self.calls = False, 0
-        self._refused: dict[Any, str] = {}
+        self._refused: dict[str, str] = {}
+        self.moving: dict[str, frozenset[str]] = {}
         steps = [optimizer.register_step_post_hook(self._count) for optimizer in optimizers]
         super().__init__(*steps, cover_forward(model, self._around))
 
@@ -94,7 +106,7 @@ class PartialForward(Attachment):
         if self.reason or torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
             return forward(module, *args, **kwargs)
         kind = _kind(args, kwargs)
-        if kind in self._refused or is_tracing() or inside_function_transform():
+        if kind in self._refused or is_tracing() or inside_function_transform() or _computed_twice():
             return forward(module, *args, **kwargs)
         call = PartialCall(self, kind, lambda: forward(module, *args, **kwargs), module)
         part = self._part(call, args, kwargs)
@@ -105,7 +117,17 @@ class PartialForward(Attachment):
             return call.watched(part)
         return call.run(part)
 
-    def refuse(self, kind: Any, reason: str) -> None:
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was seen: dropout draws other numbers in calls that leave positions out."""
+        seen = self._watched or self.reason or self._refused
+        return {"watched": self._watched, "reason": self.reason, "refused": dict(self._refused)} if seen else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned."""
+        self._watched, self.reason = bool(state.get("watched")), str(state.get("reason", ""))
+        self._refused = dict(state.get("refused", {}))
+
+    def refuse(self, kind: str, reason: str) -> None:
         """Compute all positions of calls of this kind from now on."""
         self._refused[kind] = reason
         _LOG.info("%s: all positions are computed: %s", self._name, reason)
@@ -128,25 +150,36 @@ class PartialForward(Attachment):
         return RuntimeError(_LATE.format(name=self._name))
 
 
-def _kind(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _computed_twice() -> bool:
+    """Whether this call belongs to a checkpoint, which computes it once more in the backward pass, in the same way."""
+    return inside_backward() or has_saved_tensor_hooks()
+
+
+def _kind(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     """Return which arguments a call has, and its switches."""
     values = [*enumerate(args), *sorted(kwargs.items())]
-    return tuple((name, value if isinstance(value, (bool, str)) else type(value)) for name, value in values)
+    return " ".join(
+        f"{name}={v!r}" if isinstance(v, (bool, str)) else f"{name}:{type(v).__name__}" for name, v in values
+    )
 
 
 class PartialCall:
     """One call. It owns the layouts of its tensors."""
 
-    def __init__(self, forward: PartialForward, kind: Any, compute: Callable[[], Any], model: nn.Module) -> None:
+    def __init__(self, forward: PartialForward, kind: str, compute: Callable[[], Any], model: nn.Module) -> None:
         self._forward, self._kind, self._compute, self._model = forward, kind, compute, model
         self._devices = accelerators(model.parameters())
         self._generators = generator_states(self._devices)
         self._weights = [(parameter, version(parameter)) for parameter in model.parameters()]
         self._updates = forward.updates
         self._outputs: Any = None
+        self._compute_again = as_now(compute, next(model.parameters()).device.type)
 
     def run(self, part: Part) -> Any:
         """Compute some positions, or all of them if a function asks for the others."""
+        moving = self._forward.moving.get(self._kind)
+        named = self._model.named_buffers() if moving is None or moving else ()
+        buffers = [(name, (b, version(b), b.clone())) for name, b in named if moving is None or name in moving]
         try:
             with part.mode:
                 outputs = self._compute()
@@ -154,14 +187,17 @@ class PartialCall:
             if self not in reason.owners:
                 raise
             set_generator_states(self._generators, self._devices)
+            _restore(before for _, before in buffers)
             fewer = part.fewer()
             if fewer is not None:
                 return self.run(fewer)
             self._forward.refuse(self._kind, str(reason))
             return self._compute()
         self._forward.calls += part.used()
+        self._forward.moving[self._kind] = frozenset(name for name, (b, then, _) in buffers if version(b) != then)
         for path, rows in _rows_in(outputs, (), set()):
             rows.source = lambda path=path: self._whole(path)
+            in_the_graph(rows)
         return outputs
 
     def watched(self, part: Part) -> Any:
@@ -189,7 +225,8 @@ class PartialCall:
             self._forward.leave()
             return tensor
 
-        rows.source = source
+        rows.source, rows.known = source, tensor
+        in_the_graph(rows)
         return rows
 
     def later(self, function: RowFunction) -> RowFunction:
@@ -231,15 +268,21 @@ class PartialCall:
             raise self._forward.late()
         self._forward.leave()
         now = generator_states(self._devices)
-        buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
+        buffers = [(buffer, version(buffer), buffer.clone()) for buffer in self._model.buffers()]
         set_generator_states(self._generators, self._devices)
         try:
-            return self._compute()
+            with functions_of_subclasses_on():
+                return self._compute_again()
         finally:
             set_generator_states(now, self._devices)
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
+            _restore(buffers)
+
+
+def _restore(buffers: Iterable[tuple[Tensor, int, Tensor]]) -> None:
+    with torch.no_grad():
+        for buffer, then, before in buffers:
+            if version(buffer) != then:  # a graph may hold the others
+                buffer.copy_(before)
 
 
 def _rows_in(value: Any, path: tuple[Any, ...], seen: set[int]) -> Iterator[tuple[tuple[Any, ...], Rows]]:

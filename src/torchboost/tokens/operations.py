@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -314,11 +315,12 @@ def _unbind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _joined(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
     x = next(part for part in tensors if isinstance(part, Rows))
-    # A cache joins the first keys to an empty tensor.
-    parts = [part for part in tensors if isinstance(part, Rows) or part.numel() or part.dtype != x.dtype]
+    # A cache joins the first keys to an empty tensor, whose precision counts.
+    parts = [part for part in tensors if isinstance(part, Rows) or part.numel()]
+    dtype = functools.reduce(torch.promote_types, [part.dtype for part in tensors])
     if len(parts) == 1:
-        return x.of(x.rows.clone(), fill=x.fill)
-    return x.of(func([x.operand(part) for part in parts], dim=x.feature(dim)))
+        return x.of(x.rows.clone() if dtype is x.dtype else x.rows.to(dtype), fill=x.fill)
+    return x.of(func([x.operand(part) for part in parts], dim=x.feature(dim)).to(dtype))
 
 
 def _stack(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

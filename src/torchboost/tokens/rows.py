@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -54,13 +55,15 @@ class Memory:
     Attributes:
         outdated: Whether a tensor wrote to it that has left since. The others lack what it wrote.
         copies: Tensors that would be views of it, and how often they had been written to.
+        made: Tensors that a function outside of the model has made of it.
     """
 
-    __slots__ = ("copies", "outdated")
+    __slots__ = ("copies", "made", "outdated")
 
     def __init__(self) -> None:
         self.outdated = False
         self.copies: list[tuple[Tensor, int]] = []
+        self.made: list[weakref.ref[Rows]] = []
 
     def copied(self, tensor: Tensor) -> None:
         """Note a tensor that would be a view of it."""
@@ -86,6 +89,8 @@ class Rows(Tensor):
     Attributes:
         memory: What the padded tensor shares with its views.
         needs_grad: Whether the rows are part of a graph.
+        known: The padded tensor, if it was computed.
+        node: Where the padded tensor stands in the graph of autograd, once it has left the model.
         source: Returns the whole padded tensor. None inside the pass, whose caller then runs it again on whole tensors.
     """
 
@@ -96,6 +101,8 @@ class Rows(Tensor):
     fill: Fill
     memory: Memory
     needs_grad: bool
+    known: Tensor | None
+    node: Any
     source: Callable[[], Tensor] | None
 
     def __new__(
@@ -107,6 +114,9 @@ class Rows(Tensor):
         fill: Fill = None,
     ) -> Rows:
         """Make a tensor without memory."""
+        if not torch.is_grad_enabled():
+            base = base.detach() if base.requires_grad else base
+            later = tuple(map(_without_gradient, later))
         features = [dim for dim in dims if dim >= 0]
         if features != sorted(features):
             base, dims = base.permute(0, *(dim + 1 for dim in features)), numbered(dims)
@@ -119,7 +129,8 @@ class Rows(Tensor):
         shape = [sizes[dim] if dim < 0 else like.shape[dim + 1] for dim in dims]
         rows: Any = tensor_without_memory(cls, shape, like)
         rows.base, rows.positions, rows.dims, rows.later, rows.fill = base, positions, tuple(dims), later, fill
-        rows.needs_grad, rows.source, rows.memory = like.requires_grad, None, Memory()
+        rows.needs_grad, rows.known, rows.node = like.requires_grad, None, None
+        rows.source, rows.memory = None, Memory()
         return rows
 
     def like(self, *args: Any, **kwargs: Any) -> Self:
@@ -130,10 +141,11 @@ class Rows(Tensor):
     @property
     def rows(self) -> Tensor:
         """The rows, computed. Shape (rows, features...)."""
-        rows = self.base
-        for function in self.later:
-            rows = function(rows)
-        if self.later and self.positions.forced is not None:
+        if not self.later:
+            return self.base
+        with torch.set_grad_enabled(self.needs_grad):  # they are kept for functions that need a gradient
+            rows = self._computed(self.base)
+        if self.positions.forced is not None:
             self.positions.forced()
         self.base, self.later = rows, ()
         return rows
@@ -141,6 +153,14 @@ class Rows(Tensor):
     def picked(self, index: Tensor) -> Tensor:
         """Return these rows. What is computed later is computed for them alone."""
         rows = self.base.index_select(0, index)
+        with torch.set_grad_enabled(self.needs_grad and torch.is_grad_enabled()):
+            return self._computed(rows)
+
+    def empty(self) -> Tensor:
+        """Return none of these rows, with their history."""
+        return self._computed(self.base[:0])
+
+    def _computed(self, rows: Tensor) -> Tensor:
         for function in self.later:
             rows = function(rows)
         return rows
@@ -250,6 +270,14 @@ class Rows(Tensor):
 def known(fill: Fill) -> float | bool | None:
     """Return what a fill is."""
     return fill() if callable(fill) else fill
+
+
+def _without_gradient(function: RowFunction) -> RowFunction:
+    def compute(rows: Tensor) -> Tensor:
+        with torch.no_grad():
+            return function(rows)
+
+    return compute
 
 
 def numbered(dims: Sequence[int]) -> tuple[int, ...]:

@@ -73,6 +73,7 @@ class Scores(Answering):
         scores.blocks, scores.queries, scores.keys, scores.kind = list(blocks), queries, keys, kind
         scores.most, scores.zero, scores.masks = most, zero, masks
         scores.needs_grad, scores.source, scores.memory = any(block.requires_grad for block in blocks), None, Memory()
+        scores.known = scores.node = None
         scores.base, scores.positions, scores.dims, scores.later, scores.fill = one, positions, (), (), None
         return scores
 
