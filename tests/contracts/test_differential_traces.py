@@ -67,8 +67,8 @@ def explained(key: str, before: Any, after: Any, on: set[str]) -> bool:
     last = key.rpartition(".")[2]
     if hooks(last) or last in ("__getstate__", "_compiled_call_impl"):  # copies and pickles are without them
         return True
-    if last == "forward":
-        return "autocast" in on
+    if last in ("forward", "_replicate_for_data_parallel"):
+        return bool({"autocast", "unpad", "sparse_head"} & on)
     return last == "_parameters" and "channels_last" in on and strides_only(before, after)
 
 
