@@ -499,3 +499,19 @@ def test_unpad_that_the_loop_attached_by_hand_stays():
     boosted.waste(**inputs)
     boosted.model(**inputs)
     assert live.calls == 1
+
+
+def test_a_model_that_could_make_masks_inside_is_looked_at_once():
+    class Encoded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.head = nn.Embedding(WORDS, WIDTH, padding_idx=0), nn.Linear(WIDTH, 2)
+            self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, 0.0, batch_first=True), 1)
+
+        def forward(self, ids: Tensor, absent: Tensor) -> Tensor:
+            return self.head(self.encoder(self.words(ids), src_key_padding_mask=absent)[:, 0])
+
+    model = Encoded().train()
+    ids = padded()["input_ids"]
+    boosted = torchboost.boost(model, torch.optim.SGD(model.parameters(), lr=0.1), level="O0")
+    assert [each.kind for each in boosted.waste(ids, ids == 0).kinds] == KINDS

@@ -21,7 +21,7 @@ from torchboost.tokens.entrance import Entrance, Key, Pair, Place, layouts_of, m
 from torchboost.tokens.layout import Layout
 from torchboost.tokens.rows import MissingRows
 
-__all__ = ["Unpad", "unpad_forward"]
+__all__ = ["Unpad", "masks_among", "unpad_forward"]
 
 _PAIRS: tuple[Pair, ...] = (
     ("attention_mask", "input_ids"),
@@ -122,9 +122,8 @@ class Unpad(Algorithm):
         return self.noting(reason)
 
     def positions(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """Return the tokens of padded sequences."""
-        arguments = _arguments(inspect.signature(unwrap(model).forward), args, dict(kwargs))
-        entrance = Entrance(None, layouts_of(None, self.pairs, arguments))
+        """Return the tokens of padded sequences. Runs the model if a mask may be made inside of it."""
+        entrance = _entrance(model, args, kwargs, self.pairs)
         if may_mask(unwrap(model)):
             with contextlib.suppress(MissingRows), entrance:
                 model(*args, **kwargs)
@@ -158,6 +157,16 @@ def _attached(model: nn.Module, optimizers: Sequence[Optimizer], pairs: Sequence
         return Part(entrance, partial(_of_shape, entrance), lambda: bool(entrance.layouts), fewer)
 
     return PartialForward("unpad", model, optimizers, part)
+
+
+def masks_among(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tokens of padded sequences as far as the arguments of a call tell. The model is not run."""
+    return [layout.mask for layout in _entrance(model, args, kwargs, _PAIRS).layouts]
+
+
+def _entrance(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], pairs: Sequence[Pair]) -> Entrance:
+    arguments = _arguments(inspect.signature(unwrap(model).forward), args, dict(kwargs))
+    return Entrance(None, layouts_of(None, pairs, arguments))
 
 
 def _of_shape(entrance: Entrance, output: Tensor) -> Layout | None:

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from typing_extensions import Self
 
-from torchboost.algorithms.unpad import Unpad
+from torchboost.algorithms.unpad import masks_among
 from torchboost.calibration.passes import Pass, Passes, numbers_of
 from torchboost.core.algorithm import Attachment
 from torchboost.core.forward import cover_forward
@@ -129,7 +129,7 @@ def _look(seen: Seen, name: str, module: nn.Module, args: tuple[Any, ...], kwarg
     except (TypeError, ValueError):
         return
     if not seen.padded:
-        masks = Unpad().positions(module, args, kwargs)
+        masks = masks_among(module, args, kwargs)
         seen.padded += [Padded(name=name, module=module, mask=mask) for mask in masks]
     for argument, value in arguments.items():
         optional = signature.parameters[argument].default is None
