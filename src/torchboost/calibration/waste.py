@@ -11,7 +11,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from torchboost.algorithms.sparse_head import SparseHead, sparse_head_forward
-from torchboost.algorithms.unpad import Unpad, unpad_forward
+from torchboost.algorithms.unpad import Unpad, masks_among, unpad_forward
 from torchboost.calibration.choice import in_a_line
 from torchboost.calibration.passes import Passes, on_real_inputs
 from torchboost.calibration.removals import (
@@ -176,7 +176,7 @@ def padded_share(target: Target, call: Call) -> float:
     """Return the share of padded positions in a call of the model itself, without a pass."""
     args, kwargs = call
     try:
-        masks = Unpad().positions(target.model, args, kwargs)
+        masks = masks_among(target.model, args, kwargs)
     except (TypeError, ValueError):  # its forward has no signature
         return 0.0
     return 1 - float(masks[0].float().mean()) if masks else 0.0
