@@ -43,8 +43,8 @@ ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
     "dim_reduce": lambda: DimReduction(n_components=2, snapshot_every=1),
 }
 ELSEWHERE = {"adasum", "threads", "unpad", "sparse_head"}
-"""AdaSum exchanges tensors between ranks, for which the pretend device has no backend. Threads are those of the CPU. What
-is left out of padded batches reads masks, and so waits."""
+"""AdaSum exchanges tensors between ranks, for which the pretend device has no backend. Threads are those of the CPU.
+What is left out of padded batches reads masks, and so waits."""
 FREEZING: dict[str, dict[str, Any]] = {
     "continuous": {"full_share": 0.3},
     "interval": {"full_share": 0.3},
