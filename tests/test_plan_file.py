@@ -326,3 +326,9 @@ def test_settings_of_what_is_left_out_are_checked_too():
             config = {"boost": {"mode": mode}, "extra": {name: {key: value}}}
             with pytest.raises(ConfigError, match=rf"extra\.{name}\.{key}"):
                 Plan.of("O0", config, facts)
+
+
+def test_the_error_of_a_setting_of_any_length_is_short(tmp_path):
+    with pytest.raises(ValueError, match="which no configuration gives back") as caught:
+        by_hand(Compile(dynamic="x" * 100_000)).save(tmp_path / "boost.json")
+    assert len(str(caught.value)) < 1_000

@@ -292,8 +292,9 @@ def _as_extra(algorithms: Sequence[Algorithm]) -> dict[str, Any]:
     except (TypeError, ValueError, KeyError, RecursionError) as error:
         fault = str(error)
     if fault:
+        listed = ", ".join(repr(one)[:200] for one in algorithms)
         raise ValueError(
-            f"found the algorithms {', '.join(map(repr, algorithms))}, which no configuration gives back: {fault}. "
+            f"found the algorithms {listed}, which no configuration gives back: {fault:.300}. "
             "Save a plan of Plan.of, and set in code what JSON cannot hold, such as your own algorithm or a function."
         )
     return extra
