@@ -294,7 +294,7 @@ def layer_wise_decay(model: nn.Module, base_lr: float, *, factor: float) -> tupl
 
 
 class _Place(NamedTuple):
-    """Where a parameter is held: its name there, the module that holds it, and all modules around, from the root."""
+    """The place of a parameter: its name, the module that holds it, and all modules around that, from the root."""
 
     name: str
     holder: nn.Module

@@ -177,7 +177,7 @@ _METADATA = frozenset(
 )
 _GRADIENT = getter("grad")
 _PLACES = frozenset({getter("grad_fn"), getter("requires_grad"), _GRADIENT})
-"""Where a tensor stands in the graph of autograd. This is known once it has left the model."""
+"""The place of a tensor in the graph of autograd. It is known once the tensor has left the model."""
 _WITHOUT_GRADIENT = frozenset(functions("argmax", "argmin", "eq", "ne", "__eq__", "__ne__", "detach"))
 _WRITING = frozenset({"__setitem__", "__set__", "__delete__", "backward", "retain_grad", "register_hook"}) | {
     f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift")

@@ -14,7 +14,7 @@ from torchboost.tokens.answers import Answer, Answering, first, functions, gette
 from torchboost.tokens.attention import scaled_dot_product_attention
 from torchboost.tokens.einsum import einsum_of_rows
 from torchboost.tokens.joined import joined
-from torchboost.tokens.losses import cross_entropy, nll_loss
+from torchboost.tokens.losses import labelled_loss
 from torchboost.tokens.multihead import multi_head_attention_forward
 from torchboost.tokens.rows import FLAT, Fill, MissingRows, Rows, in_this_precision, known, numbered
 from torchboost.tokens.scores import product
@@ -374,12 +374,8 @@ def _multihead(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return multi_head_attention_forward(*args, **kwargs)
 
 
-def _cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return cross_entropy(*args, **kwargs)
-
-
-def _nll_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return nll_loss(*args, **kwargs)
+def _labelled_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return labelled_loss(func, *args, **kwargs)
 
 
 _DETACHING = frozenset(functions("detach"))
@@ -435,8 +431,7 @@ _NAMES: Mapping[Answer, str] = {
     _tracked: "requires_grad_",
     _attention: "scaled_dot_product_attention",
     _multihead: "multi_head_attention_forward",
-    _cross_entropy: "cross_entropy",
-    _nll_loss: "nll_loss",
+    _labelled_loss: "cross_entropy nll_loss",
 }
 
 
