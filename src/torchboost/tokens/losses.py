@@ -22,11 +22,7 @@ def labelled_loss(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Compute the logits of labelled positions, and their loss.
-
-    Args:
-        function: ``torch.nn.functional.cross_entropy`` or ``nll_loss``. The other arguments are its own.
-    """
+    """Compute the logits of labelled positions, and their loss by a function of torch, whose arguments follow it."""
     if size_average is not None or reduce is not None:
         raise MissingRows("its arguments are of another kind")
     if not isinstance(logits, Rows) or isinstance(target, Rows):
