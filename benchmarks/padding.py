@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import cycle
@@ -125,7 +125,7 @@ def batches(task: Task, count: int) -> list[Batch]:
 
 def to_the_longest(batch: Batch) -> Batch:
     width = int(batch["attention_mask"].sum(1).max())
-    return {name: rows[:, :width] if rows.shape[1:] == (WIDTH,) else rows for name, rows in batch.items()}
+    return {name: rows[:, :width].contiguous() if rows.shape[1:] == (WIDTH,) else rows for name, rows in batch.items()}
 
 
 def by_hand(model: nn.Module, *, half: bool, fused: bool) -> tuple[Callable[..., Any], torch.optim.Optimizer, Any]:
@@ -146,18 +146,20 @@ def stepper(call: Callable[..., Any], optimizer: torch.optim.Optimizer, context:
     return step
 
 
-def contestants(model: nn.Module, data: list[Batch], *, compiles: bool) -> Mapping[str, Any]:
+def contestants(model: nn.Module, data: list[Batch], *, compiles: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the step of each contestant, and what levels have boosted."""
     longest = [to_the_longest(batch) for batch in data]
     ways: dict[str, Any] = {"stock": stepper(*by_hand(copy.deepcopy(model), half=False, fused=False), data)}
     ways["by hand"] = stepper(*by_hand(copy.deepcopy(model), half=True, fused=True), longest)
     if compiles:
         compiled, optimizer, context = by_hand(copy.deepcopy(model), half=True, fused=True)
         ways["by hand, compiled"] = stepper(torch.compile(compiled), optimizer, context, data)
+    levels: dict[str, Any] = {}
     for name, each in (("O1", data), ("O1, longest", longest)):
         network, optimizer, context = by_hand(copy.deepcopy(model), half=False, fused=False)
-        boosted = torchboost.boost(network, optimizer, level="O1", total_steps=STEPS)
+        levels[name] = boosted = torchboost.boost(network, optimizer, level="O1", total_steps=STEPS)
         ways[name] = stepper(boosted.model, boosted.optimizer, context, each)
-    return ways
+    return ways, levels
 
 
 def measure(options: Options, task_name: str, size: str) -> Path:
@@ -165,10 +167,14 @@ def measure(options: Options, task_name: str, size: str) -> Path:
     torch.manual_seed(0)
     model = task.model(width, layers).train()
     data = batches(task, 4 if options.smoke else count)
-    ways = contestants(model, data, compiles=not options.smoke)
+    ways, levels = contestants(model, data, compiles=not options.smoke)
     pairs = 2 if options.smoke else 12
     found = compare(ways, baselines=["stock"], pairs=pairs, calls=BATCHES, progress=options.progress)
     empty = 1 - sum(float(batch["attention_mask"].float().mean()) for batch in data) / len(data)
+    found_contestants = timed_contestants(found, ways, "stock")
+    for one in found_contestants:
+        if one.name in levels:
+            one.notes.append("on: " + ", ".join(levels[one.name].attached))
     report = BenchReport(
         title=f"{task_name}, {width} x {layers}, {empty:.0%} padding",
         workload="padding",
@@ -177,14 +183,20 @@ def measure(options: Options, task_name: str, size: str) -> Path:
         batch=count,
         metric_name="none",
         environment=environment(),
-        contestants=timed_contestants(found, ways, "stock"),
+        contestants=found_contestants,
     )
-    return report.save(options.file("padding", f"{task_name}-{size}".replace(" ", "-")))
+    return report.save(_file(options, task_name, size))
+
+
+def _file(options: Options, task: str, size: str) -> Path:
+    return options.file("padding", f"{task}-{size}".replace(" ", "-"))
 
 
 def measure_all(options: Options) -> list[Path]:
     warnings.filterwarnings("ignore")
-    return [measure(options, task, size) for task in TASKS for size in (["small"] if options.smoke else SIZES)]
+    sizes = ["small"] if options.smoke else SIZES
+    files = {(task, size): _file(options, task, size) for task in TASKS for size in sizes}
+    return [path if options.resume and path.exists() else measure(options, *which) for which, path in files.items()]
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from itertools import accumulate
 from operator import attrgetter, methodcaller
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -726,6 +727,63 @@ def _parameter_groups(unit: Any) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+# Attention
+
+
+def attention_of_packed_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    queries: Sequence[int],
+    keys: Sequence[int],
+    *,
+    causal: bool,
+    dropout_p: float,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor | None:
+    """Return the attention of each sequence by ``torch.nn.attention.varlen``, whose arguments differ between releases.
+
+    Args:
+        query: Rows of all sequences, one after the other. Shape (rows, heads, width).
+        key: Shape (rows of keys, heads, width).
+        value: Shape (rows of keys, heads, width).
+        queries: The number of rows of each sequence.
+        keys: The number of rows of keys of each sequence.
+        causal: Whether a query sees the keys up to its own place alone.
+        dropout_p: As of ``scaled_dot_product_attention``, like those that follow.
+        scale: See ``dropout_p``.
+        enable_gqa: See ``dropout_p``.
+
+    Returns:
+        Shape (rows, heads, width); None if no such kernel takes these tensors.
+    """
+    if dropout_p or not query.is_cuda or query.ndim != 3 or value.shape != key.shape or not key.numel():
+        return None
+    if torch.is_autocast_enabled("cuda"):  # as it casts the arguments of scaled_dot_product_attention
+        query, key, value = (part.to(torch.get_autocast_dtype("cuda")) for part in (query, key, value))
+    q, k, v = (part.transpose(0, 1)[None] for part in (query, key, value))
+    asked = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, causal, enable_gqa)
+    if not torch.backends.cuda.can_use_flash_attention(asked):
+        return None
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:  # torch 2.9
+        return None
+    accepted = inspect.signature(varlen_attn).parameters
+    if (scale is not None and "scale" not in accepted) or (enable_gqa and "enable_gqa" not in accepted):
+        return None
+    options: dict[str, Any] = {"window_size": (-1, 0 if causal else -1)}
+    options = options if "window_size" in accepted else {"is_causal": causal}
+    options |= {} if scale is None else {"scale": scale}
+    options |= {"enable_gqa": True} if enable_gqa else {}
+    starts, key_starts = (
+        torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=query.device) for lengths in (queries, keys)
+    )
+    attend: Any = varlen_attn
+    return attend(query, key, value, starts, key_starts, max(queries), max(keys), **options)
 
 
 # Data loaders

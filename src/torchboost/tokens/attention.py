@@ -1,13 +1,15 @@
-"""Attention of each sequence by itself."""
+"""Attention of sequences without their padding."""
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from torchboost.core.torch_private import attention_of_packed_rows
 from torchboost.tokens.layout import Layout
 from torchboost.tokens.rows import MissingRows, Rows
 from torchboost.tokens.scores import EXCLUDED, sequences
@@ -15,6 +17,9 @@ from torchboost.tokens.scores import EXCLUDED, sequences
 __all__ = ["scaled_dot_product_attention"]
 
 _ALL, _CAUSAL = (None, False), (None, True)
+_SIMPLE = _ALL, _CAUSAL
+_ALIKE = 0.75
+"""Sequences are computed together if the shortest has this share of the length of the longest."""
 
 Remains = tuple[Tensor | None, bool]
 """What remains of a mask for one sequence, and whether it is causal."""
@@ -30,9 +35,10 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute ``torch.nn.functional.scaled_dot_product_attention`` for each sequence of a padded batch.
+    """Compute ``torch.nn.functional.scaled_dot_product_attention`` for the sequences of a padded batch.
 
-    The mask must exclude the padding for every query that is computed.
+    The mask must exclude the padding for every query that is computed. If nothing else remains of it, sequences of
+    about the same length are computed together, and all of them where a kernel takes packed rows.
     """
     queries, keys, others = (one.positions if isinstance(one, Rows) else None for one in (query, key, value))
     if keys is not others:
@@ -41,14 +47,107 @@ def scaled_dot_product_attention(
     if not query.ndim == key.ndim == value.ndim or query.ndim < 3 or None in parts:
         raise MissingRows("its tensors have other dimensions")
     masks = _masks(query, queries, keys, attn_mask, is_causal)
+    options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
+    simple = any(all(mask is one for mask in masks) for one in _SIMPLE)
+    rows = [one for one in (query, key, value) if isinstance(one, Rows) and one.positions.index.numel()]
+    if simple and len(rows) == len(parts):
+        own, others, values = rows
+        return own.of(_together(own, others, values, masks[0] is _CAUSAL, options))
     outputs = []
     for (mask, causal), *one in zip(masks, *parts, strict=True):
         q, k, v = (part[None] for part in one)
-        options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
         outputs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, **options)[0])
     if not isinstance(query, Rows):
         return torch.stack(outputs)
     return query.of(torch.cat([one.movedim(-2, 0) for one in outputs]))
+
+
+class _Group(NamedTuple):
+    """Sequences that are computed together, as a batch that is padded to the longest of them.
+
+    Args:
+        size: The number of sequences.
+        queries: The number of queries of each.
+        keys: The number of keys of each.
+        mask: True at each key that is computed; None if all are. Shape (size, 1, 1, keys).
+    """
+
+    size: int
+    queries: int
+    keys: int
+    mask: Tensor | None
+
+
+class _Groups(NamedTuple):
+    """All sequences of a batch, in groups.
+
+    Args:
+        groups: In the order of their places.
+        queries: The row of each place.
+        keys: The row of each place.
+        places: The place of each row of the queries.
+    """
+
+    groups: list[_Group]
+    queries: Tensor
+    keys: Tensor
+    places: Tensor
+
+
+def _together(query: Rows, key: Rows, value: Rows, causal: bool, options: dict[str, Any]) -> Tensor:
+    """Return the rows of attention in which a query sees all keys of its sequence, or those before it."""
+    packed = attention_of_packed_rows(
+        query.rows, key.rows, value.rows, query.positions.lengths, key.positions.lengths, causal=causal, **options
+    )
+    if packed is not None:
+        return packed
+    batch = query.positions.once(key.positions.mask, lambda: _grouped(query.positions, key.positions), "groups")
+    counts = [(one.size * one.queries, one.size * one.keys) for one in batch.groups]
+    query_parts = query.rows.index_select(0, batch.queries).split([count for count, _ in counts])
+    key_parts, value_parts = (
+        part.rows.index_select(0, batch.keys).split([count for _, count in counts]) for part in (key, value)
+    )
+    outputs = []
+    for group, *one in zip(batch.groups, query_parts, key_parts, value_parts, strict=True):
+        q, k, v = (part.unflatten(0, (group.size, -1)).movedim(1, -2) for part in one)
+        mask = None if causal else group.mask
+        output = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, **options)
+        outputs.append(output.movedim(-2, 1).flatten(0, 1))
+    return torch.cat(outputs).index_select(0, batch.places)
+
+
+def _grouped(queries: Layout, keys: Layout) -> _Groups:
+    """Group the sequences of a batch by their lengths."""
+    lengths = list(zip(keys.lengths, queries.lengths, strict=True))
+    members: list[list[int]] = []
+    for one in sorted(range(queries.batch), key=lambda one: lengths[one], reverse=True):
+        if 0 in lengths[one]:
+            continue
+        alike = bool(members) and all(
+            length >= _ALIKE * max(lengths[other][side] for other in members[-1])
+            for side, length in enumerate(lengths[one])
+        )
+        members += [[*members.pop(), one]] if alike else [[one]]
+    groups, key_rows, query_rows, places = [], [], [], torch.empty(queries.index.numel(), dtype=torch.long)
+    for group in members:
+        own_keys, present = _rows(keys, group)
+        own_queries, asking = _rows(queries, group)
+        before = sum(one.size * one.queries for one in groups)
+        places[own_queries[asking]] = before + torch.arange(own_queries.numel()).view_as(own_queries)[asking]
+        mask = None if present.all() else present[:, None, None].to(keys.mask.device)
+        groups.append(_Group(len(group), own_queries.shape[1], own_keys.shape[1], mask))
+        key_rows.append(own_keys.flatten())
+        query_rows.append(own_queries.flatten())
+    device = keys.mask.device
+    return _Groups(groups, torch.cat(query_rows).to(device), torch.cat(key_rows).to(device), places.to(device))
+
+
+def _rows(layout: Layout, group: list[int]) -> tuple[Tensor, Tensor]:
+    """Return the rows of sequences, each padded to the longest by its last row, and which of them are its own."""
+    lengths = torch.tensor([layout.lengths[one] for one in group])[:, None]
+    starts = torch.tensor([0, *accumulate(layout.lengths)])[group][:, None]
+    tokens = torch.arange(int(lengths.max()))
+    return starts + tokens.clamp(max=lengths - 1), tokens < lengths
 
 
 def _masks(
