@@ -18,6 +18,7 @@ import freeze_rival
 import gpu_tables
 import headline
 import low_precision
+import padding_table
 import parts_accuracy
 import planted_effects
 import promises
@@ -86,6 +87,8 @@ WHOLE: dict[str, Callable[[str], str]] = {
     "ranks": lambda folder: rows(ranks.table(RESULTS / "ranks-counts.json")),
     "planted_effects": lambda folder: rows(planted_effects.table(RESULTS / "planted_effects-tune.json")),
     "freeze_rival": lambda folder: own(freeze_rival.table(RESULTS)),
+    "padding": lambda folder: own(padding_table.table(RESULTS)),
+    "padding_short": lambda folder: own(padding_table.summary(RESULTS)),
     "parts_accuracy": lambda folder: own(parts_accuracy.table(RESULTS)),
     "promises": lambda folder: own(promises.table(RESULTS)),
     "promises_avx2": lambda folder: own(promises.table(RESULTS, promises.NARROW)),

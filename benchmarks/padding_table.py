@@ -1,0 +1,102 @@
+"""The tables of ``padding.py``: a step on padded batches, against the stock loop and the loops by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from torchboost.bench.report import wording
+from torchboost.bench.report.table import Table
+from torchboost.measure.evidence import BenchReport, Interval
+from torchboost.measure.statistics import paired_ratio
+
+STOCK, O1, O1_LONGEST = "stock", "O1", "O1, longest"
+BY_HAND = ("by hand", "by hand, compiled")
+HEAD = ("task", "stock, a step", *BY_HAND, O1, "O1 against the best by hand", "the same, longest")
+ORDER = ("classification", "instructions", "masked words", "summaries", "packed pretraining")
+MIDDLE = ", 256 x 4, "
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A task at one size."""
+
+    report: BenchReport
+
+    @cached_property
+    def place(self) -> tuple[int, int]:
+        task = next(place for place, task in enumerate(ORDER) if self.report.title.startswith(task))
+        return task, self.report.parameters
+
+    @cached_property
+    def samples(self) -> dict[str, list[float]]:
+        return {one.name: one.samples for one in self.report.contestants}
+
+    @cached_property
+    def best(self) -> str:
+        return max(BY_HAND, key=lambda name: self.ratio(name).mid)
+
+    def ratio(self, name: str, baseline: str = STOCK) -> Interval:
+        return paired_ratio(self.samples[baseline], self.samples[name])
+
+    @property
+    def start(self) -> tuple[str, str]:
+        times = {one.name: one.step_seconds for one in self.report.contestants}
+        stock = times[STOCK]
+        return self.report.title, "" if stock is None else wording.seconds(stock.mid)
+
+
+def measured(results: Path) -> list[Measured]:
+    return sorted(map(Measured, map(BenchReport.load, results.glob("padding-*.json"))), key=lambda one: one.place)
+
+
+def table(results: Path) -> tuple[Table, str]:
+    """Return all rows, and what belongs below them."""
+    rows = [
+        (
+            *one.start,
+            *(wording.ratio(one.ratio(name).mid) for name in BY_HAND),
+            wording.ratio_interval(one.ratio(O1)),
+            wording.ratio_interval(one.ratio(O1, one.best)),
+            wording.ratio_interval(one.ratio(O1_LONGEST, BY_HAND[0])),
+        )
+        for one in measured(results)
+    ]
+    return Table(headings=HEAD, rows=tuple(rows)), _conditions(results)
+
+
+def summary(results: Path) -> tuple[Table, str]:
+    """Return the rows of the middle size in short, and what belongs below them."""
+    every = measured(results)
+    rows = [
+        (
+            *one.start,
+            wording.ratio(one.ratio(one.best).mid),
+            wording.ratio_interval(one.ratio(O1)),
+            wording.ratio_interval(one.ratio(O1, one.best)),
+        )
+        for one in every
+        if MIDDLE in one.report.title
+    ]
+    padded = [one for one in every if not one.report.title.startswith(ORDER[-1])]
+    stock, best = ([one.ratio(O1, one.best if hand else STOCK).mid for one in padded] for hand in (False, True))
+    said = (
+        f"Over three sizes of the padded tasks O1 was {min(stock):.1f} to {max(stock):.1f} times as fast as stock, and "
+        f"{min(best):.2f} to {max(best):.2f} times as fast as the best loop by hand."
+    )
+    head = ("task", "stock, a step", "best by hand", O1, "O1 against it")
+    return Table(headings=head, rows=tuple(rows)), said
+
+
+def _conditions(results: Path) -> str:
+    found = [one.report.environment for one in measured(results)]
+    machines = sorted({f"{one.processor}, {one.threads} threads, torch {one.torch}" for one in found})
+    return (
+        "Models of transformers with random weights: BERT, Llama, BERT with a masked-LM head, BART and Llama, of "
+        "the width and number of layers that are named. Batches have 32, 16 or 8 sequences of log-normal lengths, "
+        "padded to 128 tokens. *By hand* is autocast in bfloat16 and a fused optimizer on batches padded to their "
+        "longest sequence, *by hand, compiled* the same with `torch.compile` on batches padded to 128 tokens. In "
+        f"the last column O1 gets the batches padded to the longest, too. {'; '.join(machines)}. "
+        "95 % intervals of 12 pairs."
+    )
