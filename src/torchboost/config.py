@@ -180,7 +180,7 @@ def _read_file(path: str | bytes) -> str:
     try:
         return Path(os.fsdecode(path)).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
-        reason = "there is no such file" if isinstance(error, FileNotFoundError) else error
+        reason = "there is no such file" if isinstance(error, FileNotFoundError) else getattr(error, "strerror", error)
         raise ConfigError(
             "",
             found=f"{shown(path)}, which cannot be read: {reason}",

@@ -200,6 +200,32 @@ def test_what_can_be_read_only_once_is_noticed():
     assert not Snapshot(nn.Linear(1, 1), (([1], {"a": (2,)}), {})).has_iterator
 
 
+def test_an_autograd_function_in_a_closure_is_followed():
+    table = {"calls": 0}
+
+    class Local(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            table["calls"] += 1
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            table["calls"] += 100
+            return grad
+
+    class Network(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return Local.apply(super().forward(x))
+
+    model = Network(2, 2)
+    snapshot = Snapshot(model)
+    torch.autograd.grad(model(torch.ones(2)).sum(), model.bias)
+    assert table == {"calls": 101}
+    assert snapshot.restore() is Damage.UNDONE
+    assert table == {"calls": 0}
+
+
 def test_an_earlier_graph_is_noticed():
     model = nn.Linear(3, 3)
     assert not Snapshot(model, ((torch.ones(3),), {})).has_history

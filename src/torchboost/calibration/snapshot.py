@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionMeta
 
 from torchboost.core.forward import uncovered
 from torchboost.core.torch_private import (
@@ -239,6 +240,8 @@ class Snapshot:
                 self._waiting[hops].append(value)
 
     def _look(self, value: Any, hops: int) -> None:
+        if isinstance(value, FunctionMeta):
+            self._follow_classes(value)
         if value is None or isinstance(value, _PLAIN) or id(value) in self._seen:
             return
         if type(value) in weakref.ProxyTypes or len(self._seen) > _MOST_OBJECTS:
@@ -313,12 +316,9 @@ class Snapshot:
         """
         home = str(variables.get("__name__", "")).split(".")[0]
         for value in (variables.get(name) for name in code.co_names):
-            if isinstance(value, type):
-                if issubclass(value, torch.autograd.Function):
-                    self._follow_classes(value)
-                continue
             own = isinstance(value, (Tensor, nn.Module)) or (isinstance(value, _FUNCTIONS) and _home(value) == home)
-            if type(value) in _CONTAINERS or _generator_state(value) is not None or (own and home not in _NOT_OF_USERS):
+            known = isinstance(value, FunctionMeta) or type(value) in _CONTAINERS or _generator_state(value) is not None
+            if known or (own and home not in _NOT_OF_USERS):
                 self._follow([value], hops)
         for inner in code.co_consts:
             if isinstance(inner, types.CodeType):

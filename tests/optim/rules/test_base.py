@@ -196,10 +196,14 @@ def test_another_schedule_takes_over_from_a_checkpoint():
         assert other.param_groups[0]["lr"] == 0.8
 
 
-def test_mindspores_order_of_parameters_is_refused():
+def test_mindspores_order_of_parameters_has_no_effect():
     params = parameters()
+    optimizer = SGD([{"params": params[:2]}, {"params": params[2:]}, {"order_params": params[::-1]}], lr=0.1)
+    assert [group["params"] for group in optimizer.param_groups] == [params[:2], params[2:]]
+    with pytest.raises(ValueError, match="order_params: found a parameter that is in no group before it"):
+        SGD([{"params": params[1:]}, {"order_params": params}], lr=0.1)
     with pytest.raises(TypeError, match=r"order_params.*no update depends on the order; leave the entry out"):
-        SGD([{"params": params}, {"order_params": params}], lr=0.1)
+        SGD([{"params": params, "order_params": params}], lr=0.1)
 
 
 def test_a_bare_parameter_and_a_generator_are_groups():

@@ -234,6 +234,11 @@ class UpdateRule(Optimizer):
         """
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group: found {type(param_group).__name__}; give a dict with the key 'params'.")
+        if param_group.keys() == {"order_params"}:  # MindSpore's; no update depends on the order
+            known = {param for group in self.param_groups for param in group["params"]}
+            if not known.issuperset(param_group["order_params"]):
+                raise ValueError("order_params: found a parameter that is in no group before it; add its group first.")
+            return
         defaults = self.defaults_for(param_group)
         check_group_names(param_group, defaults)
         if "params" not in param_group:
