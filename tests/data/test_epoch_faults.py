@@ -123,11 +123,9 @@ def test_processes_that_cannot_start(eager, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:.*no accelerator is found")
-def test_pinned_memory_is_tried_in_both_ways(eager, monkeypatch):
+def test_pinned_memory_is_tried_with_workers(eager, monkeypatch):
     """Without an accelerator torch leaves it out with a warning; the way of the batches is the same."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     boosted = assert_as_stock(lambda: DataLoader(Images(), batch_size=2, shuffle=True))
     assert boosted.choice == Variant(2, 4, pin=True)
-    lazy = assert_as_stock(lambda: DataLoader(Images(), batch_size=2, sampler=Lazy()))
-    assert lazy.choice == Variant(pin=True)
     assert assert_as_stock(lambda: DataLoader(Images(), collate_fn=tuple)).choice == Variant(2, 4)

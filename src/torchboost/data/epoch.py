@@ -49,7 +49,7 @@ class Supply:
     Attributes:
         trial: Decides what to do.
         reading: Of the present window.
-        is_running: Whether the window has begun.
+        to_compare: Batches of the present window that are still to be loaded in both ways.
         batches: Number of batches so far.
     """
 
@@ -58,8 +58,8 @@ class Supply:
     ) -> None:
         self.loader, self.other_draws, self.read_ahead, self.read = loader, other_draws, read_ahead, read
         self.plain = loader if isinstance(loader, DataLoader) and loads_in_this_process(loader) else None
-        self.reading, self.is_running, self._is_quick = Reading(), False, True
-        self.batches = self._epoch = 0
+        self.reading, self._is_quick = Reading(), True
+        self.to_compare = self.batches = self._epoch = 0
         self._pipes: dict[Variant, tuple[Pipe, int]] = {}
         self._packed: Packed | None = None
         ask = weakref.WeakMethod(self._unfit)  # no cycle, so that the workers end with the loader
@@ -74,6 +74,7 @@ class Supply:
     def pipe_of(self, variant: Variant) -> tuple[Pipe, bool]:
         """Return the pipe of a way, and whether its workers are from an earlier epoch."""
         assert self.plain is not None
+        assert self._packed is not None
         if variant not in self._pipes:
             pipe = Pipe(
                 self.plain,
@@ -112,17 +113,29 @@ class Supply:
                 return version if self._is_quick else None
         return None
 
-    def answer(self, result: Reading | Fault | None) -> Window:
-        """Give the result of the window to the trial, and return the next one."""
+    @property
+    def left(self) -> float:
+        """How many batches the present window still has in this epoch."""
+        count = self.trial.window.count
+        return math.inf if count is None else max(count - len(self.reading.rests), self.to_compare)
+
+    def end_epoch(self) -> None:
+        """Give the reading to the trial if the window ends with the epoch."""
+        del self.reading.waits[len(self.reading.rests) :]
+        if self.reading.rests and self.left in (0, math.inf):
+            self.answer(self.reading)
+
+    def answer(self, result: Reading | Fault) -> None:
+        """Give the result of the window to the trial, which sets the next one."""
         was_decided = self.trial.phase == "decided", self.trial.chosen
-        self.is_running, self.reading = False, Reading()
+        self.reading = Reading()
         self.trial.answer(result)
+        self.to_compare = 0 if self.other_draws else self.trial.window.compared
         is_decided = self.trial.phase == "decided", self.trial.chosen
         if is_decided[0] and is_decided != was_decided:
             for variant in [variant for variant in self._pipes if variant != self.trial.chosen]:
                 self.close_pipe(variant)
             _log.info("waiting for data: %s", self.trial.chosen)
-        return self.trial.window
 
     def close_pipe(self, variant: Variant, *, at_once: bool = False) -> None:
         """End the workers of a way; at once if one of them may never answer."""
@@ -185,10 +198,9 @@ class Batches:
     def __init__(self, supply: Supply) -> None:
         self._supply = supply
         self._stock: Any = supply.stock()
-        self._window: Window | None = None
         self._pipe: Pipe | None = None
-        self._kept, self._is_late = False, False
-        self._compared = self._count = 0
+        self._kept = self._has_begun = False
+        self._count = 0
         self._left: float | None = None
         self._version: str | None = None
         self.is_open = True
@@ -205,11 +217,11 @@ class Batches:
             supply.reading.rests.append(start - self._left)
             self._left = None
         self._turn()
-        assert self._window is not None
         try:
-            batch = self._watched() if self._window.watched else self._take()
+            batch = self._watched() if supply.trial.window.watched else self._take()
         except StopIteration:
-            self._end()
+            self.is_open, self._pipe = False, None
+            supply.end_epoch()
             raise
         self._count += 1
         supply.batches += 1
@@ -218,32 +230,29 @@ class Batches:
         return batch
 
     def _turn(self) -> None:
-        """Begin the next window if one is over, and the first one of the epoch."""
-        supply, window = self._supply, self._window
-        if window is None:
-            if supply.is_running:
-                self._cut(supply.trial.window)
+        """Begin the next window if one is over, and go on with the present one at the beginning of an epoch."""
+        supply = self._supply
+        if not self._has_begun:
+            self._has_begun = True
+            supply.end_epoch()  # the loop may have left the epoch before
             reason = supply.renew()
             if reason and supply.trial.window.variant.workers:
                 supply.answer(Fault(reason))
-            self._begin(supply.trial.window)
-        elif window.count is not None and not self._is_late and len(supply.reading.rests) >= window.count:
-            self._begin(supply.answer(supply.reading))
+            self._begin()
+        elif not supply.left:
+            supply.answer(supply.reading)
+            self._begin()
 
-    def _begin(self, window: Window) -> None:
-        supply = self._supply
-        self._window, self._pipe, self._version = window, None, None
-        self._is_late = window.whole and self._count > 0
-        self._compared = 0 if supply.other_draws else window.compared
-        if self._is_late:
-            return
-        supply.is_running = True
+    def _begin(self) -> None:
+        supply, window = self._supply, self._supply.trial.window
+        self._pipe = None
         if window.variant == OWN:
             return
         reason = self._start(window)
         if reason:
             supply.close_pipe(window.variant)
-            self._begin(supply.answer(Fault(reason)))
+            supply.answer(Fault(reason))
+            self._begin()
 
     def _start(self, window: Window) -> str:
         """Start to load ahead. Return why that is not possible, empty if it is."""
@@ -253,26 +262,26 @@ class Batches:
                 stock.take()
         except StopIteration:  # what is left of this epoch is left to the loader itself
             return ""
-        if window.variant.workers and not supply.read_ahead:
+        if not supply.read_ahead:
             reason = stock.unfit()
             if reason:
                 return reason
         try:
             pipe, self._kept = supply.pipe_of(window.variant)
-            pipe.begin(stock, math.inf if window.count is None else window.count)
+            pipe.begin(stock, supply.left)
         except Exception as error:
             return f"workers cannot be started ({_first_line(error)})"
         self._pipe = pipe
         return ""
 
     def _take(self) -> Any:
-        stock, pipe = self._stock, self._pipe
-        if pipe is None or self._window is None:
+        supply, stock, pipe = self._supply, self._stock, self._pipe
+        if pipe is None:
             return next(stock)
-        if self._count % _EVERY == 0 and (reason := self._supply.strain()):
+        if self._count % _EVERY == 0 and (reason := supply.strain()):
             self._give_up(reason)
             return next(stock)
-        is_compared = self._compared > 0 and bool(stock.pending)
+        is_compared = supply.to_compare > 0 and bool(stock.pending)
         local = self._local() if is_compared else None
         try:
             batch, fault = pipe.take()
@@ -281,11 +290,11 @@ class Batches:
             return next(stock)
         except Exception as error:
             batch, fault = None, f"the workers failed ({_first_line(error)})"
-            self._supply.close_pipe(self._window.variant, at_once=True)
+            supply.close_pipe(supply.trial.window.variant, at_once=True)
         index = stock.pending.popleft()
         if is_compared and not fault:
-            self._compared -= 1
-            self._supply.trial.compared += 1
+            supply.to_compare -= 1
+            supply.trial.compared += 1
             if not same(local, batch):
                 fault = "a batch from a worker differs from the same one loaded in this process"
         if not fault:
@@ -303,9 +312,9 @@ class Batches:
             raise
 
     def _give_up(self, reason: str) -> None:
-        assert self._window is not None
-        self._supply.close_pipe(self._window.variant)
-        self._begin(self._supply.answer(Fault(reason, kept=self._kept)))
+        self._supply.close_pipe(self._supply.trial.window.variant)
+        self._supply.answer(Fault(reason, kept=self._kept))
+        self._begin()
 
     def _watched(self) -> Any:
         """Take a batch, and look what else happens."""
@@ -322,22 +331,6 @@ class Batches:
         reading.can_pin = reading.can_pin and can_be_pinned(batch)
         self._version = supply.version()
         return batch
-
-    def _end(self) -> None:
-        self.is_open = False
-        self._pipe = None
-        if self._window is not None and not self._is_late:
-            self._cut(self._window)
-
-    def _cut(self, window: Window) -> None:
-        """End a window with its epoch. In the loader's own way, a window continues in the next epoch."""
-        supply, reading = self._supply, self._supply.reading
-        del reading.waits[len(reading.rests) :]
-        is_over = window.count is None or len(reading.rests) >= window.count
-        if is_over and reading.rests:
-            supply.answer(reading)
-        elif window.variant != OWN or window.whole:
-            supply.answer(None)
 
 
 def _unsupported(loader: Any, plain: DataLoader[Any] | None) -> str:

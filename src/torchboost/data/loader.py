@@ -20,7 +20,7 @@ def loader(loader: Iterable[Any], *, allow_other_draws: bool = False, read_ahead
     It measures ``next()`` and the time between two calls. If waiting takes more than 5 % of a step, it tries a few
     worker processes, in windows of batches in turn with windows of the loader's own way, during the first epochs. What
     shortens a step by more than 2 %, by a 95 % interval over at least six pairs of windows, is kept. Otherwise nothing
-    changes. On CUDA, pinned memory is tried too. ``explain()`` says in words what was found.
+    changes. On CUDA, workers are also tried with pinned memory. ``explain()`` says in words what was found.
 
     Batches are equal bit for bit. Indices come from the loader's own sampler, and random generators of this process
     draw what they would draw without workers. A data set that draws random numbers, from torch, NumPy, Python or a

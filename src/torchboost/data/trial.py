@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import Any
 
@@ -96,21 +96,19 @@ class Fault:
 
 @dataclass(frozen=True)
 class Window:
-    """What the loader is to do next.
+    """What the loader is to do next. If an epoch ends before a window does, the window goes on in the next one.
 
     Args:
         variant: The way to load.
         count: Number of batches; None until the end of the epoch.
         compared: The first batches that are also loaded in the process of the loop, and compared.
         watched: Whether to look which generators a batch moves, and whether the loop changes the data set.
-        whole: Whether the window is a whole epoch, measured from its beginning.
     """
 
     variant: Variant = OWN
     count: int | None = None
     compared: int = 0
     watched: bool = False
-    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,8 +145,7 @@ class Race:
         )
 
 
-Result = Reading | Fault | None
-"""None: the window was cut off, by the end of an epoch or a loop that left it."""
+Result = Reading | Fault
 Script = Generator[Window, Result, Any]
 
 
@@ -173,7 +170,6 @@ class Trial:
 
     def __init__(self, unfit: Callable[[Reading], str], *, cores: float, pins: bool) -> None:
         self._unfit, self._cores, self._pins = unfit, cores, pins
-        self._whole, self._cuts = False, 0
         self.chosen, self.phase, self.reason = OWN, "measuring", ""
         self.races: list[Race] = []
         self.first: Reading | None = None
@@ -192,8 +188,8 @@ class Trial:
         self.reason = yield from self._look(reading)
         if not self.reason:
             yield from self._try_workers()
-        if self._pins and not self.chosen.pin:
-            yield from self._race(Variant(self.chosen.workers, self.chosen.prefetch, pin=True))
+        if self._pins and self.chosen.workers:
+            yield from self._race(replace(self.chosen, pin=True))
         self.phase = "decided"
         yield from self._use()
 
@@ -234,9 +230,7 @@ class Trial:
     def _try(self, variant: Variant) -> Generator[Window, Result, bool]:
         """Compare the batches of a way with the loader's, then its time with that of the present choice."""
         count = variant.workers * TWICE
-        result = yield from self._complete(
-            lambda whole: Window(variant, count=None if whole else count, compared=count, whole=whole)
-        )
+        result = yield Window(variant, count=count, compared=count)
         if isinstance(result, Fault):
             self._leave(result)
             return False
@@ -260,27 +254,13 @@ class Trial:
                     self.chosen, self.last = variant, Reading(waits=[race.after[0]], rests=[race.after[1]])
                 return race.is_kept
 
-    def _measured(self, variant: Variant) -> Generator[Window, Result, Reading | Fault]:
-        """Read a window in one way: its steady part, or a whole epoch if epochs are short."""
+    def _measured(self, variant: Variant) -> Generator[Window, Result, Result]:
+        """Read a window in one way, and return its steady part."""
         step = self.first.step if self.first is not None else 1.0
         steps = max(_LEAST, min(_MOST, round(_WINDOW_SECONDS / step)))
         margin = max(variant.ahead, 1)
-
-        def window(whole: bool) -> Window:
-            return Window(variant, whole=True) if whole else Window(variant, count=steps + 2 * margin)
-
-        result = yield from self._complete(window)
-        return result if isinstance(result, Fault) or self._whole else result.part(margin, margin)
-
-    def _complete(self, window: Callable[[bool], Window]) -> Generator[Window, Result, Reading | Fault]:
-        """Repeat a window that was cut off. If epochs are too short for it, a window is a whole epoch."""
-        while True:
-            result = yield window(self._whole)
-            if result is not None:
-                self._cuts = 0
-                return result
-            self._cuts += 1
-            self._whole = self._whole or self._cuts >= 2
+        result = yield Window(variant, count=steps + 2 * margin)
+        return result if isinstance(result, Fault) else result.part(margin, margin)
 
     def _leave(self, fault: Fault) -> None:
         """Use no workers from now on."""
@@ -296,7 +276,7 @@ class Trial:
                 chances = chances + 1 if result.kept else 2
                 if chances > 1:
                     self._leave(result)
-            elif result is not None:
+            else:
                 self.last, chances = result, 0
                 slower = self.chosen.workers and self.first is not None and result.wait > WORSE * self.first.wait
                 slow = slow + 1 if slower else 0
