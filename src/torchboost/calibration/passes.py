@@ -26,7 +26,7 @@ from torchboost.errors import IncompatibleError
 from torchboost.tokens.call import NOTHING_READS
 from torchboost.tokens.rows import Rows
 
-__all__ = ["Pass", "Passes", "noise", "on_real_inputs", "reshard"]
+__all__ = ["Pass", "Passes", "noise", "numbers_of", "on_real_inputs", "relative", "reshard"]
 
 _LOG = logging.getLogger("torchboost")
 
@@ -191,7 +191,7 @@ class Passes:
         Raises:
             IncompatibleError: They differ, because something moves from pass to pass that the snapshot does not reach.
         """
-        difference = max(map(_relative, first, second), default=0.0)
+        difference = max(map(relative, first, second), default=0.0)
         if difference > _EQUAL:
             self.unequal = difference
             raise IncompatibleError(f"two equal passes differ by {difference:.1e}: {_MOVES}")
@@ -242,7 +242,8 @@ def reshard(model: nn.Module) -> None:
         unit.reshard()
 
 
-def _relative(first: Tensor, second: Tensor) -> float:
+def relative(first: Tensor, second: Tensor) -> float:
+    """Return the difference of two tensors, as a share of the norm of the first one."""
     if first.shape != second.shape:
         return math.inf
     before, after = (numbers_of(tensor).nan_to_num() for tensor in (first, second))
