@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchboost.calibration.certificate import verified
-from torchboost.calibration.choice import Choice, Machine, Verdict, in_a_line
+from torchboost.calibration.choice import Choice, Verdict, in_a_line, machine_of
 from torchboost.calibration.passes import Passes, on_real_inputs, reshard
 from torchboost.calibration.search import SET_ASIDE, Price, search
 from torchboost.calibration.trial import Reduce, Trial, free_bytes, needed_bytes
@@ -307,7 +307,7 @@ class Calibration:
             peak_bytes=needed_bytes(model),
             step_seconds=trial.step_seconds,
             ratio=ratio,
-            machine=Machine.of(device),
+            machine=machine_of(device),
         )
 
     def fitted(self, passes: Passes) -> Calibration:

@@ -237,7 +237,6 @@ class _Search:
             reason=f"{before.reason}; {form}: {verdict.reason}",
             price=before.price + verdict.price,
             form=form if verdict.kept else before.form,
-            interrupted=before.interrupted or verdict.interrupted,
         )
         return verdict.kept
 
@@ -266,7 +265,6 @@ class _Search:
                 self._leave_open(lever, "the trial had no time left for its first steps")
                 return
             self._decide(lever, False, f"{error}; give it more with calibrate=seconds", None)
-            self._mark_interrupted(lever)
             if self.last_step is not None and within < _PATIENCE * self.last_step:
                 self.open.add(lever)
             return
@@ -283,8 +281,6 @@ class _Search:
             self._leave_open(lever, "the time for the trial was used up before its first pair of steps")
             return
         self._judge(lever, sample)
-        if len(sample.ratios) < _EARLY:
-            self._mark_interrupted(lever)
 
     def _is_few(self, seconds: float) -> bool:
         return self.last_step is not None and seconds < _FEW * self.last_step
@@ -297,11 +293,6 @@ class _Search:
             self.assumed.add(lever)
             reason = f"not measured: {reason}; on as usual"
         self.verdicts[lever] = Verdict(lever=lever, kept=usual, reason=reason)
-
-    def _mark_interrupted(self, lever: str) -> None:
-        """Only a price becomes less at a later start. A lever that is far too slow will be so again."""
-        if lever in self.prices:
-            self.verdicts[lever] = self.verdicts[lever].but(interrupted=True)
 
     def _measure(self, deadline: float, *, early: bool = True, grace: float = 0.0, second: bool = False) -> _Sample:
         sample, deadline = _Sample(second=second), deadline + grace * self.seconds
