@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from torchboost.data.pipes import OWN, Variant
-from torchboost.data.trial import FEWEST, MOST_PAIRS, Fault, Reading, Trial, Window
+from torchboost.data.trial import FEWEST, MOST_PAIRS, Reading, Trial, Window
 
 Machine = Callable[[Window], float]
 """Seconds of waiting per batch in a window."""
@@ -141,17 +141,15 @@ def test_pinned_memory_of_workers_unless_it_changes_types(keeps_types):
 def test_a_fault_ends_the_trial():
     trial = simulated(asleep(0.02), answers=4)
     assert trial.window.variant.workers
-    trial.answer(Fault("it draws"))
+    trial.answer("it draws")
     assert (trial.phase, trial.chosen, trial.reason) == ("decided", OWN, "it draws")
 
 
-def test_a_fault_of_kept_workers_is_forgiven_once():
+def test_a_fault_after_the_trial_ends_the_workers():
     trial = simulated(asleep(0.02))
-    chosen = trial.chosen
-    trial.answer(Fault("differs", kept=True))
-    assert trial.window == Window(chosen, compared=2)
-    trial.answer(Fault("differs"))
-    assert trial.chosen == OWN
+    assert trial.window == Window(trial.chosen, compared=1)
+    trial.answer("differs")
+    assert (trial.chosen, trial.reason, trial.window) == (OWN, "differs", Window(OWN))
 
 
 def test_workers_that_are_slower_over_two_epochs_are_given_up():

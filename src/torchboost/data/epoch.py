@@ -10,7 +10,7 @@ import os
 import shutil
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torchboost.data.draws import Draws
 from torchboost.data.pipes import OWN, Pipe, Stock, Variant
 from torchboost.data.sameness import bytes_of, can_be_pinned, same
 from torchboost.data.sending import Packed, Unfit, pack
-from torchboost.data.trial import Fault, Reading, Trial, Window
+from torchboost.data.trial import Reading, Trial, Window
 
 __all__ = ["Batches", "Supply"]
 
@@ -30,8 +30,6 @@ PATIENCE = 30.0
 """Seconds after which a batch that does not come counts as lost, in addition to 20 times the wait for one."""
 _EVERY = 64
 """Batches between two looks at the open files and the shared memory that workers need."""
-_QUICK = 0.05
-"""The data set is looked at between two batches if that takes less than this number of seconds."""
 _COPIES = 64
 """Batches for which there must be room in shared memory."""
 _log = logging.getLogger("torchboost")
@@ -44,7 +42,6 @@ class Supply:
         loader: Any iterable.
         other_draws: Whether the data set may draw other random numbers.
         read_ahead: Whether any sampler may be read ahead.
-        read: The clock.
 
     Attributes:
         trial: Decides what to do.
@@ -53,14 +50,12 @@ class Supply:
         batches: Number of batches so far.
     """
 
-    def __init__(
-        self, loader: Iterable[Any], *, other_draws: bool, read_ahead: bool, read: Callable[[], float]
-    ) -> None:
-        self.loader, self.other_draws, self.read_ahead, self.read = loader, other_draws, read_ahead, read
+    def __init__(self, loader: Iterable[Any], *, other_draws: bool, read_ahead: bool) -> None:
+        self.loader, self.other_draws, self.read_ahead = loader, other_draws, read_ahead
         self.plain = loader if isinstance(loader, DataLoader) and loads_in_this_process(loader) else None
-        self.reading, self._is_quick = Reading(), True
-        self.to_compare = self.batches = self._epoch = 0
-        self._pipes: dict[Variant, tuple[Pipe, int]] = {}
+        self.reading = Reading()
+        self.to_compare = self.batches = self._bytes = 0
+        self._pipes: dict[Variant, Pipe] = {}
         self._packed: Packed | None = None
         ask = weakref.WeakMethod(self._unfit)  # no cycle, so that the workers end with the loader
         pins = self.plain is not None and torch.cuda.is_available() and not self.plain.pin_memory
@@ -68,50 +63,46 @@ class Supply:
 
     def stock(self) -> Stock | Iterator[Any]:
         """Return the loader's own iterator; one that can be read ahead if the loader loads in this process."""
-        self._epoch += 1
         return iter(self.loader) if self.plain is None else Stock(self.plain)
 
-    def pipe_of(self, variant: Variant) -> tuple[Pipe, bool]:
-        """Return the pipe of a way, and whether its workers are from an earlier epoch."""
+    def pipe_of(self, variant: Variant) -> Pipe:
+        """Return the pipe of a way, whose workers may be from an earlier epoch."""
         assert self.plain is not None
         assert self._packed is not None
         if variant not in self._pipes:
-            pipe = Pipe(
+            self._pipes[variant] = Pipe(
                 self.plain,
                 variant,
                 self._packed,
-                seed=(torch.initial_seed() + 1000 * self._epoch) % 2**63,
+                seed=(torch.initial_seed() + 1000 * self.batches) % 2**63,
                 patience=PATIENCE + 20 * self.trial.last.step,
                 other_draws=self.other_draws,
             )
-            self._pipes[variant] = (pipe, self._epoch)
-        pipe, epoch = self._pipes[variant]
-        return pipe, epoch < self._epoch
+        return self._pipes[variant]
 
     def renew(self) -> str:
         """At the beginning of an epoch, end workers with an older data set. Return why none can start."""
         is_over = self.trial.phase == "decided" and not self.trial.chosen.workers
-        if is_over or self._packed is None or self.plain is None:
+        if is_over or self._packed is None:
             return ""
         before = self._packed.version
+        reason = self._pack()
+        if reason or before is None or self._packed.version != before:
+            self.close()
+        return reason
+
+    def _pack(self) -> str:
+        """Pack the data set as it is now. Return why it cannot be sent; empty if it can."""
+        assert self.plain is not None
         try:
             self._packed = pack((self.plain.dataset, self.plain.collate_fn))
         except Unfit as error:
-            self.close()
             return str(error)
-        if before is None or self._packed.version != before:
-            self.close()
         return ""
 
     def version(self) -> str | None:
-        """Return the version of the data set; None if that takes long to see."""
-        start = time.perf_counter()
-        with contextlib.suppress(Unfit):
-            if self._is_quick and self.plain is not None:
-                version = pack((self.plain.dataset, self.plain.collate_fn)).version
-                self._is_quick = time.perf_counter() - start < _QUICK
-                return version if self._is_quick else None
-        return None
+        """Return the version of the data set; None if it is too large, or cannot be sent."""
+        return None if self._pack() or self._packed is None else self._packed.version
 
     @property
     def left(self) -> float:
@@ -125,7 +116,7 @@ class Supply:
         if self.reading.rests and self.left in (0, math.inf):
             self.answer(self.reading)
 
-    def answer(self, result: Reading | Fault) -> None:
+    def answer(self, result: Reading | str) -> None:
         """Give the result of the window to the trial, which sets the next one."""
         was_decided = self.trial.phase == "decided", self.trial.chosen
         self.reading = Reading()
@@ -140,7 +131,7 @@ class Supply:
     def close_pipe(self, variant: Variant, *, at_once: bool = False) -> None:
         """End the workers of a way; at once if one of them may never answer."""
         if variant in self._pipes:
-            self._pipes.pop(variant)[0].close(at_once=at_once)
+            self._pipes.pop(variant).close(at_once=at_once)
 
     def close(self) -> None:
         """End all workers."""
@@ -155,10 +146,10 @@ class Supply:
             most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
             if most != resource.RLIM_INFINITY and len(os.listdir("/proc/self/fd")) > most / 2:
                 return f"the loop keeps batches from workers, which are open files, of which {most} are allowed"
-        return self._no_room(self.reading.bytes, 4)
+        return self._no_room(4)
 
-    def _no_room(self, size: int, copies: int) -> str:
-        free = _shared_memory()
+    def _no_room(self, copies: int) -> str:
+        size, free = self._bytes, _shared_memory()
         if size * copies <= free:
             return ""
         return (
@@ -177,12 +168,8 @@ class Supply:
             )
         if reading.changed:
             return "the loop changes the data set between two batches"
-        assert self.plain is not None
-        try:
-            self._packed = pack((self.plain.dataset, self.plain.collate_fn))
-        except Unfit as error:
-            return str(error)
-        return self._no_room(reading.bytes, _COPIES)
+        self._bytes = reading.bytes
+        return self._pack() or self._no_room(_COPIES)
 
 
 class Batches:
@@ -199,7 +186,7 @@ class Batches:
         self._supply = supply
         self._stock: Any = supply.stock()
         self._pipe: Pipe | None = None
-        self._kept = self._has_begun = False
+        self._has_begun = False
         self._count = 0
         self._left: float | None = None
         self._version: str | None = None
@@ -212,7 +199,7 @@ class Batches:
     def __next__(self) -> Any:
         """Return the next batch of the loader."""
         supply = self._supply
-        start = supply.read()
+        start = time.perf_counter()
         if self._left is not None:
             supply.reading.rests.append(start - self._left)
             self._left = None
@@ -225,7 +212,7 @@ class Batches:
             raise
         self._count += 1
         supply.batches += 1
-        self._left = supply.read()
+        self._left = time.perf_counter()
         supply.reading.waits.append(self._left - start)
         return batch
 
@@ -237,22 +224,19 @@ class Batches:
             supply.end_epoch()  # the loop may have left the epoch before
             reason = supply.renew()
             if reason and supply.trial.window.variant.workers:
-                supply.answer(Fault(reason))
+                supply.answer(reason)
             self._begin()
         elif not supply.left:
             supply.answer(supply.reading)
             self._begin()
 
     def _begin(self) -> None:
-        supply, window = self._supply, self._supply.trial.window
-        self._pipe = None
+        window, self._pipe = self._supply.trial.window, None
         if window.variant == OWN:
             return
         reason = self._start(window)
         if reason:
-            supply.close_pipe(window.variant)
-            supply.answer(Fault(reason))
-            self._begin()
+            self._give_up(reason)
 
     def _start(self, window: Window) -> str:
         """Start to load ahead. Return why that is not possible, empty if it is."""
@@ -267,7 +251,7 @@ class Batches:
             if reason:
                 return reason
         try:
-            pipe, self._kept = supply.pipe_of(window.variant)
+            pipe = supply.pipe_of(window.variant)
             pipe.begin(stock, supply.left)
         except Exception as error:
             return f"workers cannot be started ({_first_line(error)})"
@@ -313,7 +297,7 @@ class Batches:
 
     def _give_up(self, reason: str) -> None:
         self._supply.close_pipe(self._supply.trial.window.variant)
-        self._supply.answer(Fault(reason, kept=self._kept))
+        self._supply.answer(reason)
         self._begin()
 
     def _watched(self) -> Any:
@@ -321,15 +305,15 @@ class Batches:
         supply, reading = self._supply, self._supply.reading
         if supply.plain is None:
             return self._take()
-        before, now = self._version, supply.version()
-        reading.changed |= before is not None and now is not None and now != before
+        if self._version is not None:
+            reading.changed = self._version != supply.version()
         draws, start = Draws(), time.process_time()
         batch = self._take()
         reading.processor += time.process_time() - start
         reading.moved = reading.moved or draws.moved()
         reading.bytes = max(reading.bytes, bytes_of(batch))
         reading.can_pin = reading.can_pin and can_be_pinned(batch)
-        self._version = supply.version()
+        self._version = None if reading.waits else supply.version()  # between the first two batches
         return batch
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -59,26 +58,14 @@ class Loader:
 
     So it does ``state_dict()`` and ``load_state_dict()`` of a loader that can be resumed within an epoch.
 
-    Args:
-        loader: See :func:`loader`.
-        allow_other_draws: See :func:`loader`.
-        read_ahead: See :func:`loader`.
-        read: The clock.
     """
 
-    def __init__(
-        self,
-        loader: Iterable[Any],
-        *,
-        allow_other_draws: bool = False,
-        read_ahead: bool = False,
-        read: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, loader: Iterable[Any], *, allow_other_draws: bool = False, read_ahead: bool = False) -> None:
         if not hasattr(type(loader), "__iter__") and not hasattr(type(loader), "__getitem__"):
             raise TypeError(f"loader: found {type(loader).__name__}; allowed is what a for loop can read.")
         self._loader = loader
-        self._supply = Supply(loader, other_draws=allow_other_draws, read_ahead=read_ahead, read=read)
-        self._latest: Callable[[], Batches | None] = _nothing
+        self._supply = Supply(loader, other_draws=allow_other_draws, read_ahead=read_ahead)
+        self._latest: Callable[[], Batches | None] = lambda: None
 
     def __iter__(self) -> Iterator[Any]:
         """Begin an epoch. If another one has begun and is not over, this one is read in the loader's own way."""
@@ -138,10 +125,6 @@ class Loader:
     def close(self) -> None:
         """End the workers. They also end with this object. A later epoch starts them again."""
         self._supply.close()
-
-
-def _nothing() -> None:
-    return None
 
 
 def _told(reading: Reading) -> str:

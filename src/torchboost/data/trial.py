@@ -12,7 +12,7 @@ from torchboost.data.pipes import OWN, TWICE, Variant
 from torchboost.measure.evidence import Interval
 from torchboost.measure.statistics import exact_median
 
-__all__ = ["Fault", "Race", "Reading", "Trial", "Window"]
+__all__ = ["Race", "Reading", "Trial", "Window"]
 
 SHARE = 0.05
 """Least share of waiting at which anything is tried."""
@@ -82,19 +82,6 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Fault:
-    """Why a way of loading was given up in the middle of a window.
-
-    Args:
-        reason: A clause.
-        kept: Whether the workers were started in an earlier epoch.
-    """
-
-    reason: str
-    kept: bool = False
-
-
-@dataclass(frozen=True)
 class Window:
     """What the loader is to do next. If an epoch ends before a window does, the window goes on in the next one.
 
@@ -145,7 +132,8 @@ class Race:
         )
 
 
-Result = Reading | Fault
+Result = Reading | str
+"""A text says why a way of loading was given up in the middle of a window."""
 Script = Generator[Window, Result, Any]
 
 
@@ -231,7 +219,7 @@ class Trial:
         """Compare the batches of a way with the loader's, then its time with that of the present choice."""
         count = variant.workers * TWICE
         result = yield Window(variant, count=count, compared=count)
-        if isinstance(result, Fault):
+        if isinstance(result, str):
             self._leave(result)
             return False
         return (yield from self._race(variant))
@@ -243,7 +231,7 @@ class Trial:
             order = (0, 1) if len(readings[0]) % 2 == 0 else (1, 0)
             for way in order:
                 reading = yield from self._measured(ways[way])
-                if isinstance(reading, Fault):
+                if isinstance(reading, str):
                     self._leave(reading)
                     return False
                 readings[way].append(reading)
@@ -260,28 +248,25 @@ class Trial:
         steps = max(_LEAST, min(_MOST, round(_WINDOW_SECONDS / step)))
         margin = max(variant.ahead, 1)
         result = yield Window(variant, count=steps + 2 * margin)
-        return result if isinstance(result, Fault) else result.part(margin, margin)
+        return result if isinstance(result, str) else result.part(margin, margin)
 
-    def _leave(self, fault: Fault) -> None:
+    def _leave(self, reason: str) -> None:
         """Use no workers from now on."""
-        self.reason, self.chosen = fault.reason, OWN
+        self.reason, self.chosen = reason, OWN
 
     def _use(self) -> Script:
         """Use the choice, as long as it pays and its batches are equal."""
-        slow = chances = 0
+        slow = 0
         while True:
-            compared = 0 if not self.chosen.workers else 2 if chances else 1
-            result = yield Window(self.chosen, compared=compared)
-            if isinstance(result, Fault):
-                chances = chances + 1 if result.kept else 2
-                if chances > 1:
-                    self._leave(result)
+            result = yield Window(self.chosen, compared=int(self.chosen.workers > 0))
+            if isinstance(result, str):
+                self._leave(result)
             else:
-                self.last, chances = result, 0
+                self.last = result
                 slower = self.chosen.workers and self.first is not None and result.wait > WORSE * self.first.wait
                 slow = slow + 1 if slower else 0
                 if slow == 2:
-                    self._leave(Fault("over two epochs, waiting for them took longer than loading without them"))
+                    self._leave("over two epochs, waiting for them took longer than loading without them")
 
 
 def _judged(base: Variant, variant: Variant, before: Sequence[Reading], after: Sequence[Reading]) -> Race | None:
