@@ -137,7 +137,7 @@ def walk(folder: Path) -> dict[str, int]:
 
 
 def run(folder: Path, *arguments: str) -> str:
-    settings = {"PYTHONPATH": str(folder / "src"), "TORCHBOOST_CACHE": "off", "OMP_NUM_THREADS": "1"}
+    settings = {"PYTHONPATH": str(folder / "src"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *arguments]
     return subprocess.run(
         command, cwd=folder, env=os.environ | settings, check=True, stdout=subprocess.PIPE, text=True

@@ -102,7 +102,7 @@ class Plan:
             ConfigError: A level, section, key or setting is unknown, or a value has the wrong type or is out of range.
             ValueError: ``loop`` is unknown.
         """
-        loaded = config if isinstance(config, BoostConfig) else BoostConfig.load(config)
+        loaded = BoostConfig() if config is None else BoostConfig.load(config)
         facts = facts if facts is not None else Facts.measure()
         if loop is not None:
             facts = replace(facts, loop=loop)

@@ -479,33 +479,28 @@ _ALONE = Entry(
 REGISTRY: Mapping[str, Entry] = MappingProxyType({entry.name: entry for entry in (*_ENTRIES, _ALONE)})
 """Every algorithm by its JSON name."""
 
-_SYSTEM: dict[str, Mapping[str, Any]] = {
-    name: {}
-    for name in [
-        "threads",
-        "unpad",
-        "sparse_head",
-        "channels_last",
-        "autocast",
-        "matmul_precision",
-        "fused_optimizer",
-        "compile",
-    ]
+_SYSTEM: dict[str, Algorithm] = {
+    lever.name: lever
+    for lever in (
+        *(Threads(), Unpad(), SparseHead(), ChannelsLast(), Autocast(), MatmulPrecision(), FusedOptimizer()),
+        Compile(),
+    )
 }
+"""The levers of the levels, with their default settings: values that plans share."""
 
 LEVELS: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {
         "O0": MappingProxyType({}),
         "O1": MappingProxyType(
             {
-                **_SYSTEM,
+                **dict.fromkeys(_SYSTEM, {}),
                 "less_bn": {"keep": "narrowest", "keep_every": 1},
                 "gradient_centralization": {},
             }
         ),
         "O2": MappingProxyType(
             {
-                **_SYSTEM,
+                **dict.fromkeys(_SYSTEM, {}),
                 "less_bn": {"keep": "narrowest", "keep_every": 1, "blocks_per_norm": 8},
                 "gradient_centralization": {},
                 "grad_freeze": {},
@@ -529,8 +524,8 @@ def build(entry: Entry, settings: Mapping[str, Any], origins: Mapping[str, str])
     Raises:
         ConfigError: A setting is unknown, of a wrong type, or out of range.
     """
-    if not settings:
-        return _plain(entry.algorithm)
+    if not settings and entry.name in _SYSTEM:
+        return _SYSTEM[entry.name]
     hints = _hints(entry.algorithm)
     values = {k: _frozen(value) for k, value in settings.items() if (k, value) not in entry.removed.items()}
     for key, value in values.items():
@@ -554,12 +549,6 @@ def build(entry: Entry, settings: Mapping[str, Any], origins: Mapping[str, str])
         path = f"extra.{entry.name}" if named is None else origins.get(named, f"extra.{entry.name}.{named}")
         found = shown(dict(settings)) if named is None else shown(settings[named])
         raise ConfigError(path, found=found, allowed=str(error)) from None
-
-
-@functools.cache
-def _plain(kind: type[Algorithm]) -> Algorithm:
-    """Return an algorithm with its default settings, a value that plans share."""
-    return kind()
 
 
 @functools.cache

@@ -310,7 +310,8 @@ class Batches:
         draws, start = Draws(), time.process_time()
         batch = self._take()
         reading.processor += time.process_time() - start
-        reading.moved = reading.moved or draws.moved()
+        if self._count:  # the sampler draws for the first batch of an epoch
+            reading.moved = reading.moved or draws.moved()
         reading.bytes = max(reading.bytes, bytes_of(batch))
         reading.can_pin = reading.can_pin and can_be_pinned(batch)
         self._version = None if reading.waits else supply.version()  # between the first two batches
