@@ -493,14 +493,14 @@ LEVELS: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         "O0": MappingProxyType({}),
         "O1": MappingProxyType(
             {
-                **dict.fromkeys(_SYSTEM, {}),
+                **{name: {} for name in _SYSTEM},
                 "less_bn": {"keep": "narrowest", "keep_every": 1},
                 "gradient_centralization": {},
             }
         ),
         "O2": MappingProxyType(
             {
-                **dict.fromkeys(_SYSTEM, {}),
+                **{name: {} for name in _SYSTEM},
                 "less_bn": {"keep": "narrowest", "keep_every": 1, "blocks_per_norm": 8},
                 "gradient_centralization": {},
                 "grad_freeze": {},
