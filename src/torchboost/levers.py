@@ -263,7 +263,7 @@ class Levers:
         self.choice = choice
         self._decisions |= {v.lever: (v.kept, v.reason) for v in choice.verdicts}
         self._forms = calibration.in_form(choice, device_of(target.model)).levers
-        _LOG.info("%s: %s", self.asked.level, choice.describe())
+        _LOG.info("%s: %s", self.asked.level, choice.explain())
 
     def _meet_other_shapes(self, call: Call) -> bool:
         """Check the levers that are on once more, on the first inputs of other shapes."""

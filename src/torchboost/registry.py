@@ -173,7 +173,6 @@ class Entry:
         displaces: Names that are dropped when this one is on (MindSpore's precedence rule).
         lever: Whether it only changes the speed of a step, so that a trial may switch it on and off.
         once: Whether it costs time once, such as compilation.
-        instead_of: Name of a lever. If a trial has kept that one, it does not try this one.
         of_optimizer: Whether it changes the update alone.
         in_no_level: Why no level has it although MindSpore's levels do. Shown if its switch is not read.
         removed: Setting of an earlier version -> its default. Plan files may still have it at that value.
@@ -191,7 +190,6 @@ class Entry:
     displaces: frozenset[str] = frozenset()
     lever: bool = False
     once: bool = False
-    instead_of: str = ""
     of_optimizer: bool = False
     in_no_level: str = ""
     removed: Mapping[str, Any] = field(default_factory=dict)
@@ -405,7 +403,6 @@ _ENTRIES = (
         unusable=_cast_by_the_trainer,
         unproven=_tf32_unproven,
         lever=True,
-        instead_of=Autocast.name,
     ),
     Entry(
         algorithm=GradFreeze,

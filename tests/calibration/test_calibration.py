@@ -139,8 +139,8 @@ def test_the_choice_is_logged(monkeypatch, caplog):
     with caplog.at_level("INFO", logger="torchboost"):
         train(*boosted(), steps=1)
     (record,) = caplog.records
-    assert "autocast on (planted)" in record.message
-    assert "channels_last off (planted)" in record.message
+    assert "autocast  on: planted" in record.message
+    assert "channels_last  off: planted" in record.message
 
 
 def test_calls_without_training_are_not_the_first_call(monkeypatch):

@@ -139,15 +139,6 @@ def test_a_lever_that_pays_only_with_a_later_one_is_tried_again():
     assert verdicts["half"].kept
 
 
-@pytest.mark.parametrize(("half", "tried"), [(0.8, False), (1.0, True)])
-def test_a_lever_is_not_tried_beside_a_better_one(half, tried):
-    bench = Planted({"half": half, "tf32": 0.8})
-    verdicts, _ = search(["half", "tf32"], bench, seconds=60, instead_of={"tf32": "half"})
-    assert [verdict.kept for verdict in verdicts] == [not tried, tried]
-    assert tried or verdicts[1].reason == "half is on and leaves it little to do"
-    assert any("tf32" in levers for levers in bench.built) is tried
-
-
 def test_levers_that_are_slower_together_than_nothing_go():
     """Each pays when it is added; the machine then changes, and all of it is slower than the plain step."""
 

@@ -140,12 +140,6 @@ class Choice(_Record):
         low, high = f"{self.ratio.low:.2f}", f"{self.ratio.high:.2f}"
         return f"together a step is {self.ratio.mid:.2f} times as fast as without them ({low} to {high})"
 
-    def describe(self) -> str:
-        """Return the choice in one line."""
-        parts = [f"{v.lever} {'on' if v.kept else 'off'} ({v.reason})" for v in self.verdicts]
-        where = f"measured in {self.seconds:.1f} s" if self.source == "trial" else self.source
-        return f"{'; '.join([*parts, *filter(None, [self.gain])])}. Source: {where}."
-
     def explain(self) -> str:
         """Return the choice in one line per lever."""
         headings = {

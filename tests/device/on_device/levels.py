@@ -77,7 +77,6 @@ def test_a_trial_tries_tf32_unless_autocast_is_on_and_leaves_the_process_as_it_w
     losses(made.model, made.optimizer, "cuda")
     assert made.choice is not None
     assert ("high" in seen) is (config is PLAIN), made.explain()
-    assert config is PLAIN or "autocast is on and leaves it little to do" in made.explain()
     made.remove()
     assert torch.backends.cuda.matmul.fp32_precision == "none"
 
