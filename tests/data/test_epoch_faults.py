@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from tests.data.test_epoch import Images, Lazy, assert_as_stock, train
-from torchboost.data import epoch, pipes
+from torchboost.data import pipes
 from torchboost.data.loader import loader
 from torchboost.data.pipes import OWN, Variant
 
@@ -67,7 +67,7 @@ def test_an_error_of_a_sampler_is_raised_at_its_batch(eager):
 
 
 def test_a_worker_that_dies(eager, monkeypatch):
-    monkeypatch.setattr(epoch, "PATIENCE", 0.5)
+    monkeypatch.setattr("torchboost.data.loader.PATIENCE", 0.5)
 
     class Dies(Images):
         def __getitem__(self, index: int) -> Any:
@@ -81,7 +81,7 @@ def test_a_worker_that_dies(eager, monkeypatch):
 
 
 def test_a_worker_that_hangs(eager, monkeypatch):
-    monkeypatch.setattr(epoch, "PATIENCE", 0.5)
+    monkeypatch.setattr("torchboost.data.loader.PATIENCE", 0.5)
 
     class Hangs(Images):
         def __getitem__(self, index: int) -> Any:
@@ -94,14 +94,14 @@ def test_a_worker_that_hangs(eager, monkeypatch):
 
 
 def test_a_loop_that_keeps_its_batches(eager, monkeypatch):
-    monkeypatch.setattr("torchboost.data.epoch._EVERY", 8)
+    monkeypatch.setattr("torchboost.data.loader._EVERY", 8)
     monkeypatch.setattr("resource.getrlimit", lambda kind: (len(os.listdir("/proc/self/fd")), 4096))
     boosted = assert_as_stock(lambda: DataLoader(Images(), batch_size=2))
     assert "the loop keeps batches" in boosted.explain()
 
 
 def test_little_shared_memory(eager, monkeypatch):
-    monkeypatch.setattr("torchboost.data.epoch._shared_memory", lambda: 100)
+    monkeypatch.setattr("torchboost.data.loader._shared_memory", lambda: 100)
     boosted = assert_as_stock(lambda: DataLoader(Images(), batch_size=2))
     assert "shared memory" in boosted.explain()
 

@@ -1,9 +1,12 @@
-"""Properties of the machine that algorithms depend on: the speed of bfloat16, and defects of kernels."""
+"""Properties of the machine that algorithms depend on: cores, the speed of bfloat16, and defects of kernels."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,13 +17,16 @@ from torchboost.measure.machine import PAYS, Kind, half_speed
 
 __all__ = [
     "HalfPrecision",
+    "cpu_quota",
     "device_fault",
     "half_precision",
     "is_on_cpu",
     "matmul_backends",
     "unsafe_channels_last",
+    "usable_cores",
 ]
 
+_GROUPS = Path("/sys/fs/cgroup")
 _BLOCK = 16
 """Channels that one AVX-512 register holds. AVX2 kernels fail below 8."""
 
@@ -142,3 +148,27 @@ def unsafe_channels_last(model: nn.Module) -> str | None:
 def is_on_cpu(module: nn.Module) -> bool:
     """Whether all parameters of a module are on the CPU."""
     return all(parameter.device.type == "cpu" for parameter in module.parameters())
+
+
+def usable_cores(groups: Path = _GROUPS) -> float:
+    """Return the processors that this process may use: by its affinity, and by the CPU quota of its container.
+
+    With several ranks on a machine (``LOCAL_WORLD_SIZE``, as torchrun sets it) each gets an equal part.
+    """
+    try:
+        allowed: float = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS and Windows
+        allowed = os.cpu_count() or 1
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return min(allowed, cpu_quota(groups)) / (max(int(ranks), 1) if ranks.isdigit() else 1)
+
+
+def cpu_quota(groups: Path = _GROUPS) -> float:
+    """Return the quota in processors, of version 2 or 1 of control groups; infinite if there is none."""
+    with contextlib.suppress(OSError, ValueError, IndexError, ZeroDivisionError):
+        limit, period = (groups / "cpu.max").read_text(encoding="ascii").split()[:2]
+        return float("inf") if limit == "max" else int(limit) / int(period)
+    with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
+        limit, period = ((groups / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        return int(limit) / int(period) if int(limit) > 0 else float("inf")
+    return float("inf")
