@@ -74,8 +74,6 @@ class Passes:
     model, which gathers gradients in a real backward pass only, ``.grad`` is written and set back.
 
     Args:
-        model: The model, as the loop calls it.
-        call: Positional and named arguments of one training call.
         snapshot: Of the model and the call. What a pass changes is restored from it.
         others: Trained parameters that the model uses but does not hold.
         forward: Makes the context of each forward pass, such as the mixed precision of a trainer.
@@ -284,13 +282,7 @@ def noise(size: float, seed: int) -> Change:
 def on_real_inputs(
     target: Target, call: Call, forward: Callable[[], AbstractContextManager[Any]] = nullcontext
 ) -> Iterator[Passes]:
-    """Yield passes of the plain model of a pair on a call. At the end everything is as it was.
-
-    Args:
-        target: The pair.
-        call: A training call.
-        forward: As for :class:`Passes`.
-    """
+    """Yield passes of the plain model of a pair on a call. At the end everything is as it was."""
     model = target.model
     inside = {id(p) for p in model.parameters()}
     groups = [group for optimizer in target.optimizers for group in optimizer.param_groups]

@@ -183,12 +183,7 @@ def padded_share(target: Target, call: Call) -> float:
 
 
 class _Bench:
-    """Steps of the plain pair, timed in pairs with something left out.
-
-    Attributes:
-        passes: Passes of the model.
-        clock: Of the device.
-    """
+    """Steps of the plain pair, timed in pairs with something left out."""
 
     def __init__(self, passes: Passes, optimizers: Sequence[Optimizer], clock: Clock | None) -> None:
         self.passes, self.clock = passes, Clock.of(passes.device) if clock is None else clock

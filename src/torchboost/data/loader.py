@@ -152,11 +152,6 @@ class Loader:
 class Supply:
     """What stays between epochs: the trial, the workers, and the data set as they have it.
 
-    Args:
-        loader: Any iterable.
-        other_draws: Whether the data set may draw other random numbers.
-        read_ahead: Whether any sampler may be read ahead.
-
     Attributes:
         trial: Decides what to do.
         reading: Of the present window.
@@ -287,14 +282,7 @@ class Supply:
 
 
 class Batches:
-    """The iterator over one epoch.
-
-    Args:
-        supply: Of the loader.
-
-    Attributes:
-        is_open: Whether the end was not reached.
-    """
+    """The iterator over one epoch. It is open as long as its end was not reached."""
 
     def __init__(self, supply: Supply) -> None:
         self._supply = supply

@@ -79,9 +79,6 @@ OWN = Variant()
 class Stock:
     """The loader's own iterator over one epoch, from which indices can also be taken ahead.
 
-    Args:
-        loader: Loads in this process.
-
     Attributes:
         pending: Indices that were taken ahead and whose batches were not delivered yet, in order.
     """

@@ -100,18 +100,16 @@ class Window:
 
 @dataclass(frozen=True)
 class Race:
-    """The result of one comparison.
+    """The result of one comparison of a way with the one before.
 
     Args:
-        base: The way before.
         variant: The way that was tried.
-        gain: Seconds of a step with ``base``, divided by those with ``variant``.
+        gain: Seconds of a step before, divided by those with the variant.
         pairs: Pairs of windows.
-        before: The medians of the steps with ``base``: waiting and the rest.
-        after: The same with ``variant``.
+        before: The medians of the steps before: waiting and the rest.
+        after: The same with the variant.
     """
 
-    base: Variant
     variant: Variant
     gain: Interval
     pairs: int
@@ -235,7 +233,7 @@ class Trial:
                     self._leave(reading)
                     return False
                 readings[way].append(reading)
-            race = _judged(base, variant, *readings)
+            race = _judged(variant, *readings)
             if race is not None:
                 self.races.append(race)
                 if race.is_kept:
@@ -269,7 +267,7 @@ class Trial:
                     self._leave("over two epochs, waiting for them took longer than loading without them")
 
 
-def _judged(base: Variant, variant: Variant, before: Sequence[Reading], after: Sequence[Reading]) -> Race | None:
+def _judged(variant: Variant, before: Sequence[Reading], after: Sequence[Reading]) -> Race | None:
     """Return the result of a comparison; None if further pairs are needed."""
     ratios = [one.step / two.step for one, two in zip(before, after, strict=True)]
     count = len(ratios)
@@ -282,7 +280,7 @@ def _judged(base: Variant, variant: Variant, before: Sequence[Reading], after: S
         if gain.low <= GAIN <= gain.high and count < MOST_PAIRS:
             return None
     parts = [(median(r.wait for r in each), median(r.rest for r in each)) for each in (before, after)]
-    return Race(base, variant, gain, count, parts[0], parts[1])
+    return Race(variant, gain, count, parts[0], parts[1])
 
 
 def _ms(seconds: float) -> str:
