@@ -239,28 +239,24 @@ def _tf32_unproven(facts: Facts) -> str | None:
     return "its gain is not measured on cuda yet; ask for it with extra.matmul_precision"
 
 
-_TRAINER_SETTINGS = {
-    "transformers": "TrainingArguments(gradient_accumulation_steps=...)",
-    "lightning": "Trainer(accumulate_grad_batches=...)",
-    "accelerate": "Accelerator(gradient_accumulation_steps=...)",
+_TRAINERS = {
+    "transformers": ("TrainingArguments(gradient_accumulation_steps=...)", "TrainingArguments(fp16=True)"),
+    "lightning": ("Trainer(accumulate_grad_batches=...)", 'Trainer(precision="16-mixed")'),
+    "accelerate": ("Accelerator(gradient_accumulation_steps=...)", 'Accelerator(mixed_precision="fp16")'),
 }
+"""Trainer -> its settings of accumulation and of float16."""
 
 
 def _accumulated_by_the_trainer(facts: Facts) -> str | None:
-    setting = _TRAINER_SETTINGS.get(facts.loop)
-    return None if setting is None else f"{facts.loop} owns the loop and accumulates gradients itself; use {setting}"
-
-
-_TRAINER_PRECISIONS = {
-    "transformers": "TrainingArguments(fp16=True)",
-    "lightning": 'Trainer(precision="16-mixed")',
-    "accelerate": 'Accelerator(mixed_precision="fp16")',
-}
+    if facts.loop not in _TRAINERS:
+        return None
+    return f"{facts.loop} owns the loop and accumulates gradients itself; use {_TRAINERS[facts.loop][0]}"
 
 
 def _scaled_by_the_trainer(facts: Facts) -> str | None:
-    setting = _TRAINER_PRECISIONS.get(facts.loop)
-    return None if setting is None else f"{facts.loop} owns the loop and scales the loss itself; use {setting}"
+    if facts.loop not in _TRAINERS:
+        return None
+    return f"{facts.loop} owns the loop and scales the loss itself; use {_TRAINERS[facts.loop][1]}"
 
 
 def _cast_by_the_trainer(facts: Facts) -> str | None:
@@ -268,7 +264,7 @@ def _cast_by_the_trainer(facts: Facts) -> str | None:
 
 
 def _stepped_by_the_trainer(facts: Facts) -> str | None:
-    if facts.loop not in _TRAINER_SETTINGS:
+    if facts.loop not in _TRAINERS:
         return None
     return f"{facts.loop} owns the loop and calls step() without the loss, which a line search needs"
 
@@ -507,8 +503,6 @@ LEVELS: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
 )
 """Level -> algorithm -> settings that differ from its defaults. Chosen by measurement; see ``docs/levels.md``."""
 
-_TOO_LARGE = 1 << 63
-
 
 def build(entry: Entry, settings: Mapping[str, Any], origins: Mapping[str, str]) -> Algorithm:
     """Build an algorithm from its settings.
@@ -536,8 +530,6 @@ def build(entry: Entry, settings: Mapping[str, Any], origins: Mapping[str, str])
             TypeAdapter(hints[key]).validate_python(value, strict=True)
         except ValidationError:
             raise ConfigError(path, found=shown(settings[key]), allowed=_in_words(hints[key])) from None
-        if any(abs(number) >= _TOO_LARGE for number in _integers(value)):
-            raise ConfigError(path, found=shown(settings[key]), allowed="integers of 64 bits")
     try:
         return entry.algorithm(**values)
     except (TypeError, ValueError, OverflowError) as error:
@@ -558,12 +550,6 @@ def _hints(kind: type[Algorithm]) -> dict[str, Any]:
 def _frozen(value: Any) -> Any:
     """Return lists as tuples, which JSON does not have."""
     return tuple(_frozen(entry) for entry in value) if isinstance(value, (list, tuple)) else value
-
-
-def _integers(value: Any) -> list[int]:
-    if isinstance(value, tuple):
-        return [number for entry in value for number in _integers(entry)]
-    return [value] if isinstance(value, int) else []
 
 
 def _in_words(hint: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -347,8 +348,8 @@ def _frozen(bench: _Bench) -> Waste:
 
     @contextmanager
     def timed() -> Iterator[None]:
-        left, began = iter(range(len(frozen) - 1)), bench.clock()
-        with each_end(model, lambda *_: next(left, None) is None and seconds.append(bench.clock() - began)):
+        ends, began = itertools.count(1), bench.clock()
+        with each_end(model, lambda *_: next(ends) == len(frozen) and seconds.append(bench.clock() - began)):
             yield
 
     for _ in range(_LOOKS):
