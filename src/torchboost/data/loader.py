@@ -79,14 +79,20 @@ class Loader:
     """What :func:`loader` returns. It passes on public attributes of the wrapped loader, such as ``dataset``.
 
     So it does ``state_dict()`` and ``load_state_dict()`` of a loader that can be resumed within an epoch.
-
     """
 
     def __init__(self, loader: Iterable[Any], *, allow_other_draws: bool = False, read_ahead: bool = False) -> None:
         if not hasattr(type(loader), "__iter__") and not hasattr(type(loader), "__getitem__"):
             raise TypeError(f"loader: found {type(loader).__name__}; allowed is what a for loop can read.")
-        self._loader = loader
-        self._supply = Supply(loader, other_draws=allow_other_draws, read_ahead=read_ahead)
+        self._loader, self._other_draws, self._read_ahead = loader, allow_other_draws, read_ahead
+        self._plain = loader if isinstance(loader, DataLoader) and loads_in_this_process(loader) else None
+        self._reading = Reading()
+        self._to_compare = self._batches = self._bytes = 0
+        self._pipes: dict[Variant, Pipe] = {}
+        self._packed: Packed | None = None
+        ask = weakref.WeakMethod(self._unfit)  # no cycle, so that the workers end with the loader
+        pins = self._plain is not None and torch.cuda.is_available() and not self._plain.pin_memory
+        self._trial = Trial(lambda reading: (ask() or str)(reading), cores=usable_cores(), pins=pins)
         self._latest: Callable[[], Batches | None] = lambda: None
 
     def __iter__(self) -> Iterator[Any]:
@@ -94,7 +100,7 @@ class Loader:
         latest = self._latest()
         if latest is not None and latest.is_open:
             return iter(self._loader)
-        batches = Batches(self._supply)
+        batches = Batches(self)
         self._latest = weakref.ref(batches)
         return batches
 
@@ -116,19 +122,19 @@ class Loader:
     @property
     def choice(self) -> Variant:
         """The way that is used now."""
-        return self._supply.trial.chosen
+        return self._trial.chosen
 
     @property
     def waiting(self) -> float:
         """The share of waiting for data in a step, between 0 and 1, in the way that is used now; 0 if not yet known."""
-        return self._supply.trial.last.share
+        return self._trial.last.share
 
     def explain(self) -> str:
         """Say in one or two lines how long the loop waits for data and what was done about it."""
-        trial = self._supply.trial
+        trial = self._trial
         if trial.first is None:
             if not trial.last.rests:
-                return f"waiting for data: not judged yet, after {self._supply.batches} batches"
+                return f"waiting for data: not judged yet, after {self._batches} batches"
             small = trial.last.share <= SHARE or trial.last.wait <= LEAST_WAIT
             end = "not the bottleneck, nothing changed" if small else "this is looked at once more"
             return f"waiting for data: {_told(trial.last)}; {end}"
@@ -138,7 +144,7 @@ class Loader:
         if trial.chosen != OWN:
             kept = "; then ".join(str(race) for race in trial.races if race.is_kept)
             equal = f"{trial.compared} batches compared, all equal"
-            if self._supply.other_draws:
+            if self._other_draws:
                 equal = "random numbers of the data set differ from those without workers, if it draws any"
             return f"{before}, now {_told(trial.last)}; {equal}\n{kept}"
         reason = trial.reason or "nothing paid: " + "; ".join(map(_lost, trial.races))
@@ -146,52 +152,31 @@ class Loader:
 
     def close(self) -> None:
         """End the workers. They also end with this object. A later epoch starts them again."""
-        self._supply.close()
+        for variant in list(self._pipes):
+            self._close_pipe(variant)
 
-
-class Supply:
-    """What stays between epochs: the trial, the workers, and the data set as they have it.
-
-    Attributes:
-        trial: Decides what to do.
-        reading: Of the present window.
-        to_compare: Batches of the present window that are still to be loaded in both ways.
-        batches: Number of batches so far.
-    """
-
-    def __init__(self, loader: Iterable[Any], *, other_draws: bool, read_ahead: bool) -> None:
-        self.loader, self.other_draws, self.read_ahead = loader, other_draws, read_ahead
-        self.plain = loader if isinstance(loader, DataLoader) and loads_in_this_process(loader) else None
-        self.reading = Reading()
-        self.to_compare = self.batches = self._bytes = 0
-        self._pipes: dict[Variant, Pipe] = {}
-        self._packed: Packed | None = None
-        ask = weakref.WeakMethod(self._unfit)  # no cycle, so that the workers end with the loader
-        pins = self.plain is not None and torch.cuda.is_available() and not self.plain.pin_memory
-        self.trial = Trial(lambda reading: (ask() or str)(reading), cores=usable_cores(), pins=pins)
-
-    def stock(self) -> Stock | Iterator[Any]:
+    def _stock(self) -> Stock | Iterator[Any]:
         """Return the loader's own iterator; one that can be read ahead if the loader loads in this process."""
-        return iter(self.loader) if self.plain is None else Stock(self.plain)
+        return iter(self._loader) if self._plain is None else Stock(self._plain)
 
-    def pipe_of(self, variant: Variant) -> Pipe:
+    def _pipe_of(self, variant: Variant) -> Pipe:
         """Return the pipe of a way, whose workers may be from an earlier epoch."""
-        assert self.plain is not None
+        assert self._plain is not None
         assert self._packed is not None
         if variant not in self._pipes:
             self._pipes[variant] = Pipe(
-                self.plain,
+                self._plain,
                 variant,
                 self._packed,
-                seed=(torch.initial_seed() + 1000 * self.batches) % 2**63,
-                patience=PATIENCE + 20 * self.trial.last.step,
-                other_draws=self.other_draws,
+                seed=(torch.initial_seed() + 1000 * self._batches) % 2**63,
+                patience=PATIENCE + 20 * self._trial.last.step,
+                other_draws=self._other_draws,
             )
         return self._pipes[variant]
 
-    def renew(self) -> str:
+    def _renew(self) -> str:
         """At the beginning of an epoch, end workers with an older data set. Return why none can start."""
-        is_over = self.trial.phase == "decided" and not self.trial.chosen.workers
+        is_over = self._trial.phase == "decided" and not self._trial.chosen.workers
         if is_over or self._packed is None:
             return ""
         before = self._packed.version
@@ -202,52 +187,47 @@ class Supply:
 
     def _pack(self) -> str:
         """Pack the data set as it is now. Return why it cannot be sent; empty if it can."""
-        assert self.plain is not None
+        assert self._plain is not None
         try:
-            self._packed = pack((self.plain.dataset, self.plain.collate_fn))
+            self._packed = pack((self._plain.dataset, self._plain.collate_fn))
         except Unfit as error:
             return str(error)
         return ""
 
-    def version(self) -> str | None:
+    def _version(self) -> str | None:
         """Return the version of the data set; None if it is too large, or cannot be sent."""
         return None if self._pack() or self._packed is None else self._packed.version
 
     @property
-    def left(self) -> float:
+    def _left(self) -> float:
         """How many batches the present window still has in this epoch."""
-        count = self.trial.window.count
-        return math.inf if count is None else max(count - len(self.reading.rests), self.to_compare)
+        count = self._trial.window.count
+        return math.inf if count is None else max(count - len(self._reading.rests), self._to_compare)
 
-    def end_epoch(self) -> None:
+    def _end_epoch(self) -> None:
         """Give the reading to the trial if the window ends with the epoch."""
-        del self.reading.waits[len(self.reading.rests) :]
-        if self.reading.rests and self.left in (0, math.inf):
-            self.answer(self.reading)
+        del self._reading.waits[len(self._reading.rests) :]
+        if self._reading.rests and self._left in (0, math.inf):
+            self._answer(self._reading)
 
-    def answer(self, result: Reading | str) -> None:
+    def _answer(self, result: Reading | str) -> None:
         """Give the result of the window to the trial, which sets the next one."""
-        was_decided = self.trial.phase == "decided", self.trial.chosen
-        self.reading = Reading()
-        self.trial.answer(result)
-        self.to_compare = 0 if self.other_draws else self.trial.window.compared
-        is_decided = self.trial.phase == "decided", self.trial.chosen
+        was_decided = self._trial.phase == "decided", self._trial.chosen
+        self._reading = Reading()
+        self._trial.answer(result)
+        self._to_compare = 0 if self._other_draws else self._trial.window.compared
+        is_decided = self._trial.phase == "decided", self._trial.chosen
         if is_decided[0] and is_decided != was_decided:
-            for variant in [variant for variant in self._pipes if variant != self.trial.chosen]:
-                self.close_pipe(variant)
-            _log.info("waiting for data: %s", self.trial.chosen)
+            for variant in [variant for variant in self._pipes if variant != self._trial.chosen]:
+                self._close_pipe(variant)
+            _log.info("waiting for data: %s", self._trial.chosen)
 
-    def close_pipe(self, variant: Variant, *, at_once: bool = False) -> None:
+    def _close_pipe(self, variant: Variant, *, at_once: bool = False) -> None:
         """End the workers of a way; at once if one of them may never answer."""
         if variant in self._pipes:
             self._pipes.pop(variant).close(at_once=at_once)
 
-    def close(self) -> None:
-        """End all workers."""
-        for variant in list(self._pipes):
-            self.close_pipe(variant)
-
-    def strain(self) -> str:
+    def _strain(self) -> str:
         """Return why workers must stop, if the loop keeps so many of their batches that files or memory run out."""
         with contextlib.suppress(ImportError, OSError):
             import resource
@@ -267,10 +247,10 @@ class Supply:
 
     def _unfit(self, reading: Reading) -> str:
         """Return why workers are left out."""
-        reason = _unsupported(self.loader, self.plain)
+        reason = _unsupported(self._loader, self._plain)
         if reason:
             return reason
-        if reading.moved and not self.other_draws:
+        if reading.moved and not self._other_draws:
             return (
                 f"the data set draws from {reading.moved}, and would draw other numbers in workers "
                 "(allow_other_draws=True allows it)"
@@ -284,9 +264,9 @@ class Supply:
 class Batches:
     """The iterator over one epoch. It is open as long as its end was not reached."""
 
-    def __init__(self, supply: Supply) -> None:
-        self._supply = supply
-        self._stock: Any = supply.stock()
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+        self._stock: Any = loader._stock()
         self._pipe: Pipe | None = None
         self._has_begun = False
         self._count = 0
@@ -300,40 +280,40 @@ class Batches:
 
     def __next__(self) -> Any:
         """Return the next batch of the loader."""
-        supply = self._supply
+        loader = self._loader
         start = time.perf_counter()
         if self._left is not None:
-            supply.reading.rests.append(start - self._left)
+            loader._reading.rests.append(start - self._left)
             self._left = None
         self._turn()
         try:
-            batch = self._watched() if supply.trial.window.watched else self._take()
+            batch = self._watched() if loader._trial.window.watched else self._take()
         except StopIteration:
             self.is_open, self._pipe = False, None
-            supply.end_epoch()
+            loader._end_epoch()
             raise
         self._count += 1
-        supply.batches += 1
+        loader._batches += 1
         self._left = time.perf_counter()
-        supply.reading.waits.append(self._left - start)
+        loader._reading.waits.append(self._left - start)
         return batch
 
     def _turn(self) -> None:
         """Begin the next window if one is over, and go on with the present one at the beginning of an epoch."""
-        supply = self._supply
+        loader = self._loader
         if not self._has_begun:
             self._has_begun = True
-            supply.end_epoch()  # the loop may have left the epoch before
-            reason = supply.renew()
-            if reason and supply.trial.window.variant.workers:
-                supply.answer(reason)
+            loader._end_epoch()  # the loop may have left the epoch before
+            reason = loader._renew()
+            if reason and loader._trial.window.variant.workers:
+                loader._answer(reason)
             self._begin()
-        elif not supply.left:
-            supply.answer(supply.reading)
+        elif not loader._left:
+            loader._answer(loader._reading)
             self._begin()
 
     def _begin(self) -> None:
-        window, self._pipe = self._supply.trial.window, None
+        window, self._pipe = self._loader._trial.window, None
         if window.variant == OWN:
             return
         reason = self._start(window)
@@ -342,32 +322,32 @@ class Batches:
 
     def _start(self, window: Window) -> str:
         """Start to load ahead. Return why that is not possible, empty if it is."""
-        supply, stock = self._supply, self._stock
+        loader, stock = self._loader, self._stock
         try:
             if not stock.pending:
                 stock.take()
         except StopIteration:  # what is left of this epoch is left to the loader itself
             return ""
-        if not supply.read_ahead:
+        if not loader._read_ahead:
             reason = stock.unfit()
             if reason:
                 return reason
         try:
-            pipe = supply.pipe_of(window.variant)
-            pipe.begin(stock, supply.left)
+            pipe = loader._pipe_of(window.variant)
+            pipe.begin(stock, loader._left)
         except Exception as error:
             return f"workers cannot be started ({_first_line(error)})"
         self._pipe = pipe
         return ""
 
     def _take(self) -> Any:
-        supply, stock, pipe = self._supply, self._stock, self._pipe
+        loader, stock, pipe = self._loader, self._stock, self._pipe
         if pipe is None:
             return next(stock)
-        if self._count % _EVERY == 0 and (reason := supply.strain()):
+        if self._count % _EVERY == 0 and (reason := loader._strain()):
             self._give_up(reason)
             return next(stock)
-        is_compared = supply.to_compare > 0 and bool(stock.pending)
+        is_compared = loader._to_compare > 0 and bool(stock.pending)
         local = self._local() if is_compared else None
         try:
             batch, fault = pipe.take()
@@ -376,11 +356,11 @@ class Batches:
             return next(stock)
         except Exception as error:
             batch, fault = None, f"the workers failed ({_first_line(error)})"
-            supply.close_pipe(supply.trial.window.variant, at_once=True)
+            loader._close_pipe(loader._trial.window.variant, at_once=True)
         index = stock.pending.popleft()
         if is_compared and not fault:
-            supply.to_compare -= 1
-            supply.trial.compared += 1
+            loader._to_compare -= 1
+            loader._trial.compared += 1
             if not same(local, batch):
                 fault = "a batch from a worker differs from the same one loaded in this process"
         if not fault:
@@ -398,17 +378,17 @@ class Batches:
             raise
 
     def _give_up(self, reason: str) -> None:
-        self._supply.close_pipe(self._supply.trial.window.variant)
-        self._supply.answer(reason)
+        self._loader._close_pipe(self._loader._trial.window.variant)
+        self._loader._answer(reason)
         self._begin()
 
     def _watched(self) -> Any:
         """Take a batch, and look what else happens."""
-        supply, reading = self._supply, self._supply.reading
-        if supply.plain is None:
+        loader, reading = self._loader, self._loader._reading
+        if loader._plain is None:
             return self._take()
         if self._version is not None:
-            reading.changed = self._version != supply.version()
+            reading.changed = self._version != loader._version()
         draws, start = Draws(), time.process_time()
         batch = self._take()
         reading.processor += time.process_time() - start
@@ -416,7 +396,7 @@ class Batches:
             reading.moved = reading.moved or draws.moved()
         reading.bytes = max(reading.bytes, bytes_of(batch))
         reading.can_pin = reading.can_pin and can_be_pinned(batch)
-        self._version = None if reading.waits else supply.version()  # between the first two batches
+        self._version = None if reading.waits else loader._version()  # between the first two batches
         return batch
 
 
