@@ -241,12 +241,15 @@ def reshard(model: nn.Module) -> None:
 
 
 def relative(first: Tensor, second: Tensor) -> float:
-    """Return the difference of two tensors, as a share of the norm of the first one."""
+    """Return the difference of two tensors, as a share of the norm of the first one. Infinite if their forms differ."""
     if first.shape != second.shape:
         return math.inf
-    before, after = (numbers_of(tensor).nan_to_num() for tensor in (first, second))
-    size = float(torch.linalg.vector_norm(before))
-    return float(torch.linalg.vector_norm(after - before)) / size if size else 0.0
+    before, after = numbers_of(first), numbers_of(second)
+    if not torch.equal(before.isfinite(), after.isfinite()):
+        return math.inf
+    before, after = before.nan_to_num(), after.nan_to_num()
+    size, difference = float(torch.linalg.vector_norm(before)), float(torch.linalg.vector_norm(after - before))
+    return difference / size if size else math.inf if difference else 0.0
 
 
 def numbers_of(tensor: Tensor) -> Tensor:
