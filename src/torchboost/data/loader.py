@@ -194,7 +194,7 @@ class Loader:
             return str(error)
         return ""
 
-    def _version(self) -> str | None:
+    def _data_version(self) -> str | None:
         """Return the version of the data set; None if it is too large, or cannot be sent."""
         return None if self._pack() or self._packed is None else self._packed.version
 
@@ -299,7 +299,7 @@ class Batches:
         return batch
 
     def _turn(self) -> None:
-        """Begin the next window if one is over, and go on with the present one at the beginning of an epoch."""
+        """Begin the next window if one is over, and continue with the present one at the beginning of an epoch."""
         loader = self._loader
         if not self._has_begun:
             self._has_begun = True
@@ -388,7 +388,7 @@ class Batches:
         if loader._plain is None:
             return self._take()
         if self._version is not None:
-            reading.changed = self._version != loader._version()
+            reading.changed = self._version != loader._data_version()
         draws, start = Draws(), time.process_time()
         batch = self._take()
         reading.processor += time.process_time() - start
@@ -396,7 +396,7 @@ class Batches:
             reading.moved = reading.moved or draws.moved()
         reading.bytes = max(reading.bytes, bytes_of(batch))
         reading.can_pin = reading.can_pin and can_be_pinned(batch)
-        self._version = None if reading.waits else loader._version()  # between the first two batches
+        self._version = None if reading.waits else loader._data_version()  # between the first two batches
         return batch
 
 

@@ -83,7 +83,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Window:
-    """What the loader is to do next. If an epoch ends before a window does, the window goes on in the next one.
+    """What the loader is to do next. If an epoch ends before a window does, the window continues in the next one.
 
     Args:
         variant: The way to load.
