@@ -114,7 +114,7 @@ def missing(packages: Path) -> list[str]:
 def environment(variables: Mapping[str, str], packages: Path) -> dict[str, str]:
     """Return the variables for a part: the package is found without an installation, and every level measures."""
     paths = [str(ROOT / "src"), str(ROOT), str(packages), *filter(None, [variables.get("PYTHONPATH")])]
-    own = {"PYTHONPATH": os.pathsep.join(paths), "TORCHBOOST_CACHE": "off", "TORCHBOOST_CALIBRATE": "1"}
+    own = {"PYTHONPATH": os.pathsep.join(paths), "TORCHBOOST_CALIBRATE": "1"}
     return {**variables, **own}
 
 

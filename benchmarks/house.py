@@ -1,7 +1,7 @@
 """Count a checkout: lines, files, classes, private functions named once, prose, tests, the walk of ``boost`` at O1.
 
 ``python benchmarks/house.py FOLDER`` reads the files of any checkout with the interpreter that runs it, which needs
-torch and pytest. Calls are counted by ``sys.setprofile`` in a process of its own, without a cache of choices.
+torch and pytest. Calls are counted by ``sys.setprofile`` in a process of its own.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def walk(folder: Path) -> dict[str, int]:
 
 
 def run(folder: Path, *arguments: str) -> str:
-    settings = {"PYTHONPATH": str(folder / "src"), "TORCHBOOST_CACHE": "off", "OMP_NUM_THREADS": "1"}
+    settings = {"PYTHONPATH": str(folder / "src"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *arguments]
     return subprocess.run(
         command, cwd=folder, env=os.environ | settings, check=True, stdout=subprocess.PIPE, text=True

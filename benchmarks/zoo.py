@@ -156,7 +156,7 @@ def run_once(name: str, out: Path, options: Options, asked: Asked, left_out: dic
         )
         command = [sys.executable, str(Path(__file__).with_name("zoo_cells.py")), task.to_json()]
         # Without a cache, both levels measure in each run.
-        own = {"TORCHBOOST_CACHE": "off", "TORCHBOOST_CALIBRATE": "1", **cache_in(asked.compiler)}
+        own = {"TORCHBOOST_CALIBRATE": "1", **cache_in(asked.compiler)}
         ended = outcome(run_within(LIMIT_SECONDS, command, {**os.environ, **simulated, **own}), LIMIT_SECONDS)
         return (state.read_text(encoding="utf-8").strip() if ended else ""), ended
 

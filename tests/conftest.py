@@ -72,7 +72,6 @@ def deterministic() -> Iterator[None]:
 def uncalibrated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Choose levers without a trial, here and in child processes. Tests of the trial pass ``calibrate=``."""
     monkeypatch.setenv("TORCHBOOST_CALIBRATE", "0")
-    monkeypatch.setenv("TORCHBOOST_CACHE", "off")  # nothing is read from or written to the user's folder
 
 
 @pytest.fixture

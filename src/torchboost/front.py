@@ -508,7 +508,7 @@ def warn_of_missing_state(boosted: Boosted, log: logging.Logger) -> None:
 
 def warn_of_missing_length(boosted: Boosted, config: ConfigSource | None, total_steps: int | None, loop: Loop) -> None:
     """Warn about algorithms that the level left out only because ``total_steps`` is missing."""
-    if total_steps is not None:
+    if total_steps is not None or not any("total_steps" in entry.reason for entry in boosted.levers.asked.dropped):
         return
     facts = replace(Facts.measure(boosted.model, loop=loop), total_steps=_LONG_RUN)
     running, plan = {a.name for a in boosted.levers.asked.algorithms}, Plan.of(boosted.plan.level, config, facts)

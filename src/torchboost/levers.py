@@ -24,12 +24,11 @@ from torchboost.calibration.calibration import (
     device_of,
     obstacle_to_passes,
 )
-from torchboost.calibration.choice import Choice, Machine, Verdict, key_of, load_choice, store_choice
+from torchboost.calibration.choice import Choice, Verdict
 from torchboost.calibration.snapshot import streams_kept
 from torchboost.calibration.waste import NOTABLE, WasteReport, padded_share, waste_of
-from torchboost.calibration.watch import Call, Gate, StepWatch, is_training_call, shapes_of
+from torchboost.calibration.watch import Call, Gate, is_training_call, shapes_of
 from torchboost.core.algorithm import Algorithm, Target, attach_all
-from torchboost.core.files import record_folder
 from torchboost.distributed.topology import Topology
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.plan import Plan
@@ -50,10 +49,9 @@ class Levers:
 
     What is not measured is attached at boost: levers that the user has named, all of them with ``calibrate=False``, and
     those that cannot change any more once the model is wrapped. The other levers wait. The first training call measures
-    them on the plain pair, or takes the choice of a checkpoint or of the cache. If the first update comes without such
-    a call, they are chosen by the kind of machine and model. The levers that are on are checked at the first training
-    call, and once more on inputs of other shapes. For that, and for a trial that is repeated, they are detached for a
-    moment.
+    them on the plain pair, or takes the choice of a checkpoint. If the first update comes without such a call, they are
+    chosen by the kind of machine and model. The levers that are on are checked at the first training call, and once
+    more on inputs of other shapes. For that they are detached for a moment.
 
     Args:
         plan: What is asked for.
@@ -67,7 +65,7 @@ class Levers:
         asked: The plan, without what changes nothing for this pair.
         attached: All attachments, also of algorithms that are no levers.
         state: Of the levers.
-        due: Whether the first training call, or the one that measures again, has still to come.
+        due: Whether the first training call has still to come.
         choice: What the trial found out; None before the first training call, and if nothing is measured.
         checks: Lever -> how far its step is from the plain one, in words.
         withdrawn: What was taken out of the run -> the reason.
@@ -83,7 +81,7 @@ class Levers:
         wrapper: str | None,
         forward: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        self._target, self.due, self._unseen, self._again = target, False, False, False
+        self._target, self.due, self._unseen = target, False, False
         self.choice: Choice | None = None
         self.checks: dict[str, str] = {}
         self.withdrawn: dict[str, str] = {}
@@ -92,7 +90,7 @@ class Levers:
         self._loaded: Choice | None = None
         self._waste: WasteReport | None = None
         self._padded = 0.0
-        self._key, self._forward = "", forward
+        self._forward = forward
         self._gate: Gate | None = None
         pair, levers = (target.model, *target.optimizers), frozenset(lever.name for lever in plan.levers)
         self.asked = plan.fit(*pair, but=levers)
@@ -118,7 +116,9 @@ class Levers:
         if aside or not verify:
             why = f"measured or checked: wrapped by {wrapper} before boost" if aside else "checked: verify=False"
             self.checks = {a.name: f"not {why}" for a in plan.algorithms if REGISTRY[a.name].lever}
-        self._wait()
+        self.due = self._calibration is not None
+        if self.due:
+            self._gate = Gate(target.model, self._meet)
 
     def _look_at(self, names: frozenset[str]) -> None:
         """Leave out those of some levers that would change nothing for this pair."""
@@ -193,12 +193,6 @@ class Levers:
     def _waiting(self) -> frozenset[str]:
         return frozenset(name for name, (_, reason) in self._decisions.items() if reason == _WAITS)
 
-    def _wait(self) -> None:
-        """Let the next training call decide and check."""
-        self.due = self._calibration is not None
-        if self.due:
-            self._gate = Gate(self._target.model, self._meet)
-
     def _meet(self, call: Call) -> bool:
         """Decide on a training call, before it runs. If this is interrupted, the next one decides."""
         calibration, target = self._calibration, self._target
@@ -215,19 +209,8 @@ class Levers:
             calibration = replace(calibration, prior=frozenset(self.attached))
         elif ranks is not None and not calibration.sharded:
             calibration = calibration.with_formats_as(self.attached)
-        key, choice = self._key, self._loaded
-        if not key and ranks is None and self._measures and record_folder("choices") is not None:
-            conditions = {"total_steps": calibration.total_steps, "calibrate": calibration.calibrate}
-            machine = Machine.of(device_of(target.model))
-            options: dict[str, Any] = {"machine": machine, "conditions": conditions}
-            key = key_of(target.model, target.optimizers, call, candidates=calibration.levers, **options)
-        if choice is None and key and not self._again:
-            choice = load_choice(key)
         with self._changed() as (kept, detach):
-            choice, kept[:] = decide(target, calibration, call, choice, detach)
-        if key and choice.source == "trial" and not any(verdict.interrupted for verdict in choice.verdicts):
-            store_choice(key, choice.only(calibration.levers))
-        self._key = key
+            choice, kept[:] = decide(target, calibration, call, self._loaded, detach)
         self._settle(choice, call)
         return True
 
@@ -263,7 +246,6 @@ class Levers:
                 self.attached.adopt(attach_all(self._target, missing))
 
     def _settle(self, choice: Choice, call: Call) -> None:
-        again = self.choice is not None
         self.due, self._unseen, self._gate, self._loaded = False, False, None, None
         self.state = "decided"
         calibration, target = self._calibration, self._target
@@ -281,11 +263,7 @@ class Levers:
         self.choice = choice
         self._decisions |= {v.lever: (v.kept, v.reason) for v in choice.verdicts}
         self._forms = calibration.in_form(choice, device_of(target.model)).levers
-        _LOG.info("%s: %s", self.asked.level, choice.describe())
-        tries = calibration.obstacle(target.model) is None
-        if tries and not again and choice.source != "prior" and alone:
-            watch = StepWatch(target.optimizers[0], self._measure_again)
-            self.attached.with_undo(watch.remove)
+        _LOG.info("%s: %s", self.asked.level, choice.explain())
 
     def _meet_other_shapes(self, call: Call) -> bool:
         """Check the levers that are on once more, on the first inputs of other shapes."""
@@ -310,14 +288,9 @@ class Levers:
                 text = f"{verdict.lever}: {verdict.reason}. It is off from now on."
                 warnings.warn(text, NoEffectWarning, stacklevel=2)
 
-    def _measure_again(self, change: str) -> None:
-        _LOG.info("%s: %s; the next call measures the levers again, once.", self.asked.level, change)
-        self._again = True
-        self._wait()
-
     def note_update(self) -> None:
         """Note an update. Without a training call before it, which may never come, the prior decides."""
-        if not self.due or self._unseen or self._loaded is not None or self.choice is not None:
+        if not self.due or self._unseen or self._loaded is not None:
             return
         self._unseen = True
         self._look_at(self._waiting)

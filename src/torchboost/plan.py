@@ -55,7 +55,7 @@ class Plan:
         dropped: The requested algorithms that were left out, with the reasons.
         levers: The algorithms of the level that only change the speed of a step. A trial may switch them on and off.
         total_steps: Updates of the whole run, from the argument or the configuration; None if neither gives it.
-        unmeasured: JSON paths and values of the user's settings that differ from the measured settings of the level.
+        unmeasured: Algorithms that the configuration adds to the measured level, takes from it or sets otherwise.
         served: With several optimizers, name of an algorithm that changes the update alone -> those that it is on for,
             in words.
 
@@ -102,7 +102,7 @@ class Plan:
             ConfigError: A level, section, key or setting is unknown, or a value has the wrong type or is out of range.
             ValueError: ``loop`` is unknown.
         """
-        loaded = config if isinstance(config, BoostConfig) else BoostConfig.load(config)
+        loaded = BoostConfig() if config is None else BoostConfig.load(config)
         facts = facts if facts is not None else Facts.measure()
         if loop is not None:
             facts = replace(facts, loop=loop)
@@ -371,7 +371,7 @@ def resolve(config: BoostConfig, level: str, facts: Facts) -> Plan:
         dropped=dropped + _unread(config, level, requested, on=list(built)),
         levers=tuple(built.get(name) or made(name) for name in levers),
         total_steps=facts.total_steps,
-        unmeasured=_unmeasured(config, level, requested, kept, facts),
+        unmeasured=_unmeasured(config, level, kept, facts),
     )
 
 
@@ -496,34 +496,25 @@ def _measured_otherwise(entry: Entry, config: BoostConfig, level: str) -> dict[s
     return unread
 
 
-def _unmeasured(
-    config: BoostConfig, level: str, requested: list[str], kept: list[Algorithm], facts: Facts
-) -> tuple[str, ...]:
-    """List the user's settings that differ from the measured row of the level.
+def _unmeasured(config: BoostConfig, level: str, kept: list[Algorithm], facts: Facts) -> tuple[str, ...]:
+    """List what differs from the measured level by the configuration.
 
     A configuration that names every algorithm, such as the one that a tuning writes, takes nothing from the level.
     """
-    rows = LEVELS[level]
-    if config.boost.mode != "auto" or not rows or config.extra.keys() >= REGISTRY.keys():
+    if config.boost.mode != "auto" or not LEVELS[level] or config.extra.keys() >= REGISTRY.keys():
         return ()
-    differences = [f"extra.{name} = false" for name in rows if config.extra.get(name, True) is False]
-    for entry in REGISTRY.values():
-        for key, brought in entry.brings.items():
-            if brought in rows and brought not in requested and brought not in config.extra:
-                differences.append(f"{entry.section}.{key} = {_json(getattr(getattr(config, entry.section), key))}")
+    plain = BoostConfig()
+    if config == plain:
+        return ()
+    measured = {a.name: a for a in resolve(plain, level, facts).algorithms}
+    differences = [f"without {name}" for name in measured.keys() - {a.name for a in kept}]
     for algorithm in kept:
-        entry = REGISTRY[algorithm.name]
-        if entry.name not in rows:
-            differences.append(f"extra.{algorithm.name}")
-            continue
-        measured = build(entry, *_settings(entry, BoostConfig(), level, facts))
-        _, origins = _settings(entry, config, level, facts)
-        differences += [
-            f"{path} = {_json(getattr(algorithm, ours))}"
-            for ours, path in origins.items()
-            if ours != _LENGTH and getattr(algorithm, ours) != getattr(measured, ours)
-        ]
-    return tuple(differences)
+        name = algorithm.name
+        if name in LEVELS[level] and name not in measured:  # a lever that this machine is not known to gain by
+            measured[name] = build(REGISTRY[name], *_settings(REGISTRY[name], plain, level, facts))
+        if algorithm != measured.get(name):
+            differences.append(f"{name}({own_settings(algorithm)})")
+    return tuple(sorted(differences))
 
 
 def _says(section: Any, key: str) -> bool:

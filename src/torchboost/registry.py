@@ -173,7 +173,6 @@ class Entry:
         displaces: Names that are dropped when this one is on (MindSpore's precedence rule).
         lever: Whether it only changes the speed of a step, so that a trial may switch it on and off.
         once: Whether it costs time once, such as compilation.
-        instead_of: Name of a lever. If a trial has kept that one, it does not try this one.
         of_optimizer: Whether it changes the update alone.
         in_no_level: Why no level has it although MindSpore's levels do. Shown if its switch is not read.
         removed: Setting of an earlier version -> its default. Plan files may still have it at that value.
@@ -191,7 +190,6 @@ class Entry:
     displaces: frozenset[str] = frozenset()
     lever: bool = False
     once: bool = False
-    instead_of: str = ""
     of_optimizer: bool = False
     in_no_level: str = ""
     removed: Mapping[str, Any] = field(default_factory=dict)
@@ -241,28 +239,24 @@ def _tf32_unproven(facts: Facts) -> str | None:
     return "its gain is not measured on cuda yet; ask for it with extra.matmul_precision"
 
 
-_TRAINER_SETTINGS = {
-    "transformers": "TrainingArguments(gradient_accumulation_steps=...)",
-    "lightning": "Trainer(accumulate_grad_batches=...)",
-    "accelerate": "Accelerator(gradient_accumulation_steps=...)",
+_TRAINERS = {
+    "transformers": ("TrainingArguments(gradient_accumulation_steps=...)", "TrainingArguments(fp16=True)"),
+    "lightning": ("Trainer(accumulate_grad_batches=...)", 'Trainer(precision="16-mixed")'),
+    "accelerate": ("Accelerator(gradient_accumulation_steps=...)", 'Accelerator(mixed_precision="fp16")'),
 }
+"""Trainer -> its settings of accumulation and of float16."""
 
 
 def _accumulated_by_the_trainer(facts: Facts) -> str | None:
-    setting = _TRAINER_SETTINGS.get(facts.loop)
-    return None if setting is None else f"{facts.loop} owns the loop and accumulates gradients itself; use {setting}"
-
-
-_TRAINER_PRECISIONS = {
-    "transformers": "TrainingArguments(fp16=True)",
-    "lightning": 'Trainer(precision="16-mixed")',
-    "accelerate": 'Accelerator(mixed_precision="fp16")',
-}
+    if facts.loop not in _TRAINERS:
+        return None
+    return f"{facts.loop} owns the loop and accumulates gradients itself; use {_TRAINERS[facts.loop][0]}"
 
 
 def _scaled_by_the_trainer(facts: Facts) -> str | None:
-    setting = _TRAINER_PRECISIONS.get(facts.loop)
-    return None if setting is None else f"{facts.loop} owns the loop and scales the loss itself; use {setting}"
+    if facts.loop not in _TRAINERS:
+        return None
+    return f"{facts.loop} owns the loop and scales the loss itself; use {_TRAINERS[facts.loop][1]}"
 
 
 def _cast_by_the_trainer(facts: Facts) -> str | None:
@@ -270,7 +264,7 @@ def _cast_by_the_trainer(facts: Facts) -> str | None:
 
 
 def _stepped_by_the_trainer(facts: Facts) -> str | None:
-    if facts.loop not in _TRAINER_SETTINGS:
+    if facts.loop not in _TRAINERS:
         return None
     return f"{facts.loop} owns the loop and calls step() without the loss, which a line search needs"
 
@@ -405,7 +399,6 @@ _ENTRIES = (
         unusable=_cast_by_the_trainer,
         unproven=_tf32_unproven,
         lever=True,
-        instead_of=Autocast.name,
     ),
     Entry(
         algorithm=GradFreeze,
@@ -479,33 +472,28 @@ _ALONE = Entry(
 REGISTRY: Mapping[str, Entry] = MappingProxyType({entry.name: entry for entry in (*_ENTRIES, _ALONE)})
 """Every algorithm by its JSON name."""
 
-_SYSTEM: dict[str, Mapping[str, Any]] = {
-    name: {}
-    for name in [
-        "threads",
-        "unpad",
-        "sparse_head",
-        "channels_last",
-        "autocast",
-        "matmul_precision",
-        "fused_optimizer",
-        "compile",
-    ]
+_SYSTEM: dict[str, Algorithm] = {
+    lever.name: lever
+    for lever in (
+        *(Threads(), Unpad(), SparseHead(), ChannelsLast(), Autocast(), MatmulPrecision(), FusedOptimizer()),
+        Compile(),
+    )
 }
+"""The levers of the levels, with their default settings: values that plans share."""
 
 LEVELS: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {
         "O0": MappingProxyType({}),
         "O1": MappingProxyType(
             {
-                **_SYSTEM,
+                **{name: {} for name in _SYSTEM},
                 "less_bn": {"keep": "narrowest", "keep_every": 1},
                 "gradient_centralization": {},
             }
         ),
         "O2": MappingProxyType(
             {
-                **_SYSTEM,
+                **{name: {} for name in _SYSTEM},
                 "less_bn": {"keep": "narrowest", "keep_every": 1, "blocks_per_norm": 8},
                 "gradient_centralization": {},
                 "grad_freeze": {},
@@ -514,8 +502,6 @@ LEVELS: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     }
 )
 """Level -> algorithm -> settings that differ from its defaults. Chosen by measurement; see ``docs/levels.md``."""
-
-_TOO_LARGE = 1 << 63
 
 
 def build(entry: Entry, settings: Mapping[str, Any], origins: Mapping[str, str]) -> Algorithm:
@@ -529,8 +515,8 @@ def build(entry: Entry, settings: Mapping[str, Any], origins: Mapping[str, str])
     Raises:
         ConfigError: A setting is unknown, of a wrong type, or out of range.
     """
-    if not settings:
-        return _plain(entry.algorithm)
+    if not settings and entry.name in _SYSTEM:
+        return _SYSTEM[entry.name]
     hints = _hints(entry.algorithm)
     values = {k: _frozen(value) for k, value in settings.items() if (k, value) not in entry.removed.items()}
     for key, value in values.items():
@@ -544,8 +530,6 @@ def build(entry: Entry, settings: Mapping[str, Any], origins: Mapping[str, str])
             TypeAdapter(hints[key]).validate_python(value, strict=True)
         except ValidationError:
             raise ConfigError(path, found=shown(settings[key]), allowed=_in_words(hints[key])) from None
-        if any(abs(number) >= _TOO_LARGE for number in _integers(value)):
-            raise ConfigError(path, found=shown(settings[key]), allowed="integers of 64 bits")
     try:
         return entry.algorithm(**values)
     except (TypeError, ValueError, OverflowError) as error:
@@ -554,12 +538,6 @@ def build(entry: Entry, settings: Mapping[str, Any], origins: Mapping[str, str])
         path = f"extra.{entry.name}" if named is None else origins.get(named, f"extra.{entry.name}.{named}")
         found = shown(dict(settings)) if named is None else shown(settings[named])
         raise ConfigError(path, found=found, allowed=str(error)) from None
-
-
-@functools.cache
-def _plain(kind: type[Algorithm]) -> Algorithm:
-    """Return an algorithm with its default settings, a value that plans share."""
-    return kind()
 
 
 @functools.cache
@@ -572,12 +550,6 @@ def _hints(kind: type[Algorithm]) -> dict[str, Any]:
 def _frozen(value: Any) -> Any:
     """Return lists as tuples, which JSON does not have."""
     return tuple(_frozen(entry) for entry in value) if isinstance(value, (list, tuple)) else value
-
-
-def _integers(value: Any) -> list[int]:
-    if isinstance(value, tuple):
-        return [number for entry in value for number in _integers(entry)]
-    return [value] if isinstance(value, int) else []
 
 
 def _in_words(hint: Any) -> str:

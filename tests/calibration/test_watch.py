@@ -1,11 +1,10 @@
-"""The next training call is looked at once, slower steps are reported once, long blocks end in time."""
+"""The next training call is looked at once, long blocks end in time."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import io
-import random
 import signal
 import threading
 import time
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from torchboost.algorithms import Compile
-from torchboost.calibration.watch import Gate, StepWatch, TimeUp, is_training_call, time_limit
+from torchboost.calibration.watch import Gate, TimeUp, is_training_call, time_limit
 from torchboost.core.algorithm import Target, attach_all
 from torchboost.core.torch_private import compiled_call, compiled_graphs, interceptor_of
 
@@ -192,64 +191,6 @@ def test_a_call_that_raises_leaves_nothing(model: Small):
         model(torch.ones(2, 5))
     assert interceptor_of(model) is None
     assert seen == [2]
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def watched() -> tuple[torch.optim.Optimizer, Clock, list[str], StepWatch]:
-    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
-    clock, reports = Clock(), []
-    return optimizer, clock, reports, StepWatch(optimizer, reports.append, read=clock)
-
-
-def run(optimizer: torch.optim.Optimizer, clock: Clock, seconds: float, steps: int, noise: float = 0.0) -> None:
-    generator = random.Random(0)
-    for _ in range(steps):
-        clock.now += seconds * generator.lognormvariate(0, noise)
-        optimizer.step()
-
-
-def test_slower_steps_are_reported_once_and_hooks_after_the_watch_run_in_that_step():
-    optimizer, clock, reports, watch = watched()
-    seen: list[int] = []
-    optimizer.register_step_post_hook(lambda *_: seen.append(len(reports)))
-    run(optimizer, clock, 5.0, 6)  # compilation
-    run(optimizer, clock, 0.1, 200)
-    run(optimizer, clock, 0.2, 400)
-    run(optimizer, clock, 0.4, 400)
-    assert reports == ["a step takes 200.0 ms, after the trial it took 100.0 ms"]
-    assert (len(seen), seen[-1]) == (1006, 1)
-    watch.remove()
-
-
-def test_steps_that_are_as_fast_and_pauses_are_not_reported():
-    for factor in (0.5, 1.0, 1.2):
-        optimizer, clock, reports, _ = watched()
-        run(optimizer, clock, 0.1, 100, noise=0.2)
-        run(optimizer, clock, 0.1 * factor, 500, noise=0.2)
-        assert reports == []
-    optimizer, clock, reports, _ = watched()
-    for _ in range(50):
-        run(optimizer, clock, 0.1, 20)
-        clock.now += 60
-    run(optimizer, clock, 0.2, 60)  # one busy window
-    run(optimizer, clock, 0.1, 200)
-    assert reports == []
-
-
-def test_a_removed_watch_sees_nothing():
-    optimizer, clock, reports, watch = watched()
-    run(optimizer, clock, 0.1, 100)
-    watch.remove()
-    run(optimizer, clock, 1.0, 300)
-    assert reports == []
-    assert not optimizer._optimizer_step_post_hooks
 
 
 def is_as_before() -> bool:

@@ -81,7 +81,6 @@ def test_a_trial_takes_at_most_the_stated_memory_and_gives_it_back(optimizer: st
     """The peak of plain training has a gradient; a snapshot remains, and another gradient or parts of the optimizer."""
     environment = {
         **os.environ,
-        "TORCHBOOST_CACHE": "off",
         "HOME": str(tmp_path),
         "MALLOC_MMAP_THRESHOLD_": "65536",  # so that memory that is freed leaves the process
     }

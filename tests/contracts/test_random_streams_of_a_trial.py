@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -65,11 +64,6 @@ class Corrupting(Algorithm):
         return Attachment(
             target.model.register_forward_pre_hook(forward), target.optimizer.register_step_pre_hook(update)
         )
-
-
-@pytest.fixture(autouse=True)
-def no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("TORCHBOOST_CACHE", str(tmp_path))
 
 
 class Drawing(nn.Module):

@@ -18,7 +18,6 @@ import torchboost
 from tests.support.ranks import run_ranks
 from torchboost import IncompatibleError, NoEffectWarning, Target, boost
 from torchboost.algorithms import ChannelsLast, FusedOptimizer, GradientCentralization, LessBn
-from torchboost.calibration.choice import Machine, key_of
 from torchboost.calibration.passes import Passes
 from torchboost.calibration.snapshot import Snapshot, plain
 from torchboost.calibration.trial import Contestant
@@ -140,18 +139,6 @@ def test_a_part_of_each_optimizer_is_timed_for_the_whole():
         ticks = iter(range(10))
         assert contestant.step(lambda: float(next(ticks))) == 1 + 1 / 0.25 + 1 + 1 / 0.25 + 1
         snapshot.restore()
-
-
-def test_a_choice_counts_for_the_same_optimizers_only():
-    model = network()
-    first, second = sgd_and_adamw(model)
-    given = {"candidates": [ChannelsLast()], "machine": Machine.of(torch.device("cpu"))}
-    keys = [
-        key_of(model, (one, *others), batch(0), **given)
-        for one, others in ((first, ()), (second, ()), (first, (second,)), (second, (first,)))
-    ]
-    assert len(set(keys)) == 4
-    assert key_of(model, (first, second), batch(0), **given) == keys[2]
 
 
 def test_both_are_fused_and_both_are_centralised():

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from torchboost.data import epoch, trial
+from torchboost.data import loader, trial
 from torchboost.data.trial import Race
 from torchboost.measure.evidence import Interval
 
@@ -26,9 +26,9 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in planted.items():
         monkeypatch.setattr(trial, name, value)
 
-    def judged(base, variant, before, after):
+    def judged(variant, before, after):
         gain = Interval(low=1.5, mid=2.0, high=2.5)
-        return Race(base, variant, gain, 1, (2e-3, 2e-3), (1e-3, 1e-3)) if len(before) == 1 else None
+        return Race(variant, gain, 1, (2e-3, 2e-3), (1e-3, 1e-3)) if len(before) == 1 else None
 
     monkeypatch.setattr(trial, "_judged", judged)
-    monkeypatch.setattr(epoch, "PATIENCE", 5.0)
+    monkeypatch.setattr(loader, "PATIENCE", 5.0)

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from tests.data.test_epoch import Images, Lazy, assert_as_stock, train
-from torchboost.data import epoch, pipes
+from torchboost.data import pipes
 from torchboost.data.loader import loader
 from torchboost.data.pipes import OWN, Variant
 
@@ -67,7 +67,7 @@ def test_an_error_of_a_sampler_is_raised_at_its_batch(eager):
 
 
 def test_a_worker_that_dies(eager, monkeypatch):
-    monkeypatch.setattr(epoch, "PATIENCE", 0.5)
+    monkeypatch.setattr("torchboost.data.loader.PATIENCE", 0.5)
 
     class Dies(Images):
         def __getitem__(self, index: int) -> Any:
@@ -81,7 +81,7 @@ def test_a_worker_that_dies(eager, monkeypatch):
 
 
 def test_a_worker_that_hangs(eager, monkeypatch):
-    monkeypatch.setattr(epoch, "PATIENCE", 0.5)
+    monkeypatch.setattr("torchboost.data.loader.PATIENCE", 0.5)
 
     class Hangs(Images):
         def __getitem__(self, index: int) -> Any:
@@ -94,14 +94,14 @@ def test_a_worker_that_hangs(eager, monkeypatch):
 
 
 def test_a_loop_that_keeps_its_batches(eager, monkeypatch):
-    monkeypatch.setattr("torchboost.data.epoch._EVERY", 8)
+    monkeypatch.setattr("torchboost.data.loader._EVERY", 8)
     monkeypatch.setattr("resource.getrlimit", lambda kind: (len(os.listdir("/proc/self/fd")), 4096))
     boosted = assert_as_stock(lambda: DataLoader(Images(), batch_size=2))
     assert "the loop keeps batches" in boosted.explain()
 
 
 def test_little_shared_memory(eager, monkeypatch):
-    monkeypatch.setattr("torchboost.data.epoch._shared_memory", lambda: 100)
+    monkeypatch.setattr("torchboost.data.loader._shared_memory", lambda: 100)
     boosted = assert_as_stock(lambda: DataLoader(Images(), batch_size=2))
     assert "shared memory" in boosted.explain()
 
@@ -123,11 +123,9 @@ def test_processes_that_cannot_start(eager, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:.*no accelerator is found")
-def test_pinned_memory_is_tried_in_both_ways(eager, monkeypatch):
+def test_pinned_memory_is_tried_with_workers(eager, monkeypatch):
     """Without an accelerator torch leaves it out with a warning; the way of the batches is the same."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     boosted = assert_as_stock(lambda: DataLoader(Images(), batch_size=2, shuffle=True))
     assert boosted.choice == Variant(2, 4, pin=True)
-    lazy = assert_as_stock(lambda: DataLoader(Images(), batch_size=2, sampler=Lazy()))
-    assert lazy.choice == Variant(pin=True)
     assert assert_as_stock(lambda: DataLoader(Images(), collate_fn=tuple)).choice == Variant(2, 4)

@@ -42,7 +42,7 @@ def test_a_planted_slow_loader_becomes_fast():
     batches = loader(DataLoader(Sleeping(0.004), batch_size=2, shuffle=True))
     for _ in range(8):
         run(batches, 0.004)
-        if batches._supply.trial.phase == "decided":
+        if batches._trial.phase == "decided":
             break
     assert batches.choice.workers >= 2, batches.explain()
     ratios = sorted(run(plain, 0.004) / run(batches, 0.004) for _ in range(3))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from torchboost.data.pipes import OWN, Variant
-from torchboost.data.trial import FEWEST, MOST_PAIRS, Fault, Reading, Trial, Window
+from torchboost.data.trial import FEWEST, MOST_PAIRS, Reading, Trial, Window
 
 Machine = Callable[[Window], float]
 """Seconds of waiting per batch in a window."""
@@ -23,8 +23,8 @@ def simulated(
     noise: float = 0.02,
     unfit: str = "",
     pins: bool = False,
+    can_pin: bool = True,
     answers: int = 400,
-    epoch: int | None = None,
     seed: int = 0,
 ) -> Trial:
     """Answer the windows of a trial as a machine with these times would."""
@@ -34,17 +34,14 @@ def simulated(
         if trial.phase == "decided":
             break
         window = trial.window
-        if epoch is not None and window.count is not None and window.count > epoch and window.variant != OWN:
-            trial.answer(None)
-            continue
-        count = window.count or epoch or 50
+        count = window.count or 50
 
         def drawn(seconds: float) -> float:
             return seconds * draws.lognormvariate(0.0, noise)
 
         waits = [drawn(wait(window.variant)) for _ in range(count)]
         rests = [drawn(rest(window.variant)) for _ in range(count)]
-        trial.answer(Reading(waits=waits, rests=rests, processor=busy * sum(waits)))
+        trial.answer(Reading(waits=waits, rests=rests, processor=busy * sum(waits), can_pin=can_pin))
     return trial
 
 
@@ -128,36 +125,31 @@ def test_deeper_prefetch_if_waiting_remains():
     assert trial.chosen.prefetch == 4
 
 
-def test_pinned_memory_alone():
-    trial = simulated(
-        lambda variant: 0.01, rest=lambda variant: 0.005 if variant.pin else 0.01, unfit="it draws", pins=True
+@pytest.mark.parametrize("keeps_types", [True, False])
+def test_pinned_memory_of_workers_unless_it_changes_types(keeps_types):
+    faster = simulated(
+        asleep(0.02),
+        rest=lambda variant: 0.005 if variant.pin else 0.01,
+        pins=True,
+        can_pin=keeps_types,
     )
-    assert trial.chosen == Variant(pin=True)
-    assert trial.reason == "it draws"
-
-
-def test_no_pinned_memory_if_it_changes_types():
-    trial = Trial(lambda reading: "it draws", cores=2, pins=True)
-    for _ in range(3):
-        trial.answer(Reading(waits=[0.02] * 10, rests=[0.01] * 10))
-    trial.answer(Reading(waits=[0.02] * 3, rests=[0.01] * 3, can_pin=False))
-    assert (trial.phase, trial.chosen) == ("decided", OWN)
+    assert faster.chosen == Variant(4, pin=keeps_types)
+    left_out = simulated(asleep(0.02), pins=True, unfit="it draws")
+    assert (left_out.chosen, left_out.reason) == (OWN, "it draws")
 
 
 def test_a_fault_ends_the_trial():
     trial = simulated(asleep(0.02), answers=4)
     assert trial.window.variant.workers
-    trial.answer(Fault("it draws"))
+    trial.answer("it draws")
     assert (trial.phase, trial.chosen, trial.reason) == ("decided", OWN, "it draws")
 
 
-def test_a_fault_of_kept_workers_is_forgiven_once():
+def test_a_fault_after_the_trial_ends_the_workers():
     trial = simulated(asleep(0.02))
-    chosen = trial.chosen
-    trial.answer(Fault("differs", kept=True))
-    assert trial.window == Window(chosen, compared=2)
-    trial.answer(Fault("differs"))
-    assert trial.chosen == OWN
+    assert trial.window == Window(trial.chosen, compared=1)
+    trial.answer("differs")
+    assert (trial.chosen, trial.reason, trial.window) == (OWN, "differs", Window(OWN))
 
 
 def test_workers_that_are_slower_over_two_epochs_are_given_up():
@@ -167,11 +159,6 @@ def test_workers_that_are_slower_over_two_epochs_are_given_up():
         trial.answer(Reading(waits=[0.03], rests=[0.01]))
     assert trial.chosen == OWN
     assert "longer than loading without them" in trial.reason
-
-
-def test_epochs_that_are_shorter_than_a_window():
-    trial = simulated(asleep(0.02), epoch=5, answers=2000)
-    assert trial.chosen.workers == 4
 
 
 def test_a_long_pause_is_no_step():

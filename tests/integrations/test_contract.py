@@ -133,7 +133,7 @@ def test_a_missing_state_is_told_if_anything_counts(caplog):
 def test_figures_are_levers_gain_and_time():
     reasons = {"compile": (False, "slow"), "fused_optimizer": (True, "fast")}
     verdicts = tuple(Verdict(lever=name, kept=kept, reason=reason) for name, (kept, reason) in reasons.items())
-    for source, seconds in (("trial", 7.5), ("checkpoint", 0.0), ("cache", 0.0)):
+    for source, seconds in (("trial", 7.5), ("checkpoint", 0.0)):
         choice = Choice(verdicts=verdicts, source=source, seconds=7.5, ratio=Interval(low=1.1, mid=1.2, high=1.3))
         assert choice.figures() == {
             "boost/compile": 0.0,

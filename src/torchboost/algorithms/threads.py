@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import check_count
-from torchboost.data.cores import cpu_quota
+from torchboost.core.hardware import cpu_quota
 from torchboost.distributed.topology import Topology
 
 __all__ = ["Threads", "compute_with_threads"]

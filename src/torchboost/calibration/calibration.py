@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchboost.calibration.certificate import verified
-from torchboost.calibration.choice import Choice, Machine, Verdict, in_a_line
+from torchboost.calibration.choice import Choice, Verdict, in_a_line, machine_of
 from torchboost.calibration.passes import Passes, on_real_inputs, reshard
 from torchboost.calibration.search import SET_ASIDE, Price, search
 from torchboost.calibration.trial import Reduce, Trial, free_bytes, needed_bytes
@@ -132,10 +132,7 @@ class Calibration:
         asked = tuple(a for a in plan.algorithms if REGISTRY[a.name].lever and a.name not in levers)
         fixed: dict[str, str] = {}
         for lever in plan.levers:
-            better = REGISTRY[lever.name].instead_of
-            if better in on - levers:
-                fixed[lever.name] = f"{better} is on and leaves it little to do"
-            elif sharded and (REGISTRY[lever.name].once or changes_model(lever)):
+            if sharded and (REGISTRY[lever.name].once or changes_model(lever)):
                 fixed[lever.name] = _SHARDED
             elif Topology.current().world_size > 1 and changes_model(lever):
                 fixed[lever.name] = _BUCKETS
@@ -287,7 +284,6 @@ class Calibration:
                     steps=self.total_steps,
                     prices=prices,
                     undecided={name: name in self.prior for name in levers},
-                    instead_of={name: REGISTRY[name].instead_of for name in levers},
                     forms=forms,
                     longer=None if granted is None else longer,
                     step_seconds=trial.step_seconds,
@@ -307,7 +303,7 @@ class Calibration:
             peak_bytes=needed_bytes(model),
             step_seconds=trial.step_seconds,
             ratio=ratio,
-            machine=Machine.of(device),
+            machine=machine_of(device),
         )
 
     def fitted(self, passes: Passes) -> Calibration:

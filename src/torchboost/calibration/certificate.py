@@ -128,10 +128,6 @@ class _Distances:
 class Certificate:
     """Compares passes with levers with the plain pass on one call.
 
-    Args:
-        passes: Of the model without levers. It is the same after each call of a method.
-        scaler: Scaler of the loop, for levers that ask for one.
-
     Attributes:
         is_random: Whether the pass draws random numbers even without dropout. Compiled code then draws others.
 
@@ -350,12 +346,6 @@ def verified(
 
     Levers that are exact up to rounding are compared among themselves, then all together. A compiled model is compared
     in the form in which it runs, so lower precision under a compiler is held to the bound of lower precision.
-
-    Args:
-        levers: Those that are to stay, in any order.
-        passes: Passes of the plain model.
-        optimizers: Of the loop. Copies of them are stepped.
-        scaler: Scaler of the loop, for levers that ask for one.
 
     Returns:
         For each lever how far its run is from the plain one, or why it must not stay.

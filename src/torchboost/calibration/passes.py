@@ -26,7 +26,7 @@ from torchboost.errors import IncompatibleError
 from torchboost.tokens.call import NOTHING_READS
 from torchboost.tokens.rows import Rows
 
-__all__ = ["Pass", "Passes", "noise", "on_real_inputs", "reshard"]
+__all__ = ["Pass", "Passes", "noise", "numbers_of", "on_real_inputs", "relative", "reshard"]
 
 _LOG = logging.getLogger("torchboost")
 
@@ -74,8 +74,6 @@ class Passes:
     model, which gathers gradients in a real backward pass only, ``.grad`` is written and set back.
 
     Args:
-        model: The model, as the loop calls it.
-        call: Positional and named arguments of one training call.
         snapshot: Of the model and the call. What a pass changes is restored from it.
         others: Trained parameters that the model uses but does not hold.
         forward: Makes the context of each forward pass, such as the mixed precision of a trainer.
@@ -191,7 +189,7 @@ class Passes:
         Raises:
             IncompatibleError: They differ, because something moves from pass to pass that the snapshot does not reach.
         """
-        difference = max(map(_relative, first, second), default=0.0)
+        difference = max(map(relative, first, second), default=0.0)
         if difference > _EQUAL:
             self.unequal = difference
             raise IncompatibleError(f"two equal passes differ by {difference:.1e}: {_MOVES}")
@@ -242,12 +240,16 @@ def reshard(model: nn.Module) -> None:
         unit.reshard()
 
 
-def _relative(first: Tensor, second: Tensor) -> float:
+def relative(first: Tensor, second: Tensor) -> float:
+    """Return the difference of two tensors, as a share of the norm of the first one. Infinite if their forms differ."""
     if first.shape != second.shape:
         return math.inf
-    before, after = (numbers_of(tensor).nan_to_num() for tensor in (first, second))
-    size = float(torch.linalg.vector_norm(before))
-    return float(torch.linalg.vector_norm(after - before)) / size if size else 0.0
+    before, after = numbers_of(first), numbers_of(second)
+    if not torch.equal(before.isfinite(), after.isfinite()):
+        return math.inf
+    before, after = before.nan_to_num(), after.nan_to_num()
+    size, difference = float(torch.linalg.vector_norm(before)), float(torch.linalg.vector_norm(after - before))
+    return difference / size if size else math.inf if difference else 0.0
 
 
 def numbers_of(tensor: Tensor) -> Tensor:
@@ -283,13 +285,7 @@ def noise(size: float, seed: int) -> Change:
 def on_real_inputs(
     target: Target, call: Call, forward: Callable[[], AbstractContextManager[Any]] = nullcontext
 ) -> Iterator[Passes]:
-    """Yield passes of the plain model of a pair on a call. At the end everything is as it was.
-
-    Args:
-        target: The pair.
-        call: A training call.
-        forward: As for :class:`Passes`.
-    """
+    """Yield passes of the plain model of a pair on a call. At the end everything is as it was."""
     model = target.model
     inside = {id(p) for p in model.parameters()}
     groups = [group for optimizer in target.optimizers for group in optimizer.param_groups]

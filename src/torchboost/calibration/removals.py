@@ -4,38 +4,32 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from typing_extensions import Self
 
 from torchboost.algorithms.unpad import masks_among
-from torchboost.calibration.passes import Pass, Passes, numbers_of
+from torchboost.calibration.passes import Pass, Passes, relative
 from torchboost.core.algorithm import Attachment
 from torchboost.core.forward import cover_forward
 from torchboost.core.torch_private import DispatchMode, has_saved_tensor_hooks, is_view
-from torchboost.measure.stopwatch import Clock
 
 __all__ = [
-    "ClockAt",
-    "FrozenPart",
     "HostWaits",
     "Kept",
     "Padded",
-    "Seen",
     "UselessMask",
+    "each_end",
     "same",
     "seen_in",
     "without_argument",
-    "without_dropout",
 ]
 
 _EQUAL = 1e-4
@@ -51,41 +45,16 @@ _WAITING = (
 _COPIES = ("_to_copy", "copy_")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Padded:
-    """A call of a module with padded sequences.
-
-    Args:
-        name: Of the module.
-        module: The module.
-        mask: True at tokens. Shape (batch, length).
-    """
+class Padded(NamedTuple):
+    """A call of a module with padded sequences. ``mask`` of shape (batch, length) is True at tokens."""
 
     name: str
     module: nn.Module
     mask: Tensor
 
-    @property
-    def share(self) -> float:
-        """The share of padded positions."""
-        return 1 - float(self.mask.float().mean())
 
-    @property
-    def columns(self) -> float:
-        """The share of positions in columns that hold padding alone."""
-        return 1 - float(self.mask.any(0).float().mean())
-
-
-@dataclass(frozen=True, kw_only=True)
-class UselessMask:
-    """An argument of a module that may be left out: all of its entries are one, or all are zero.
-
-    Args:
-        name: Of the module.
-        module: The module.
-        argument: The name of the argument.
-        tensor: The argument.
-    """
+class UselessMask(NamedTuple):
+    """An argument of a module that may be left out: all of its entries are one, or all are zero."""
 
     name: str
     module: nn.Module
@@ -93,48 +62,34 @@ class UselessMask:
     tensor: Tensor
 
 
-@dataclass(kw_only=True)
-class Seen:
-    """What the modules of a model were called with, outer modules first."""
-
-    padded: list[Padded] = field(default_factory=list)
-    masks: list[UselessMask] = field(default_factory=list)
-
-
-def seen_in(passes: Passes, root: str) -> Seen:
-    """Look at the arguments of all modules in one pass.
+def seen_in(passes: Passes, root: str) -> tuple[list[Padded], list[UselessMask]]:
+    """Look at the arguments of all modules in one pass, outer modules first.
 
     Args:
         passes: Passes of the model.
         root: The name of the model, with which those of its parts begin; empty without one.
     """
-    seen = Seen()
-    handles = [
-        module.register_forward_pre_hook(partial(_look, seen, ".".join(filter(None, (root, name)))), with_kwargs=True)
-        for name, module in passes.model.named_modules()
-    ]
-    try:
+    padded, masks = list[Padded](), list[UselessMask]()
+
+    def look(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            signature = inspect.signature(module.forward)
+            arguments = signature.bind_partial(*args, **kwargs).arguments
+        except (TypeError, ValueError):
+            return
+        if not padded:
+            padded.extend(Padded(name, module, mask) for mask in masks_among(module, args, kwargs))
+        for argument, value in arguments.items():
+            if signature.parameters[argument].default is None and len(masks) < _MOST_MASKS and _is_constant(value):
+                masks.append(UselessMask(name, module, argument, value))
+
+    with ExitStack() as hooks:
+        for name, module in passes.model.named_modules():
+            hook = partial(look, ".".join(filter(None, (root, name))))
+            hooks.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
         with passes.prepared():
             passes.run()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return seen
-
-
-def _look(seen: Seen, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    try:
-        signature = inspect.signature(module.forward)
-        arguments = signature.bind_partial(*args, **kwargs).arguments
-    except (TypeError, ValueError):
-        return
-    if not seen.padded:
-        masks = masks_among(module, args, kwargs)
-        seen.padded += [Padded(name=name, module=module, mask=mask) for mask in masks]
-    for argument, value in arguments.items():
-        optional = signature.parameters[argument].default is None
-        if optional and len(seen.masks) < _MOST_MASKS and _is_constant(value):
-            seen.masks.append(UselessMask(name=name, module=module, argument=argument, tensor=value))
+    return padded, masks
 
 
 def _is_constant(value: Any) -> bool:
@@ -159,21 +114,10 @@ def without_argument(mask: UselessMask) -> Attachment:
 
 def same(first: Pass, second: Pass) -> bool:
     """Whether two passes gave the same outputs and gradients up to rounding."""
-    pairs = [(first.outputs, second.outputs), (first.gradients, second.gradients)]
-    return all(len(a) == len(b) and all(map(_alike, a, b)) for a, b in pairs)
-
-
-def _alike(first: Tensor | None, second: Tensor | None) -> bool:
-    if first is None or second is None:
-        return first is second
-    if first.shape != second.shape:
+    if len(first.outputs) != len(second.outputs):
         return False
-    before, after = numbers_of(first), numbers_of(second)
-    if not torch.equal(before.isfinite(), after.isfinite()):
-        return False
-    before, after = before.nan_to_num(), after.nan_to_num()
-    difference = float(torch.linalg.vector_norm(after - before))
-    return difference <= _EQUAL * float(torch.linalg.vector_norm(before))
+    pairs = zip([*first.outputs, *first.gradients], [*second.outputs, *second.gradients], strict=True)
+    return all(a is b if a is None or b is None else relative(a, b) <= _EQUAL for a, b in pairs)
 
 
 class Kept(TorchFunctionMode):
@@ -199,78 +143,24 @@ class Kept(TorchFunctionMode):
         if not has_saved_tensor_hooks():
             return func(*args, **kwargs)
         if not self._count:
-            with saved_tensors_hooks(Tensor.detach, _itself):
+            with saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
                 return func(*args, **kwargs)
         result = func(*args, **kwargs)
         self.bytes += sum(r.nbytes for r in _tensors(result) if r.requires_grad and not is_view(r))
         return result
 
 
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
+@contextmanager
+def each_end(model: nn.Module, look: Callable[[nn.Module, Any], object]) -> Iterator[None]:
+    """Inside of it, ``look`` sees each module of a model when its call ends, with its output."""
 
+    def hook(module: nn.Module, _: Any, output: Any) -> None:
+        look(module, output)
 
-class FrozenPart(TorchFunctionMode):
-    """Looks for the function of a forward pass that first uses a trained tensor.
-
-    Args:
-        frozen: The frozen parameters.
-
-    Attributes:
-        calls: How many functions were called before it.
-        used: Frozen parameters that were used until then -> how many entries they have.
-    """
-
-    def __init__(self, frozen: Sequence[Tensor]) -> None:
-        super().__init__()
-        self._frozen = {id(parameter): parameter.numel() for parameter in frozen}
-        self._found, self.calls = False, 0
-        self.used: dict[int, int] = {}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer a call of a function of torch."""
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if self._found:
-            return result
-        tensors, results = [*_tensors(args), *_tensors(kwargs)], [*_tensors(result)]
-        trained = any(tensor.requires_grad for tensor in tensors)
-        if trained and any(tensor.requires_grad for tensor in results):
-            self._found = True
-            return result
-        self.calls += 1
-        if results and not trained:  # to read an attribute of a parameter is not to use it
-            self.used |= {id(t): self._frozen[id(t)] for t in tensors if id(t) in self._frozen}
-        return result
-
-
-class ClockAt(TorchFunctionMode):
-    """Reads a clock when it is entered, and after some functions.
-
-    Args:
-        clock: The clock.
-        calls: The number of functions.
-
-    Attributes:
-        seconds: Between the two readings.
-    """
-
-    def __init__(self, clock: Clock, calls: int) -> None:
-        super().__init__()
-        self._clock, self._left, self.seconds = clock, calls, 0.0
-
-    def __enter__(self) -> Self:
-        """Read the clock."""
-        super().__enter__()
-        self._began = self._clock()
-        return self
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer a call of a function of torch."""
-        if not self._left:
-            self.seconds = self._clock() - self._began
-        self._left -= 1
-        return func(*args, **(kwargs or {}))
+    with ExitStack() as hooks:
+        for module in model.modules():
+            hooks.callback(module.register_forward_hook(hook).remove)
+        yield
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -338,13 +228,3 @@ def _place() -> str:
         elif _TORCH not in file.parents and not file.name.startswith("<"):
             return f"{file.name}:{line} {frame.f_code.co_name}"
     return "the backward pass"
-
-
-@contextmanager
-def without_dropout(passes: Passes) -> Iterator[None]:
-    """Let passes compute with dropout at zero."""
-    passes.without_dropout = True
-    try:
-        yield
-    finally:
-        passes.without_dropout = False

@@ -97,7 +97,6 @@ def search(
     steps: int | None = None,
     prices: Mapping[str, Price] | None = None,
     undecided: Mapping[str, bool] | None = None,
-    instead_of: Mapping[str, str] | None = None,
     forms: Mapping[str, Sequence[str]] | None = None,
     longer: Callable[[float, float, Price], float] | None = None,
     step_seconds: float | None = None,
@@ -122,7 +121,6 @@ def search(
         prices: Lever -> what it costs once.
         undecided: Lever -> whether to keep it if the budget does not suffice for a decision. Missing means no. A lever
             whose few samples speak against it is dropped, and so is one that was not timed although it had time.
-        instead_of: Lever -> another one. If that one was kept, this one is not tried.
         forms: Lever with a price, or one of its forms -> forms that may replace it. All of them have prices.
         longer: Called with the seconds that were spent, the seconds of a step, and the price of a form. Returns the
             budget of a trial that tries it, if that is more.
@@ -132,7 +130,7 @@ def search(
         One verdict for each lever, in the given order, and how many times as fast a step of the chosen combination is
         as a plain one. None if it was not measured.
     """
-    told = dict(prices or {}), dict(undecided or {}), dict(instead_of or {}), dict(forms or {}), longer
+    told = dict(prices or {}), dict(undecided or {}), dict(forms or {}), longer
     return _Search(list(levers), bench, seconds, steps, *told, last_step=step_seconds).run()
 
 
@@ -155,7 +153,6 @@ class _Search:
     steps: int | None
     prices: dict[str, Price]
     undecided: dict[str, bool]
-    instead_of: dict[str, str]
     forms: dict[str, Sequence[str]]
     longer: Callable[[float, float, Price], float] | None
     until: float = field(init=False)
@@ -237,7 +234,6 @@ class _Search:
             reason=f"{before.reason}; {form}: {verdict.reason}",
             price=before.price + verdict.price,
             form=form if verdict.kept else before.form,
-            interrupted=before.interrupted or verdict.interrupted,
         )
         return verdict.kept
 
@@ -248,9 +244,6 @@ class _Search:
         self.until = self.seconds - (share if wanted else 0.0)
 
     def _try(self, lever: str, share: float, also: Sequence[str] = ()) -> None:
-        if (better := self.instead_of.get(lever, "")) in self.kept:
-            self._decide(lever, False, f"{better} is on and leaves it little to do", None)
-            return
         within = self._left()
         if within <= 0:
             self._leave_open(lever, "the time for the trial was used up")
@@ -266,7 +259,6 @@ class _Search:
                 self._leave_open(lever, "the trial had no time left for its first steps")
                 return
             self._decide(lever, False, f"{error}; give it more with calibrate=seconds", None)
-            self._mark_interrupted(lever)
             if self.last_step is not None and within < _PATIENCE * self.last_step:
                 self.open.add(lever)
             return
@@ -283,8 +275,6 @@ class _Search:
             self._leave_open(lever, "the time for the trial was used up before its first pair of steps")
             return
         self._judge(lever, sample)
-        if len(sample.ratios) < _EARLY:
-            self._mark_interrupted(lever)
 
     def _is_few(self, seconds: float) -> bool:
         return self.last_step is not None and seconds < _FEW * self.last_step
@@ -297,11 +287,6 @@ class _Search:
             self.assumed.add(lever)
             reason = f"not measured: {reason}; on as usual"
         self.verdicts[lever] = Verdict(lever=lever, kept=usual, reason=reason)
-
-    def _mark_interrupted(self, lever: str) -> None:
-        """Only a price becomes less at a later start. A lever that is far too slow will be so again."""
-        if lever in self.prices:
-            self.verdicts[lever] = self.verdicts[lever].but(interrupted=True)
 
     def _measure(self, deadline: float, *, early: bool = True, grace: float = 0.0, second: bool = False) -> _Sample:
         sample, deadline = _Sample(second=second), deadline + grace * self.seconds

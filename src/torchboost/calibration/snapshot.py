@@ -151,7 +151,6 @@ class Snapshot:
     files and other processes are not restored. Objects that raise when they are looked at are left alone.
 
     Args:
-        model: The model.
         others: Objects that are followed like attributes of the model, such as the inputs of a call.
         tensors: Parameters from outside the model that the optimizer holds.
 

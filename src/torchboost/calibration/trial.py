@@ -38,12 +38,7 @@ class Trial:
     of the optimizer over copies of parameters. The learning rate of the copy is 0.
 
     Args:
-        passes: Passes of the plain model.
-        optimizers: Of the loop.
-        levers: Name -> algorithm.
-        scaler: Scaler of the loop, for levers that need one.
         base: Algorithms that every contestant has.
-        reduce: Combines numbers over the ranks.
         interrupt: Whether a step that takes longer than it may is interrupted. Ranks that exchange something in a step
             would wait for the one that is.
 
@@ -193,10 +188,6 @@ class Contestant:
     """A set of levers for the model, and copies of the optimizers with them.
 
     Args:
-        passes: Of the model.
-        optimizers: Of the loop. Not changed.
-        levers: Attached by :meth:`attach`.
-        scaler: Of the loop.
         part: About as many entries of the parameters are copied.
 
     Attributes:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 
 from torchboost.algorithms.sparse_head import SparseHead, sparse_head_forward
@@ -15,20 +17,19 @@ from torchboost.algorithms.unpad import Unpad, masks_among, unpad_forward
 from torchboost.calibration.choice import in_a_line
 from torchboost.calibration.passes import Passes, on_real_inputs
 from torchboost.calibration.removals import (
-    ClockAt,
-    FrozenPart,
     HostWaits,
     Kept,
     Padded,
     UselessMask,
+    each_end,
     same,
     seen_in,
     without_argument,
-    without_dropout,
 )
 from torchboost.calibration.trial import Contestant, free_bytes
 from torchboost.calibration.watch import Call
 from torchboost.core.algorithm import Target
+from torchboost.core.forward import tensors_in
 from torchboost.core.wrapping import is_compiled, sharded_units
 from torchboost.errors import IncompatibleError
 from torchboost.measure.statistics import paired_ratio
@@ -158,11 +159,11 @@ def waste_of(
         raise IncompatibleError("FSDP2 shards the model; measure the waste of the bare model on one process")
     with on_real_inputs(target, call, forward) as passes:
         bench = _Bench(passes, target.optimizers, clock)
-        seen = seen_in(passes, root)
+        padded, masks = seen_in(passes, root)
         kinds = [
-            _guarded("padding", lambda: _padding(bench, seen.padded)),
+            _guarded("padding", lambda: _padding(bench, padded)),
             _guarded("unlabelled head", lambda: _head(bench, target.optimizer)),
-            _guarded("masks that mask nothing", lambda: _masks(bench, seen.masks)),
+            _guarded("masks that mask nothing", lambda: _masks(bench, masks)),
             _guarded("activation checkpointing", lambda: _checkpoints(bench)),
             _guarded("forward pass of frozen layers", lambda: _frozen(bench)),
             _guarded("host synchronisations", lambda: _waits(bench)),
@@ -183,12 +184,7 @@ def padded_share(target: Target, call: Call) -> float:
 
 
 class _Bench:
-    """Steps of the plain pair, timed in pairs with something left out.
-
-    Attributes:
-        passes: Passes of the model.
-        clock: Of the device.
-    """
+    """Steps of the plain pair, timed in pairs with something left out."""
 
     def __init__(self, passes: Passes, optimizers: Sequence[Optimizer], clock: Clock | None) -> None:
         self.passes, self.clock = passes, Clock.of(passes.device) if clock is None else clock
@@ -256,7 +252,8 @@ def _padding(bench: _Bench, padded: Sequence[Padded]) -> Waste:
     if not padded:
         return _none(kind, "no mask in the arguments of the model or of its parts shows padding")
     first = padded[0]
-    detail = f"{first.share:.0%} of the positions are padding"
+    detail = f"{1 - float(first.mask.float().mean()):.0%} of the positions are padding"
+    columns = 1 - float(first.mask.any(0).float().mean())
     live: Any = unpad_forward(first.module)
     with bench.passes.prepared(), live:
         bench.passes.run()
@@ -265,13 +262,13 @@ def _padding(bench: _Bench, padded: Sequence[Padded]) -> Waste:
         remedy = f"{tries}by hand: unpad_forward({first.name})"
         return bench.waste(kind, lambda: unpad_forward(first.module), remedy, detail)
     detail = f"{detail}; it cannot be left out: {live.remark or 'an unknown reason'}"
-    if not first.columns:
+    if not columns:
         return _none(kind, f"{detail}; and no column holds padding alone")
     return Waste(
         kind=kind,
-        seconds=first.columns * bench.plain,
-        share=first.columns,
-        found=f"{detail}; estimated from the {first.columns:.0%} of the columns that hold padding alone",
+        seconds=columns * bench.plain,
+        share=columns,
+        found=f"{detail}; estimated from the {columns:.0%} of the columns that hold padding alone",
         remedy="pad to the longest sequence of each batch",
     )
 
@@ -286,26 +283,24 @@ def _head(bench: _Bench, optimizer: Optimizer) -> Waste:
 
 
 def _masks(bench: _Bench, candidates: Sequence[UselessMask]) -> Waste:
-    kind, tried, known = "masks that mask nothing", 0, set[tuple[int, Any]]()
+    kind, passes = "masks that mask nothing", bench.passes
     if not candidates:
         return _none(kind, "no argument that may be left out is a tensor of ones or of zeros alone")
-    with without_dropout(bench.passes):
-        with bench.passes.prepared():
-            expected = bench.passes.run()
-        useless: list[UselessMask] = []
+    useless, tries = dict[tuple[int, Any], UselessMask](), 0
+    passes.without_dropout = True
+    try:
+        with passes.prepared():
+            expected = passes.run()
         for mask in candidates:
             memory = mask.tensor.data_ptr(), mask.tensor.shape
-            if memory in known or tried == _MOST_TRIES:
+            if memory in useless or tries == _MOST_TRIES:
                 continue
-            tried += 1
-            try:
-                with bench.passes.prepared(), without_argument(mask):
-                    found = bench.passes.run()
-            except Exception:  # the module needs it
-                continue
-            if same(expected, found):
-                known.add(memory)
-                useless.append(mask)
+            tries += 1
+            with suppress(Exception), passes.prepared(), without_argument(mask):  # a module that needs it raises
+                if same(expected, passes.run()):
+                    useless[memory] = mask
+    finally:
+        passes.without_dropout = False
     if not useless:
         return _none(kind, "without the constant arguments of the model or its parts it computes something else")
     measured = [
@@ -315,7 +310,7 @@ def _masks(bench: _Bench, candidates: Sequence[UselessMask]) -> Waste:
             f"call {mask.name} without {mask.argument} if it excludes nothing, as in this call",
             f"{mask.argument} of {mask.name}",
         )
-        for mask in useless
+        for mask in useless.values()
     ]
     return max(measured, key=lambda waste: waste.share or 0.0)
 
@@ -336,25 +331,37 @@ def _checkpoints(bench: _Bench) -> Waste:
 
 
 def _frozen(bench: _Bench) -> Waste:
-    kind, passes = "forward pass of frozen layers", bench.passes
-    frozen = [parameter for parameter in passes.model.parameters() if not parameter.requires_grad]
-    if not frozen:
+    kind, model = "forward pass of frozen layers", bench.passes.model
+    if all(parameter.requires_grad for parameter in model.parameters()):
         return _none(kind, "all parameters are trained")
-    with passes.prepared(), FrozenPart(frozen) as part:
-        passes.run()
-    if not part.used:
+    frozen, trained = list[nn.Module](), list[nn.Module]()  # modules in the order in which their calls end
+
+    def sort(module: nn.Module, output: Any) -> None:
+        (trained if trained or any(t.requires_grad for t in tensors_in(output)) else frozen).append(module)
+
+    with bench.passes.prepared(), each_end(model, sort):
+        bench.passes.run()
+    used = {p: p.numel() for m in frozen for p in m.parameters(recurse=False) if not p.requires_grad}
+    if not used:
         return _none(kind, "no frozen layer comes before all trained ones")
-    shares = list[float]()
+    seconds, shares = list[float](), list[float]()
+
+    @contextmanager
+    def timed() -> Iterator[None]:
+        ends, began = itertools.count(1), bench.clock()
+        with each_end(model, lambda *_: next(ends) == len(frozen) and seconds.append(bench.clock() - began)):
+            yield
+
     for _ in range(_LOOKS):
-        mode = ClockAt(bench.clock, part.calls)
-        whole = bench.step(lambda mode=mode: mode)
-        shares.append(mode.seconds / whole)
+        seconds.clear()
+        whole = bench.step(timed)
+        shares.append(seconds[0] / whole)
     share = median(shares)
     return Waste(
         kind=kind,
         seconds=share * bench.plain,
         share=share,
-        found=f"timed up to the first trained parameter; {sum(part.used.values()):,} frozen ones come before it",
+        found=f"timed up to the first trained parameter; {sum(used.values()):,} frozen ones come before it",
         remedy="if a sample is the same in every epoch, keep the outputs of this part: cache_mebibytes of grad_freeze",
     )
 

@@ -1,22 +1,18 @@
-"""Look at calls and steps of the loop: the next training call, whether steps are slower, and a limit of time."""
+"""Look at the next training call of a model, and limit the time of a block."""
 
 from __future__ import annotations
 
 import signal
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from torchboost.core.algorithm import Attachment
 from torchboost.core.forward import tensors_in
 from torchboost.core.torch_private import (
     Interceptor,
@@ -29,17 +25,11 @@ from torchboost.core.torch_private import (
     set_compiled_call,
 )
 
-__all__ = ["Call", "Gate", "StepWatch", "TimeUp", "is_training_call", "shapes_of", "time_limit"]
+__all__ = ["Call", "Gate", "TimeUp", "is_training_call", "shapes_of", "time_limit"]
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and named arguments of a training call."""
 
-_WINDOW = 50
-_SKIPPED = 5
-"""Steps at the beginning that are not counted: compilation, first allocations."""
-_SLOWER = 1.3
-_WINDOWS = 2
-"""This number of windows in a row must be slower, so that a pause or a busy minute does not count."""
 _DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
@@ -110,50 +100,6 @@ def is_training_call(model: nn.Module, call: Call) -> bool:
 def shapes_of(call: Call) -> list[tuple[torch.Size | int, torch.dtype]]:
     """Return shape and precision of each tensor of a call."""
     return [(t.shape if not t.is_nested else t.numel(), t.dtype) for t in tensors_in(list(call))]
-
-
-class StepWatch(Attachment):
-    """Reports once if the steps of a loop take 30 % longer than at first.
-
-    The median of 50 steps counts, twice in a row. Evaluation, checkpoints and pauses are single long intervals, which a
-    median ignores.
-
-    Args:
-        optimizer: Each of its steps is an update.
-        report: Called once, after an update, with both times in words.
-        read: The clock.
-
-    Cost: one reading of a clock and one entry of a list per update.
-    """
-
-    def __init__(
-        self, optimizer: Optimizer, report: Callable[[str], None], *, read: Callable[[], float] = time.perf_counter
-    ) -> None:
-        self._report, self._read = report, read
-        self._last: float | None = None
-        self._skip = _SKIPPED
-        self._times: list[float] = []
-        self._usual: float | None = None
-        self._slow = 0
-        super().__init__(optimizer.register_step_post_hook(self._look))
-
-    def _look(self, *_: Any) -> None:
-        if self._slow >= _WINDOWS:
-            return
-        now = self._read()
-        last, self._last = self._last, now
-        if last is None or self._skip > 0:
-            self._skip -= 1
-            return
-        self._times.append(now - last)
-        if len(self._times) < _WINDOW:
-            return
-        seconds = median(self._times)
-        self._times.clear()
-        usual = self._usual = seconds if self._usual is None else self._usual
-        self._slow = self._slow + 1 if seconds > _SLOWER * usual else 0
-        if self._slow >= _WINDOWS:  # torch walks through the hooks of the step, so this one stays until remove()
-            self._report(f"a step takes {1e3 * seconds:.1f} ms, after the trial it took {1e3 * usual:.1f} ms")
 
 
 class TimeUp(BaseException):

@@ -1,10 +1,9 @@
-"""Properties of the machine that algorithms depend on: the speed of bfloat16, defects and switches of kernels."""
+"""Properties of the machine that algorithms depend on: cores, the speed of bfloat16, and defects of kernels."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import hashlib
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,27 +12,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchboost.core.files import Record, load_record, record_folder, store_record
-from torchboost.core.torch_private import AnyConv, cpu_capabilities
-from torchboost.measure.machine import PAYS, Kind, Products, half_speed
-from torchboost.measure.stopwatch import device_name, processor_name
+from torchboost.core.torch_private import AnyConv
+from torchboost.measure.machine import PAYS, Kind, half_speed
 
 __all__ = [
     "HalfPrecision",
+    "cpu_quota",
     "device_fault",
     "half_precision",
     "is_on_cpu",
-    "kernel_switches",
     "matmul_backends",
     "unsafe_channels_last",
+    "usable_cores",
 ]
 
-_VARIABLES = (
-    *("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "ATEN_CPU_CAPABILITY"),
-    "MKL_ENABLE_INSTRUCTIONS",
-    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_PROC_BIND", "KMP_AFFINITY", "GOMP_CPU_AFFINITY", "LD_PRELOAD"),
-)
-"""Environment variables that change which kernels run, and on which cores."""
+_GROUPS = Path("/sys/fs/cgroup")
 _BLOCK = 16
 """Channels that one AVX-512 register holds. AVX2 kernels fail below 8."""
 
@@ -68,17 +61,11 @@ def half_precision(device: torch.device | str, convolutions: int | None = None) 
     CUDA device cannot be measured, it counts as fast from compute capability 8.0 on (on ROCm always). Other devices,
     such as MPS, are not measured and count as slow.
 
-    The decision is made once per machine: it is kept in the folder ``bfloat16`` of
-    :func:`~torchboost.core.files.record_folder`, for the processor, the number of threads, the device, torch's version
-    and the switches of kernels (:func:`kernel_switches`). If other programs used the machine meanwhile, so that the
-    measurement exceeded its time limit, it counts for this process only. To measure again, delete the folder.
-
     Args:
         device: A device or its name. ``"cuda"`` means the current CUDA device.
         convolutions: Number of convolutions in the network. If it is not known, both products must be fast.
 
-    Cost: on the CPU 0.1 s for each kind of product, once per machine, without a cache folder once per process. A
-    process decides once.
+    Cost: on the CPU 0.1 s for each kind of product, once per process and number of threads.
 
     Example:
         >>> import torch
@@ -95,7 +82,7 @@ def half_precision(device: torch.device | str, convolutions: int | None = None) 
     kinds: tuple[Kind, ...] = ("matrix product",) if convolutions == 0 else ("matrix product", "convolution")
     reasons: list[str] = []
     for kind in kinds:
-        decision = _decision(kind, device, _key(kind, device), record_folder("bfloat16"))
+        decision = _decision(kind, device, torch.get_num_threads())
         if decision is None:
             major, minor = torch.cuda.get_device_capability(device)
             capability = f"this GPU has compute capability {major}.{minor}, fast are 8.0 and newer"
@@ -106,57 +93,15 @@ def half_precision(device: torch.device | str, convolutions: int | None = None) 
     return HalfPrecision(True, ", and ".join(reasons))
 
 
-class _Measured(Record):
-    """A measurement that is kept on disk."""
-
-    products: Products
-
-
 @functools.cache
-def _decision(kind: Kind, device: torch.device, key: str, folder: Path | None) -> HalfPrecision | None:
-    """Decide about one kind of product, as before on this machine; None if a GPU could not be measured."""
-    record = load_record(folder, key, _Measured)
-    if record is not None and record.products.is_judged and record.products.in_time:
-        products, origin = record.products, ", as measured earlier on this machine"
-    else:
-        products, origin = half_speed(kind, device), ""
-        if products.ratio is None and device.type == "cuda":
-            return None
-        if products.is_judged and products.in_time:
-            store_record(folder, _Measured(key=key, products=products))
+def _decision(kind: Kind, device: torch.device, threads: int) -> HalfPrecision | None:
+    """Decide about one kind of product, once for a number of threads; None if a GPU could not be measured."""
+    products = half_speed(kind, device)
+    if products.ratio is None and device.type == "cuda":
+        return None
     slow = products.is_judged and not products.half_pays
     limit = f" (autocast pays from {1 / PAYS:.2f} times on down)" if slow else ""
-    return HalfPrecision(products.half_pays, f"{products}{origin}{limit}")
-
-
-def _key(kind: Kind, device: torch.device) -> str:
-    machine = [processor_name(), torch.get_num_threads(), device_name(device), torch.__version__]
-    return hashlib.sha256(json.dumps([kind, *machine, *kernel_switches()]).encode()).hexdigest()
-
-
-def kernel_switches() -> list[Any]:
-    """Return the environment variables and the flags of torch that change kernels, and what the processor can do.
-
-    Plain values, for a key. If they differ between two processes, what was measured in one does not count in the other.
-    """
-    mkldnn, cudnn, cuda = torch.backends.mkldnn, torch.backends.cudnn, torch.backends.cuda
-    precisions: list[Any] = [torch.backends, mkldnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn]
-    precisions += [cudnn, cudnn.conv, cudnn.rnn, cuda.matmul]
-    try:
-        precision = torch.get_float32_matmul_precision()
-    except RuntimeError:  # the program has set the precisions of single backends, which are described too
-        precision = "by backend"
-    return [
-        [[name, os.environ.get(name)] for name in _VARIABLES],
-        [[name, str(value)] for name, value in sorted(cpu_capabilities().items())],
-        torch.backends.cpu.get_cpu_capability(),
-        bool(mkldnn.enabled),
-        bool(cudnn.enabled),
-        bool(cudnn.benchmark),
-        precision,
-        [str(each.fp32_precision) for each in precisions],
-        torch.are_deterministic_algorithms_enabled(),
-    ]
+    return HalfPrecision(products.half_pays, f"{products}{limit}")
 
 
 def matmul_backends() -> dict[str, Any]:
@@ -203,3 +148,27 @@ def unsafe_channels_last(model: nn.Module) -> str | None:
 def is_on_cpu(module: nn.Module) -> bool:
     """Whether all parameters of a module are on the CPU."""
     return all(parameter.device.type == "cpu" for parameter in module.parameters())
+
+
+def usable_cores(groups: Path = _GROUPS) -> float:
+    """Return the processors that this process may use: by its affinity, and by the CPU quota of its container.
+
+    With several ranks on a machine (``LOCAL_WORLD_SIZE``, as torchrun sets it) each gets an equal part.
+    """
+    try:
+        allowed: float = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS and Windows
+        allowed = os.cpu_count() or 1
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return min(allowed, cpu_quota(groups)) / (max(int(ranks), 1) if ranks.isdigit() else 1)
+
+
+def cpu_quota(groups: Path = _GROUPS) -> float:
+    """Return the quota in processors, of version 2 or 1 of control groups; infinite if there is none."""
+    with contextlib.suppress(OSError, ValueError, IndexError, ZeroDivisionError):
+        limit, period = (groups / "cpu.max").read_text(encoding="ascii").split()[:2]
+        return float("inf") if limit == "max" else int(limit) / int(period)
+    with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
+        limit, period = ((groups / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        return int(limit) / int(period) if int(limit) > 0 else float("inf")
+    return float("inf")

@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import math
+import multiprocessing
+import os
+import shutil
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from torchboost.data.epoch import Batches, Supply
-from torchboost.data.pipes import OWN, Variant
-from torchboost.data.trial import LEAST_WAIT, SHARE, Race, Reading
+import torch
+from torch.utils.data import DataLoader, IterableDataset, MapDataPipe
+
+from torchboost.core.hardware import usable_cores
+from torchboost.core.torch_private import loads_in_this_process
+from torchboost.data.draws import Draws
+from torchboost.data.pipes import OWN, Pipe, Stock, Variant
+from torchboost.data.sameness import bytes_of, can_be_pinned, same
+from torchboost.data.sending import Packed, Unfit, pack
+from torchboost.data.trial import LEAST_WAIT, SHARE, Race, Reading, Trial, Window
 
 __all__ = ["Loader", "loader"]
+
+PATIENCE = 30.0
+"""Seconds after which a batch that does not come counts as lost, in addition to 20 times the wait for one."""
+_EVERY = 64
+"""Batches between two looks at the open files and the shared memory that workers need."""
+_COPIES = 64
+"""Batches for which there must be room in shared memory."""
+_log = logging.getLogger("torchboost")
 
 
 def loader(loader: Iterable[Any], *, allow_other_draws: bool = False, read_ahead: bool = False) -> Loader:
@@ -20,7 +41,7 @@ def loader(loader: Iterable[Any], *, allow_other_draws: bool = False, read_ahead
     It measures ``next()`` and the time between two calls. If waiting takes more than 5 % of a step, it tries a few
     worker processes, in windows of batches in turn with windows of the loader's own way, during the first epochs. What
     shortens a step by more than 2 %, by a 95 % interval over at least six pairs of windows, is kept. Otherwise nothing
-    changes. On CUDA, pinned memory is tried too. ``explain()`` says in words what was found.
+    changes. On CUDA, workers are also tried with pinned memory. ``explain()`` says in words what was found.
 
     Batches are equal bit for bit. Indices come from the loader's own sampler, and random generators of this process
     draw what they would draw without workers. A data set that draws random numbers, from torch, NumPy, Python or a
@@ -58,34 +79,28 @@ class Loader:
     """What :func:`loader` returns. It passes on public attributes of the wrapped loader, such as ``dataset``.
 
     So it does ``state_dict()`` and ``load_state_dict()`` of a loader that can be resumed within an epoch.
-
-    Args:
-        loader: See :func:`loader`.
-        allow_other_draws: See :func:`loader`.
-        read_ahead: See :func:`loader`.
-        read: The clock.
     """
 
-    def __init__(
-        self,
-        loader: Iterable[Any],
-        *,
-        allow_other_draws: bool = False,
-        read_ahead: bool = False,
-        read: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, loader: Iterable[Any], *, allow_other_draws: bool = False, read_ahead: bool = False) -> None:
         if not hasattr(type(loader), "__iter__") and not hasattr(type(loader), "__getitem__"):
             raise TypeError(f"loader: found {type(loader).__name__}; allowed is what a for loop can read.")
-        self._loader = loader
-        self._supply = Supply(loader, other_draws=allow_other_draws, read_ahead=read_ahead, read=read)
-        self._latest: Callable[[], Batches | None] = _nothing
+        self._loader, self._other_draws, self._read_ahead = loader, allow_other_draws, read_ahead
+        self._plain = loader if isinstance(loader, DataLoader) and loads_in_this_process(loader) else None
+        self._reading = Reading()
+        self._to_compare = self._batches = self._bytes = 0
+        self._pipes: dict[Variant, Pipe] = {}
+        self._packed: Packed | None = None
+        ask = weakref.WeakMethod(self._unfit)  # no cycle, so that the workers end with the loader
+        pins = self._plain is not None and torch.cuda.is_available() and not self._plain.pin_memory
+        self._trial = Trial(lambda reading: (ask() or str)(reading), cores=usable_cores(), pins=pins)
+        self._latest: Callable[[], Batches | None] = lambda: None
 
     def __iter__(self) -> Iterator[Any]:
         """Begin an epoch. If another one has begun and is not over, this one is read in the loader's own way."""
         latest = self._latest()
         if latest is not None and latest.is_open:
             return iter(self._loader)
-        batches = Batches(self._supply)
+        batches = Batches(self)
         self._latest = weakref.ref(batches)
         return batches
 
@@ -107,19 +122,19 @@ class Loader:
     @property
     def choice(self) -> Variant:
         """The way that is used now."""
-        return self._supply.trial.chosen
+        return self._trial.chosen
 
     @property
     def waiting(self) -> float:
         """The share of waiting for data in a step, between 0 and 1, in the way that is used now; 0 if not yet known."""
-        return self._supply.trial.last.share
+        return self._trial.last.share
 
     def explain(self) -> str:
         """Say in one or two lines how long the loop waits for data and what was done about it."""
-        trial = self._supply.trial
+        trial = self._trial
         if trial.first is None:
             if not trial.last.rests:
-                return f"waiting for data: not judged yet, after {self._supply.batches} batches"
+                return f"waiting for data: not judged yet, after {self._batches} batches"
             small = trial.last.share <= SHARE or trial.last.wait <= LEAST_WAIT
             end = "not the bottleneck, nothing changed" if small else "this is looked at once more"
             return f"waiting for data: {_told(trial.last)}; {end}"
@@ -129,7 +144,7 @@ class Loader:
         if trial.chosen != OWN:
             kept = "; then ".join(str(race) for race in trial.races if race.is_kept)
             equal = f"{trial.compared} batches compared, all equal"
-            if self._supply.other_draws:
+            if self._other_draws:
                 equal = "random numbers of the data set differ from those without workers, if it draws any"
             return f"{before}, now {_told(trial.last)}; {equal}\n{kept}"
         reason = trial.reason or "nothing paid: " + "; ".join(map(_lost, trial.races))
@@ -137,11 +152,285 @@ class Loader:
 
     def close(self) -> None:
         """End the workers. They also end with this object. A later epoch starts them again."""
-        self._supply.close()
+        for variant in list(self._pipes):
+            self._close_pipe(variant)
+
+    def _stock(self) -> Stock | Iterator[Any]:
+        """Return the loader's own iterator; one that can be read ahead if the loader loads in this process."""
+        return iter(self._loader) if self._plain is None else Stock(self._plain)
+
+    def _pipe_of(self, variant: Variant) -> Pipe:
+        """Return the pipe of a way, whose workers may be from an earlier epoch."""
+        assert self._plain is not None
+        assert self._packed is not None
+        if variant not in self._pipes:
+            self._pipes[variant] = Pipe(
+                self._plain,
+                variant,
+                self._packed,
+                seed=(torch.initial_seed() + 1000 * self._batches) % 2**63,
+                patience=PATIENCE + 20 * self._trial.last.step,
+                other_draws=self._other_draws,
+            )
+        return self._pipes[variant]
+
+    def _renew(self) -> str:
+        """At the beginning of an epoch, end workers with an older data set. Return why none can start."""
+        is_over = self._trial.phase == "decided" and not self._trial.chosen.workers
+        if is_over or self._packed is None:
+            return ""
+        before = self._packed.version
+        reason = self._pack()
+        if reason or before is None or self._packed.version != before:
+            self.close()
+        return reason
+
+    def _pack(self) -> str:
+        """Pack the data set as it is now. Return why it cannot be sent; empty if it can."""
+        assert self._plain is not None
+        try:
+            self._packed = pack((self._plain.dataset, self._plain.collate_fn))
+        except Unfit as error:
+            return str(error)
+        return ""
+
+    def _data_version(self) -> str | None:
+        """Return the version of the data set; None if it is too large, or cannot be sent."""
+        return None if self._pack() or self._packed is None else self._packed.version
+
+    @property
+    def _left(self) -> float:
+        """How many batches the present window still has in this epoch."""
+        count = self._trial.window.count
+        return math.inf if count is None else max(count - len(self._reading.rests), self._to_compare)
+
+    def _end_epoch(self) -> None:
+        """Give the reading to the trial if the window ends with the epoch."""
+        del self._reading.waits[len(self._reading.rests) :]
+        if self._reading.rests and self._left in (0, math.inf):
+            self._answer(self._reading)
+
+    def _answer(self, result: Reading | str) -> None:
+        """Give the result of the window to the trial, which sets the next one."""
+        was_decided = self._trial.phase == "decided", self._trial.chosen
+        self._reading = Reading()
+        self._trial.answer(result)
+        self._to_compare = 0 if self._other_draws else self._trial.window.compared
+        is_decided = self._trial.phase == "decided", self._trial.chosen
+        if is_decided[0] and is_decided != was_decided:
+            for variant in [variant for variant in self._pipes if variant != self._trial.chosen]:
+                self._close_pipe(variant)
+            _log.info("waiting for data: %s", self._trial.chosen)
+
+    def _close_pipe(self, variant: Variant, *, at_once: bool = False) -> None:
+        """End the workers of a way; at once if one of them may never answer."""
+        if variant in self._pipes:
+            self._pipes.pop(variant).close(at_once=at_once)
+
+    def _strain(self) -> str:
+        """Return why workers must stop, if the loop keeps so many of their batches that files or memory run out."""
+        with contextlib.suppress(ImportError, OSError):
+            import resource
+
+            most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            if most != resource.RLIM_INFINITY and len(os.listdir("/proc/self/fd")) > most / 2:
+                return f"the loop keeps batches from workers, which are open files, of which {most} are allowed"
+        return self._no_room(4)
+
+    def _no_room(self, copies: int) -> str:
+        size, free = self._bytes, _shared_memory()
+        if size * copies <= free:
+            return ""
+        return (
+            f"batches of {size / 2**20:.3g} MiB need more shared memory than the {free / 2**20:.3g} MiB that are free"
+        )
+
+    def _unfit(self, reading: Reading) -> str:
+        """Return why workers are left out."""
+        reason = _unsupported(self._loader, self._plain)
+        if reason:
+            return reason
+        if reading.moved and not self._other_draws:
+            return (
+                f"the data set draws from {reading.moved}, and would draw other numbers in workers "
+                "(allow_other_draws=True allows it)"
+            )
+        if reading.changed:
+            return "the loop changes the data set between two batches"
+        self._bytes = reading.bytes
+        return self._pack() or self._no_room(_COPIES)
 
 
-def _nothing() -> None:
-    return None
+class Batches:
+    """The iterator over one epoch. It is open as long as its end was not reached."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+        self._stock: Any = loader._stock()
+        self._pipe: Pipe | None = None
+        self._has_begun = False
+        self._count = 0
+        self._left: float | None = None
+        self._version: str | None = None
+        self.is_open = True
+
+    def __iter__(self) -> Iterator[Any]:
+        """Return the iterator itself."""
+        return self
+
+    def __next__(self) -> Any:
+        """Return the next batch of the loader."""
+        loader = self._loader
+        start = time.perf_counter()
+        if self._left is not None:
+            loader._reading.rests.append(start - self._left)
+            self._left = None
+        self._turn()
+        try:
+            batch = self._watched() if loader._trial.window.watched else self._take()
+        except StopIteration:
+            self.is_open, self._pipe = False, None
+            loader._end_epoch()
+            raise
+        self._count += 1
+        loader._batches += 1
+        self._left = time.perf_counter()
+        loader._reading.waits.append(self._left - start)
+        return batch
+
+    def _turn(self) -> None:
+        """Begin the next window if one is over, and continue with the present one at the beginning of an epoch."""
+        loader = self._loader
+        if not self._has_begun:
+            self._has_begun = True
+            loader._end_epoch()  # the loop may have left the epoch before
+            reason = loader._renew()
+            if reason and loader._trial.window.variant.workers:
+                loader._answer(reason)
+            self._begin()
+        elif not loader._left:
+            loader._answer(loader._reading)
+            self._begin()
+
+    def _begin(self) -> None:
+        window, self._pipe = self._loader._trial.window, None
+        if window.variant == OWN:
+            return
+        reason = self._start(window)
+        if reason:
+            self._give_up(reason)
+
+    def _start(self, window: Window) -> str:
+        """Start to load ahead. Return why that is not possible, empty if it is."""
+        loader, stock = self._loader, self._stock
+        try:
+            if not stock.pending:
+                stock.take()
+        except StopIteration:  # what is left of this epoch is left to the loader itself
+            return ""
+        if not loader._read_ahead:
+            reason = stock.unfit()
+            if reason:
+                return reason
+        try:
+            pipe = loader._pipe_of(window.variant)
+            pipe.begin(stock, loader._left)
+        except Exception as error:
+            return f"workers cannot be started ({_first_line(error)})"
+        self._pipe = pipe
+        return ""
+
+    def _take(self) -> Any:
+        loader, stock, pipe = self._loader, self._stock, self._pipe
+        if pipe is None:
+            return next(stock)
+        if self._count % _EVERY == 0 and (reason := loader._strain()):
+            self._give_up(reason)
+            return next(stock)
+        is_compared = loader._to_compare > 0 and bool(stock.pending)
+        local = self._local() if is_compared else None
+        try:
+            batch, fault = pipe.take()
+        except StopIteration:
+            self._pipe = None
+            return next(stock)
+        except Exception as error:
+            batch, fault = None, f"the workers failed ({_first_line(error)})"
+            loader._close_pipe(loader._trial.window.variant, at_once=True)
+        index = stock.pending.popleft()
+        if is_compared and not fault:
+            loader._to_compare -= 1
+            loader._trial.compared += 1
+            if not same(local, batch):
+                fault = "a batch from a worker differs from the same one loaded in this process"
+        if not fault:
+            return local if is_compared else batch
+        self._give_up(fault)
+        return local if is_compared else stock.load(index)
+
+    def _local(self) -> Any:
+        """Load the next pending batch in this process. An error is the data set's own."""
+        try:
+            return self._stock.load(self._stock.pending[0])
+        except BaseException:
+            self._stock.pending.popleft()
+            self._give_up("the data set raised an error in this process")
+            raise
+
+    def _give_up(self, reason: str) -> None:
+        self._loader._close_pipe(self._loader._trial.window.variant)
+        self._loader._answer(reason)
+        self._begin()
+
+    def _watched(self) -> Any:
+        """Take a batch, and look what else happens."""
+        loader, reading = self._loader, self._loader._reading
+        if loader._plain is None:
+            return self._take()
+        if self._version is not None:
+            reading.changed = self._version != loader._data_version()
+        draws, start = Draws(), time.process_time()
+        batch = self._take()
+        reading.processor += time.process_time() - start
+        if self._count:  # the sampler draws for the first batch of an epoch
+            reading.moved = reading.moved or draws.moved()
+        reading.bytes = max(reading.bytes, bytes_of(batch))
+        reading.can_pin = reading.can_pin and can_be_pinned(batch)
+        self._version = None if reading.waits else loader._data_version()  # between the first two batches
+        return batch
+
+
+def _unsupported(loader: Any, plain: DataLoader[Any] | None) -> str:
+    """Return why a loader is only measured; empty if its batches can be loaded ahead."""
+    if not isinstance(loader, DataLoader):
+        return f"a {type(loader).__name__} is only measured, as is everything but a DataLoader of torch"
+    if loader.num_workers:
+        return f"the loader has {loader.num_workers} workers already; try more with num_workers"
+    if plain is None:
+        return f"a {type(loader).__name__} has an iterator of its own, and is only measured; try its num_workers"
+    if isinstance(loader.dataset, IterableDataset):
+        return "its data set is an iterable, of which each worker would yield all samples"
+    if isinstance(loader.dataset, MapDataPipe):
+        return "its data set is a graph of data pipes"
+    if loader.worker_init_fn is not None:
+        return "its worker_init_fn expects workers that torch starts; try num_workers"
+    if torch.multiprocessing.get_context().get_start_method() != "fork":
+        return "workers are only tried if they start by fork, since others run the script again; try num_workers"
+    if multiprocessing.current_process().daemon:
+        return "this process is a daemon, which may not start workers"
+    return ""
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def _shared_memory() -> float:
+    """Return the free bytes of the memory that workers hand over batches in."""
+    try:
+        return shutil.disk_usage("/dev/shm").free
+    except OSError:
+        return math.inf
 
 
 def _told(reading: Reading) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import io
-import pickle
 import warnings
 from collections import deque
 from collections.abc import Iterator
@@ -34,7 +32,7 @@ from torchboost.core.torch_private import (
     stop_workers,
 )
 from torchboost.data.draws import Draws, is_own
-from torchboost.data.sameness import arrays_in, same, shares_memory
+from torchboost.data.sameness import parts_of, same, shares_memory
 from torchboost.data.sending import Packed
 
 __all__ = ["OWN", "Pipe", "Stock", "Variant"]
@@ -54,7 +52,7 @@ class Variant:
     Args:
         workers: Processes; 0 means in the process of the loop.
         prefetch: Batches that each worker loads ahead.
-        pin: Whether batches are copied to pinned memory.
+        pin: Whether batches from workers are copied to pinned memory.
     """
 
     workers: int = 0
@@ -68,9 +66,10 @@ class Variant:
 
     def __str__(self) -> str:
         """Name it in words."""
-        counted = f"{self.workers} worker{'s' if self.workers > 1 else ''}, {self.prefetch} batches ahead each"
-        parts = [counted if self.workers else "", "pinned memory" if self.pin else ""]
-        return " and ".join(part for part in parts if part) or "no workers"
+        if not self.workers:
+            return "no workers"
+        text = f"{self.workers} worker{'s' if self.workers > 1 else ''}, {self.prefetch} batches ahead each"
+        return f"{text} and pinned memory" if self.pin else text
 
 
 OWN = Variant()
@@ -79,9 +78,6 @@ OWN = Variant()
 
 class Stock:
     """The loader's own iterator over one epoch, from which indices can also be taken ahead.
-
-    Args:
-        loader: Loads in this process.
 
     Attributes:
         pending: Indices that were taken ahead and whose batches were not delivered yet, in order.
@@ -223,9 +219,8 @@ class _Job(Dataset[Any]):
         if moved and not self._other_draws:
             return None, f"the data set draws from {moved}, and would draw other numbers in a worker"
         if self._count <= TWICE:
-            if any(not _can_be_sent(array) for array in arrays_in(batch)):
+            if not all(map(_can_be_sent, parts_of(batch)[1])):
                 return None, "its batches hold tensors that are not on the CPU, not dense, or part of a graph"
-            pickle.Pickler(io.BytesIO(), protocol=pickle.HIGHEST_PROTOCOL).dump(batch)
             again = self._load(index)
             moved = self._draws.moved() or moved
             if not moved and not same(batch, again):
@@ -239,17 +234,6 @@ def _can_be_sent(array: Any) -> bool:
     if not isinstance(array, Tensor):
         return True
     return array.device.type == "cpu" and array.layout == torch.strided and not array.requires_grad
-
-
-class _LocalJob(Dataset[Any]):
-    """What a pipe without workers does: loads in this process."""
-
-    def __init__(self, feed: _Feed) -> None:
-        self._feed = feed
-
-    def __getitem__(self, index: Any) -> tuple[Any, str]:
-        assert self._feed.stock is not None
-        return self._feed.stock.load(index), ""
 
 
 class Pipe:
@@ -268,7 +252,7 @@ class Pipe:
         self,
         loader: DataLoader[Any],
         variant: Variant,
-        packed: Packed | None,
+        packed: Packed,
         *,
         seed: int,
         patience: float,
@@ -276,25 +260,19 @@ class Pipe:
     ) -> None:
         self._feed = _Feed()
         self._batches: Any = None
-        options: dict[str, Any] = {}
-        if variant.workers:
-            options = {"prefetch_factor": variant.prefetch, "persistent_workers": True, "timeout": patience}
-            options["multiprocessing_context"] = "fork"
-        batched = loader.batch_sampler is not None
-        job: Dataset[Any] = _LocalJob(self._feed)
-        if variant.workers:
-            assert packed is not None
-            job = _Job(packed, batched, other_draws=other_draws)
         with _quiet():
             self._loader: DataLoader[Any] | None = DataLoader(
-                job,
+                _Job(packed, loader.batch_sampler is not None, other_draws=other_draws),
                 batch_size=None,
                 sampler=self._feed,
                 collate_fn=_unchanged,
                 num_workers=variant.workers,
+                prefetch_factor=variant.prefetch,
+                persistent_workers=True,
+                timeout=patience,
+                multiprocessing_context="fork",
                 pin_memory=variant.pin or loader.pin_memory,
                 generator=torch.Generator().manual_seed(seed),
-                **options,
             )
 
     def begin(self, stock: Stock, count: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import Any
 
@@ -12,7 +12,7 @@ from torchboost.data.pipes import OWN, TWICE, Variant
 from torchboost.measure.evidence import Interval
 from torchboost.measure.statistics import exact_median
 
-__all__ = ["Fault", "Race", "Reading", "Trial", "Window"]
+__all__ = ["Race", "Reading", "Trial", "Window"]
 
 SHARE = 0.05
 """Least share of waiting at which anything is tried."""
@@ -82,51 +82,34 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Fault:
-    """Why a way of loading was given up in the middle of a window.
-
-    Args:
-        reason: A clause.
-        kept: Whether the workers were started in an earlier epoch.
-    """
-
-    reason: str
-    kept: bool = False
-
-
-@dataclass(frozen=True)
 class Window:
-    """What the loader is to do next.
+    """What the loader is to do next. If an epoch ends before a window does, the window continues in the next one.
 
     Args:
         variant: The way to load.
         count: Number of batches; None until the end of the epoch.
         compared: The first batches that are also loaded in the process of the loop, and compared.
         watched: Whether to look which generators a batch moves, and whether the loop changes the data set.
-        whole: Whether the window is a whole epoch, measured from its beginning.
     """
 
     variant: Variant = OWN
     count: int | None = None
     compared: int = 0
     watched: bool = False
-    whole: bool = False
 
 
 @dataclass(frozen=True)
 class Race:
-    """The result of one comparison.
+    """The result of one comparison of a way with the one before.
 
     Args:
-        base: The way before.
         variant: The way that was tried.
-        gain: Seconds of a step with ``base``, divided by those with ``variant``.
+        gain: Seconds of a step before, divided by those with the variant.
         pairs: Pairs of windows.
-        before: The medians of the steps with ``base``: waiting and the rest.
-        after: The same with ``variant``.
+        before: The medians of the steps before: waiting and the rest.
+        after: The same with the variant.
     """
 
-    base: Variant
     variant: Variant
     gain: Interval
     pairs: int
@@ -147,8 +130,8 @@ class Race:
         )
 
 
-Result = Reading | Fault | None
-"""None: the window was cut off, by the end of an epoch or a loop that left it."""
+Result = Reading | str
+"""A text says why a way of loading was given up in the middle of a window."""
 Script = Generator[Window, Result, Any]
 
 
@@ -173,7 +156,6 @@ class Trial:
 
     def __init__(self, unfit: Callable[[Reading], str], *, cores: float, pins: bool) -> None:
         self._unfit, self._cores, self._pins = unfit, cores, pins
-        self._whole, self._cuts = False, 0
         self.chosen, self.phase, self.reason = OWN, "measuring", ""
         self.races: list[Race] = []
         self.first: Reading | None = None
@@ -192,8 +174,8 @@ class Trial:
         self.reason = yield from self._look(reading)
         if not self.reason:
             yield from self._try_workers()
-        if self._pins and not self.chosen.pin:
-            yield from self._race(Variant(self.chosen.workers, self.chosen.prefetch, pin=True))
+        if self._pins and self.chosen.workers:
+            yield from self._race(replace(self.chosen, pin=True))
         self.phase = "decided"
         yield from self._use()
 
@@ -234,10 +216,8 @@ class Trial:
     def _try(self, variant: Variant) -> Generator[Window, Result, bool]:
         """Compare the batches of a way with the loader's, then its time with that of the present choice."""
         count = variant.workers * TWICE
-        result = yield from self._complete(
-            lambda whole: Window(variant, count=None if whole else count, compared=count, whole=whole)
-        )
-        if isinstance(result, Fault):
+        result = yield Window(variant, count=count, compared=count)
+        if isinstance(result, str):
             self._leave(result)
             return False
         return (yield from self._race(variant))
@@ -249,62 +229,45 @@ class Trial:
             order = (0, 1) if len(readings[0]) % 2 == 0 else (1, 0)
             for way in order:
                 reading = yield from self._measured(ways[way])
-                if isinstance(reading, Fault):
+                if isinstance(reading, str):
                     self._leave(reading)
                     return False
                 readings[way].append(reading)
-            race = _judged(base, variant, *readings)
+            race = _judged(variant, *readings)
             if race is not None:
                 self.races.append(race)
                 if race.is_kept:
                     self.chosen, self.last = variant, Reading(waits=[race.after[0]], rests=[race.after[1]])
                 return race.is_kept
 
-    def _measured(self, variant: Variant) -> Generator[Window, Result, Reading | Fault]:
-        """Read a window in one way: its steady part, or a whole epoch if epochs are short."""
+    def _measured(self, variant: Variant) -> Generator[Window, Result, Result]:
+        """Read a window in one way, and return its steady part."""
         step = self.first.step if self.first is not None else 1.0
         steps = max(_LEAST, min(_MOST, round(_WINDOW_SECONDS / step)))
         margin = max(variant.ahead, 1)
+        result = yield Window(variant, count=steps + 2 * margin)
+        return result if isinstance(result, str) else result.part(margin, margin)
 
-        def window(whole: bool) -> Window:
-            return Window(variant, whole=True) if whole else Window(variant, count=steps + 2 * margin)
-
-        result = yield from self._complete(window)
-        return result if isinstance(result, Fault) or self._whole else result.part(margin, margin)
-
-    def _complete(self, window: Callable[[bool], Window]) -> Generator[Window, Result, Reading | Fault]:
-        """Repeat a window that was cut off. If epochs are too short for it, a window is a whole epoch."""
-        while True:
-            result = yield window(self._whole)
-            if result is not None:
-                self._cuts = 0
-                return result
-            self._cuts += 1
-            self._whole = self._whole or self._cuts >= 2
-
-    def _leave(self, fault: Fault) -> None:
+    def _leave(self, reason: str) -> None:
         """Use no workers from now on."""
-        self.reason, self.chosen = fault.reason, OWN
+        self.reason, self.chosen = reason, OWN
 
     def _use(self) -> Script:
         """Use the choice, as long as it pays and its batches are equal."""
-        slow = chances = 0
+        slow = 0
         while True:
-            compared = 0 if not self.chosen.workers else 2 if chances else 1
-            result = yield Window(self.chosen, compared=compared)
-            if isinstance(result, Fault):
-                chances = chances + 1 if result.kept else 2
-                if chances > 1:
-                    self._leave(result)
-            elif result is not None:
-                self.last, chances = result, 0
+            result = yield Window(self.chosen, compared=int(self.chosen.workers > 0))
+            if isinstance(result, str):
+                self._leave(result)
+            else:
+                self.last = result
                 slower = self.chosen.workers and self.first is not None and result.wait > WORSE * self.first.wait
                 slow = slow + 1 if slower else 0
                 if slow == 2:
-                    self._leave(Fault("over two epochs, waiting for them took longer than loading without them"))
+                    self._leave("over two epochs, waiting for them took longer than loading without them")
 
 
-def _judged(base: Variant, variant: Variant, before: Sequence[Reading], after: Sequence[Reading]) -> Race | None:
+def _judged(variant: Variant, before: Sequence[Reading], after: Sequence[Reading]) -> Race | None:
     """Return the result of a comparison; None if further pairs are needed."""
     ratios = [one.step / two.step for one, two in zip(before, after, strict=True)]
     count = len(ratios)
@@ -317,7 +280,7 @@ def _judged(base: Variant, variant: Variant, before: Sequence[Reading], after: S
         if gain.low <= GAIN <= gain.high and count < MOST_PAIRS:
             return None
     parts = [(median(r.wait for r in each), median(r.rest for r in each)) for each in (before, after)]
-    return Race(base, variant, gain, count, parts[0], parts[1])
+    return Race(variant, gain, count, parts[0], parts[1])
 
 
 def _ms(seconds: float) -> str:

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from torchboost.data.cores import usable_cores
+from torchboost.core.hardware import usable_cores
 
 
 @pytest.fixture(autouse=True)
