@@ -28,7 +28,6 @@ class _ScheduleFree(UpdateRule):
     """
 
     numbers = ("weight_sum", "largest_lr")
-    rounds = False
 
     def train(self) -> None:
         """Put the weights at which gradients are computed into the parameters, before training continues.
