@@ -100,7 +100,7 @@ def test_the_peak_of_muon_is_that_of_a_piece(monkeypatch):
 
 def test_the_state_has_the_documented_size():
     for rule in RULES:
-        wanted = {"SGD": 0, "Momentum": 1, "LARS": 1, "RMSprop": 1, "RMSProp": 1}
+        wanted = {"SGD": 0, "Momentum": 1, "LARS": 1, "RMSProp": 1}
         wanted |= {"Muon": 1, "MixedOptimizer": 1, "ScheduleFreeSGD": 1}
         params = parameters([(16, 16)])
         optimizer = RULES[rule](params)
