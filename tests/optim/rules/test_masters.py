@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.optimizers import CASES, parameters, give_grads, train, values
+from tests.support.optimizers import CASES, give_grads, parameters, train, values
 from torchboost.optim import SGD, AdamW
 from torchboost.optim.rules import masters
 
