@@ -142,11 +142,6 @@ class UpdateRule(Optimizer):
         """Return a group of a checkpoint as this rule reads it; called by :meth:`load_state_dict`."""
         return dict(group)
 
-    def constructor_options(self) -> dict[str, Any]:
-        """Return the constructor's arguments that the param groups do not hold, by name."""
-        schedules = dict(self._default_schedules)
-        return {"transforms": self.transforms, "nonfinite": self.nonfinite, **schedules}
-
     def described_groups(self) -> list[dict[str, Any]]:
         """Return copies of the param groups with schedules in place of the values of the last update.
 
@@ -160,9 +155,7 @@ class UpdateRule(Optimizer):
         return described
 
     def __repr__(self) -> str:
-        arguments = self.constructor_options().items()
-        kept = {key: value for key, value in arguments if key not in self.defaults and value is not None}
-        lines = [f"{type(self).__name__} (", *(f"{key}: {value!r}" for key, value in kept.items())]
+        lines = [f"{type(self).__name__} (", f"transforms: {self.transforms!r}", f"nonfinite: {self.nonfinite!r}"]
         for number, group in enumerate(self.described_groups()):
             options = [(key, group[key]) for key in sorted(group) if key != "params"]
             lines += [f"Parameter Group {number}", *(f"    {key}: {value!r}" for key, value in options)]

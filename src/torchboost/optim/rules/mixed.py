@@ -80,10 +80,6 @@ class MixedOptimizer(UpdateRule):
         arguments["defaults"] = {k: v for k, v in options.items() if v is not None or k not in ("lr", "weight_decay")}
         super().__init__(**arguments)
 
-    def constructor_options(self) -> dict[str, Any]:
-        """Return the constructor's arguments that the param groups do not hold, by name."""
-        return {"lr": None, "weight_decay": None, **self.defaults, **super().constructor_options()}
-
     def rule_for(self, group: Mapping[str, Any]) -> UpdateRule:
         """Return the rule that a param group names."""
         return self._named(group.get("rule", self.defaults["rule"]))

@@ -109,10 +109,6 @@ class AdamOffload(Adam):
         del arguments["defaults"]["chunk_mebibytes"]
         UpdateRule.__init__(self, **arguments)
 
-    def constructor_options(self) -> dict[str, Any]:
-        """Return the constructor's arguments that the param groups do not hold, by name."""
-        return {**super().constructor_options(), "chunk_mebibytes": self.chunk_mebibytes}
-
     @property
     def _step_supports_amp_scaling(self) -> bool:
         # The scale would reach the kernel as a tensor on the device; if unscaled there, an overflow copies nothing.

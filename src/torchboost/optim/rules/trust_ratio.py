@@ -21,9 +21,6 @@ from torchboost.optim.rules.sgd import SGD, Forms
 
 __all__ = ["LARS", "Lamb", "TrustRatio"]
 
-RATIO = ("coefficient", "eps", "clip", "vectors")
-"""Arguments of LARS that are settings of its trust ratio."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrustRatio:
@@ -134,12 +131,6 @@ class LARS(SGD):
         ratio = TrustRatio(coefficient=coefficient, weight_decay=None, eps=eps, clip=clip, vectors=vectors)
         options["transforms"] = (*options.get("transforms", ()), ratio)
         super().__init__(params, lr, momentum, 0.0, weight_decay, nesterov, **options)
-
-    def constructor_options(self) -> dict[str, Any]:
-        """Return the constructor's arguments that the param groups do not hold, by name."""
-        *transforms, ratio = self.transforms
-        settings = {key: getattr(ratio, key) for key in RATIO}
-        return {**super().constructor_options(), "transforms": tuple(transforms), **settings}
 
     def update(self, group: dict[str, Any], batch: Batch) -> None:
         """Update in place; the gradients already contain the decay."""
