@@ -11,11 +11,12 @@ from torch.optim.adam import adam as torch_adam
 from typing_extensions import Unpack
 
 from torchboost.core.torch_private import foreach, foreach_lerp
+from torchboost.errors import IncompatibleError
 from torchboost.optim.rules.base import Batch, UpdateRule
 from torchboost.optim.rules.masters import IN_CACHE, pieces
 from torchboost.optim.rules.options import Common, check_capturable, check_fused, rule_arguments
 
-__all__ = ["Adam", "AdamW", "AdamWeightDecay", "adam_directions", "as_real", "rooted_directions"]
+__all__ = ["Adam", "AdamW", "AdamWeightDecay", "adam_directions", "rooted_directions"]
 
 LATE = 1e30
 """Update number at which both bias corrections are exactly 1."""
@@ -100,8 +101,12 @@ class Adam(UpdateRule):
             raise ValueError(f"{variants[0]}: torch has no kernel for it; leave out fused and capturable.")
 
     def check_grad(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
-        """Refuse what torch's kernels would refuse, before anything is changed."""
+        """Refuse what torch's kernels would refuse, and complex parameters of the variants that have none."""
         super().check_grad(param, grad, group)
+        if param.is_complex() and (group["nesterov"] or group["eps_uncorrected"]):
+            raise IncompatibleError(
+                f"nesterov and eps_uncorrected need real parameters, found {param.dtype} of shape {tuple(param.shape)}."
+            )
         check_fused(param, group, torch.optim.Adam)
         check_capturable(param, group)
 
@@ -227,21 +232,13 @@ class AdamWeightDecay(Adam):
         super().__init__(params, lr, betas, eps, weight_decay, **kind, **options)
 
 
-def as_real(batch: Batch, keys: Sequence[str]) -> Batch:
-    """Return a batch with complex tensors as views of real ones, the entries ``keys`` of the states included."""
-    if not any(param.is_complex() for param in batch.params):
-        return batch
-    states = [{key: _real(value) if key in keys else value for key, value in state.items()} for state in batch.states]
-    return Batch(list(map(_real, batch.params)), list(map(_real, batch.grads)), states)
-
-
 def adam_directions(group: Mapping[str, Any], batch: Batch) -> list[Tensor]:
     """Update the moments and return ``m^ / (sqrt(v^) + eps)``, or the variant that the group asks for.
 
     Args:
         group: ``betas``, ``eps``, and, if they are set, ``nesterov``, ``amsgrad``, ``bias_correction`` and
             ``eps_uncorrected``, as in :class:`~torchboost.optim.Adam`.
-        batch: Real tensors. ``maximize`` and a coupled decay must be in the gradients already.
+        batch: ``maximize`` and a coupled decay must be in the gradients already.
     """
     beta1, beta2 = (float(beta) for beta in group["betas"])
     grads, mean, square, steps = batch.grads, batch.state("exp_avg"), batch.state("exp_avg_sq"), batch.state("step")
@@ -281,7 +278,6 @@ def rooted_directions(group: Mapping[str, Any], batch: Batch) -> list[Tensor]:
 
 def _move(group: Mapping[str, Any], batch: Batch) -> None:
     """Update the parameters of a batch on lists of tensors, for the variants without a kernel."""
-    batch = as_real(batch, ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"))
     lr, decay = float(group["lr"]), float(group["weight_decay"])
     if group["maximize"]:
         batch.grads[:] = foreach.neg(batch.grads)
@@ -299,7 +295,3 @@ def _corrections(group: Mapping[str, Any], steps: Sequence[Tensor]) -> tuple[lis
     beta1, beta2 = (float(beta) for beta in group["betas"])
     counts = [float(step) for step in steps]
     return [1 - beta1**count for count in counts], [(1 - beta2**count) ** 0.5 for count in counts]
-
-
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

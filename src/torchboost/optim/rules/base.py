@@ -78,6 +78,9 @@ class UpdateRule(Optimizer):
     in_pieces: bool = False
     """Whether :meth:`update` gets CPU parameters a few at a time, for rules that read their tensors many times."""
 
+    real_only: bool = False
+    """Whether complex parameters are refused."""
+
     numbers: tuple[str, ...] = ()
     """Entries of the state, other than ``"step"``, that are numbers and keep their precision when they are loaded."""
 
@@ -181,6 +184,10 @@ class UpdateRule(Optimizer):
             raise IncompatibleError(
                 f"{type(self).__name__} needs dense gradients, found layout {grad.layout} for a parameter of shape "
                 f"{tuple(param.shape)}. Use LazyAdam, sparse=False, or transforms=(Coalesce(dense=True),)."
+            )
+        if self.real_only and param.is_complex():
+            raise IncompatibleError(
+                f"{type(self).__name__} needs real parameters, found {param.dtype} of shape {tuple(param.shape)}."
             )
         if grad.dtype != param.dtype:
             raise IncompatibleError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
@@ -47,7 +46,7 @@ class RMSProp(UpdateRule):
         >>> optimizer = RMSProp(model.parameters(), lr=1e-2, momentum=0.9)
     """
 
-    in_pieces = True
+    in_pieces = real_only = True
 
     def __init__(
         self,
@@ -77,17 +76,13 @@ class RMSProp(UpdateRule):
 
     def init_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return a mean square of 1 and zeros for the other entries."""
-        # The real and the imaginary part of a complex weight are two weights.
-        real = torch.view_as_real(param) if param.is_complex() else param
-        state = {key: torch.zeros_like(real, memory_format=torch.preserve_format) for key in self.state_keys(group)}
+        state = super().init_state(param, group)
         state["square_avg"].fill_(1)
         return state
 
     def update(self, group: dict[str, Any], batch: Batch) -> None:
         """Update in place."""
-        params, grads = (
-            [torch.view_as_real(t) if t.is_complex() else t for t in ts] for ts in (batch.params, batch.grads)
-        )
+        params, grads = batch.params, batch.grads
         alpha, square = float(group["alpha"]), batch.state("square_avg")
         if group["maximize"]:
             grads = list(foreach.neg(grads))

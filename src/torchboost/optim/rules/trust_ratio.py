@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 from torchboost.core.arguments import check_number
 from torchboost.core.torch_private import foreach, foreach_norm
 from torchboost.optim.pipeline import Gradients, refuse_sparse
-from torchboost.optim.rules.adam import adam_directions, as_real, rooted_directions
+from torchboost.optim.rules.adam import adam_directions, rooted_directions
 from torchboost.optim.rules.base import Batch, UpdateRule
 from torchboost.optim.rules.options import Common, rule_arguments
 from torchboost.optim.rules.sgd import SGD, Forms
@@ -166,7 +166,7 @@ class Lamb(UpdateRule):
         >>> optimizer = Lamb(model.parameters(), lr=1e-3, weight_decay=0.01)
     """
 
-    in_pieces = True
+    in_pieces = real_only = True
 
     def __init__(
         self,
@@ -188,7 +188,6 @@ class Lamb(UpdateRule):
 
     def update(self, group: dict[str, Any], batch: Batch) -> None:
         """Update in place."""
-        batch = as_real(batch, ("exp_avg", "exp_avg_sq"))
         if group["maximize"]:
             batch.grads[:] = foreach.neg(batch.grads)
         directions = adam_directions(group, batch)
