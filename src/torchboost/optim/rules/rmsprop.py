@@ -42,6 +42,7 @@ class RMSProp(UpdateRule):
         TypeError, ValueError: An option is invalid.
 
     Example:
+        >>> import torch
         >>> model = torch.nn.Linear(4, 2)
         >>> optimizer = RMSProp(model.parameters(), lr=1e-2, momentum=0.9)
     """
