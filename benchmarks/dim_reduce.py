@@ -13,7 +13,8 @@ from options import Options, added_cost, parser, run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchboost.algorithms import DimReduceBasis, DimReduceOptimizer
+from torchboost.algorithms.dim_reduce.basis import DimReduceBasis
+from torchboost.algorithms.dim_reduce.optimizer import Subspace
 from torchboost.measure.evidence import AlgorithmRow, BenchReport, Contestant
 from torchboost.measure.stopwatch import compare, environment
 from torchboost.workloads.models import Bottleneck, ResNet
@@ -40,7 +41,7 @@ def steps(inputs: Tensor, labels: Tensor) -> dict[str, Callable[[], object]]:
     plain, reduced = resnet(), resnet()
     sgd = torch.optim.SGD(plain.parameters(), lr=1e-4, momentum=0.9)
     basis = DimReduceBasis(orthonormal(DIRECTIONS, weights_of(reduced)))
-    subspace = DimReduceOptimizer(reduced.parameters(), basis, lr=1e-4, buffers=reduced.buffers())
+    subspace = Subspace(list(reduced.parameters()), basis, alpha=1e-4, buffers=reduced.buffers())
     passes = {"forward": 0}
 
     def loss() -> Tensor:

@@ -54,9 +54,7 @@ def device_cases() -> dict[str, Case]:
             ours=of(optim.AdamW, **decay, fused=True, transforms=transforms),
             peers={"torch fused, both by hand": lambda params: SimpleNamespace(step=by_hand(params)), **adamw},
         ),
-        "AdamW, moments in 8 bits": Case(ours=of(optim.AdamW, **decay, moments_8bit=True), peers=adamw),
         "AdamW, bfloat16 with masters": Case(ours=halves(master_weights=True), peers=adamw),
-        "AdamW, bfloat16, stochastic": Case(ours=halves(master_weights="stochastic"), peers=adamw),
         "AdamOffload": Case(ours=of(optim.AdamOffload, **decay), peers=adamw),
         "AdamOffload, buffers of 256 MiB": Case(ours=of(optim.AdamOffload, **decay, chunk_mebibytes=256), peers=adamw),
         "Muon": Case(

@@ -98,10 +98,6 @@ def cases() -> dict[str, Case]:
     made |= formed("LazyAdam, dense", optim.LazyAdam, adam, decay)
     made |= formed("SGD", optim.SGD, sgd, moving)
     made |= formed("Momentum, nesterov", optim.Momentum, sgd, {**moving, "nesterov": True})
-    for form in two:
-        made[f"RMSprop, {form}"] = Case(
-            ours=of(optim.RMSprop, **moving, **FORMS[form]), peers=torch_forms(torch.optim.RMSprop, (form,), **moving)
-        )
     made["Adam, nesterov"] = Case(
         ours=of(optim.Adam, **decay, nesterov=True), peers=torch_forms(torch.optim.NAdam, two, **decay)
     )

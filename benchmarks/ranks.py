@@ -27,7 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchboost.algorithms.adaptive_sum import adasum_
 from torchboost.algorithms.dim_reduce.basis import DimReduceBasis, rows_of
-from torchboost.algorithms.dim_reduce.optimizer import DimReduceOptimizer
+from torchboost.algorithms.dim_reduce.optimizer import Subspace
 from torchboost.algorithms.grad_accumulation import Accumulator
 from torchboost.bench.report.table import Table
 from torchboost.distributed import agreement, checkpoint
@@ -180,8 +180,7 @@ def reducing(counts: Counts, ranks: int) -> dict[str, list[int]]:
     assert group is not None
     rows = torch.eye(DIRECTIONS, WEIGHTS)[list(rows_of(DIRECTIONS, 0, ranks))]
     weights = nn.Parameter(torch.ones(WEIGHTS))
-    basis = DimReduceBasis(rows, group, DIRECTIONS, orthonormal=False)
-    optimizer = DimReduceOptimizer([weights], basis)
+    subspace = Subspace([weights], DimReduceBasis(rows, group, DIRECTIONS))
     meeting: list[Agreement] = []
 
     def meet() -> None:
@@ -190,7 +189,7 @@ def reducing(counts: Counts, ranks: int) -> dict[str, list[int]]:
         meeting[0].largest([0.0], step="basis")
 
     def step() -> None:
-        optimizer.step(lambda: weights.square().mean())
+        subspace.step(lambda: weights.square().mean())
 
     step()
     return {

@@ -11,7 +11,6 @@ import freeze_on_ranks
 import freeze_savings
 import freeze_types
 import inference
-import less_memory_time
 import loss_scale
 import optimizer_rules
 import optimizer_step
@@ -36,7 +35,6 @@ CLAIMS = {
     "inference": inference.measure,
     "optimizer_step": optimizer_step.measure,
     "optimizer_rules": optimizer_rules.measure,
-    "less_memory_time": less_memory_time.measure,
     "adasum_time": adasum_time.measure,
     "accuracy": accuracy.measure,
     "zoo": zoo.measure,

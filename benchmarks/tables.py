@@ -17,7 +17,6 @@ import fewer_steps_table
 import freeze_rival
 import gpu_tables
 import headline
-import low_precision
 import padding_table
 import parts_accuracy
 import planted_effects
@@ -94,7 +93,6 @@ WHOLE: dict[str, Callable[[str], str]] = {
     "promises_avx2": lambda folder: own(promises.table(RESULTS, promises.NARROW)),
     "promises_short": lambda folder: own(promises.summary(RESULTS)),
     "time_to_metric": lambda folder: own(time_to_metric.table(RESULTS)),
-    "low_precision": lambda folder: own(low_precision.table(RESULTS / "low_precision-gpt-characters.json")),
     "algorithms": lambda folder: rows(headline.algorithms(folder, with_figure_only=False)),
     "measured_algorithms": lambda folder: rows(headline.algorithms(folder, with_figure_only=True)),
 }
@@ -332,7 +330,6 @@ MAKERS: dict[str, Callable[[Path], str]] = {
     "freeze_types": from_scratch,
     "fine_tune": fine_tuned,
     "adasum_time": beside_all_reduce,
-    "less_memory_time": times,
     "adasum_convergence": steps_to_target,
 }
 

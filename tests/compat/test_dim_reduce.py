@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from tests.support.ranks import run_ranks
 from torchboost import AutoBoost, BoostTrainOneStepCell, DimReduce, WithLoss
-from torchboost.algorithms import DimReduceBasis, DimReduceOptimizer
-from torchboost.algorithms.dim_reduce.basis import rows_of
+from torchboost.algorithms.dim_reduce.basis import DimReduceBasis, rows_of
+from torchboost.algorithms.dim_reduce.optimizer import Subspace
 from torchboost.errors import IncompatibleError
 
 SETTINGS: dict[str, Any] = {"rho": 0.55, "gamma": 0.9, "alpha": 0.01, "sigma": 0.4}
@@ -57,9 +57,7 @@ def test_equals_the_optimizer_of_the_subspace() -> None:
     for given in (matrix, matrix.numpy(), matrix.numpy().astype(np.float64)):
         one, two = network(), network()
         step = build(one, given, 3)
-        own = DimReduceOptimizer(
-            two.parameters(), DimReduceBasis(matrix), lr=SETTINGS["alpha"], rho=0.55, gamma=0.9, sigma=0.4
-        )
+        own = Subspace(list(two.parameters()), DimReduceBasis(matrix), **SETTINGS)
         for number in range(5):
             x, y = batch(number)
             loss = call(step, one, x, y)

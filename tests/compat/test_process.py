@@ -147,15 +147,10 @@ def test_groups_split_by_structure_and_others_pass_through():
     assert process.opt.param_groups[0]["param_names"] == ["0.weight", "4.weight", "9.weight"]
 
 
-class Odd(torch.optim.Optimizer):
-    def __init__(self, params: Any, trust: float) -> None:
-        super().__init__(params, {})
-
-
 def test_optimizer_process_refuses_what_it_cannot_rebuild():
     model = nn.Linear(2, 2)
-    with pytest.raises(IncompatibleError, match=r"Odd takes trust.*centralize_gradients\(optimizer\)"):
-        OptimizerProcess(Odd(model.parameters(), 0.1)).generate_new_optimizer()
+    with pytest.raises(IncompatibleError, match=r"LBFGS keeps parameters.*centralize_gradients\(optimizer\)"):
+        OptimizerProcess(torch.optim.LBFGS(model.parameters())).generate_new_optimizer()
     outer = FreezeOpt(torch.optim.SGD(model.parameters(), lr=0.1), [list(model.parameters())], [0])
     with pytest.raises(IncompatibleError, match="found FreezeOpt, which wraps a SGD"):
         OptimizerProcess(outer)

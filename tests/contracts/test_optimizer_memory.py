@@ -100,7 +100,7 @@ def test_the_peak_of_muon_is_that_of_a_piece(monkeypatch):
 
 def test_the_state_has_the_documented_size():
     for rule in RULES:
-        wanted = {"SGD": 0, "Momentum": 1, "LARS": 1, "RMSprop": 1, "RMSProp": 1}
+        wanted = {"SGD": 0, "Momentum": 1, "LARS": 1, "RMSProp": 1}
         wanted |= {"Muon": 1, "MixedOptimizer": 1, "ScheduleFreeSGD": 1}
         params = parameters([(16, 16)])
         optimizer = RULES[rule](params)
@@ -121,14 +121,13 @@ def test_transforms_in_place_take_no_copy_of_the_gradients():
         assert torch.isfinite(params[0]).all()
 
 
-def test_masters_and_stochastic_rounding_take_float32_copies_of_one_piece_of_the_gradients(monkeypatch):
+def test_masters_take_float32_copies_of_one_piece_of_the_gradients(monkeypatch):
     monkeypatch.setattr(masters, "PIECE", 128 * 128)
-    for name, moments in (("Adam-fused", 2), ("SGD-fused", 1)):
-        for kept_in, copies in ((True, 1.01), ("stochastic", 6.01)):
-            params = parameters([(128, 128)] * 8, dtype=torch.bfloat16)
-            optimizer = CASES[name](params, master_weights=kept_in)
-            give_grads(params, 0)
-            optimizer.step()
-            assert peak(optimizer.step) <= copies * 4 * 128 * 128, (name, kept_in)
+    for name, copies in (("Adam-fused", 3), ("SGD-fused", 2)):
+        params = parameters([(128, 128)] * 8, dtype=torch.bfloat16)
+        optimizer = CASES[name](params, master_weights=True)
+        give_grads(params, 0)
+        optimizer.step()
+        assert peak(optimizer.step) <= 1.01 * 4 * 128 * 128, name
         kept = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor) and v.ndim]
-        assert sum(v.numel() * v.element_size() for v in kept) == moments * 4 * 8 * 128 * 128
+        assert sum(v.numel() * v.element_size() for v in kept) == copies * 4 * 8 * 128 * 128

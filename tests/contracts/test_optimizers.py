@@ -316,7 +316,6 @@ def test_a_compiled_step_equals_the_plain_one(name, backend):
 
 WIDE = {
     "masters": (torch.bfloat16, {"master_weights": True}),
-    "stochastic": (torch.bfloat16, {"master_weights": "stochastic"}),
     "clipped": (torch.float32, {"transforms": (Centralize(), ClipNorm(0.1))}),
     "checked": (torch.float32, {"nonfinite": "skip"}),
 }

@@ -33,7 +33,6 @@ from torchboost.optim import (
     PiecewiseConstant,
     PolynomialDecay,
     ScheduleLR,
-    Trapezoid,
     Warmup,
     as_list,
 )
@@ -50,7 +49,6 @@ EVERY = [
     CosineDecay(0.4, min_lr=0.1, decay_steps=6),
     Warmup(CosineDecay(0.4, decay_steps=6), steps=3),
     PerEpoch(CosineDecay(0.4, decay_steps=3), steps_per_epoch=2),
-    Trapezoid(0.4, total_steps=9, warmup=3, decay=2),
 ]
 WARM = Warmup(CosineDecay(0.2, decay_steps=8), steps=3)
 STEEP = ExponentialDecay(0.1, decay_rate=0.5, decay_steps=2)
@@ -130,11 +128,6 @@ def test_forms_of_single_schedules():
     assert as_list(once, 5) == as_list(again, 5)
     assert once(6) == once(9) == again(8) == again(12) == 0.1
     assert again(6) == pytest.approx(0.1 + 0.3 * (1 - 6 / 8))
-
-    rates = as_list(Trapezoid(1.0, total_steps=10, warmup=4, decay=3, end=0.1), 12)
-    assert rates == pytest.approx([0.0, 0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 0.7, 0.4, 0.1, 0.1])
-    assert as_list(Trapezoid(1.0, total_steps=20, warmup=4, decay=3, end=0.1), 12)[:8] == rates[:8]
-    assert Trapezoid(0.3, total_steps=1, decay=1)(0) == 0.3
 
     assert ExponentialDecay(1e-7, decay_rate=10.0, decay_steps=100)(700) == pytest.approx(1.0)  # it may grow
     for rate in (1e308, 1e200):
@@ -332,8 +325,6 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda: PiecewiseConstant("2", (1, 1)), TypeError, "milestones: found '2'; give a list"),
     (lambda: PolynomialDecay(1, decay_steps=4, power=0), ValueError, "power: found 0; give a finite number above"),
     (lambda: CosineDecay(0.1, min_lr=0.2, decay_steps=4), ValueError, "max_lr 0.1 below min_lr 0.2"),
-    (lambda: Trapezoid(0.1, total_steps=5, warmup=3, decay=3), ValueError, "together more than total_steps=5"),
-    (lambda: Trapezoid(0.1, total_steps=5, decay=2, warmup=-1), ValueError, "warmup: found -1"),
     (lambda: Warmup(0.1, steps=3, start_factor=1.5), ValueError, "start_factor: found 1.5; give a number from 0"),
     (lambda: Warmup(CosineDecay, steps=3), TypeError, "schedule: found <class"),
     (lambda: Warmup(None, steps=3), TypeError, "schedule: found None"),

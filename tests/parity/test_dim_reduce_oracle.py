@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from tests.conftest import Case, Oracle
 from tests.parity.networks import assert_step, mlp
-from torchboost.algorithms import DimReduceBasis, DimReduceOptimizer
-from torchboost.algorithms.dim_reduce.basis import principal_components
+from torchboost.algorithms.dim_reduce.basis import DimReduceBasis, principal_components
+from torchboost.algorithms.dim_reduce.optimizer import Subspace
 
 
 def close(got: torch.Tensor, want: np.ndarray | np.float32, case: Case) -> None:
@@ -25,15 +25,15 @@ def test_weights_estimate_and_trials_of_every_step(oracle: Oracle, name: str) ->
     model, named = mlp(case)
     assert list(named) == [entry["name"] for entry in case.meta["params"]]
     # The cases of long steps use rows that are not orthonormal, of which the reference takes no notice.
-    basis = DimReduceBasis(torch.from_numpy(arrays["pca_mat"]), orthonormal=False)
-    settings = {key: hyper[key] for key in ("rho", "gamma", "sigma")}
-    optimizer = DimReduceOptimizer(model.parameters(), basis, lr=hyper["alpha"], **settings)
+    basis = DimReduceBasis(torch.from_numpy(arrays["pca_mat"]))
+    settings = {key: hyper[key] for key in ("rho", "gamma", "alpha", "sigma")}
+    subspace = Subspace(list(model.parameters()), basis, **settings)
     for step in range(case.meta["steps"]):
         x, y = torch.from_numpy(arrays["x"][step]), torch.from_numpy(arrays["y"][step]).long()
-        loss = optimizer.step(lambda x=x, y=y: F.cross_entropy(model(x), y))
+        loss = subspace.step(lambda x=x, y=y: F.cross_entropy(model(x), y))
         assert_step(case, step, loss, named)
-        assert optimizer.trial == arrays["trial"][step]
-        state = optimizer.state_dict()["subspace"]["inverse_hessian"]
+        assert subspace.trial == arrays["trial"][step]
+        state = subspace.state_dict()["inverse_hessian"]
         close(state["matrix"], arrays["bk"][step], case)
         close(state["gradient"], arrays["gk_last"][step, :, 0], case)
         close(state["step"], arrays["sk"][step, :, 0], case)

@@ -20,7 +20,7 @@ from torchboost.optim.rules.lazy_adam import LazyAdam
 from torchboost.optim.rules.mixed import MixedOptimizer
 from torchboost.optim.rules.muon import Muon
 from torchboost.optim.rules.offload import AdamOffload
-from torchboost.optim.rules.rmsprop import RMSProp, RMSprop
+from torchboost.optim.rules.rmsprop import RMSProp
 from torchboost.optim.rules.schedule_free import ScheduleFreeAdamW, ScheduleFreeSGD
 from torchboost.optim.rules.sgd import SGD, Momentum
 from torchboost.optim.rules.trust_ratio import LARS, Lamb
@@ -83,8 +83,6 @@ def _cases() -> dict[str, Callable[..., UpdateRule]]:
     cases["AdamOffload"] = partial(AdamOffload, lr=0.01, weight_decay=0.1)
     cases["Lamb"] = partial(Lamb, lr=0.01, weight_decay=0.1)
     cases["Lamb-eps_in_root"] = partial(Lamb, lr=0.01, weight_decay=0.1, eps_in_root=True)
-    cases["RMSprop"] = partial(RMSprop, lr=0.01, momentum=0.9)
-    cases["RMSprop-centered-default"] = partial(RMSprop, lr=0.01, momentum=0.9, centered=True)
     cases["RMSProp"] = partial(RMSProp, lr=0.01, weight_decay=0.1)
     cases["RMSProp-centered"] = partial(RMSProp, lr=0.01, momentum=0.9, centered=True)
     cases["Muon"] = partial(Muon, lr=0.01, weight_decay=0.1, ns_dtype=torch.float32)
@@ -102,14 +100,14 @@ CASES = _cases()
 """Every rule, and every form of a rule with a state or a code path of its own."""
 
 DISTINCT = [
-    *("Adam-default", "SGD-default", "RMSprop-centered-default"),
+    *("Adam-default", "SGD-default"),
     *(name for name in CASES if name.split("-")[-1] not in ("loop", "foreach", "default")),
 ]
 """Cases that differ in more than the kernel that torch calls."""
 RULES: dict[str, Callable[..., UpdateRule]] = {
     rule.__name__: rule
     for rule in (
-        *(Adam, AdamW, AdamWeightDecay, LazyAdam, AdamOffload, SGD, Momentum, LARS, Lamb, RMSprop, RMSProp, FTRL),
+        *(Adam, AdamW, AdamWeightDecay, LazyAdam, AdamOffload, SGD, Momentum, LARS, Lamb, RMSProp, FTRL),
         *(Muon, ScheduleFreeAdamW, ScheduleFreeSGD),
     )
 }

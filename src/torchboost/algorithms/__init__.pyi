@@ -5,8 +5,6 @@ from .autocast import autocast_forward as autocast_forward
 from .channels_last import ChannelsLast as ChannelsLast
 from .channels_last import to_channels_last as to_channels_last
 from .compile import Compile as Compile
-from .dim_reduce import DimReduceBasis as DimReduceBasis
-from .dim_reduce import DimReduceOptimizer as DimReduceOptimizer
 from .dim_reduce import DimReduction as DimReduction
 from .fused_optimizer import FusedOptimizer as FusedOptimizer
 from .fused_optimizer import fuse_optimizer as fuse_optimizer

@@ -29,9 +29,9 @@ from torchboost.bench.factory import Factory, Parts, loop_body
 from torchboost.core.algorithm import Target
 from torchboost.core.hardware import half_precision
 from torchboost.core.torch_private import AnyConv
-from torchboost.errors import IncompatibleError, nearest
+from torchboost.errors import nearest
 from torchboost.measure.evidence import AlgorithmRow, DroppedRow
-from torchboost.optim.wrapping_optimizer import described_groups, rebuilt
+from torchboost.optim.fusing import obstacle
 from torchboost.plan import Plan
 from torchboost.registry import Facts
 
@@ -144,10 +144,7 @@ def build_loop(
     parts = factory.build(seed)
     model = parts.model.to(device).train()
     by_hand = recipe.base == "hand"
-    notes = []
-    if by_hand:
-        parts = parts._replace(optimizer=_fused(parts.optimizer))
-        notes += ["fused optimizer"] * bool(parts.optimizer.defaults.get("fused"))
+    notes = ["fused optimizer"] if by_hand and _fuse(parts.optimizer) else []
     target, plan = Target(model, parts.optimizer, seed=seed), None
     if recipe.kind in ("level", "algorithm"):
         level = "O0" if recipe.kind == "algorithm" else recipe.base
@@ -182,13 +179,9 @@ def build_loop(
     )
 
 
-def _fused(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer rebuilt with ``fused=True`` for the same groups; one without a fused form as it is."""
-    groups = [
-        {k: v for k, v in group.items() if k not in ("fused", "foreach")} for group in described_groups(optimizer)
-    ]
-    changes = {"fused": True} | ({"foreach": None} if "foreach" in optimizer.defaults else {})
-    try:
-        return rebuilt(optimizer, groups, **changes)
-    except IncompatibleError:
-        return optimizer
+def _fuse(optimizer: Optimizer) -> bool:
+    """Fuse the groups that torch can fuse, and return whether there are some."""
+    fusible = [group for group in optimizer.param_groups if obstacle(optimizer, group) is None]
+    for group in fusible:
+        group |= {"fused": True, "foreach": None}
+    return bool(fusible)

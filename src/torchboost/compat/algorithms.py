@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from torchboost.algorithms.adaptive_sum import adasum_
 from torchboost.algorithms.dim_reduce.basis import DimReduceBasis
-from torchboost.algorithms.dim_reduce.optimizer import DimReduceOptimizer
+from torchboost.algorithms.dim_reduce.optimizer import Subspace
 from torchboost.algorithms.grad_accumulation.optimizer import GradientWindow
 from torchboost.algorithms.less_bn import LessBnReport, less_bn
 from torchboost.compat.process import ParameterProcess
@@ -300,10 +300,10 @@ class DimReduce:
         group = _all_ranks(rank, rank_size)
         self.network = network
         self.optimizer = optimizer
-        self.subspace = DimReduceOptimizer(
+        self.subspace = Subspace(
             weights,
-            DimReduceBasis(local, group, n_components, orthonormal=False),
-            lr=alpha,
+            DimReduceBasis(local, group, n_components),
+            alpha=alpha,
             rho=rho,
             gamma=gamma,
             sigma=sigma,
@@ -331,7 +331,7 @@ class DimReduce:
             ValueError: The weights are others, or the number or the shapes of the gradients do not fit. Nothing is
                 changed.
         """
-        parameters: list[Tensor] = self.subspace.param_groups[0]["params"]
+        parameters = self.subspace.weights
         if [*map(id, weight)] != [*map(id, parameters)]:
             raise ValueError(
                 "weight: found other parameters than this object was built with; give the same ones in order."
@@ -351,7 +351,8 @@ class DimReduce:
         replay = Replay(lambda: self.network(*inputs), parameters[0].device)
         replay.told(loss)
         self.subspace.step(replay)
-        self.subspace.zero_grad()
+        for parameter in parameters:
+            parameter.grad = None
         return loss
 
 

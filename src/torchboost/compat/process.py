@@ -16,7 +16,7 @@ from torchboost.errors import IncompatibleError
 from torchboost.optim.pipeline import GradientPipeline
 from torchboost.optim.rules.base import UpdateRule
 from torchboost.optim.transforms import CENTRALIZE, Centralize, wish
-from torchboost.optim.wrapping_optimizer import WrappingOptimizer, described_groups, rebuilt
+from torchboost.optim.wrapping_optimizer import WrappingOptimizer, described_groups, regrouped
 
 __all__ = ["OptimizerProcess", "ParameterProcess"]
 
@@ -40,7 +40,7 @@ class OptimizerProcess:
         >>> optimizer = process.generate_new_optimizer()
 
     Args:
-        opt: Any optimizer that can be rebuilt (see :func:`torchboost.optim.wrapping_optimizer.rebuilt`).
+        opt: Any optimizer that keeps its parameters in its groups.
 
     Raises:
         TypeError: ``opt`` is not a ``torch.optim.Optimizer``.
@@ -100,23 +100,20 @@ class OptimizerProcess:
         self._groups = self.build_gc_params_group(self.build_params_dict(network), described_groups(self.opt))
 
     def generate_new_optimizer(self) -> Optimizer:
-        """Build an optimizer of the same class and hyper-parameters over the new groups.
+        """Copy the optimizer, with all of its settings, over the new groups.
 
-        Settings that are not hyper-parameters of a group are kept too: learning-rate schedules, ``transforms``,
-        ``nonfinite``, ``chunk_mebibytes``. Groups with ``grad_centralization: True`` are centralised before
-        each step, for any class of optimizer. The attachment is ``self.centralization``, with ``remove()``. The state
-        is shared with the old optimizer, so do not step the old one any more. Hooks and learning-rate schedulers of the
-        old one are not taken over: create them afterwards.
+        Groups with ``grad_centralization: True`` are centralised before each step, for any class of optimizer. The
+        attachment is ``self.centralization``, with ``remove()``. The state is shared with the old optimizer, so do not
+        step the old one any more. Hooks and learning-rate schedulers of the old one are not taken over: create them
+        afterwards.
 
         Raises:
-            IncompatibleError: The class takes arguments that neither its ``defaults`` nor its attributes hold.
+            IncompatibleError: The optimizer keeps parameters outside of its groups, as LBFGS does.
             TypeError: A group's ``grad_centralization`` is not a boolean.
         """
         groups = self._groups if self._groups is not None else described_groups(self.opt)
         wishes = [wish(group) for group in groups]
-        optimizer = rebuilt(self.opt, groups)
-        for param, state in self.opt.state.items():
-            optimizer.state[param] = state
+        optimizer = regrouped(self.opt, groups)
         if any(wishes):
             if isinstance(optimizer, UpdateRule):  # reads the key itself
                 self.centralization = Attachment(undo=partial(_forget_keys, optimizer))

@@ -20,7 +20,6 @@ from .rules.mixed import MixedOptimizer as MixedOptimizer
 from .rules.muon import Muon as Muon
 from .rules.offload import AdamOffload as AdamOffload
 from .rules.rmsprop import RMSProp as RMSProp
-from .rules.rmsprop import RMSprop as RMSprop
 from .rules.schedule_free import ScheduleFreeAdamW as ScheduleFreeAdamW
 from .rules.schedule_free import ScheduleFreeSGD as ScheduleFreeSGD
 from .rules.sgd import SGD as SGD
@@ -37,7 +36,6 @@ from .schedules import NaturalExponentialDecay as NaturalExponentialDecay
 from .schedules import PerEpoch as PerEpoch
 from .schedules import PiecewiseConstant as PiecewiseConstant
 from .schedules import PolynomialDecay as PolynomialDecay
-from .schedules import Trapezoid as Trapezoid
 from .schedules import Warmup as Warmup
 from .schedules import as_list as as_list
 from .tensors import Batch as Batch

@@ -27,7 +27,6 @@ __all__ = [
     "PiecewiseConstant",
     "PolynomialDecay",
     "Schedule",
-    "Trapezoid",
     "Warmup",
     "as_list",
     "resolve_lr",
@@ -324,53 +323,6 @@ class Warmup(_ScheduleBase):
         if step >= self.steps:
             return rate
         return rate * (self.start_factor + (1 - self.start_factor) * (step / self.steps))
-
-
-@dataclass(frozen=True)
-class Trapezoid(_ScheduleBase):
-    """Warm-up, stable, decay: a linear rise, the full rate, and a linear fall to ``end`` in the last updates.
-
-    Until the fall begins, the rates do not depend on the length of the run: a run can be made longer from any
-    checkpoint of the stable part. Source: A. Haegele et al., "Scaling Laws and Compute-Optimal Training Beyond Fixed
-    Training Durations", arXiv 2405.18392, where a fall over 10 to 20 % of the run equals a cosine decay.
-
-    Args:
-        lr: Full learning rate.
-        total_steps: Updates in the run, at least 1; afterwards the rate stays at ``end``.
-        warmup: Updates of the rise, at least 0; update ``warmup`` is the first with the full rate.
-        decay: Updates of the fall, at least 1.
-        end: Learning rate after the fall.
-
-    Raises:
-        TypeError: A setting has the wrong type.
-        ValueError: A setting is out of range, or warm-up and decay are longer than the run.
-
-    Example:
-        >>> as_list(Trapezoid(0.4, total_steps=6, warmup=2, decay=2), 7)
-        [0.0, 0.2, 0.4, 0.4, 0.4, 0.2, 0.0]
-    """
-
-    lr: float
-    _: KW_ONLY
-    total_steps: int
-    decay: int
-    warmup: Any = 0
-    end: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "warmup", whole("warmup", self.warmup, least=0))
-        if self.warmup + self.decay > self.total_steps:
-            raise ValueError(
-                f"warmup, decay: found {self.warmup} and {self.decay}, together more than total_steps="
-                f"{self.total_steps}; make them shorter."
-            )
-
-    def _at(self, step: int) -> float:
-        if step < self.warmup:
-            return self.lr * step / self.warmup
-        left = max(0, self.total_steps - step)
-        return self.end + (self.lr - self.end) * min(1.0, left / self.decay)
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from torchboost import Target, TrainStep
-from torchboost.algorithms import (
-    DimReduceOptimizer,
-    DimReduction,
-)
+from torchboost.algorithms import DimReduction
 from torchboost.algorithms.dim_reduce import algorithm as dim_reduce
 from torchboost.algorithms.dim_reduce.algorithm import DimReduceRun
 from torchboost.algorithms.grad_accumulation.algorithm import Accumulator
@@ -234,13 +231,13 @@ def test_a_parameter_that_is_frozen_later_is_not_moved_in_silence(tmp_path: Path
 
 
 def test_a_subspace_that_cannot_begin_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any, **__: Any) -> DimReduceOptimizer:
+    def full(*_: Any, **__: Any) -> None:
         raise MemoryError("no room for the basis")
 
     model, step, run = start(DimReduction(n_components=2, snapshot_every=1))
     step(*batch(0))
     with monkeypatch.context() as patch:
-        patch.setattr(dim_reduce, "DimReduceOptimizer", full)
+        patch.setattr(dim_reduce, "Subspace", full)
         with pytest.raises(MemoryError):
             step(*batch(1))
     assert run.phase == "collect"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tests.support.optimizers import CASES, shapes_of
-from torchboost.optim import AdamW, AdamWeightDecay, Centralize, ClipNorm
+from torchboost.optim import AdamW, Centralize, ClipNorm
 
 DEVICES = ("cpu", "cuda")
 OPTIONS: dict[str, Callable[..., Optimizer]] = {
@@ -20,12 +20,10 @@ OPTIONS: dict[str, Callable[..., Optimizer]] = {
     "AdamW-fused-transforms": partial(AdamW, fused=True, transforms=(Centralize(), ClipNorm(1.0))),
     "AdamW-schedule": partial(AdamW, lr=lambda step: 0.01 / (step + 1)),
     "AdamW-nesterov": partial(AdamW, nesterov=True),
-    "AdamW-8bit": partial(AdamW, moments_8bit=True),
-    "AdamWeightDecay-8bit": partial(AdamWeightDecay, moments_8bit=True),
 }
 RULES: dict[str, Callable[..., Optimizer]] = {**CASES, **OPTIONS}
 LARGE = (64, 65)
-"""Enough entries for moments in 8 bits."""
+"""More entries than one block of a kernel."""
 
 
 def parameters(name: str, device: str) -> list[nn.Parameter]:

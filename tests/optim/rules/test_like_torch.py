@@ -11,7 +11,7 @@ import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau
 
 from tests.support.optimizers import FORMS, frozen, parameters, train
-from torchboost.optim import SGD, Adam, AdamW, AdamWeightDecay, RMSprop
+from torchboost.optim import SGD, Adam, AdamW, AdamWeightDecay
 from torchboost.optim.rules.options import miscomputes
 
 ADAM: list[dict[str, Any]] = [
@@ -28,19 +28,12 @@ MOMENTUM: list[dict[str, Any]] = [
     {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
     {"momentum": 0.9, "maximize": True, "weight_decay": 0.1},
 ]
-ROOT: list[dict[str, Any]] = [
-    {},
-    {"momentum": 0.9},
-    {"centered": True, "weight_decay": 0.1},
-    {"momentum": 0.5, "maximize": True},
-]
 CORRECTED = partial(AdamWeightDecay, bias_correction=True, eps=1e-8, weight_decay=0.01)
 PAIRS: list[tuple[Any, Any, list[dict[str, Any]], list[str]]] = [
     (Adam, torch.optim.Adam, ADAM, list(FORMS)),
     (AdamW, torch.optim.AdamW, ADAM, list(FORMS)),
     (CORRECTED, torch.optim.AdamW, ADAM, list(FORMS)),
     (SGD, torch.optim.SGD, MOMENTUM, list(FORMS)),
-    (RMSprop, torch.optim.RMSprop, ROOT, ["loop", "foreach", "default"]),
 ]
 
 
@@ -89,8 +82,6 @@ def test_groups_schedulers_and_crossing_files():
 
 def test_a_tensor_as_learning_rate():
     for ours, theirs, options in every("foreach"):  # which takes none, but for SGD
-        if theirs is torch.optim.RMSprop:
-            continue
         params = [parameters(), parameters()]
         pair = [make(p, lr=torch.tensor(0.01), **options) for make, p in zip((ours, theirs), params, strict=True)]
         for number in range(4):

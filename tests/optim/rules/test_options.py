@@ -70,7 +70,6 @@ def test_senseless_options_are_refused():
 
 OUT_OF_RANGE: dict[str, list[tuple[str, object]]] = {
     "RMSProp": [("alpha", 1.0), ("alpha", -0.1), ("alpha", "x"), ("eps", 0.0), ("eps", math.nan), ("centered", 1)],
-    "RMSprop": [("alpha", 1.0)],
     "FTRL": [
         ("lr", 1e-200),
         ("lr_power", 0.5),

@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.support.optimizers import SHAPES, give_grads, parameters, same, train
 from torchboost.errors import IncompatibleError
-from torchboost.optim import FTRL, LARS, SGD, GradientPipeline, Lamb, RMSProp, RMSprop, TrustRatio
+from torchboost.optim import FTRL, LARS, SGD, GradientPipeline, Lamb, RMSProp, TrustRatio
 
 
 def test_ftrl_follows_its_formula():
@@ -218,12 +218,3 @@ def test_constant_gradients_keep_the_centered_root_real():
         param.grad = grad.clone()
         optimizer.step()
         assert param.isfinite().all()
-
-
-def test_rmsprop_refuses_before_it_changes_anything():
-    params = parameters()
-    optimizer = RMSprop(params, capturable=True)
-    give_grads(params, 0)
-    with pytest.raises(IncompatibleError, match="capturable=True needs parameters on one of"):
-        optimizer.step()
-    assert not optimizer.state

@@ -23,12 +23,7 @@ from torchboost.algorithms.dim_reduce.basis import (
     shapes_of,
     write_matrix,
 )
-from torchboost.algorithms.dim_reduce.optimizer import (
-    DimReduceOptimizer,
-    check_line_search,
-    check_weights,
-    evaluated,
-)
+from torchboost.algorithms.dim_reduce.optimizer import Subspace, check_line_search, check_weights, evaluated
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import check_number, is_integer
 from torchboost.core.step import ClosureOptimizer
@@ -155,7 +150,7 @@ class DimReduceRun(WrappingOptimizer, ClosureOptimizer):  # pyright: ignore[repo
     Attributes:
         direct: Refuses direct steps of ``opt``.
         phase: ``"collect"`` or ``"subspace"``.
-        subspace: The optimizer of the subspace, None before there is a basis.
+        subspace: The subspace, None before there is a basis.
         updates: Updates so far.
     """
 
@@ -164,7 +159,7 @@ class DimReduceRun(WrappingOptimizer, ClosureOptimizer):  # pyright: ignore[repo
         self.settings = settings
         self.updates = 0
         self.phase: Phase = "collect"
-        self.subspace: DimReduceOptimizer | None = None
+        self.subspace: Subspace | None = None
         self._model = model
         self._weights = _parameters(model, opt)
         self._snapshots: Snapshots = []
@@ -176,7 +171,7 @@ class DimReduceRun(WrappingOptimizer, ClosureOptimizer):  # pyright: ignore[repo
         """Update once and return the loss before it.
 
         Args:
-            closure: See :meth:`torchboost.algorithms.DimReduceOptimizer.step`.
+            closure: Returns the loss of the batch and does nothing else.
 
         Raises:
             TypeError: No closure.
@@ -204,14 +199,12 @@ class DimReduceRun(WrappingOptimizer, ClosureOptimizer):  # pyright: ignore[repo
             self._snapshots = []
 
     def _enter(self) -> None:
-        self.subspace = self._optimizer_of(_basis(self.settings, self._model, self._snapshots))
+        self.subspace = self._along(_basis(self.settings, self._model, self._snapshots))
         self.phase = "subspace"
 
-    def _optimizer_of(self, basis: DimReduceBasis) -> DimReduceOptimizer:
+    def _along(self, basis: DimReduceBasis) -> Subspace:
         s, buffers = self.settings, self._model.buffers()
-        return DimReduceOptimizer(
-            self._weights, basis, lr=s.alpha, rho=s.rho, gamma=s.gamma, sigma=s.sigma, buffers=buffers
-        )
+        return Subspace(self._weights, basis, alpha=s.alpha, rho=s.rho, gamma=s.gamma, sigma=s.sigma, buffers=buffers)
 
     def _own_state(self) -> dict[str, Any]:
         state: dict[str, Any] = {
@@ -235,22 +228,23 @@ class DimReduceRun(WrappingOptimizer, ClosureOptimizer):  # pyright: ignore[repo
             )
         if state["phase"] == "subspace":
             subspace = self._subspace_of(state)
-            subspace.load_state_dict(state["subspace"])
+            saved = state["subspace"]
+            subspace.load_state_dict(saved.get("subspace", saved))  # the version before wrote torch's layout around it
         self.subspace = subspace
         self.phase, self.updates = state["phase"], int(state["updates"])
         self._snapshots = [
             [t.to("cpu", torch.bfloat16, copy=True) for t in snapshot] for snapshot in state["snapshots"]["kept"]
         ]
 
-    def _subspace_of(self, state: dict[str, Any]) -> DimReduceOptimizer:
-        """Return the optimizer to resume from a checkpoint."""
+    def _subspace_of(self, state: dict[str, Any]) -> Subspace:
+        """Return the subspace to resume from a checkpoint."""
         if "rows" not in state and self.settings.collects:
             raise ValueError(
                 "the checkpoint was saved in a subspace from a file, but this run collects its own; attach with the "
                 "settings that it was saved with."
             )
         if "rows" not in state:
-            return self.subspace or self._optimizer_of(_basis(self.settings, self._model, []))
+            return self.subspace or self._along(_basis(self.settings, self._model, []))
         group = _group(self._model)
         place = _place(group)
         if tuple(state["share"]) != place:
@@ -264,8 +258,7 @@ class DimReduceRun(WrappingOptimizer, ClosureOptimizer):  # pyright: ignore[repo
                 "supported any more; finish the run with the version that saved it."
             )
         rows = state["rows"][0].to(self._weights[0])
-        basis = DimReduceBasis(rows, group, self.settings.n_components, orthonormal=False)
-        return self._optimizer_of(basis)
+        return self._along(DimReduceBasis(rows, group, self.settings.n_components))
 
 
 def _basis(settings: DimReduction, model: nn.Module, snapshots: Snapshots) -> DimReduceBasis:
@@ -284,7 +277,7 @@ def _basis(settings: DimReduction, model: nn.Module, snapshots: Snapshots) -> Di
             if path is not None and rank == 0:  # for the next run
                 write_matrix(path, weights, shapes, k)
             rows = principal_components(weights, k, share)
-        return DimReduceBasis(rows.to(like), group, k, orthonormal=False)
+        return DimReduceBasis(rows.to(like), group, k)
 
     basis = make() if group is None else _on_ranks(make, settings, group)
     try:

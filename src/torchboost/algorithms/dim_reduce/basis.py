@@ -5,7 +5,6 @@ Directions are shared out over ranks. Nothing in a file is ever unpickled.
 
 from __future__ import annotations
 
-import copy
 import json
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -51,24 +50,15 @@ class DimReduceBasis:
         rows: The directions, shape ``(k, n)``. With a group: the rows of this rank, see :func:`rows_of`.
         group: The ranks that share the rows. None: this process has all rows.
         components: Number of directions k. Needed with a group.
-        orthonormal: Whether to refuse rows that are not orthonormal. MindSpore does not check this. With a group, all
-            ranks must build the basis together.
 
     Raises:
-        ValueError: The shape does not fit, a row has NaN or infinities, or the rows are not orthonormal.
+        ValueError: The shape does not fit, or a row has NaN or infinities.
 
     Cost: memory ``k n / ranks`` numbers. :meth:`project` and :meth:`lift` read them once, and exchange k numbers and n
     numbers per vector.
     """
 
-    def __init__(
-        self,
-        rows: Tensor,
-        group: dist.ProcessGroup | None = None,
-        components: int | None = None,
-        *,
-        orthonormal: bool = True,
-    ) -> None:
+    def __init__(self, rows: Tensor, group: dist.ProcessGroup | None = None, components: int | None = None) -> None:
         if rows.ndim != 2:
             raise ValueError(
                 f"the basis has shape {tuple(rows.shape)}; give one row per direction and one column per weight."
@@ -87,19 +77,11 @@ class DimReduceBasis:
             )
         if not rows.isfinite().all():
             raise ValueError("the basis holds NaN or infinities.")
-        if orthonormal:
-            self.check_orthonormal()
 
     @property
     def length(self) -> int:
         """Number of weights, n."""
         return self.rows.shape[1]
-
-    def to(self, device: torch.device, dtype: torch.dtype) -> DimReduceBasis:
-        """Return the basis on a device and in a precision."""
-        moved = copy.copy(self)
-        moved.rows = self.rows.to(device, dtype)
-        return moved
 
     def project(self, vector: Tensor) -> Tensor:
         """Return ``P v``, shape ``(k,)``, float64 on the host, the same on all ranks.

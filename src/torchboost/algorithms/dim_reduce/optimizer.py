@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,11 +13,11 @@ from torch import Tensor
 
 from torchboost.algorithms.dim_reduce.basis import DimReduceBasis
 from torchboost.core.arguments import check_number
-from torchboost.core.step import ClosureOptimizer, Replay
+from torchboost.core.step import Replay
 from torchboost.core.torch_private import foreach
 from torchboost.errors import IncompatibleError
 
-__all__ = ["DimReduceOptimizer", "check_line_search", "check_weights", "evaluated"]
+__all__ = ["Subspace", "check_line_search", "check_weights", "evaluated"]
 
 CURVATURE = 1e-20
 """If the product of a step and the change of the gradient is not above this, it is ignored, as in MindSpore."""
@@ -25,14 +25,14 @@ TRIALS = 2
 """Forward passes of one line search at most, as in MindSpore."""
 
 
-class DimReduceOptimizer(ClosureOptimizer):
+class Subspace:
     """BFGS with a line search along k directions, and plain momentum for the rest of the gradient.
 
     With P the rows of the basis and B the BFGS estimate of the inverse Hessian (Li et al., "Low Dimensional
     Trajectory Hypothesis is True", TPAMI 2022, and MindSpore's DimReduce)::
 
         g = P grad;  d = -B g;  s = rho^m d for the first m with  loss(w + P's) < loss(w) + sigma g.s
-        r = gamma r + grad - P'g;  w <- w + P's - lr r
+        r = gamma r + grad - P'g;  w <- w + P's - alpha r
 
     The line search makes two trials, m = 0 and 1. If neither is accepted, s = 0 and B is as before. B starts as the
     identity, and is updated from the last accepted step and the change of the gradient since then, y, by
@@ -40,9 +40,9 @@ class DimReduceOptimizer(ClosureOptimizer):
     On several ranks the gradients must be averaged as under DDP. The losses are averaged here.
 
     Args:
-        params: The parameters whose weights the basis spans, in its order. float32 or float64, on one device.
-        basis: The directions.
-        lr: Step along the residual momentum (MindSpore's ``alpha``). Schedulers may change it.
+        weights: The parameters that the basis spans, in its order. float32 or float64, on one device.
+        basis: The directions. They are moved to the weights.
+        alpha: Step along the residual momentum.
         rho: Factor between the two trials.
         gamma: Momentum of the residual.
         sigma: Share of the decrease predicted by the slope that a trial must reach.
@@ -55,47 +55,36 @@ class DimReduceOptimizer(ClosureOptimizer):
 
     Raises:
         ValueError: A setting out of range, or the basis spans another number of weights.
-        IncompatibleError: Parameters in other precisions, on several devices, or sharded. At the first step: the ranks
+        IncompatibleError: Weights in other precisions, on several devices, or sharded. At the first step: the ranks
             that share the basis have different gradients.
 
     Cost: an update reads the rows of the basis twice and does one forward pass per trial. Memory besides the basis: six
     vectors of the size of the weights (gradient, two lifted vectors, residual, weights before and in a trial).
-
-    Example:
-        >>> import torch
-        >>> from torchboost.algorithms import DimReduceBasis, DimReduceOptimizer
-        >>> model = torch.nn.Linear(3, 1, bias=False)
-        >>> optimizer = DimReduceOptimizer(model.parameters(), DimReduceBasis(torch.eye(2, 3)), lr=0.1)
-        >>> x = torch.randn(8, 3)
-        >>> loss = optimizer.step(lambda: model(x).square().mean())
     """
 
     def __init__(
         self,
-        params: Iterable[Tensor],
+        weights: Sequence[Tensor],
         basis: DimReduceBasis,
         *,
-        lr: float = 0.001,
+        alpha: float = 0.001,
         rho: float = 0.55,
         gamma: float = 0.9,
         sigma: float = 0.4,
         buffers: Iterable[Tensor] = (),
     ) -> None:
-        check_number("lr", lr)
+        check_number("alpha", alpha)
         check_line_search(rho=rho, sigma=sigma, gamma=gamma)
-        super().__init__(params, {"lr": lr})
-        if len(self.param_groups) != 1:
-            raise IncompatibleError("DimReduceOptimizer: found several param groups; give one list of parameters.")
-        self.rho, self.gamma, self.sigma = rho, gamma, sigma
-        parameters: list[Tensor] = self.param_groups[0]["params"]
-        length = sum(parameter.numel() for parameter in parameters)
+        length = sum(weight.numel() for weight in weights)
         if length != basis.length:
             raise ValueError(
                 f"basis: spans {basis.length} weights, the parameters have {length}; make the basis from checkpoints "
                 "of this model, with the same parameters trained."
             )
-        check_weights(parameters)
-        self.basis = basis.to(parameters[0].device, parameters[0].dtype)
+        check_weights(weights)
+        self.weights, self.basis = list(weights), basis
+        self.alpha, self.rho, self.gamma, self.sigma = alpha, rho, gamma, sigma
+        basis.rows = basis.rows.to(weights[0])
         matrix = torch.eye(basis.components, dtype=torch.float64, device="cpu")
         self._inverse_hessian: dict[str, Any] = {
             "matrix": matrix,
@@ -105,11 +94,11 @@ class DimReduceOptimizer(ClosureOptimizer):
         self.accepted = self.trial = 0
         self._alike = basis.group is None
         self._buffers = tuple(buffers)
-        self._residual = torch.zeros(length, dtype=parameters[0].dtype, device=parameters[0].device)
+        self._residual = torch.zeros(length, dtype=weights[0].dtype, device=weights[0].device)
         self._lifted = self._residual.new_zeros(2, length)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Tensor:
+    def step(self, closure: Callable[[], Any]) -> Tensor:
         """Update once and return the loss before the update, shape ``()``.
 
         Args:
@@ -118,25 +107,23 @@ class DimReduceOptimizer(ClosureOptimizer):
                 itself, and clears the gradients at its end.
 
         Raises:
-            TypeError, ValueError: There is no closure, or it does not return a loss, or does more than that.
+            TypeError, ValueError: The closure does not return a loss, or does more than that.
             IncompatibleError: A parameter was frozen after the basis was made.
 
         What the closure raises in a trial passes through. Weights, buffers and state are then as before the step, but
         for what the first pass moved.
         """
-        parameters = self.param_groups[0]["params"]
-        if any(not parameter.requires_grad for parameter in parameters):
+        if any(not weight.requires_grad for weight in self.weights):
             raise IncompatibleError(
                 "steps in a subspace: a parameter of the basis was frozen (requires_grad=False) after the basis was "
                 "made; freeze before."
             )
-        with evaluated(closure, parameters) as (replay, loss):
+        with evaluated(closure, self.weights) as (replay, loss):
             self._update(replay, loss)
         return loss
 
     def _update(self, replay: Replay, loss: Tensor) -> None:
-        parameters = self.param_groups[0]["params"]
-        gradient = torch.cat([_gradient(parameter).reshape(-1) for parameter in parameters])
+        gradient = torch.cat([_gradient(weight).reshape(-1) for weight in self.weights])
         if not self._alike:
             self._check_alike(gradient)
         projected = self.basis.project(gradient)
@@ -144,7 +131,7 @@ class DimReduceOptimizer(ClosureOptimizer):
         self.trial = 0
         if not (projected.isfinite().all() and math.isfinite(start)):
             return
-        before = torch.cat([parameter.reshape(-1) for parameter in parameters])
+        before = torch.cat([weight.reshape(-1) for weight in self.weights])
         inverse = _updated(self._inverse_hessian, projected)
         direction = -(inverse @ projected)
         along, inside = self.basis.lift(torch.stack([direction, projected]), self._lifted)
@@ -159,7 +146,7 @@ class DimReduceOptimizer(ClosureOptimizer):
             self._inverse_hessian = {"matrix": inverse, "gradient": projected, "step": direction * length}
             self.accepted += 1
         self._residual.mul_(self.gamma).add_(gradient).sub_(inside)
-        self._place(before.add_(along, alpha=length).sub_(self._residual, alpha=self.param_groups[0]["lr"]))
+        self._place(before.add_(along, alpha=length).sub_(self._residual, alpha=self.alpha))
 
     def _search(self, replay: Replay, before: Tensor, along: Tensor, start: float, slope: float) -> float:
         """Return the step length along the direction, 0 if no trial is good enough. Moves the weights."""
@@ -173,44 +160,40 @@ class DimReduceOptimizer(ClosureOptimizer):
         return 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's layout, with the state kept between updates under ``"subspace"``."""
-        subspace = {
+        """Return what is kept between updates."""
+        return {
             "inverse_hessian": dict(self._inverse_hessian),
             "residual": self._residual.clone(),
             "accepted": self.accepted,
             "mark": self.basis.fingerprint(),
         }
-        return {**super().state_dict(), "subspace": subspace}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from the result of :meth:`state_dict`.
 
         Raises:
             ValueError: The checkpoint belongs to other directions. Nothing was loaded.
         """
-        subspace = state_dict.get("subspace")
-        if subspace is None or subspace["residual"].shape != self._residual.shape:
-            content = "none" if subspace is None else f"one of {len(subspace['residual'])} weights"
+        if state["residual"].shape != self._residual.shape:
             raise ValueError(
-                f"the checkpoint holds the state of a subspace: found {content}, allowed is one of "
-                f"{self.basis.length} weights; load it into the optimizer that it was saved from."
+                f"the checkpoint holds a subspace of {len(state['residual'])} weights, but the model has "
+                f"{self.basis.length}; load it with the model that it was saved with."
             )
-        estimate, k = subspace["inverse_hessian"], self.basis.components
+        estimate, k = state["inverse_hessian"], self.basis.components
         if len(estimate["matrix"]) != k:
             raise ValueError(
                 f"the checkpoint holds a subspace of {len(estimate['matrix'])} dimensions, but this one has {k}; "
                 "load it with the basis that it was saved with."
             )
-        mark = _on_host(subspace["mark"])
+        mark = _on_host(state["mark"])
         if mark is not None and ((mark - self.basis.fingerprint()).abs() > 1e-3 * (1 + mark.abs())).any():
             raise ValueError(
                 "the checkpoint holds the state of another basis with as many directions; load it with the files that "
                 "its basis was made from."
             )
         self._inverse_hessian = {name: _on_host(value) for name, value in estimate.items()}
-        super().load_state_dict({key: value for key, value in state_dict.items() if key != "subspace"})
-        self._residual.copy_(subspace["residual"])
-        self.accepted = int(subspace["accepted"])
+        self._residual.copy_(state["residual"])
+        self.accepted = int(state["accepted"])
 
     def _check_alike(self, gradient: Tensor) -> None:
         """Check once that the ranks have the same gradient. Otherwise their weights would diverge."""
@@ -236,9 +219,8 @@ class DimReduceOptimizer(ClosureOptimizer):
 
     def _place(self, vector: Tensor) -> None:
         """Write a vector of all weights into the parameters."""
-        parameters = self.param_groups[0]["params"]
-        parts = vector.split([parameter.numel() for parameter in parameters])
-        foreach.copy_(parameters, [p.view_as(q) for p, q in zip(parts, parameters, strict=True)])
+        parts = vector.split([weight.numel() for weight in self.weights])
+        foreach.copy_(self.weights, [part.view_as(weight) for part, weight in zip(parts, self.weights, strict=True)])
 
     @contextmanager
     def _buffers_kept(self) -> Iterator[None]:

@@ -11,11 +11,12 @@ from torch.optim.adam import adam as torch_adam
 from typing_extensions import Unpack
 
 from torchboost.core.torch_private import foreach, foreach_lerp
+from torchboost.errors import IncompatibleError
 from torchboost.optim.rules.base import Batch, UpdateRule
-from torchboost.optim.rules.masters import IN_CACHE, check_packable, full_pieces, is_packed, packed_state, packs, pieces
+from torchboost.optim.rules.masters import IN_CACHE, pieces
 from torchboost.optim.rules.options import Common, check_capturable, check_fused, rule_arguments
 
-__all__ = ["Adam", "AdamW", "AdamWeightDecay", "adam_directions", "as_real", "rooted_directions"]
+__all__ = ["Adam", "AdamW", "AdamWeightDecay", "adam_directions", "rooted_directions"]
 
 LATE = 1e30
 """Update number at which both bias corrections are exactly 1."""
@@ -30,16 +31,14 @@ class AdamOptions(Common, total=False):
     foreach: bool | None
     fused: bool | None
     capturable: bool
-    moments_8bit: bool
 
 
 class Adam(UpdateRule):
     """Adam: ``w -= lr * m^ / (sqrt(v^) + eps)`` with moments corrected for their start at zero.
 
     With the defaults it equals ``torch.optim.Adam`` bit for bit in each of its forms (loop, ``foreach``, ``fused``),
-    and with ``decoupled_weight_decay=True`` ``torch.optim.AdamW``; checkpoints load both ways, but torch cannot read
-    those with ``moments_8bit``. State: ``step``, ``exp_avg``, ``exp_avg_sq``, 8 bytes per float32 weight; with
-    ``amsgrad`` also ``max_exp_avg_sq``, 12 bytes.
+    and with ``decoupled_weight_decay=True`` ``torch.optim.AdamW``; checkpoints load both ways. State: ``step``,
+    ``exp_avg``, ``exp_avg_sq``, 8 bytes per float32 weight; with ``amsgrad`` also ``max_exp_avg_sq``, 12 bytes.
 
     Source: D. Kingma, J. Ba, "Adam: A Method for Stochastic Optimization", arXiv 1412.6980; S. Reddi et al., "On the
     Convergence of Adam and Beyond" (``amsgrad``); I. Loshchilov, F. Hutter, "Decoupled Weight Decay Regularization".
@@ -59,11 +58,6 @@ class Adam(UpdateRule):
         foreach: Update lists of tensors; None chooses as torch does.
         fused: Use torch's fused kernel.
         capturable: Safe in a CUDA graph.
-        moments_8bit: Keep the moments of tensors with 4,096 entries or more in 8 bits each, in blocks of 256 entries
-            with a scale (after T. Dettmers et al., arXiv 2110.02861): 2 bytes per weight in place of 8. The update
-            works in float32, so bfloat16 and float16 need ``master_weights``, and float64 is refused. The moments are
-            rounded at random as with ``master_weights="stochastic"``. Not with ``capturable``. ``torch.optim`` cannot
-            read such a checkpoint: set ``moments_8bit`` to False in the groups and make a step before it is saved.
         **common: See :class:`~torchboost.optim.UpdateRule`.
 
     Raises:
@@ -75,7 +69,6 @@ class Adam(UpdateRule):
     """
 
     kernel_unscales = True
-    packs_moments = True
 
     def __init__(
         self,
@@ -93,7 +86,6 @@ class Adam(UpdateRule):
         foreach: bool | None = None,
         fused: bool | None = None,
         capturable: bool = False,
-        moments_8bit: bool = False,
         **common: Unpack[Common],
     ) -> None:
         super().__init__(**rule_arguments(locals()))
@@ -104,38 +96,26 @@ class Adam(UpdateRule):
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Refuse forms for which torch has no kernel."""
-        if group["moments_8bit"] and group["capturable"]:
-            raise ValueError("moments_8bit and capturable exclude each other; set one of them.")
         variants = [name for name in ("nesterov", "eps_uncorrected") if group.get(name)]
         if variants and (group.get("fused") or group.get("capturable")):
             raise ValueError(f"{variants[0]}: torch has no kernel for it; leave out fused and capturable.")
 
     def check_grad(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
-        """Refuse what torch's kernels would refuse, before anything is changed."""
+        """Refuse what torch's kernels would refuse, and complex parameters of the variants that have none."""
         super().check_grad(param, grad, group)
+        if param.is_complex() and (group["nesterov"] or group["eps_uncorrected"]):
+            raise IncompatibleError(
+                f"nesterov and eps_uncorrected need real parameters, found {param.dtype} of shape {tuple(param.shape)}."
+            )
         check_fused(param, group, torch.optim.Adam)
         check_capturable(param, group)
-        check_packable(param, group)
 
     def state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Name the entries of the state."""
         return ("step", "exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
 
-    def init_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a step of 0 and moments of 0."""
-        check_packable(param, group)
-        state = super().init_state(param, group)
-        return packed_state(state, self.state_keys(group)[1:]) if packs(param, group) else state
-
     def update(self, group: dict[str, Any], batch: Batch) -> None:
         """Update in place."""
-        if group["moments_8bit"] or any(map(is_packed, batch.states)):
-            for part in full_pieces(batch, group, self.state_keys(group)[1:]):
-                self._update(group, part)
-        else:
-            self._update(group, batch)
-
-    def _update(self, group: dict[str, Any], batch: Batch) -> None:
         if group["nesterov"] or group["eps_uncorrected"]:
             for part in pieces(batch, IN_CACHE):
                 _move(group, part)
@@ -179,8 +159,7 @@ class Adam(UpdateRule):
 class AdamW(Adam):
     """Adam with decoupled weight decay, equal to ``torch.optim.AdamW`` bit for bit in each of its forms.
 
-    The defaults are those of torch. Checkpoints load both ways, except that torch cannot read those with
-    ``moments_8bit``.
+    The defaults are those of torch. Checkpoints load both ways.
 
     Source: I. Loshchilov, F. Hutter, "Decoupled Weight Decay Regularization", arXiv 1711.05101.
 
@@ -253,21 +232,13 @@ class AdamWeightDecay(Adam):
         super().__init__(params, lr, betas, eps, weight_decay, **kind, **options)
 
 
-def as_real(batch: Batch, keys: Sequence[str]) -> Batch:
-    """Return a batch with complex tensors as views of real ones, the entries ``keys`` of the states included."""
-    if not any(param.is_complex() for param in batch.params):
-        return batch
-    states = [{key: _real(value) if key in keys else value for key, value in state.items()} for state in batch.states]
-    return Batch(list(map(_real, batch.params)), list(map(_real, batch.grads)), states)
-
-
 def adam_directions(group: Mapping[str, Any], batch: Batch) -> list[Tensor]:
     """Update the moments and return ``m^ / (sqrt(v^) + eps)``, or the variant that the group asks for.
 
     Args:
         group: ``betas``, ``eps``, and, if they are set, ``nesterov``, ``amsgrad``, ``bias_correction`` and
             ``eps_uncorrected``, as in :class:`~torchboost.optim.Adam`.
-        batch: Real tensors. ``maximize`` and a coupled decay must be in the gradients already.
+        batch: ``maximize`` and a coupled decay must be in the gradients already.
     """
     beta1, beta2 = (float(beta) for beta in group["betas"])
     grads, mean, square, steps = batch.grads, batch.state("exp_avg"), batch.state("exp_avg_sq"), batch.state("step")
@@ -307,7 +278,6 @@ def rooted_directions(group: Mapping[str, Any], batch: Batch) -> list[Tensor]:
 
 def _move(group: Mapping[str, Any], batch: Batch) -> None:
     """Update the parameters of a batch on lists of tensors, for the variants without a kernel."""
-    batch = as_real(batch, ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"))
     lr, decay = float(group["lr"]), float(group["weight_decay"])
     if group["maximize"]:
         batch.grads[:] = foreach.neg(batch.grads)
@@ -325,7 +295,3 @@ def _corrections(group: Mapping[str, Any], steps: Sequence[Tensor]) -> tuple[lis
     beta1, beta2 = (float(beta) for beta in group["betas"])
     counts = [float(step) for step in steps]
     return [1 - beta1**count for count in counts], [(1 - beta2**count) ** 0.5 for count in counts]
-
-
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

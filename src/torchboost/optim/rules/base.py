@@ -27,12 +27,8 @@ from torchboost.optim.rules.masters import (
     Stamps,
     check_narrow,
     has_master,
-    is_rounded,
     pieces,
-    rounds_at_random,
-    stochastic,
     widened,
-    with_full_moments,
 )
 from torchboost.optim.rules.options import (
     Nonfinite,
@@ -52,9 +48,6 @@ _not_traced: Any = torch.compiler.disable  # its stubs refuse an optional argume
 SET_BY_SCHEDULE = "scheduled_"
 """Prefix of a group's key for the value a schedule wrote last; if the option differs, it was set by hand."""
 
-SEEDS = 2**20
-"""Seeds per update, more than an optimizer has groups."""
-
 
 class UpdateRule(Optimizer):
     """Base class of the optimizers; a rule implements :meth:`init_state` and :meth:`update`.
@@ -68,11 +61,8 @@ class UpdateRule(Optimizer):
         params: Parameters, named parameters or groups.
         defaults: Options that a group does not set. ``"lr"`` and ``"weight_decay"`` may be a float, a list with an
             element per update, or a function of the update (counted from 0). All rules of this package have
-            ``maximize``, to maximize the objective instead of minimizing it, and ``master_weights``: True keeps a
-            float32 copy of bfloat16 and float16 parameters, and their state in float32. ``"stochastic"``, for bfloat16,
-            computes in float32 and keeps the state in it, but no copy: the new weights are rounded to one of their two
-            neighbours at random. The noise depends on the count of updates only, so ranks agree and runs resume
-            bit-identically.
+            ``maximize``, to maximize the objective instead of minimizing it, and ``master_weights``, to keep a float32
+            copy of bfloat16 and float16 parameters, and their state in float32.
         transforms: Applied to the gradients of all groups together before the update, in order, in place. A group with
             ``"grad_centralization": True`` is centralised even if ``Centralize`` is not among them.
         nonfinite: Handling of inf and nan in the gradients: ``"ignore"`` as torch does, ``"skip"`` the update, or
@@ -88,11 +78,8 @@ class UpdateRule(Optimizer):
     in_pieces: bool = False
     """Whether :meth:`update` gets CPU parameters a few at a time, for rules that read their tensors many times."""
 
-    packs_moments: bool = False
-    """Whether moments may be kept in 8 bits; if not, they are unpacked when a checkpoint is loaded."""
-
-    rounds: bool = True
-    """Whether ``master_weights="stochastic"`` is supported."""
+    real_only: bool = False
+    """Whether complex parameters are refused."""
 
     numbers: tuple[str, ...] = ()
     """Entries of the state, other than ``"step"``, that are numbers and keep their precision when they are loaded."""
@@ -158,11 +145,6 @@ class UpdateRule(Optimizer):
         """Return a group of a checkpoint as this rule reads it; called by :meth:`load_state_dict`."""
         return dict(group)
 
-    def constructor_options(self) -> dict[str, Any]:
-        """Return the constructor's arguments that the param groups do not hold, by name."""
-        schedules = dict(self._default_schedules)
-        return {"transforms": self.transforms, "nonfinite": self.nonfinite, **schedules}
-
     def described_groups(self) -> list[dict[str, Any]]:
         """Return copies of the param groups with schedules in place of the values of the last update.
 
@@ -176,9 +158,7 @@ class UpdateRule(Optimizer):
         return described
 
     def __repr__(self) -> str:
-        arguments = self.constructor_options().items()
-        kept = {key: value for key, value in arguments if key not in self.defaults and value is not None}
-        lines = [f"{type(self).__name__} (", *(f"{key}: {value!r}" for key, value in kept.items())]
+        lines = [f"{type(self).__name__} (", f"transforms: {self.transforms!r}", f"nonfinite: {self.nonfinite!r}"]
         for number, group in enumerate(self.described_groups()):
             options = [(key, group[key]) for key in sorted(group) if key != "params"]
             lines += [f"Parameter Group {number}", *(f"    {key}: {value!r}" for key, value in options)]
@@ -204,6 +184,10 @@ class UpdateRule(Optimizer):
             raise IncompatibleError(
                 f"{type(self).__name__} needs dense gradients, found layout {grad.layout} for a parameter of shape "
                 f"{tuple(param.shape)}. Use LazyAdam, sparse=False, or transforms=(Coalesce(dense=True),)."
+            )
+        if self.real_only and param.is_complex():
+            raise IncompatibleError(
+                f"{type(self).__name__} needs real parameters, found {param.dtype} of shape {tuple(param.shape)}."
             )
         if grad.dtype != param.dtype:
             raise IncompatibleError(
@@ -272,7 +256,7 @@ class UpdateRule(Optimizer):
             TypeError, ValueError: An option in a group is invalid or was removed.
         """
         if torch.compiler.is_compiling():
-            wide = any(group.get("master_weights") or group.get("moments_8bit") for group in self.param_groups)
+            wide = any(group.get("master_weights") for group in self.param_groups)
             if wide or self.chain or self.nonfinite != "ignore":  # traced, it would not do the same
                 return _untraced(self, closure)
         return self._take_step(closure)
@@ -310,8 +294,8 @@ class UpdateRule(Optimizer):
         for group, batch in zip(self.param_groups, work, strict=True):
             if group.get("master_weights"):
                 self._stamps.write_back(group, batch)
-            if "updates" in group or rounds_at_random(group):
-                group["updates"] = group.get("updates", 0) + 1
+            if "updates" in group:
+                group["updates"] += 1
         return loss
 
     def __getstate__(self) -> dict[str, Any]:
@@ -328,7 +312,7 @@ class UpdateRule(Optimizer):
                 for key, value in entries.items():
                     if isinstance(value, _Saved):
                         entries[key] = self._loaded(param, group, key, value.value)
-            if schedules or rounds_at_random(group):  # torch's checkpoints do not count updates, except in Adam's state
+            if schedules:  # torch's checkpoints do not count updates, except in Adam's state
                 counts = [int(entries.get("step", 0)) for entries in states.values()]
                 group.setdefault("updates", max(counts, default=0))
 
@@ -344,7 +328,7 @@ class UpdateRule(Optimizer):
             return deepcopy(value)
         if key in rule.numbers:
             return value.to("cpu", copy=True)
-        wide = has_master(param, group) or is_rounded(param, group) or not param.is_floating_point()
+        wide = has_master(param, group) or not param.is_floating_point()
         cast = key in rule.state_keys(group) and value.is_floating_point() and not wide
         return value.to(param.device, param.dtype if cast else value.dtype, copy=True)
 
@@ -352,19 +336,19 @@ class UpdateRule(Optimizer):
         """Load a checkpoint of this rule, or of torch's if the rule is the same; tensors are copied.
 
         If both sides name their parameters, states are matched by name, otherwise by position as in torch. The state
-        of low-precision parameters with masters stays in float32. If this rule keeps its moments in full, those in 8
-        bits are unpacked, and ``moments_8bit`` becomes False. A file of torch's SGD does not hold the number of
+        of low-precision parameters with masters stays in float32. A file of torch's SGD does not hold the number of
         updates: with a list or function as ``lr``, set ``"updates"`` in the groups after loading it.
 
         Raises:
-            ValueError: The groups differ, or a state does not have the shape of its parameter; nothing was changed.
+            ValueError: The groups differ, a state does not have the shape of its parameter, or moments are in 8 bits,
+                as earlier versions could keep them; nothing was changed.
         """
         state_dict = _in_order(state_dict, self.param_groups)
         rules = [self.rule_for(group) for group in self.param_groups]
-        groups = [rule.adopted(saved) for rule, saved in zip(rules, state_dict["param_groups"], strict=False)]
-        groups += state_dict["param_groups"][len(rules) :]
-        packing = [rule.packs_moments for rule in rules]
-        state_dict = with_full_moments({**state_dict, "param_groups": groups}, packing)
+        saved_groups = list(map(_without_roundings, state_dict["param_groups"]))
+        groups = [rule.adopted(saved) for rule, saved in zip(rules, saved_groups, strict=False)]
+        groups += saved_groups[len(rules) :]
+        state_dict = {**state_dict, "param_groups": groups}
         keys = [rule.state_keys({**rule.defaults, **group}) for rule, group in zip(rules, groups, strict=False)]
         _check_shapes(state_dict, self.param_groups, keys)
         handle = self.register_load_state_dict_pre_hook(_hide)
@@ -381,12 +365,7 @@ class UpdateRule(Optimizer):
 
     def _check_values(self, group: Mapping[str, Any]) -> None:
         check_options(group)
-        rule = self.rule_for(group)
-        if stochastic(group) and not rule.rounds:
-            raise ValueError(f"master_weights: found 'stochastic'; {type(rule).__name__} takes True and False only.")
-        if group.get("moments_8bit") and not rule.packs_moments:
-            raise ValueError(f"moments_8bit: {type(rule).__name__} keeps its moments in full; leave it out.")
-        rule.check_group(group)
+        self.rule_for(group).check_group(group)
 
     def _scheduled(self) -> list[dict[str, float]]:
         if len(self._schedules) != len(self.param_groups):
@@ -420,8 +399,7 @@ class UpdateRule(Optimizer):
             param = params[position]
             worked, grad, state = self._worked(param, {} if kept is None else kept, group)
             if not keys <= state.keys():
-                wide = widened(worked.detach()) if is_rounded(param, group) else worked
-                state = {**rule.init_state(wide, group), **state}
+                state = {**rule.init_state(worked, group), **state}
             if state is not kept:
                 fresh.append((param, state))
             params[position], batch.grads[position], known[position] = worked, grad, state
@@ -434,8 +412,6 @@ class UpdateRule(Optimizer):
         wide = has_master(param, group)
         if not wide and "master" in state:
             check_narrow(param, state, ("master",))
-        if is_rounded(param, group):
-            return param, param.grad, {key: widened(value) for key, value in state.items()}
         if not wide:
             return param, param.grad, state
         if "master" not in state:
@@ -502,10 +478,8 @@ class UpdateRule(Optimizer):
             for param, grad, state in zip(batch.params, part, batch.states, strict=True):
                 if param.dtype in LOW_PRECISION and not group.get("master_weights"):
                     check_narrow(param, state, rule.state_keys(group))
-                worked = widened(param) if is_rounded(param, group) else param
-                wide = worked is not param or state.get("master") is param
-                narrow = wide and grad.dtype in LOW_PRECISION and not grad.is_sparse
-                rule.check_grad(worked, stand_in(grad, worked.dtype) if narrow else grad, group)
+                narrow = state.get("master") is param and grad.dtype in LOW_PRECISION and not grad.is_sparse
+                rule.check_grad(param, stand_in(grad, param.dtype) if narrow else grad, group)
             self._checked.note(number, batch.params, part)
 
     def _usable(self, grads: Sequence[Tensor]) -> bool:
@@ -517,13 +491,9 @@ class UpdateRule(Optimizer):
         return False
 
     def _update_all(self, work: Sequence[Batch]) -> None:
-        for number, (group, batch) in enumerate(zip(self.param_groups, work, strict=True)):
+        for group, batch in zip(self.param_groups, work, strict=True):
             rule = self.rule_for(group)
-            if not batch.params:
-                continue
-            limit = IN_CACHE if rule.in_pieces else None
-            seed = SEEDS * group.get("updates", 0) + number if stochastic(group) else None
-            for part in pieces(batch, limit, seed=seed):
+            for part in pieces(batch, IN_CACHE if rule.in_pieces else None) if batch.params else ():
                 rule.update(group, part)
 
 
@@ -562,6 +532,12 @@ def _in_order(state_dict: dict[str, Any], groups: Sequence[Mapping[str, Any]]) -
     return {**state_dict, "param_groups": ordered}
 
 
+def _without_roundings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a saved group in the options of today: masters take the place of stochastic rounding."""
+    now = {key: value for key, value in group.items() if key != "moments_8bit"}
+    return {**now, "master_weights": True} if now.get("master_weights") == "stochastic" else now
+
+
 def _check_shapes(
     state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], keys: Sequence[Sequence[str]]
 ) -> None:
@@ -569,6 +545,11 @@ def _check_shapes(
 
     Groups and parameters whose number differs are left to torch, which refuses them.
     """
+    if any("exp_avg_scale" in state for state in state_dict["state"].values()):
+        raise ValueError(
+            "the checkpoint holds moments in 8 bits, which are not supported any more; in the version that wrote it, "
+            "set moments_8bit=False in the groups, make a step, and save it again."
+        )
     position = 0
     for group, saved, names in zip(groups, state_dict["param_groups"], keys, strict=False):
         for param, index in zip(group["params"], saved["params"], strict=False):

@@ -11,7 +11,6 @@ from typing_extensions import Unpack
 
 from torchboost.core.arguments import check_number, is_number
 from torchboost.core.torch_private import foreach
-from torchboost.errors import IncompatibleError
 from torchboost.optim.rules.base import Batch, UpdateRule
 from torchboost.optim.rules.options import Common, rule_arguments
 
@@ -53,7 +52,7 @@ class FTRL(UpdateRule):
         >>> optimizer = FTRL(model.parameters(), lr=0.1, l1=1e-3)
     """
 
-    in_pieces = True
+    in_pieces = real_only = True
 
     def __init__(
         self,
@@ -82,12 +81,6 @@ class FTRL(UpdateRule):
             raise TypeError(f"lr_power: found {power!r}; give a number from -1 to 0, such as -0.5.")
         if not -1 <= power <= 0:
             raise ValueError(f"lr_power: found {power!r}; give a number from -1 to 0, such as -0.5.")
-
-    def check_grad(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
-        """Also refuse complex parameters, because the rule compares with ``l1``."""
-        super().check_grad(param, grad, group)
-        if param.is_complex():
-            raise IncompatibleError(f"FTRL needs real parameters, found {param.dtype} of shape {tuple(param.shape)}.")
 
     def state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Name the entries of the state."""

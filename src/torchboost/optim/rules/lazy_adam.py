@@ -104,8 +104,6 @@ class LazyAdam(Adam):
         ...         optimizer.zero_grad()
     """
 
-    packs_moments = rounds = False
-
     def __init__(
         self,
         params: Any,
@@ -125,7 +123,7 @@ class LazyAdam(Adam):
         capturable: bool = False,
         **common: Unpack[Common],
     ) -> None:
-        UpdateRule.__init__(self, **rule_arguments(locals(), moments_8bit=False))
+        UpdateRule.__init__(self, **rule_arguments(locals()))
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

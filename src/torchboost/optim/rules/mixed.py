@@ -13,7 +13,7 @@ from torchboost.optim.rules.base import UpdateRule
 from torchboost.optim.rules.ftrl import FTRL
 from torchboost.optim.rules.muon import Muon
 from torchboost.optim.rules.options import Common, rule_arguments
-from torchboost.optim.rules.rmsprop import RMSProp, RMSprop
+from torchboost.optim.rules.rmsprop import RMSProp
 from torchboost.optim.rules.sgd import SGD, Momentum
 from torchboost.optim.rules.trust_ratio import Lamb
 
@@ -28,7 +28,6 @@ GROUP_RULES: dict[str, type[UpdateRule]] = {
     "momentum": Momentum,
     "muon": Muon,
     "ms_rmsprop": RMSProp,
-    "rmsprop": RMSprop,
     "sgd": SGD,
 }
 """Rules that a group may name: those whose update depends on the group and its tensors only."""
@@ -80,10 +79,6 @@ class MixedOptimizer(UpdateRule):
         options = arguments["defaults"]
         arguments["defaults"] = {k: v for k, v in options.items() if v is not None or k not in ("lr", "weight_decay")}
         super().__init__(**arguments)
-
-    def constructor_options(self) -> dict[str, Any]:
-        """Return the constructor's arguments that the param groups do not hold, by name."""
-        return {"lr": None, "weight_decay": None, **self.defaults, **super().constructor_options()}
 
     def rule_for(self, group: Mapping[str, Any]) -> UpdateRule:
         """Return the rule that a param group names."""

@@ -80,7 +80,6 @@ class AdamOffload(Adam):
         >>> optimizer = AdamOffload(model.parameters(), lr=1e-3, weight_decay=0.01, decoupled_weight_decay=True)
     """
 
-    packs_moments = rounds = False
     kept = (*Adam.kept, "chunk_mebibytes")
 
     def __init__(
@@ -106,13 +105,9 @@ class AdamOffload(Adam):
             raise ValueError(f"chunk_mebibytes: found {chunk_mebibytes!r}; give at least {SMALLEST_CHUNK / MEBIBYTE}.")
         self.chunk_mebibytes = float(chunk_mebibytes)
         fused = None if nesterov or eps_uncorrected else True
-        arguments = rule_arguments(locals(), foreach=None, capturable=False, moments_8bit=False)
+        arguments = rule_arguments(locals(), foreach=None, capturable=False)
         del arguments["defaults"]["chunk_mebibytes"]
         UpdateRule.__init__(self, **arguments)
-
-    def constructor_options(self) -> dict[str, Any]:
-        """Return the constructor's arguments that the param groups do not hold, by name."""
-        return {**super().constructor_options(), "chunk_mebibytes": self.chunk_mebibytes}
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

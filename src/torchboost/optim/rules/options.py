@@ -25,7 +25,6 @@ __all__ = [
     "HERE",
     "SCHEDULED",
     "Common",
-    "MasterWeights",
     "Nonfinite",
     "Pipeline",
     "Schedule",
@@ -41,8 +40,6 @@ __all__ = [
 
 Schedule = Callable[[int], float]
 
-MasterWeights = bool | Literal["stochastic"]
-
 Nonfinite = Literal["ignore", "skip", "raise"]
 
 SCHEDULED = ("lr", "weight_decay")
@@ -57,7 +54,7 @@ ENTRIES = 67
 NOT_NEGATIVE = ("lr", "weight_decay", "eps", "momentum", "max_ratio", "l1", "l2")
 FLAGS = (
     *("adapt", "amsgrad", "bias_correction", "capturable", "centered", "decoupled_weight_decay", "eps_in_root"),
-    *("eps_uncorrected", "maximize", "moments_8bit", "nesterov", "stacked", "training"),
+    *("eps_uncorrected", "master_weights", "maximize", "nesterov", "stacked", "training"),
 )
 
 HERE = {
@@ -91,7 +88,7 @@ class Common(Pipeline, total=False):
     """Keyword arguments of every rule, with those that are options of its groups."""
 
     maximize: bool
-    master_weights: MasterWeights
+    master_weights: bool
 
 
 COMMON: dict[str, Any] = {"maximize": False, "master_weights": False, "transforms": (), "nonfinite": "ignore"}
@@ -157,9 +154,6 @@ def check_options(options: Mapping[str, Any]) -> None:
     for name in FLAGS:
         if name in options and not isinstance(options[name], bool):
             raise TypeError(f"{name}: found {options[name]!r}; give True or False.")
-    masters = options.get("master_weights", False)
-    if not isinstance(masters, bool) and masters != "stochastic":
-        raise TypeError(f"master_weights: found {masters!r}; give True, False or 'stochastic'.")
     for name in ("foreach", "fused"):
         if not isinstance(options.get(name), (bool, NoneType)):
             raise TypeError(f"{name}: found {options[name]!r}; give True, False or None.")

@@ -1,134 +1,53 @@
-"""``RMSprop`` is the rule of torch, ``RMSProp`` that of MindSpore and TensorFlow; the rules differ."""
+"""RMSProp in the form of MindSpore and TensorFlow."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.optim.rmsprop import rmsprop as torch_rmsprop
 from typing_extensions import Unpack
 
 from torchboost.core.arguments import check_number
 from torchboost.core.torch_private import foreach
 from torchboost.optim.rules.base import Batch, UpdateRule
-from torchboost.optim.rules.options import Common, check_capturable, rule_arguments
+from torchboost.optim.rules.options import Common, rule_arguments
 
-__all__ = ["RMSProp", "RMSprop"]
-
-
-class RMSprop(UpdateRule):
-    """``torch.optim.RMSprop``: ``s = alpha s + (1 - alpha) g^2``, ``w -= lr g / (sqrt(s) + eps)``; ``s`` starts at 0.
-
-    Equal to torch's bit for bit, in each of its forms and with its defaults; checkpoints load both ways. With
-    ``momentum`` the rule is ``b = momentum b + g / (sqrt(s) + eps)``, ``w -= lr b``. With ``centered`` the root is that
-    of ``s - m^2``, and ``m`` is the mean of the gradients. State: ``step``, ``square_avg``, with ``momentum``
-    ``momentum_buffer``, with ``centered`` ``grad_avg``, each 4 bytes per float32 weight.
-
-    Source: T. Tieleman, G. Hinton, Lecture 6.5, "Neural Networks for Machine Learning", 2012.
-
-    Args:
-        params: Parameters, named parameters or groups.
-        lr: Learning rate: a float, a tensor with one element, a list with one per update, or a function of the update.
-        alpha: Decay of the averages, at least 0 and below 1.
-        eps: Added to the root, at least 0.
-        weight_decay: Factor of the weights added to the gradient, at least 0; also a list or function, as ``lr``.
-        momentum: At least 0.
-        centered: Divide by an estimate of the standard deviation, not of the root mean square.
-        capturable: Safe in a CUDA graph.
-        foreach: Update lists of tensors; None chooses as torch does.
-        **common: See :class:`~torchboost.optim.UpdateRule`.
-
-    Raises:
-        TypeError, ValueError: An option is invalid, or two exclude each other.
-
-    Example:
-        >>> model = torch.nn.Linear(4, 2)
-        >>> optimizer = RMSprop(model.parameters(), lr=1e-2)
-    """
-
-    def __init__(
-        self,
-        params: Any,
-        lr: Any = 1e-2,
-        alpha: float = 0.99,
-        eps: float = 1e-8,
-        weight_decay: Any = 0.0,
-        momentum: float = 0.0,
-        centered: bool = False,
-        capturable: bool = False,
-        foreach: bool | None = None,
-        **common: Unpack[Common],
-    ) -> None:
-        super().__init__(**rule_arguments(locals()))
-
-    def check_group(self, group: Mapping[str, Any]) -> None:
-        """Refuse an ``alpha`` out of range."""
-        _check_alpha(group)
-
-    def check_grad(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
-        """Refuse what torch's kernel would refuse, before anything is changed."""
-        super().check_grad(param, grad, group)
-        check_capturable(param, group)
-
-    def state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        """Name the entries of the state."""
-        return ("step", "square_avg", *_optional_keys(group))
-
-    def update(self, group: dict[str, Any], batch: Batch) -> None:
-        """Update in place."""
-        torch_rmsprop(
-            batch.params,
-            batch.grads,
-            batch.state("square_avg"),
-            batch.state("grad_avg") if group["centered"] else [],
-            batch.state("momentum_buffer") if group["momentum"] else [],
-            batch.state("step"),
-            foreach=group["foreach"],
-            maximize=group["maximize"],
-            capturable=group["capturable"],
-            has_complex=any(param.is_complex() for param in batch.params),
-            lr=group["lr"],
-            alpha=group["alpha"],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            momentum=group["momentum"],
-            centered=group["centered"],
-        )
+__all__ = ["RMSProp"]
 
 
 class RMSProp(UpdateRule):
     """``s = alpha s + (1 - alpha) g^2``, ``b = momentum b + lr g / sqrt(s + eps)``, ``w -= b``; ``s`` starts at 1.
 
-    The form of MindSpore and TensorFlow. :class:`RMSprop` starts ``s`` at 0, adds ``eps`` outside the root, and keeps
-    the learning rate out of ``b``; prefer it unless you must match a run of MindSpore or TensorFlow. With ``centered``
-    the root is taken of ``s - m^2 + eps``, and ``m`` is the mean of the gradients. State: ``square_avg``, with
-    ``momentum`` ``momentum_buffer``, with ``centered`` ``grad_avg``, each 4 bytes per float32 weight. Cost: one
+    The form of MindSpore and TensorFlow. ``torch.optim.RMSprop`` starts ``s`` at 0, adds ``eps`` outside the root, and
+    keeps the learning rate out of ``b``; prefer it unless you must match a run of MindSpore or TensorFlow. With
+    ``centered`` the root is taken of ``s - m^2 + eps``, and ``m`` is the mean of the gradients. State: ``square_avg``,
+    with ``momentum`` ``momentum_buffer``, with ``centered`` ``grad_avg``, each 4 bytes per float32 weight. Cost: one
     temporary of the size of the parameters, another one for the weight decay.
 
     Source: T. Tieleman, G. Hinton, Lecture 6.5, "Neural Networks for Machine Learning", 2012; ``centered``: A. Graves,
     "Generating Sequences With Recurrent Neural Networks", arXiv 1308.0850, equations 38 to 45.
 
     Args:
-        params: See :class:`RMSprop`.
-        lr: See :class:`RMSprop`.
-        alpha: See :class:`RMSprop`.
+        params: Parameters, named parameters or groups.
+        lr: Learning rate: a float, a tensor with one element, a list with one per update, or a function of the update.
+        alpha: Decay of the averages, at least 0 and below 1.
         eps: Added under the root, above 0.
-        weight_decay: See :class:`RMSprop`.
-        momentum: See :class:`RMSprop`.
-        centered: See :class:`RMSprop`.
+        weight_decay: Factor of the weights added to the gradient, at least 0; also a list or function, as ``lr``.
+        momentum: At least 0.
+        centered: Divide by an estimate of the standard deviation, not of the root mean square.
         **common: See :class:`~torchboost.optim.UpdateRule`.
 
     Raises:
         TypeError, ValueError: An option is invalid.
 
     Example:
+        >>> import torch
         >>> model = torch.nn.Linear(4, 2)
         >>> optimizer = RMSProp(model.parameters(), lr=1e-2, momentum=0.9)
     """
 
-    in_pieces = True
+    in_pieces = real_only = True
 
     def __init__(
         self,
@@ -146,26 +65,25 @@ class RMSProp(UpdateRule):
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Refuse an ``alpha`` or ``eps`` out of range."""
-        _check_alpha(group)
+        check_number("alpha", group["alpha"])
+        if group["alpha"] >= 1:
+            raise ValueError(f"alpha: found {group['alpha']!r}; give a number, at least 0 and below 1.")
         check_number("eps", group["eps"], above=True)
 
     def state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Name the entries of the state."""
-        return ("square_avg", *_optional_keys(group))
+        optional = {"momentum_buffer": group["momentum"], "grad_avg": group["centered"]}
+        return ("square_avg", *(key for key, used in optional.items() if used))
 
     def init_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return a mean square of 1 and zeros for the other entries."""
-        # The real and the imaginary part of a complex weight are two weights.
-        real = torch.view_as_real(param) if param.is_complex() else param
-        state = {key: torch.zeros_like(real, memory_format=torch.preserve_format) for key in self.state_keys(group)}
+        state = super().init_state(param, group)
         state["square_avg"].fill_(1)
         return state
 
     def update(self, group: dict[str, Any], batch: Batch) -> None:
         """Update in place."""
-        params, grads = (
-            [torch.view_as_real(t) if t.is_complex() else t for t in ts] for ts in (batch.params, batch.grads)
-        )
+        params, grads = batch.params, batch.grads
         alpha, square = float(group["alpha"]), batch.state("square_avg")
         if group["maximize"]:
             grads = list(foreach.neg(grads))
@@ -190,14 +108,3 @@ class RMSProp(UpdateRule):
         foreach.mul_(buffers, float(group["momentum"]))
         foreach.addcdiv_(buffers, grads, root, float(group["lr"]))
         foreach.sub_(params, buffers)
-
-
-def _check_alpha(group: Mapping[str, Any]) -> None:
-    check_number("alpha", group["alpha"])
-    if group["alpha"] >= 1:
-        raise ValueError(f"alpha: found {group['alpha']!r}; give a number, at least 0 and below 1.")
-
-
-def _optional_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
-    optional = {"momentum_buffer": group["momentum"], "grad_avg": group["centered"]}
-    return tuple(key for key, used in optional.items() if used)

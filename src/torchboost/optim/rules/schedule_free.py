@@ -28,7 +28,7 @@ class _ScheduleFree(UpdateRule):
     """
 
     numbers = ("weight_sum", "largest_lr")
-    rounds = False
+    real_only = True
 
     def train(self) -> None:
         """Put the weights at which gradients are computed into the parameters, before training continues.
@@ -120,14 +120,6 @@ class _ScheduleFree(UpdateRule):
             raise RuntimeError(
                 f"{type(self).__name__} is in evaluation mode, so the parameters hold the average; call "
                 "optimizer.train() before training continues."
-            )
-
-    def check_grad(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
-        """Also refuse complex parameters, whose two parts would share one second moment."""
-        super().check_grad(param, grad, group)
-        if param.is_complex():
-            raise IncompatibleError(
-                f"{type(self).__name__} needs real parameters, found {param.dtype} of shape {tuple(param.shape)}."
             )
 
     def state_keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:

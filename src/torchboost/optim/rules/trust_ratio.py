@@ -14,15 +14,12 @@ from typing_extensions import Unpack
 from torchboost.core.arguments import check_number
 from torchboost.core.torch_private import foreach, foreach_norm
 from torchboost.optim.pipeline import Gradients, refuse_sparse
-from torchboost.optim.rules.adam import adam_directions, as_real, rooted_directions
+from torchboost.optim.rules.adam import adam_directions, rooted_directions
 from torchboost.optim.rules.base import Batch, UpdateRule
 from torchboost.optim.rules.options import Common, rule_arguments
 from torchboost.optim.rules.sgd import SGD, Forms
 
 __all__ = ["LARS", "Lamb", "TrustRatio"]
-
-RATIO = ("coefficient", "eps", "clip", "vectors")
-"""Arguments of LARS that are settings of its trust ratio."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,12 +132,6 @@ class LARS(SGD):
         options["transforms"] = (*options.get("transforms", ()), ratio)
         super().__init__(params, lr, momentum, 0.0, weight_decay, nesterov, **options)
 
-    def constructor_options(self) -> dict[str, Any]:
-        """Return the constructor's arguments that the param groups do not hold, by name."""
-        *transforms, ratio = self.transforms
-        settings = {key: getattr(ratio, key) for key in RATIO}
-        return {**super().constructor_options(), "transforms": tuple(transforms), **settings}
-
     def update(self, group: dict[str, Any], batch: Batch) -> None:
         """Update in place; the gradients already contain the decay."""
         lists = group["foreach"] is None and not group["fused"] and not isinstance(group["lr"], Tensor)
@@ -175,7 +166,7 @@ class Lamb(UpdateRule):
         >>> optimizer = Lamb(model.parameters(), lr=1e-3, weight_decay=0.01)
     """
 
-    in_pieces = True
+    in_pieces = real_only = True
 
     def __init__(
         self,
@@ -197,7 +188,6 @@ class Lamb(UpdateRule):
 
     def update(self, group: dict[str, Any], batch: Batch) -> None:
         """Update in place."""
-        batch = as_real(batch, ("exp_avg", "exp_avg_sq"))
         if group["maximize"]:
             batch.grads[:] = foreach.neg(batch.grads)
         directions = adam_directions(group, batch)
