@@ -6,6 +6,7 @@ import importlib.util
 import re
 import runpy
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,10 +65,14 @@ def test_ddp_o2_learns_on_two_ranks():
     assert first == second > 0.7
 
 
+def twice(folder: Path) -> list[Any]:
+    """Train, go on from there, and say on which devices it is sharded."""
+    return [train("fsdp2", folder), train("fsdp2", folder), meshes_given()]
+
+
 @pytest.mark.dist
-def test_fsdp2_resumes_bit_for_bit(tmp_path):
-    assert run_ranks(train, 2, "fsdp2", tmp_path) == [True, True]
-    assert run_ranks(train, 2, "fsdp2", tmp_path) == [True, True], "once more goes on from there"
+def test_fsdp2_resumes_bit_for_bit_and_shards_where_its_data_lie(tmp_path):
+    assert run_ranks(twice, 2, tmp_path) == [[True, True, {"cpu"}]] * 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["00000001", "00000002"]
 
 
@@ -98,11 +103,6 @@ def meshes_given() -> set[str]:
         patch.setattr(torch.distributed.fsdp, "fully_shard", noting)
         example("fsdp2", "Job")()
     return devices
-
-
-@pytest.mark.dist
-def test_fsdp2_shards_where_its_data_lie():
-    assert run_ranks(meshes_given, 2) == [{"cpu"}] * 2
 
 
 @pytest.mark.slow

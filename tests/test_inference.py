@@ -63,18 +63,16 @@ def difference(fast: nn.Module, network: nn.Module, *args: Tensor, **kwargs: Ten
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-@pytest.mark.parametrize("seed", range(36))
-def test_random_networks_give_equal_copies(seed):
-    network, inputs = random_net(seed)
-    fast = fast_copy(network)
-    for args in inputs:
-        assert difference(fast, network, *args) <= 1e-4
-    assert network.training
-
-
-def test_most_random_networks_lose_norms():
-    found = [(norms(network), norms(fast_copy(network))) for network, _ in map(random_net, range(0, 36, 3))]
-    assert sum(after < before for before, after in found) >= 9
+def test_random_networks_give_equal_copies_and_most_lose_norms():
+    fewer = 0
+    for seed in range(36):
+        network, inputs = random_net(seed)
+        fast = fast_copy(network)
+        for args in inputs:
+            assert difference(fast, network, *args) <= 1e-4, seed
+        assert network.training
+        fewer += norms(fast) < norms(network)
+    assert fewer >= 27
 
 
 @pytest.mark.parametrize("build", [vgg, ForeignNames, PreActNet])

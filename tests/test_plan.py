@@ -13,13 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.nn import functional as F
 
 from tests.support.conv_nets import vgg
 from torchboost import ConfigError, Facts, IncompatibleError, Plan, Target
 from torchboost.algorithms import Compile, GradAccumulation
 from torchboost.config import BoostConfig
-from torchboost.plan import own_settings, resolve
+from torchboost.plan import own_settings
 from torchboost.registry import LEVELS, REGISTRY
 from torchboost.workloads.models import Bottleneck, ResNet
 
@@ -59,17 +58,6 @@ def test_auto_takes_the_level_row(level):
     for name, settings in LEVELS[level].items():
         for key, value in settings.items():
             assert getattr(built[name], key) == value
-
-
-def test_algorithms_come_in_attach_order():
-    orders = [a.traits.order for a in Plan.of("O2", facts=FAST).algorithms]
-    assert orders == sorted(orders)
-
-
-def test_resolve_is_pure():
-    config = BoostConfig.load({"extra": {"compile": True}})
-    assert resolve(config, "O1", FAST) == resolve(config, "O1", FAST)
-    assert hash(resolve(config, "O1", FAST)) == hash(resolve(config, "O1", FAST))
 
 
 def test_auto_ignores_the_switches():
@@ -374,14 +362,6 @@ def test_compile_must_be_repaid_by_the_planned_steps(facts, config, reason):
         assert reason in reasons(plan)["compile"]
 
 
-def test_asking_by_name_overrides_unproven_but_not_unusable():
-    slow = Facts(half_precision=False, convolutions=0)
-    extra = {"gradient_centralization": True, "autocast": True, "channels_last": True}
-    plan = Plan.of("O1", {"extra": extra}, slow)
-    assert {"gradient_centralization", "autocast"} <= set(names(plan))
-    assert "channels_last" in reasons(plan)
-
-
 @pytest.mark.parametrize(
     ("level", "config", "path", "hint"),
     [
@@ -408,15 +388,6 @@ def test_transform_refuses_a_wrapped_model_unchanged():
     with pytest.raises(IncompatibleError, match="bare model"):
         plan.transform(model)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-
-
-def test_transform_twice_is_harmless():
-    model = small_net()
-    plan = Plan.of("O1", facts=FAST)
-    plan.transform(model)
-    after = {k: v.clone() for k, v in model.state_dict().items()}
-    plan.transform(model)
-    assert all(torch.equal(v, after[k]) for k, v in model.state_dict().items())
 
 
 def test_fit_after_transform_keeps_what_was_transformed():
@@ -455,17 +426,6 @@ def test_fit_lists_what_would_change_nothing():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 3))
     plan = Plan.of("O1", facts=FAST).fit(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert "BatchNorm" in reasons(plan)["less_bn"]
-
-
-def test_plan_in_the_own_loop():
-    model = small_net()
-    plan = Plan.of("O1", facts=replace(FAST, total_steps=100))
-    plan.transform(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    attached = plan.attach(Target(model, optimizer))
-    F.cross_entropy(model(torch.randn(4, 3, 8, 8)), torch.zeros(4, dtype=torch.long)).backward()
-    optimizer.step()
-    attached.remove()
 
 
 def test_a_refused_plan_leaves_the_model_as_it_was():

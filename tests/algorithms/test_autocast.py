@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
-import pickle
 import sys
 import types
 from typing import Any
@@ -144,47 +143,6 @@ def test_removal_leaves_no_trace() -> None:
     assert "forward" not in vars(model)
 
 
-def test_a_forward_covered_by_others_survives_in_any_order_of_removal() -> None:
-    model, x = Net(), torch.randn(3, 8)
-    plain = model(x)
-    calls = []
-
-    def cover(inner: Any) -> Any:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            calls.append(1)
-            return inner(*args, **kwargs)
-
-        return forward
-
-    model.forward = mine = cover(model.forward)
-    effect = autocast_forward(model, float32=())
-    assert torch.equal(model(x), under_autocast(twin_of(model), x))
-    effect.remove()
-    assert vars(model)["forward"] is mine
-    effect = autocast_forward(model)
-    model.forward = theirs = cover(model.forward)
-    effect.remove()
-    assert vars(model)["forward"] is theirs
-    assert torch.equal(model(x), plain)
-    assert len(calls) == 3
-
-
-def twin_of(model: nn.Module) -> Net:
-    net = Net()
-    net.load_state_dict(model.state_dict())
-    return net
-
-
-def test_copies_and_pickles_are_plain() -> None:
-    model, x = Net(), torch.randn(3, 8)
-    plain = model(x)
-    with autocast_forward(model):
-        assert not torch.equal(model(x), plain)
-        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            assert [vars(module).keys() for module in twin.modules()] == [vars(m).keys() for m in Net().modules()]
-            assert torch.equal(twin(x), plain)
-
-
 @pytest.mark.filterwarnings("ignore:torch.compile with fullgraph=True found no compiled frames")  # torch 2.12
 def test_compiled_models_need_no_graph_break() -> None:
     # The first pass with gradients looks for the heads under a dispatch mode, in which torch compiles nothing.
@@ -314,17 +272,6 @@ def test_the_output_record_of_transformers_survives_also_compiled() -> None:
         assert outputs.logits.dtype is torch.float32
     assert eager.loss.dtype is torch.float32
     torch.testing.assert_close(compiled.logits, eager.logits, rtol=1e-2, atol=1e-2)
-
-
-def test_a_copy_keeps_a_forward_of_the_users_own():
-    model = nn.Linear(4, 2)
-    model.forward = types.MethodType(lambda self, x: 2 * F.linear(x, self.weight), model)
-    with autocast_forward(model):
-        fast = copy.deepcopy(model)
-    with torch.no_grad():
-        fast.weight.zero_()
-    assert torch.equal(fast(torch.ones(1, 4)), torch.zeros(1, 2))
-    assert model(torch.ones(1, 4)).abs().sum() > 0
 
 
 class Outputs(nn.Module):

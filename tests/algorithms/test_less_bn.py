@@ -327,22 +327,6 @@ def test_weights_can_be_kept():
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
-def test_the_reduced_network_learns():
-    for build in [lambda: resnet(2, 2), vgg, PreActNet]:
-        model = build()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        less_bn(model, optimizer)
-        x, y = torch.randn(16, 3, 16, 16), torch.arange(16) % 4
-        losses = []
-        for _ in range(60):
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(float(loss.detach()))
-        assert losses[-1] < 0.6 * losses[0]
-
-
 def test_only_the_last_linear_layer_of_the_pass_is_normalised():
     class Early(nn.Module):
         """Registers its head first."""
@@ -480,7 +464,6 @@ def test_an_error_half_way_leaves_model_and_optimizer_as_they_were():
         assert list(map(id, optimizer.param_groups[0]["params"])) == list(map(id, parameters))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_the_reduced_network_can_be_copied_saved_and_compiled(tmp_path):
     for trained in [False, True]:
         model, again = resnet(2, 2), resnet(2, 2)
@@ -494,7 +477,7 @@ def test_the_reduced_network_can_be_copied_saved_and_compiled(tmp_path):
         x = torch.randn(2, 3, 16, 16)
         expected = outputs(model.eval(), x)
         assert torch.equal(outputs(again, x), expected)
-        for build in (copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), torch.jit.script):
+        for build in (copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))):
             assert torch.equal(build(model)(x).detach(), expected)
         torch.testing.assert_close(outputs(torch.compile(again, backend="eager"), x), expected)
 

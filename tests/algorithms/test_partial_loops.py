@@ -315,16 +315,6 @@ def test_what_is_read_outside_of_autocast_was_computed_inside():
     torch.testing.assert_close(whole, torch.cumsum(plain, 1))
 
 
-def test_a_decoder_in_mixed_precision_is_computed_without_padding():
-    torch.manual_seed(0)
-    model, inputs = decoder(), batch()
-    live: Any = unpad_forward(model)
-    with live, torch.autocast("cpu", torch.bfloat16):
-        for _ in range(2):
-            model(**inputs)
-    assert live.calls == 1
-
-
 def test_a_run_resumes_with_the_same_numbers_as_it_draws_others_without_padding():
     asked = {"extra": {"unpad": True, "sparse_head": True, "compile": False, "grad_freeze": False}}
     for reading in (-1, 0, 1):

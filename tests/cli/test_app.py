@@ -4,8 +4,7 @@ import builtins
 import importlib.util
 import io
 import json
-import os
-import subprocess
+import runpy
 import sys
 
 import pytest
@@ -146,11 +145,12 @@ def test_report_refuses_other_files(tmp_path):
         assert "this is not a report of torchboost" in result.stderr
 
 
-def test_the_package_runs_as_a_module():
-    said = subprocess.run(
-        [sys.executable, "-m", "torchboost", "--help"], capture_output=True, text=True, check=True, env=os.environ
-    ).stdout
-    assert "Usage: torchboost" in said
+def test_the_package_runs_as_a_module(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["torchboost", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("torchboost", run_name="__main__")
+    assert ended.value.code == 0
+    assert "Usage: torchboost" in capsys.readouterr().out
 
 
 def test_without_the_extra_or_stopped_while_torch_is_imported(monkeypatch, capsys):

@@ -1,8 +1,11 @@
-"""Accumulation on two ranks, under DDP and FSDP2, equals one full batch, and resumes."""
+"""Accumulation on two ranks, under DDP and FSDP2, equals one full batch.
+
+``test_distributed_checkpoints.py`` resumes in mid-window.
+"""
 
 from __future__ import annotations
 
-import copy
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.models import batch_for, mlp
 from tests.support.ranks import run_ranks
-from tests.support.trajectories import snapshot
 from tests.support.wrapped import Kind, all_weights, wrap
 from torchboost.algorithms.grad_accumulation import Accumulator, GradAccumulation
 from torchboost.algorithms.loss_scale_group.scalers import DynamicLossScale
@@ -68,17 +70,15 @@ def _train_all_on_ranks() -> dict[str, list[float]]:
 
 
 @pytest.mark.dist
-def test_ranks_under_ddp_and_fsdp_train_like_one_full_batch() -> None:
-    a, b = run_ranks(_train_all_on_ranks, 2)
-    assert a == b
-    for what, weights in a.items():
+def test_ranks_under_ddp_and_fsdp_train_like_one_full_batch(on_ranks: dict[str, Any]) -> None:
+    for what, weights in on_ranks["_train_all_on_ranks"].items():
         torch.testing.assert_close(weights, _train("single", what.split()[1]), rtol=0, atol=1e-6, msg=what)
 
 
 SUM = nn.CrossEntropyLoss(reduction="sum")
 
 
-def _inside_the_loss(ranks: int) -> list[float]:
+def _inside_the_loss(ranks: int = 2) -> list[float]:
     """Train windows of 2 ragged batches with DDP inside the network, or what both ranks see as one batch."""
     torch.manual_seed(0)
     model = mlp()
@@ -156,11 +156,9 @@ def _uneven_all() -> dict[str, list[list[float]]]:
 
 
 @pytest.mark.dist
-def test_ranks_whose_last_windows_differ_flush_together() -> None:
-    first, second = run_ranks(_uneven_all, 2, timeout=120)
-    assert first == second
+def test_ranks_whose_last_windows_differ_flush_together(on_ranks: dict[str, Any]) -> None:
     for case, epochs in EPOCHS.items():
-        for (counts, norm, _), weights in zip(WAYS, first[case], strict=True):
+        for (counts, norm, _), weights in zip(WAYS, on_ranks["_uneven_all"][case], strict=True):
             assert norm or weights == pytest.approx(_uneven_alone(epochs, counts), abs=1e-6), case
 
 
@@ -204,52 +202,28 @@ def _other_lengths() -> str:
     return str(caught.value)
 
 
-def _exchanged_and_other_lengths() -> tuple[list[int], str]:
-    return _exchanged(), _other_lengths()
+PARTS = (_train_all_on_ranks, _inside_the_loss, _uneven_all, _exchanged, _other_lengths)
 
 
-@pytest.mark.dist
-def test_ddp_reduces_once_in_a_window_and_what_cannot_wait_or_differs_is_refused_on_all_ranks() -> None:
-    first, second = run_ranks(_exchanged_and_other_lengths, 2)
+def _all_parts() -> dict[str, Any]:
+    return {part.__name__: part() for part in PARTS}
+
+
+@pytest.fixture(scope="module")
+def on_ranks() -> dict[str, Any]:
+    """What every part returned on two ranks, on both the same."""
+    first, second = run_ranks(_all_parts, 2, timeout=240)
     assert first == second
-    assert first[0] == [0, 0, 1]
-    assert "windows of 3 micro-steps on one rank and of 4 on another; set the same steps" in first[1]
-
-
-def _checkpoint_in_mid_window(kind: Kind) -> list[float]:
-    """Train 5 micro-steps in windows of 3 and flush, once straight and once resumed in mid-window."""
-
-    def start() -> tuple[nn.Module, TrainStep]:
-        torch.manual_seed(0)
-        model = wrap(mlp(), kind)
-        target = Target(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-        attached = attach_all(target, [GradAccumulation(steps=3)])
-        return model, TrainStep(target, lambda x, y: (F.cross_entropy(model(x), y), len(y)), attached=attached)
-
-    batches = [data(2 + (i + dist.get_rank()) % 3, seed=2 * i + dist.get_rank()) for i in range(5)]
-    model, step = start()
-    for batch in batches[:2]:
-        step(*batch)
-    saved = copy.deepcopy(step.state_dict())
-    again, resumed = start()
-    resumed.load_state_dict(saved)
-    for batch in batches[2:]:
-        step(*batch)
-        resumed(*batch)
-    assert step.flush() is not None
-    assert resumed.flush() is not None
-    assert snapshot(model) == snapshot(again)
-    return all_weights(model)
-
-
-def _inside_and_checkpoints() -> tuple[list[float], list[float]]:
-    with pytest.raises(IncompatibleError, match="save after a window has ended"):
-        _checkpoint_in_mid_window("fsdp")
-    return _inside_the_loss(2), _checkpoint_in_mid_window("ddp")
+    return first
 
 
 @pytest.mark.dist
-def test_ddp_inside_the_network_is_seen_and_ranks_resume_in_mid_window_bit_identically() -> None:
-    a, b = run_ranks(_inside_and_checkpoints, 2)
-    assert a == b
-    torch.testing.assert_close(a[0], _inside_the_loss(1), rtol=0, atol=1e-6)
+def test_ddp_reduces_once_in_a_window_and_what_cannot_wait_or_differs_is_refused(on_ranks: dict[str, Any]) -> None:
+    assert on_ranks["_exchanged"] == [0, 0, 1]
+    told = "windows of 3 micro-steps on one rank and of 4 on another; set the same steps"
+    assert told in on_ranks["_other_lengths"]
+
+
+@pytest.mark.dist
+def test_ddp_inside_the_network_is_seen(on_ranks: dict[str, Any]) -> None:
+    torch.testing.assert_close(on_ranks["_inside_the_loss"], _inside_the_loss(1), rtol=0, atol=1e-6)

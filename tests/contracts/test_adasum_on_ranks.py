@@ -15,7 +15,7 @@ from tests.support.models import cnn, mlp
 from tests.support.nodes import batch_of, fresh, node_wrapped, simulated, tensors, train
 from tests.support.ranks import run_ranks
 from torchboost import DynamicLossScale, Target, TrainStep, adasum
-from torchboost.algorithms import AdaptiveSum, Autocast, GradAccumulation, GradFreeze, GradientCentralization
+from torchboost.algorithms import AdaptiveSum, Autocast, GradAccumulation, GradientCentralization
 from torchboost.core import attach_all
 
 pytestmark = pytest.mark.dist
@@ -110,27 +110,6 @@ def test_an_overflow_on_one_rank_skips_the_update_everywhere(four):
         assert all(math.isfinite(weight) for param in weights for weight in param), way
 
 
-def frozen() -> tuple[list[list[float]], list[list[float]]]:
-    model = node_wrapped(fresh(), "ddp", 2, find_unused_parameters=True)
-    target = Target(model, torch.optim.Adam(model.parameters(), lr=0.01))
-    freezing = GradFreeze(groups=3, full_share=0.4, total_steps=8)
-    attach_all(target, [AdaptiveSum(devices_per_node=2), freezing])
-    middle = []
-    for number in range(8):
-        train(model, target.optimizer, 1, first=number)
-        if number == 5:
-            middle = tensors(model)
-    return middle, tensors(model)
-
-
-def test_freezing_composes(four):
-    found = four["frozen"]
-    assert all(other == found[0] for other in found)
-    still = [a == b for a, b in zip(*found[0], strict=True)]
-    assert any(still), "frozen parameters keep their bytes"
-    assert not all(still)
-
-
 def composed() -> list[list[float]]:
     torch.manual_seed(0)
     model = cnn()
@@ -205,7 +184,7 @@ def on_two() -> dict[str, Any]:
 
 
 def on_four() -> dict[str, Any]:
-    found = {fn.__name__: fn() for fn in (on_updates, frozen)}
+    found = {"on_updates": on_updates()}
     return found | {fn.__name__: in_every_way(fn) for fn in (accumulated, with_overflow, removed)}
 
 

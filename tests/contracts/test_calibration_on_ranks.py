@@ -19,7 +19,6 @@ from tests.support.ranks import run_ranks
 from torchboost.algorithms.autocast import Autocast
 from torchboost.algorithms.fused_optimizer import FusedOptimizer
 from torchboost.calibration import calibration, passes
-from torchboost.calibration.calibration import Calibration
 from torchboost.core import hardware
 from torchboost.measure.machine import Products
 
@@ -150,25 +149,6 @@ def test_ranks_with_other_settings_decide_the_same() -> None:
         assert first[:2] == second[:2], how
         assert told.get(how, "") in second[2]
         assert how != "verify" or not first[0] or "not checked: verify=False" in first[2]
-
-
-@pytest.mark.parametrize(
-    ("own", "other", "expected"),
-    [
-        ((300, "auto"), (299, "auto"), (299, "auto")),
-        ((None, "auto"), (None, True), (None, "auto")),
-        ((None, "auto"), (500, 2.0), (500, 2.0)),
-        ((500, 3.0), (None, 2.0), (500, 2.0)),
-        ((500, False), (400, 2.0), (400, False)),
-    ],
-)
-def test_of_settings_that_differ_the_smallest_counts(own: Any, other: Any, expected: Any) -> None:
-    first, second = (
-        Calibration(levers=(), prior=frozenset(), total_steps=steps, calibrate=calibrate)
-        for steps, calibrate in (own, other)
-    )
-    agreed = first.agreed(list(map(max, first.settings, second.settings)))
-    assert (agreed.total_steps, agreed.calibrate) == expected
 
 
 def stepped() -> list[str]:

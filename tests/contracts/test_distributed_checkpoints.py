@@ -230,15 +230,12 @@ def _go_on_in_mid_window(root: Path) -> list[float]:
     return all_weights(run.model)
 
 
-def _stop_and_go_on(root: Path) -> tuple[list[float], list[float]]:
-    return _stop_in_mid_window(root), _go_on_in_mid_window(root)
-
-
 @pytest.mark.dist
-def test_a_window_that_is_not_full_resumes_on_the_ranks_that_hold_its_gradients(tmp_path):
-    for stopped, resumed in run_ranks(_stop_and_go_on, 2, tmp_path):
-        assert resumed == stopped
-    assert run_ranks(_go_on_in_mid_window, 1, tmp_path) == [[]]
+def test_a_window_that_is_not_full_resumes_on_the_ranks_that_hold_its_gradients(written):
+    folder, two = written
+    for answers in two:
+        assert answers["resumed window"] == answers["stopped window"]
+    assert run_ranks(_go_on_in_mid_window, 1, folder / "own window") == [[]]
 
 
 def _own_figures(root: Path, resume: bool) -> list[int | None]:
@@ -256,17 +253,13 @@ def _own_figures(root: Path, resume: bool) -> list[int | None]:
     return found
 
 
-def _own_figures_both_times(root: Path) -> tuple[list[int | None], list[int | None]]:
-    return _own_figures(root, False), _own_figures(root, True)
-
-
 @pytest.mark.dist
-def test_what_ranks_measured_goes_back_to_them(tmp_path):
-    saved, loaded = zip(*run_ranks(_own_figures_both_times, 2, tmp_path), strict=True)
-    assert list(saved) == [[None] * len(KINDS)] * 2
-    assert list(loaded) == [[100] * len(KINDS), [101] * len(KINDS)]
+def test_what_ranks_measured_goes_back_to_them(written):
+    folder, two = written
+    assert [answers["saved figures"] for answers in two] == [[None] * len(KINDS)] * 2
+    assert [answers["loaded figures"] for answers in two] == [[100] * len(KINDS), [101] * len(KINDS)]
     with pytest.raises(RankError, match=r"'boost' differs between ranks 0 and 1.*Resume on 2 ranks"):
-        run_ranks(_own_figures, 1, tmp_path, True)
+        run_ranks(_own_figures, 1, folder / "figures", True)
 
 
 def _statistics(root: Path) -> list[list[float]]:
@@ -329,12 +322,13 @@ def _late(root: Path) -> tuple[str, str]:
 
 
 @pytest.mark.dist
-def test_a_number_that_is_not_the_newest_is_refused_on_all_ranks(tmp_path):
-    first, second = run_ranks(_late, 2, tmp_path, timeout=30.0)
+def test_a_number_that_is_not_the_newest_is_refused_on_all_ranks(written):
+    folder, two = written
+    first, second = (answers["late"] for answers in two)
     assert first == second
     assert "give a larger number" in first[0]
     assert "and checkpoint 10 would be older" in first[1]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["00000050", "00000060"]
+    assert sorted(path.name for path in (folder / "late").iterdir()) == ["00000050", "00000060"]
 
 
 def _by_hand(run: Run) -> dict[str, Any]:
@@ -370,17 +364,10 @@ def _plain_in_mid_window(root: Path) -> None:
         dcp.load({"boost": again.step}, checkpoint_id=root)
 
 
-def _in_one_launch(root: Path) -> list[list[float]]:
-    _refusals(root / "refused")
-    _plain(root / "plain")
-    _plain_in_mid_window(root / "window")
-    return _statistics(root / "statistics")
-
-
 @pytest.mark.dist
-def test_refusals_checkpoints_of_torch_alone_and_statistics_of_rank_0(tmp_path):
+def test_refusals_checkpoints_of_torch_alone_and_statistics_of_rank_0(written):
     """What does not fit is refused before anything is changed; torch alone drops no window silently."""
-    (first, loaded), (second, loaded_too) = run_ranks(_in_one_launch, 2, tmp_path)
+    (first, loaded), (second, loaded_too) = (answers["statistics"] for answers in written[1])
     assert first != second
     assert first == loaded == loaded_too
 
@@ -419,11 +406,35 @@ def _drawn_around_loading(root: Path) -> list[bool]:
 
 
 @pytest.mark.dist
-def test_random_numbers_go_on_where_they_stood_on_as_many_ranks_and_are_left_alone_on_others(tmp_path):
-    wanted = run_ranks(_with_dropout, 2, tmp_path, False)
+def test_random_numbers_go_on_where_they_stood_on_as_many_ranks_and_are_left_alone_on_others(written):
+    folder, two = written
+    wanted = [answers["dropout"] for answers in two]
     for kind in KINDS:
         assert wanted[0][kind][:-3] == wanted[1][kind][:-3]
         assert wanted[0][kind][-3:] != wanted[1][kind][-3:], "each rank draws its own"
-    assert run_ranks(_with_dropout, 2, tmp_path, True) == wanted
+    assert [answers["resumed dropout"] for answers in two] == wanted
     for ranks in (1, 4):
-        assert run_ranks(_drawn_around_loading, ranks, tmp_path) == [[True, True]] * ranks
+        assert run_ranks(_drawn_around_loading, ranks, folder / "dropout") == [[True, True]] * ranks
+
+
+def _on_two_ranks(root: Path) -> dict[str, Any]:
+    _refusals(root / "refused")
+    _plain(root / "plain")
+    _plain_in_mid_window(root / "window")
+    return {
+        "statistics": _statistics(root / "statistics"),
+        "stopped window": _stop_in_mid_window(root / "own window"),
+        "resumed window": _go_on_in_mid_window(root / "own window"),
+        "saved figures": _own_figures(root / "figures", False),
+        "loaded figures": _own_figures(root / "figures", True),
+        "late": _late(root / "late"),
+        "dropout": _with_dropout(root / "dropout", False),
+        "resumed dropout": _with_dropout(root / "dropout", True),
+    }
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """The folder of what two ranks wrote, and what they returned."""
+    folder = tmp_path_factory.mktemp("written")
+    return folder, run_ranks(_on_two_ranks, 2, folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -85,17 +86,20 @@ def _weights(kind: Kind, beside: str, by_hand: bool) -> tuple[list[float], list[
     return all_weights(wrapped), skipped
 
 
-def _both_ways(kind: Kind) -> dict[str, tuple[object, object]]:
-    beside = ("nothing", "accumulation", "autocast", "dynamic", "accumulation autocast groups")
-    return {how: (_weights(kind, how, False), _weights(kind, how, True)) for how in beside}
+KINDS: tuple[Kind, ...] = ("ddp", "fsdp")
+BESIDE = ("nothing", "accumulation", "autocast", "dynamic", "accumulation autocast groups")
+
+
+def _both_ways() -> dict[Kind, dict[str, tuple[Any, Any]]]:
+    return {kind: {how: (_weights(kind, how, False), _weights(kind, how, True)) for how in BESIDE} for kind in KINDS}
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_equals_flags_turned_by_hand_beside_everything_else_bit_for_bit(kind: Kind) -> None:
-    first, second = run_ranks(_both_ways, 2, kind)
+def test_equals_flags_turned_by_hand_beside_everything_else_bit_for_bit() -> None:
+    first, second = run_ranks(_both_ways, 2)
     assert first == second
-    for how, (ours, by_hand) in first.items():
-        assert ours == by_hand, how
-        assert any(ours[1]) == ("dynamic" in how or "groups" in how), how
-    assert len({str(ours) for ours, _ in first.values()}) > 3, "they are different runs"
+    for kind, runs in first.items():
+        for how, (ours, by_hand) in runs.items():
+            assert ours == by_hand, (kind, how)
+            assert any(ours[1]) == ("dynamic" in how or "groups" in how), (kind, how)
+        assert len({str(ours) for ours, _ in runs.values()}) > 3, "they are different runs"

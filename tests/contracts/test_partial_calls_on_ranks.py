@@ -89,8 +89,8 @@ def under_ddp() -> dict[str, tuple[float, list[str]]]:
     return found
 
 
-def test_a_run_under_ddp_is_the_padded_one():
-    for rank, found in enumerate(run_ranks(under_ddp, 2, timeout=240)):
+def test_a_run_under_ddp_is_the_padded_one(on_ranks: list[Any]):
+    for rank, (found, *_) in enumerate(on_ranks):
         for name, (difference, remarks) in found.items():
             assert difference < 1e-6, (rank, name)
             if name.startswith(("unused outside", "static outside")):  # DDP hands on all outputs of the loss
@@ -130,8 +130,8 @@ def both_orders() -> list[tuple[float, str]]:
     return [under_fsdp2(order) for order in ("before", "after")]
 
 
-def test_under_fsdp2_everything_is_computed_and_explain_says_so():
-    for before, after in run_ranks(both_orders, 2):
+def test_under_fsdp2_everything_is_computed_and_explain_says_so(on_ranks: list[Any]):
+    for _, (before, after), _ in on_ranks:
         assert before[0] == after[0] == 0
         assert "FSDP2" in before[1]
         assert "not in effect: outputs are read" in after[1]
@@ -155,6 +155,15 @@ def gathered() -> list[float]:
     return differences
 
 
-def test_outputs_can_be_gathered():
-    for differences in run_ranks(gathered, 2):
+def on_a_rank() -> tuple[Any, Any, Any]:
+    return under_ddp(), both_orders(), gathered()
+
+
+@pytest.fixture(scope="module")
+def on_ranks() -> list[Any]:
+    return run_ranks(on_a_rank, 2, timeout=240)
+
+
+def test_outputs_can_be_gathered(on_ranks: list[Any]):
+    for *_, differences in on_ranks:
         assert max(differences) < 1e-5

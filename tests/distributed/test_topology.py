@@ -39,12 +39,6 @@ def test_a_single_process_is_one_rank_on_one_node():
     assert here(8) == (0, 1, 1, 1)
 
 
-@pytest.mark.dist
-def test_ranks_share_one_node_unless_the_caller_or_the_launcher_says_otherwise():
-    ways = run_ranks(here_in_all_ways, 2)
-    assert ways == [[(rank, 2, 2, 1), (rank, 2, 1, 2), (rank, 2, 2, 1), (rank, 2, 1, 2)] for rank in (0, 1)]
-
-
 def test_the_ranks_of_a_node_and_whole_nodes():
     assert [list(Topology(rank=r, world_size=5, devices_per_node=2).node) for r in (0, 3, 4)] == [[0, 1], [2, 3], [4]]
     Topology(world_size=4, devices_per_node=2).check_full()
@@ -127,10 +121,6 @@ def test_shutdown_does_nothing_without_a_process_group():
     shutdown()
 
 
-def _parted_both_ways() -> list[float]:
-    return [_parted(False), _parted(True)]
-
-
 def _parted(alone: bool) -> float:
     gloo = dist.ProcessGroupGloo(own_store(f"parting {alone}", [0, 1]), dist.get_rank(), 2, timedelta(seconds=30))
     before = monotonic()
@@ -141,6 +131,13 @@ def _parted(alone: bool) -> float:
     return waited
 
 
+def _of_two_ranks() -> tuple[list[tuple[int, int, int, int]], float]:
+    return here_in_all_ways(), max(_parted(alone) for alone in (False, True))
+
+
 @pytest.mark.dist
-def test_ranks_part_together_and_one_alone_does_not_wait_for_ever():
-    assert max(max(waited) for waited in run_ranks(_parted_both_ways, 2)) < 30
+def test_two_ranks_share_one_node_unless_they_are_told_otherwise_and_part_together_or_alone():
+    """The caller or the launcher may say otherwise. A rank that parts alone does not wait for ever."""
+    for rank, (ways, waited) in enumerate(run_ranks(_of_two_ranks, 2)):
+        assert ways == [(rank, 2, 2, 1), (rank, 2, 1, 2), (rank, 2, 2, 1), (rank, 2, 1, 2)]
+        assert waited < 30

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,8 @@ def resumed_on_ranks(folder: str) -> list[Any]:
     """Train whole and resumed. The speed of bfloat16 is measured on each rank; here the ranks find different ones."""
     results = []
     measured = HalfPrecision(torch.distributed.get_rank() == 1, "found by this rank")
-    cases = [(trainer, kind, "0") for trainer in WAYS for kind in ("bert", "resnet")]
-    for trainer, kind, calibrate in [*cases, ("lightning", "bert", "1"), ("lightning", "resnet", "1")]:
+    for trainer, kind in itertools.product(WAYS, ("bert", "resnet")):
+        calibrate = "1" if (trainer, kind) == ("lightning", "bert") else "0"
         forget_accelerator()
         first = Path(folder) / f"{trainer}-{kind}-{calibrate}"
         options = {} if trainer == "accelerate" else {"setting": "two ranks"}

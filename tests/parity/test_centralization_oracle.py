@@ -9,46 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
-from tests.parity.networks import adam_eps, parameters_of, single
 from torchboost import OptimizerProcess, ParameterProcess
 from torchboost.graph.norms import NormalizedLinear
-from torchboost.optim import Centralize, Decay, GradientPipeline
-
-MINDSPORE_WIDTH = 16
-
-
-def optimizer_of(meta: dict[str, Any], params: list[nn.Parameter], fused: bool) -> torch.optim.Optimizer:
-    hyper = meta["hyper"]
-    groups = [
-        {"params": [params[i] for i in group["idx"]], "grad_centralization": group.get("grad_centralization", False)}
-        for group in hyper["groups"]
-    ]
-    lr = single(hyper["learning_rate"])
-    if meta["api"] == "nn.Momentum":
-        return torch.optim.SGD(groups, lr=lr, momentum=single(hyper["momentum"]), fused=fused)
-    return torch.optim.Adam(groups, lr=lr, betas=(single(hyper["beta1"]), single(hyper["beta2"])), fused=fused)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("name", ["momentum_gc", "adam_gc_loss_scale", "momentum_gc_gate_quirk"])
-def test_training_equals_the_oracle(oracle, name, fused):
-    meta, arrays = oracle[name]
-    hyper, params = meta["hyper"], parameters_of(oracle[name])
-    optimizer = optimizer_of(meta, params, fused)
-    decay = Decay(single(hyper.get("weight_decay", 0.0)))
-    GradientPipeline(decay, Centralize(flag="grad_centralization", multiple_of=MINDSPORE_WIDTH)).attach(optimizer)
-    for step in range(meta["steps"]):
-        for i, param in enumerate(params):
-            param.grad = torch.from_numpy(arrays[f"p{i}.grad"][step].copy()) / hyper.get("loss_scale", 1.0)
-        adam_eps(optimizer, step + 1, hyper.get("eps", 0.0))
-        optimizer.step()
-        for i, param in enumerate(params):
-            wanted = torch.from_numpy(arrays[f"p{i}.param"][step])
-            torch.testing.assert_close(param.detach(), wanted, **meta["tolerance"])
 
 
 class Network(nn.Module):

@@ -118,23 +118,6 @@ def test_training_equals_the_oracle_until_moments_differ(oracle):
                 torch.testing.assert_close(value.detach(), torch.from_numpy(arrays[key][step]), **meta["tolerance"])
 
 
-def test_the_reference_is_reproduced_with_one_momentum_per_group(oracle):
-    """Explains the rest of the oracle's run: the same flags, but moments that only their own group's steps see."""
-    for name in TRAINED:
-        meta, arrays = oracle[name]
-        net, _, groups = build(meta, arrays)
-        strategy, momentum = meta["hyper"]["train_strategy"], float(np.float32(meta["hyper"]["momentum"]))
-        moments: list[dict[nn.Parameter, Tensor]] = [{} for _ in groups]
-        for step in range(meta["steps"]):
-            index = strategy[step % len(strategy)]
-            x, y = torch.from_numpy(arrays["x"][step]), torch.from_numpy(arrays["y"][step]).long()
-            loss = F.cross_entropy(net(x), y)
-            torch.testing.assert_close(loss.detach(), torch.tensor(arrays["loss"][step]), **meta["tolerance"])
-            for p, grad in zip(groups[index], torch.autograd.grad(loss, groups[index]), strict=True):
-                moments[index][p] = grad if p not in moments[index] else momentum * moments[index][p] + grad
-                p.data.sub_(moments[index][p], alpha=rate_at(meta, step))
-
-
 def test_without_momentum_the_flags_alone_decide(oracle):
     for name in TRAINED:
         meta, arrays = oracle[name]

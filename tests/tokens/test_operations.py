@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -301,19 +299,13 @@ def agree_on_scores(whole: Tensor, found: Scores) -> None:
 pytestmark = pytest.mark.filterwarnings("ignore:.*degrees of freedom:UserWarning")
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.randoms(use_true_random=False))
-def test_programs_of_random_functions(rng: random.Random):
-    Program(rng).run(12)
-
-
-def test_most_of_these_functions_are_answered():
+def test_programs_of_random_functions_of_which_most_are_answered():
     answered = 0
-    for seed in range(200):
+    for seed in range(400):
         program = Program(random.Random(seed))
         program.run(12)
         answered += program.answered
-    assert answered > 1000
+    assert answered > 2000
 
 
 def rows_of(whole: Tensor, mask: Tensor) -> Any:

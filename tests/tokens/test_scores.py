@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -88,12 +86,6 @@ def excluded(scores: Any, mask: Tensor, how: str, value: float) -> Any:
     return scores
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.randoms(use_true_random=False))
-def test_attention_by_hand(rng: random.Random):
-    compare_by_hand(rng)
-
-
 def compare_by_hand(rng: random.Random) -> bool:
     case, steps = Case(rng), []
     for _ in range(rng.choice((1, 2, 3, 4))):
@@ -132,14 +124,8 @@ def compare_by_hand(rng: random.Random) -> bool:
     return True
 
 
-def test_much_of_it_is_answered():
-    assert sum(compare_by_hand(random.Random(seed)) for seed in range(300)) > 60
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.randoms(use_true_random=False))
-def test_scaled_dot_product_attention(rng: random.Random):
-    compare_fused(rng)
+def test_attention_by_hand_of_which_much_is_answered():
+    assert sum(compare_by_hand(random.Random(seed)) for seed in range(400)) > 80
 
 
 def compare_fused(rng: random.Random) -> bool:
@@ -160,8 +146,8 @@ def compare_fused(rng: random.Random) -> bool:
     return True
 
 
-def test_much_of_the_fused_one_is_answered():
-    assert sum(compare_fused(random.Random(seed)) for seed in range(300)) > 60
+def test_fused_attention_of_which_much_is_answered():
+    assert sum(compare_fused(random.Random(seed)) for seed in range(400)) > 80
 
 
 @pytest.mark.parametrize(

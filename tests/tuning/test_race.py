@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from torchboost.errors import FactoryError
 from torchboost.measure.evidence import Interval
 from torchboost.tuning.race import FRESH_SEED, Race, _attempts, _share_for, combined
 from torchboost.tuning.report import STOCK, Candidate, Finding, Run
@@ -142,7 +143,7 @@ def test_a_stock_loop_that_cannot_be_compared_is_an_error():
         (NO_NUMBER, "stock loop ended with the metric nan"),
         (equal, "the same losses and metric for the seeds 0 and 1"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(FactoryError, match=message):
             decided(Planted({}, {"a": 0.7}, change=lambda c, s, r, change=change: change))
     # Two trainings may end equally.
     ends = lambda c, seed, r: {"first_loss": 0.7 + 0.01 * seed, "last_loss": 0.0, "metric": 1.0}  # noqa: E731

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchboost.bench.factory import made_by
-from torchboost.errors import ConfigError, FactoryError
+from torchboost.errors import ConfigError
 from torchboost.measure.stopwatch import Clock
 from torchboost.registry import LEVELS, REGISTRY
 from torchboost.tuning import training as module
@@ -20,7 +20,6 @@ from torchboost.tuning.report import Candidate, Finding, Run
 from torchboost.tuning.training import (
     Training,
     fingerprint_of,
-    fresh,
     looked_at,
     named_candidates,
     standard_candidates,
@@ -132,16 +131,6 @@ def test_a_training_that_diverges_or_takes_too_long_ends_early_with_nan():
     assert math.isnan(run.metric)
     assert len(built[-1][1].orders) == 1
     assert not trained(make, STOCK, 0, 1e9, steps=40).too_slow
-
-
-def test_a_generator_of_batches_is_read_once_and_repeated():
-    def generated(seed: int) -> Any:
-        parts = make(seed)
-        return (*parts[:3], (batch for batch in list(parts[3])), parts[4])
-
-    run = trained(generated)
-    assert run.steps == STEPS
-    assert math.isfinite(run.metric)
 
 
 def test_an_error_of_a_candidate_is_part_of_its_run_and_that_of_stock_is_raised():
@@ -312,17 +301,6 @@ def test_two_candidates_that_come_to_the_same_training_are_one():
     shares = {"early": 0.3, "late": 0.7, "again": 0.7}
     given = {name: {"grad_freeze": {"pattern": "progressive", "full_share": share}} for name, share in shares.items()}
     assert [one.outcome for one in looked(residual(4), **given)] == [None, None, "duplicate"]
-
-
-def test_a_factory_that_returns_the_same_parameters_twice_is_refused():
-    body = make(0)[0]
-
-    def around(seed: int) -> Any:
-        model = torch.nn.Sequential(body)
-        return (model, torch.optim.SGD(model.parameters(), lr=0.1), *make(seed)[2:])
-
-    with pytest.raises(FactoryError, match=r"the same parameter twice \(0.0.weight\)"):
-        fresh(around)
 
 
 def test_the_fingerprint_sees_modules_and_buffers():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import json
 import signal
 import time
@@ -18,7 +17,7 @@ import torch
 
 from tests.tuning.test_training import make
 from torchboost import boost, tune
-from torchboost.errors import FactoryError, IncompatibleError
+from torchboost.errors import IncompatibleError
 from torchboost.tuning import tune as tuning
 from torchboost.tuning.report import STOCK, Candidate, Run, TuneReport
 from torchboost.tuning.tune import report_path
@@ -207,27 +206,6 @@ def test_several_ranks_are_refused(monkeypatch):
     monkeypatch.setattr(tuning.Topology, "current", lambda: SimpleNamespace(world_size=2))
     with pytest.raises(IncompatibleError, match="tune runs in one process"):
         tuned()
-
-
-class OneShot:
-    def __init__(self) -> None:
-        self.batches = (batch for batch in list(make(0)[3]))
-
-    def __iter__(self) -> Any:
-        return self.batches
-
-
-def test_what_a_factory_returns_is_checked_in_its_runs():
-    endless = lambda: itertools.repeat((torch.zeros(4, 3, 8, 8), torch.zeros(4, dtype=torch.long)))  # noqa: E731
-    for place, value, said in (
-        (3, endless, r"did not end \(.* longer than 1 s to read"),
-        (3, OneShot, "gave nothing in pass 2"),
-        (3, lambda: [1], "found int"),
-        (4, lambda: lambda model: None, "evaluate returned a NoneType; needed: a number"),
-        (2, lambda: lambda outputs, targets: (outputs.sum(), 1), "loss returned a tuple; needed: a tensor"),
-    ):
-        with pytest.raises(FactoryError, match=said):
-            tuned(factory=changed(place, value), budget=1)
 
 
 @pytest.mark.usefixtures("fake")

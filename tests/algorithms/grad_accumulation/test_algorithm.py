@@ -117,25 +117,6 @@ def test_equal_batches_give_the_bits_of_a_loop_by_hand() -> None:
         assert snapshot(ours) == snapshot(raw)
 
 
-def test_optimizers_update_as_with_one_large_batch() -> None:
-    for name in ("Adafactor", "Adagrad", "AdamW", "NAdam", "Rprop", "SGD"):
-        ours = fresh().double()
-        raw = copy.deepcopy(ours)
-        target = Target(ours, getattr(torch.optim, name)(ours.parameters(), lr=0.01))
-        attach_all(target, [GradAccumulation(steps=3)])
-        step = TrainStep(target, lambda x, y, model=ours: (F.cross_entropy(model(x), y), len(y)))
-        plain = getattr(torch.optim, name)(raw.parameters(), lr=0.01)
-        for i in range(4):
-            inputs, labels = data(12, seed=i)
-            for x, y in zip(inputs.double().split([2, 9, 1]), labels.split([2, 9, 1]), strict=True):
-                step(x, y)
-            F.cross_entropy(raw(inputs.double()), labels).backward()
-            plain.step()
-            plain.zero_grad()
-        for p, q in zip(ours.parameters(), raw.parameters(), strict=True):
-            torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-9, msg=name)
-
-
 def test_flush_averages_over_what_the_window_holds() -> None:
     ours = fresh()
     raw = copy.deepcopy(ours)

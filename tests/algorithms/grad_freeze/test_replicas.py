@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -103,8 +104,8 @@ COMPILED = ("compiled around", "compiled inside")
     ("ranks", "ways"),
     [(1, ("plain", "late plain")), (2, (*WAYS, *COMPILED)), (4, ("plain", "late plain", "sharded by block"))],
 )
-def test_ranks_train_like_one_process(ranks: int, ways: Sequence[str]) -> None:
-    found = run_ranks(_trained_all, ranks, ways)
+def test_ranks_train_like_one_process(ranks: int, ways: Sequence[str], two: list[dict[str, Any]]) -> None:
+    found = [answer["trained"] for answer in two] if ranks == 2 else run_ranks(_trained_all, ranks, ways)
     for key, weights in found[0].items():
         assert all(other[key] == weights for other in found)
     for schedule in SCHEDULES:
@@ -138,17 +139,15 @@ def _gathered_bytes() -> list[tuple[int, int]]:
     ]
 
 
-def _bytes_of(ways: Sequence[str]) -> tuple[dict[str, list[tuple[int, int]]], list[tuple[int, int]]]:
-    return {how: _gradient_bytes(how) for how in ways}, _gathered_bytes()
+COUNTED = ("plain", "unused", "small buckets", "sharded", "sharded by block", "replicate")
 
 
 @pytest.mark.dist
-def test_no_gradient_of_a_frozen_part_is_sent_and_fsdp_gathers_what_the_passes_need() -> None:
-    ways = ("plain", "unused", "small buckets", "sharded", "sharded by block", "replicate")
+def test_no_gradient_of_a_frozen_part_is_sent_and_fsdp_gathers_what_the_passes_need(two: list[dict[str, Any]]) -> None:
     stem, first, second, head = (4 * size // 2 for size in PARTS)
     forward = stem + first + second + head
-    for seen, gathered in run_ranks(_bytes_of, 2, ways):
-        for how in ways:
+    for seen, gathered in (answer["bytes"] for answer in two):
+        for how in COUNTED:
             bytes_each = 4 * GROUPS_OF_REPLICATE if how == "replicate" else 4
             assert seen[how] == [(index, bytes_each * sum(PARTS[index:])) for index in (0, 0, 2, 2, 3, 1, 0)], how
         # In the backward pass torch fetches the unit before the one it works on, whether or not it is frozen.
@@ -169,21 +168,16 @@ def _kept_in_an_open_window(view: bool) -> list[float]:
     return all_weights(model)
 
 
-def _kept_both_ways() -> list[list[float]]:
-    return [_kept_in_an_open_window(view) for view in (False, True)]
-
-
 @pytest.mark.dist
-def test_a_reducer_built_again_reduces_what_an_open_window_holds() -> None:
+def test_a_reducer_built_again_reduces_what_an_open_window_holds(two: list[dict[str, Any]]) -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     train(model, optimizer, range(2))
     x, y = share(2)
     F.cross_entropy(model(x), y).backward()
     train(model, optimizer, [3])
-    first, second = run_ranks(_kept_both_ways, 2)
-    assert first == second
-    for weights in first:
+    assert two[0]["kept"] == two[1]["kept"]
+    for weights in two[0]["kept"]:
         torch.testing.assert_close(weights, all_weights(model), rtol=0, atol=1e-6)
 
 
@@ -203,13 +197,9 @@ def _removed(how: str) -> tuple[list[float], int, int]:
     return all_weights(model), bytes_sent["all_reduce", "float"], hooks
 
 
-def _removed_all() -> list[tuple[list[float], int, int]]:
-    return [_removed(how) for how in ("plain", "late plain", "unused")]
-
-
 @pytest.mark.dist
-def test_after_removal_everything_is_reduced_again() -> None:
-    first, second = run_ranks(_removed_all, 2)
+def test_after_removal_everything_is_reduced_again(two: list[dict[str, Any]]) -> None:
+    first, second = (answer["removed"] for answer in two)
     assert first == second
     assert [found[1:] for found in first] == [(4 * sum(PARTS), 0)] * 3
 
@@ -249,8 +239,8 @@ def _hooked() -> dict[str, object]:
 
 
 @pytest.mark.dist
-def test_communication_hooks_without_a_state_stay_and_others_are_refused() -> None:
-    for found in run_ranks(_hooked, 2):
+def test_communication_hooks_without_a_state_stay_and_others_are_refused(two: list[dict[str, Any]]) -> None:
+    for found in (answer["hooked"] for answer in two):
         assert found["half"], "the hook rounds every gradient to float16"
         assert found["hooks"] == 1
         assert "powerSGD_hook with a state (PowerSGDState)" in str(found["state"])
@@ -270,8 +260,8 @@ def _before_the_group() -> list[float]:
 
 
 @pytest.mark.dist
-def test_freezing_that_was_attached_before_the_process_group_finds_it() -> None:
-    first, second = run_ranks(_before_the_group, 2)
+def test_freezing_that_was_attached_before_the_process_group_finds_it(two: list[dict[str, Any]]) -> None:
+    first, second = (answer["before"] for answer in two)
     assert first == second
     torch.testing.assert_close(first, _trained("bare", SCHEDULES[1]), rtol=0, atol=1e-6)
 
@@ -306,13 +296,9 @@ DIFFERENCES = {
 }
 
 
-def _found_apart_all() -> dict[str, str]:
-    return {what: _found_apart(what) for what in DIFFERENCES}
-
-
 @pytest.mark.dist
-def test_ranks_that_differ_are_told_before_the_pass() -> None:
-    for told in run_ranks(_found_apart_all, 2):
+def test_ranks_that_differ_are_told_before_the_pass(two: list[dict[str, Any]]) -> None:
+    for told in (answer["apart"] for answer in two):
         for what, message in DIFFERENCES.items():
             assert message in told[what]
             assert "same settings, seed and checkpoint" in told[what]
@@ -356,10 +342,26 @@ def _switched_off() -> bool:
     return ("all_gather", "long int") in sent(lambda: train(ddp, optimizer, range(2)))
 
 
-def _not_compared() -> tuple[int, bool, list[tuple[int, int]]]:
-    return _alone(), _switched_off(), [_evaluated_alone(late) for late in (False, True)]
+def _all_on_two_ranks() -> dict[str, Any]:
+    return {
+        "trained": _trained_all((*WAYS, *COMPILED)),
+        "bytes": ({how: _gradient_bytes(how) for how in COUNTED}, _gathered_bytes()),
+        "kept": [_kept_in_an_open_window(view) for view in (False, True)],
+        "removed": [_removed(how) for how in ("plain", "late plain", "unused")],
+        "hooked": _hooked(),
+        "before": _before_the_group(),
+        "alone": (_alone(), _switched_off(), [_evaluated_alone(late) for late in (False, True)]),
+        "apart": {what: _found_apart(what) for what in DIFFERENCES},
+    }
+
+
+@pytest.fixture(scope="module")
+def two() -> list[dict[str, Any]]:
+    return run_ranks(_all_on_two_ranks, 2, timeout=300)
 
 
 @pytest.mark.dist
-def test_separate_models_an_evaluation_of_one_rank_alone_and_passes_of_the_user_are_not_compared() -> None:
-    assert run_ranks(_not_compared, 2, timeout=90) == [(0, False, [(0, 3)] * 2)] * 2
+def test_separate_models_an_evaluation_of_one_rank_alone_and_passes_of_the_user_are_not_compared(
+    two: list[dict[str, Any]],
+) -> None:
+    assert [answer["alone"] for answer in two] == [(0, False, [(0, 3)] * 2)] * 2

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from tests.support.models import batch_for, mlp
 from torchboost import DynamicLossScale, FixedLossScale, GroupLossScaleManager, ScaleRule, Target, TrainStep, optim
 from torchboost.algorithms.grad_accumulation import Accumulator
-from torchboost.errors import IncompatibleError, ScaleCollapseWarning
+from torchboost.errors import IncompatibleError
 from torchboost.optim import Centralize, ClipNorm, GradientPipeline
 
 OPTIMIZERS = {
@@ -173,14 +173,6 @@ def test_a_closure_is_refused():
     scaler.scale(model(torch.ones(1, 2)).sum()).backward()
     with pytest.raises(IncompatibleError, match=r"DynamicLossScale\.step was given a closure"):
         scaler.step(torch.optim.LBFGS(model.parameters()), lambda: 0.0)
-
-
-def test_a_collapsing_scale_warns():
-    model, _, step, poison = setup("sgd", DynamicLossScale(2.0**16))
-    poison["value"] = math.inf
-    with pytest.warns(ScaleCollapseWarning, match=r"fell from 65536 to 256 .*8 overflows in a row"):
-        assert all(step(*batch(number)).overflow for number in range(8))
-    assert all(p.isfinite().all() for p in model.parameters())
 
 
 def test_a_checkpoint_of_another_scaler_is_refused_unchanged():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.optimizers import frozen, give_grads, parameters, same, train, values
+from tests.support.optimizers import give_grads, parameters, train, values
 from torchboost.errors import IncompatibleError
 from torchboost.optim import (
     SGD,
@@ -226,8 +226,3 @@ def test_turning_an_option_on_mid_run_completes_the_state():
     optimizer.step()
     assert set(optimizer.state[params[0]]) == {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
     torch.testing.assert_close(optimizer.state[params[0]]["exp_avg"], 0.9 * kept + 0.1 * params[0].grad)
-
-
-def test_frozen_values_tell_bits_apart():
-    assert frozen(torch.tensor(0.0)) != frozen(torch.tensor(-0.0))
-    assert same([torch.tensor(torch.nan)], [torch.tensor(torch.nan)])
