@@ -20,13 +20,9 @@ from torchboost import (
     BoostTrainOneStepWithLossScaleCell,
     ConfigError,
     IncompatibleError,
-    Target,
-    TrainStep,
     WithLoss,
-    inference,
     shutdown,
 )
-from torchboost.optim import ClipNorm, GradientPipeline
 
 
 def net(seed: int = 0) -> nn.Sequential:
@@ -46,49 +42,6 @@ def batches(n: int):
     return [
         (torch.randn(8, 3, 8, 8, generator=generator), torch.randint(0, 4, (8,), generator=generator)) for _ in range(n)
     ]
-
-
-def test_pair_in_an_unmodified_loop_equals_train_step():
-    """LambdaLR, GradScaler and clipping, all the user's own lines."""
-    for level in ["O1", "O2"]:
-        kept = AutoBoost(level)
-        model = net()
-        user_optimizer = sgd(model)
-        model, optimizer = kept.network_auto_process_train(model, user_optimizer)
-        assert optimizer is user_optimizer
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
-        scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=5)
-        for x, y in batches(12):
-            optimizer.zero_grad()
-            scaler.scale(F.cross_entropy(model(x), y)).backward()
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            scaler.step(optimizer)
-            scaler.update()
-            scheduler.step()
-
-        other = net()
-        other_optimizer = sgd(other)
-        GradientPipeline(ClipNorm(0.5)).attach(other_optimizer)
-        booster = AutoBoost(level)
-        booster.network_auto_process_train(other, other_optimizer)
-        other_scheduler = torch.optim.lr_scheduler.LambdaLR(other_optimizer, lambda step: 0.9**step)
-        target = Target(other, other_optimizer, torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=5))
-        step = TrainStep(target, lambda x, y, other=other: F.cross_entropy(other(x), y), attached=booster.attached)
-        for x, y in batches(12):
-            step(x, y)
-            other_scheduler.step()
-        assert kept.plan.algorithms == booster.plan.algorithms != ()
-        for one, two in zip(model.parameters(), other.parameters(), strict=True):
-            torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)  # the pipeline's clipping rounds in another way
-
-
-def test_objects_are_independent():
-    first, second = AutoBoost("O1"), AutoBoost("O2")
-    assert (first.level, second.level) == ("O1", "O2")
-    AutoBoost("O0", {"boost": {"mode": "enable_all"}})
-    assert AutoBoost("O0").plan.algorithms == ()
-    assert first.plan != second.plan
 
 
 def test_boosting_a_network_again_takes_the_first_away():
@@ -235,30 +188,6 @@ def test_what_is_refused():
         shutdown()
 
 
-def test_the_copy_for_inference_is_folded_and_keeps_the_outputs(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(inference, "fastest", lambda forms, sample: list(forms)[-1])  # not the machine decides
-    x = batches(1)[0][0]
-    for sample in (None, x):
-        model = net()
-        booster = AutoBoost("O1")
-        model, optimizer = booster.network_auto_process_train(model, sgd(model))
-        trained_steps(model, optimizer, 5)
-        before = {k: v.clone() for k, v in model.state_dict().items()}
-        fast = booster.network_auto_process_eval(model, sample=sample)
-        with torch.no_grad():
-            outputs = fast(x)
-        assert not fast.training
-        assert model.training
-        assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-        assert not any(isinstance(m, nn.BatchNorm2d) for m in fast.modules())
-        assert any(isinstance(m, nn.BatchNorm2d) for m in model.modules())
-        booster.attached.remove()  # the copy computes in full precision
-        expected = model.eval()(x)
-        assert ((outputs - expected).abs().max() / expected.abs().max()).item() <= 1e-4
-    with pytest.raises(ValueError, match="does not run on the sample"):
-        AutoBoost("O1").network_auto_process_eval(model, sample=torch.randn(2, 7, 8, 8))
-
-
 def test_without_algorithms_the_copy_is_a_view_in_eval_mode():
     for booster in [AutoBoost("O0"), AutoBoost("O2", {"boost": {"mode": "disable_all"}})]:
         model = net()
@@ -289,7 +218,7 @@ def test_a_boosted_network_and_its_inference_copy_can_be_saved_whole():
         torch.save(model, file := io.BytesIO())
         with torch.serialization.safe_globals(list({type(module) for module in model.modules()})):
             again = torch.load(io.BytesIO(file.getvalue()))
-        fast = booster.network_auto_process_eval(model)
+        fast = booster.network_auto_process_eval(model, sample=x)
         fast_again = pickle.loads(pickle.dumps(fast))
         booster.attached.remove()
         with torch.no_grad():

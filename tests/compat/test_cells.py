@@ -130,24 +130,6 @@ def raw_windows(network: nn.Module, optimizer: torch.optim.Optimizer, windows: l
         optimizer.zero_grad()
 
 
-def test_accumulation_of_auto_boost_acts_in_the_cell():
-    network, optimizer = pair()
-    raw, raw_optimizer = pair()
-    cell = BoostTrainOneStepCell(*accumulating(3).network_auto_process_train(network, optimizer))
-    updated = []
-    for i in range(8):
-        cell(*batch(i))
-        updated.append(cell.updated)
-    assert updated == [False, False, True] * 2 + [False, False]
-    assert cell.flush()
-    assert cell.updated
-    assert not cell.flush()
-    assert not cell.updated
-    raw_windows(raw, raw_optimizer, [[0, 1, 2], [3, 4, 5], [6, 7]])
-    for p, q in zip(network.parameters(), raw.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
-
-
 def test_what_auto_boost_takes_away_acts_no_more():
     network, optimizer = pair()
     raw, raw_optimizer = pair()

@@ -123,23 +123,9 @@ def test_without_centralisation_the_optimizer_is_only_rebuilt():
     assert [g["params"] for g in new.param_groups] == [g["params"] for g in old.param_groups]
 
 
-def test_groups_split_by_structure_and_others_pass_through():
+def test_groups_are_split_once_and_keep_their_names():
     model = cnn()
     process = OptimizerProcess(torch.optim.AdamW(model.named_parameters(), lr=0.1))
-    owners = process.build_params_dict(model)
-    assert owners[id(model[0].weight)] is model[0]
-    assert len(owners) == len(list(model.parameters()))
-    order = {"order_params": list(model.parameters())}
-    left = {"params": [model[4].weight], "grad_centralization": False}
-    alone = {"params": model[9].weight}
-    groups = process.build_gc_params_group(
-        owners, [{"params": [model[1].weight, model[0].weight], "lr": 1.0}, left, order, alone]
-    )
-    assert [g.get("grad_centralization") for g in groups] == [True, None, False, None, True]
-    assert [g.get("params") for g in groups[:2]] == [[model[0].weight], [model[1].weight]]
-    assert groups[0]["lr"] == groups[1]["lr"] == 1.0
-    assert groups[2:4] == [left, order]
-
     for _ in range(2):  # adding it again changes nothing, and names survive
         process.add_grad_centralization(model)
         process.opt = process.generate_new_optimizer()

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.support.trajectories import snapshot
-from torchboost.graph.matrix_uses import Use, matrix_uses
-from torchboost.workloads.models import BasicBlock, ResNet
+from torchboost.graph.matrix_uses import matrix_uses
 
 
 def places(model: nn.Module, sample: object = None) -> dict[str, str]:
@@ -19,17 +17,6 @@ def places(model: nn.Module, sample: object = None) -> dict[str, str]:
     assert uses is not None
     assert uses.keys() == set(model.parameters())
     return {name: uses[parameter].place for name, parameter in model.named_parameters()}
-
-
-def test_a_residual_network_and_its_filters():
-    model = ResNet(BasicBlock, (1, 1), width=4)
-    uses = matrix_uses(model)
-    assert uses is not None
-    filters = {name for name, parameter in model.named_parameters() if uses[parameter].filter}
-    assert filters == {name for name, parameter in model.named_parameters() if parameter.ndim == 4}
-    assert uses[model.stem[0].weight] == Use("input", True)  # pyright: ignore
-    assert uses[model.stages[0][0].conv2.weight] == Use("hidden", True)  # pyright: ignore
-    assert uses[model.fc.weight] == Use("output", False)
 
 
 class Experts(nn.Module):
@@ -156,19 +143,3 @@ def test_the_model_the_generators_and_the_gradients_stay_as_they_were():
     assert snapshot(model) == before
     assert torch.equal(torch.get_rng_state(), state)
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_a_model_that_cannot_be_run():
-    class Strange(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, first: Tensor, second: Tensor) -> Tensor:
-            return self.head(self.layer(first + second))
-
-    assert matrix_uses(Strange()) is None
-    assert matrix_uses(nn.Linear(3, 3, device="meta")) is None
-    with pytest.raises(ValueError, match="does not run on the sample"):
-        matrix_uses(Strange(), torch.ones(2, 4))
-    assert places(Strange(), (torch.ones(2, 4), torch.ones(2, 4)))["head.weight"] == "output"

@@ -11,13 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.support.conv_nets import Basic, ForeignNames, InvertedResidual, vgg
+from tests.support.conv_nets import Basic, vgg
 from tests.support.removal_nets import NormAct
 from torchboost.graph.norms import (
-    WEIGHTED,
     NormalizedLinear,
     norm_tail,
-    plain_stacks,
     reasons_to_stay,
     rescale_layers,
     residual_blocks,
@@ -29,14 +27,6 @@ from torchboost.graph.trace import trace
 
 def labels(flow, indices):
     return [flow.nodes[i].label for i in indices]
-
-
-def test_main_branch_and_shortcut_by_weight_not_by_name():
-    flow = trace(ForeignNames())
-    (block,) = residual_blocks(flow)
-    assert [labels(flow, norms) for norms in block.norms] == [["linear", "conv1"]]
-    assert labels(flow, block.shortcut_norms) == ["main"]
-    assert block.projects
 
 
 def test_an_addition_around_a_block_is_no_block():
@@ -67,31 +57,6 @@ def test_two_computing_branches_are_both_main():
     assert not block.shortcut_norms
 
 
-def test_a_stack_runs_through_pooling_and_gates():
-    flow = trace(vgg((2, 1)))
-    (stack,) = plain_stacks(flow, [])
-    assert labels(flow, stack.layers) == ["0", "3", "7", "13", "15"]
-    assert [norm is not None for norm in stack.norms] == [True, True, True, False, False]
-
-    flow = trace(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU(), InvertedResidual(4, 6, 2)))
-    first = plain_stacks(flow, residual_blocks(flow))[0]
-    assert labels(flow, first.layers) == ["0", "3.expand.0", "3.depth.0", "3.project.0"]
-
-
-def test_a_linear_end_closes_a_stack():
-    net = nn.Sequential(
-        InvertedResidual(3, 4, 2), InvertedResidual(4, 4), InvertedResidual(4, 6, 2), nn.Conv2d(6, 3, 1)
-    )
-    flow = trace(net)
-    blocks = residual_blocks(flow)
-    with_norms = [s for s in plain_stacks(flow, blocks) if any(n is not None for n in s.norms)]
-    assert len(blocks) == 1
-    assert [(labels(flow, s.layers)[-1], s.linear_end) for s in with_norms] == [
-        ("0.project.0", True),
-        ("2.project.0", True),
-    ]
-
-
 def kept(model, **settings):
     flow = trace(model)
     default = {"keep": "last", "keep_shortcut": False, "keep_every": 2, "blocks_per_norm": 1}
@@ -103,12 +68,6 @@ def test_every_nth_block_counts_from_the_last_that_kept():
     net = nn.Sequential(*[Basic(3, 3) for _ in range(4)], Basic(3, 4), *[Basic(4, 4) for _ in range(4)])
     last = {n: r for n, r in kept(net, blocks_per_norm=3).items() if n.endswith("bn2")}
     assert [bool(r) for r in last.values()] == [False, False, True, False, True, False, False, True, True]
-
-
-def test_keep_every_of_one_keeps_the_blocks_without_skip_too():
-    layers = [part for _ in range(3) for part in (nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.ReLU())]
-    model = nn.Sequential(*layers[:-1], nn.Conv2d(4, 4, 1), nn.Flatten(), nn.Linear(4, 2))
-    assert [sum(bool(r) for r in kept(model, keep_every=every).values()) for every in (1, 2)] == [3, 2]
 
 
 def test_a_network_was_trained_where_statistics_or_counter_moved():
@@ -203,21 +162,6 @@ def mean_squares(model, x, kinds):
     return found
 
 
-def test_a_deep_stack_keeps_unit_scale():
-    for scale in [0.01, 1.0, 20.0]:
-        layers = [nn.Sequential(nn.Linear(256, 256, bias=False), nn.ReLU()) for _ in range(12)]
-        model = nn.Sequential(*layers)
-        for layer in layers:
-            nn.init.normal_(layer[0].weight, std=scale)
-        draw = layers[3][0].weight.detach().clone()
-        flow = trace(model)
-        changed = rescale_layers(flow, {n.index: 1.0 for n in flow.instances(WEIGHTED)})
-        assert changed == [layer[0] for layer in layers]
-        assert all(0.5 < s < 2 for s in mean_squares(model, torch.randn(256, 256), nn.Linear))
-        ratio = layers[3][0].weight / draw
-        torch.testing.assert_close(ratio, ratio.mean().expand_as(ratio))
-
-
 def test_every_kind_of_layer():
     for layer in [
         nn.Conv1d(64, 32, 3, bias=False),
@@ -231,19 +175,6 @@ def test_every_kind_of_layer():
         rescale_layers(flow, {flow.calls(layer)[0]: 1.0})
         x = torch.randn(8, 64, *[12] * len(layer.kernel_size))
         assert mean_squares(model, x, type(layer))[0] == pytest.approx(1, rel=0.25)
-
-
-def test_a_projection_brings_the_stream_back_to_one():
-    """Two additions double the stream; the next projection starts from one again."""
-    blocks = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), *[Basic(32, 32) for _ in range(3)])
-    last = Basic(32, 64, 2)
-    model = nn.Sequential(blocks, last)
-    projection, norm = last.downsample
-    flow = trace(model)
-    removed = {flow.calls(norm)[0]}
-    rescale_layers(flow, {flow.calls(projection)[0]: 1.0}, removed)
-    of_projection = mean_squares(model.train(), torch.randn(16, 3, 16, 16), nn.Conv2d)[-3]
-    assert of_projection == pytest.approx(1, rel=0.5)
 
 
 def test_zero_weights_are_left_alone():

@@ -47,26 +47,6 @@ def stepped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
-def test_rebinds_in_place():
-    for kind in [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW]:
-        a, b, c, d = (Parameter(torch.full((2,), float(i))) for i in range(4))
-        options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
-        optimizer = stepped(kind([{"params": [a, b]}, {"params": [c, d], "lr": 0.5}], lr=0.1, **options))
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        groups, lists = list(optimizer.param_groups), [g["params"] for g in optimizer.param_groups]
-        beside = Parameter(torch.zeros(1))
-        rebind_optimizer(optimizer, removed=[a], added=[(beside, c, "bias")])
-        assert all(now is then for now, then in zip(optimizer.param_groups, groups, strict=True))
-        assert all(g["params"] is then for g, then in zip(optimizer.param_groups, lists, strict=True))
-        assert [list(map(id, g["params"])) for g in groups] == [[id(b)], [id(c), id(beside), id(d)]]
-        assert set(optimizer.state) == {b, c, d}
-        before = beside.detach().clone()
-        stepped(optimizer)
-        scheduler.step()
-        assert not torch.equal(beside, before)
-        assert groups[1]["lr"] == pytest.approx(0.05)
-
-
 def test_a_group_may_run_empty_and_the_optimizer_still_steps():
     a, b = Parameter(torch.zeros(2)), Parameter(torch.zeros(2))
     for kind, foreach in itertools.product((torch.optim.SGD, torch.optim.Adam), (False, True)):

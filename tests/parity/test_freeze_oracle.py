@@ -1,7 +1,7 @@
 """Freezing against the reference: index sequences, nested groups, and training.
 
 The reference keeps one optimizer with its own momentum per group, and torchboost one in all, so their weights agree
-up to the first update at which that matters; from there on a loop written by hand here is the judge.
+up to the first update at which that matters; from there on a loop by hand in ``tests/compat`` is the judge.
 """
 
 from __future__ import annotations
@@ -116,22 +116,3 @@ def test_training_equals_the_oracle_until_moments_differ(oracle):
             for parameter, value in net.named_parameters():
                 key = next(k for k in arrays if k.startswith("param/") and renamed(k[6:]) == parameter)
                 torch.testing.assert_close(value.detach(), torch.from_numpy(arrays[key][step]), **meta["tolerance"])
-
-
-def test_without_momentum_the_flags_alone_decide(oracle):
-    for name in TRAINED:
-        meta, arrays = oracle[name]
-        net, _, groups = build(meta, arrays)
-        other, _, others = build(meta, arrays)
-        strategy = meta["hyper"]["train_strategy"]
-        optimizer = FreezeOpt(torch.optim.SGD(net.parameters(), lr=0.05), groups, strategy)
-        for step in range(meta["steps"]):
-            x, y = torch.from_numpy(arrays["x"][step]), torch.from_numpy(arrays["y"][step]).long()
-            F.cross_entropy(net(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            group = others[strategy[step % len(strategy)]]
-            for p, grad in zip(group, torch.autograd.grad(F.cross_entropy(other(x), y), group), strict=True):
-                p.data.sub_(grad, alpha=0.05)
-        for a, b in zip(net.parameters(), other.parameters(), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)

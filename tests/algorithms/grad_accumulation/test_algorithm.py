@@ -117,26 +117,6 @@ def test_equal_batches_give_the_bits_of_a_loop_by_hand() -> None:
         assert snapshot(ours) == snapshot(raw)
 
 
-def test_flush_averages_over_what_the_window_holds() -> None:
-    ours = fresh()
-    raw = copy.deepcopy(ours)
-    target = Target(ours, torch.optim.SGD(ours.parameters(), lr=0.1))
-    attach_all(target, [GradAccumulation(steps=4)])
-    step = TrainStep(target, lambda x, y: F.cross_entropy(ours(x), y))
-    assert step.flush() is None
-    for i in range(2):
-        step(*data(4, seed=i))
-    out = step.flush()
-    assert out is not None
-    assert step.updated
-    assert step.flush() is None
-    plain = torch.optim.SGD(raw.parameters(), lr=0.1)
-    (sum(F.cross_entropy(raw(x), y) for x, y in (data(4, seed=i) for i in range(2))) / 2).backward()
-    plain.step()
-    for p, q in zip(ours.parameters(), raw.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
-
-
 def test_a_window_can_be_ended_by_its_last_pass() -> None:
     model = fresh()
     inputs, labels = data(7)

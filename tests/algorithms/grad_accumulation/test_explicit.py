@@ -248,17 +248,6 @@ def test_a_checkpoint_without_a_window_drops_the_window_that_has_begun(stop: int
     assert same(taken(optimizer, range(5, 8)), taken(fresh, range(5, 8)))
 
 
-def test_a_step_of_the_optimizer_behind_is_refused() -> None:
-    model, inner, optimizer = start()
-    loss_of(model, 0).backward()
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(IncompatibleError, match="the original optimizer was stepped directly"):
-        inner.step()
-    assert same(model.state_dict().values(), before.values())
-    optimizer.direct.remove()
-    inner.step()
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
 def test_copies_go_on_with_the_window_alone(copied: Any) -> None:
     _, _, optimizer = start()
