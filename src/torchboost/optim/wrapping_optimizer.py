@@ -186,6 +186,7 @@ def regrouped(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Optimiz
     kept |= {"defaults": dict(optimizer.defaults), "param_groups": [], "state": defaultdict(dict, optimizer.state)}
     copy = kind.__new__(kind)
     copy.__setstate__(kept | ({"_schedules": []} if isinstance(optimizer, UpdateRule) else {}))
+    copy.defaults = dict(optimizer.defaults)  # __setstate__ adds "differentiable", which torch's Muon does not have
     for group in groups:
         copy.add_param_group(dict(group))
     return copy
