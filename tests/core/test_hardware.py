@@ -33,7 +33,6 @@ def test_a_gpu_is_judged_by_its_times_and_without_them_by_its_compute_capability
     bfloat16: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(hardware, "device_name", lambda device: "a GPU")
     for capability, ratio, fast in (((7, 5), None, False), ((8, 0), None, True), ((9, 0), 1.0, False)):
         bfloat16(ratio, ratio, fault="out of memory")
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
