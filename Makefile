@@ -24,7 +24,8 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: setup
-	$(BIN)/torchboost bench digits --decide 240s --out out/demo --force
+	$(BIN)/torchboost bench docstrings --contestants stock,hand,O1 --seeds 2 --pairs 10 --out out/demo/text --force
+	$(BIN)/torchboost bench digits --contestants stock,hand,O1 --decide 60s --out out/demo/digits --force
 
 test: setup
 	$(PYTEST) $(PYTEST_ARGS)

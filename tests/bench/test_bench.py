@@ -438,6 +438,34 @@ def test_levels_and_additions_go_through_the_planner() -> None:
     assert seen == [("O0", ("less_bn",)), ("O2", ()), ("O1", ("compile",))]
 
 
+def test_a_level_is_boosted_and_decided_at_the_first_step() -> None:
+    loop = build_loop(Recipe.parse("O1"), tiny(), seed=1, steps=8)
+    assert loop.notes == []
+    loop.step(*BATCHES[0])
+    assert "channels_last" in {row.name for row in loop.algorithms}
+    assert any(note.startswith("channels_last: exact here") for note in loop.notes), loop.notes
+    assert "less_bn" in {row.name for row in loop.dropped}
+    assert [row.name for row in build_loop(Recipe.parse("O0"), tiny(), seed=1, steps=8).algorithms] == []
+
+
+def test_the_loop_by_hand_alone_cuts_its_batches_to_the_longest_sequence() -> None:
+    widths: dict[str, list[int]] = {}
+
+    def factory(name: str) -> Factory:
+        def make(seed: int) -> Parts:
+            model = nn.Sequential(nn.AdaptiveAvgPool2d(8), network())
+            model.register_forward_pre_hook(lambda _, args: widths.setdefault(name, []).append(args[0].shape[-1]))
+            return Parts(model, sgd(model), F.cross_entropy, BATCHES)
+
+        return replace(tiny(), make=make, shorten=lambda inputs: inputs[..., :6])
+
+    for name in ("stock", "hand", "O0"):
+        loop = build_loop(Recipe.parse(name), factory(name), seed=1, steps=8)
+        loop.step(*BATCHES[0])
+        assert any("padded to their longest sequence" in note for note in loop.notes) is (name == "hand")
+    assert widths == {"stock": [8], "hand": [6], "O0": [8]}
+
+
 def test_the_real_planner_knows_levels_and_single_algorithms() -> None:
     model = network()
     optimizer = sgd(model)

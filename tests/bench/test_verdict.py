@@ -179,5 +179,7 @@ def test_set_up_target_and_baselines() -> None:
     assert target_of(whole) == pytest.approx(0.97 - 0.005, abs=0.001)
     assert summary["O1"].seconds_to_target == pytest.approx(0.5 + 100 * 0.016 * 5)
     assert summary["freeze"].seconds_to_target is None
+    curve = summary["O1"].contestant.curves[0]
+    assert summary["O1"].run_seconds == pytest.approx(curve.setup_seconds + curve.seconds[-1])
     assert "stock" not in verdicts(report(STOCK))
     assert summarise(report(level()))[0].difference is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import itertools
 import math
@@ -14,9 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchboost import boost
 from torchboost.bench.factory import Factory, loop_body, made_by, one_epoch
-from torchboost.workloads.data import Images, Text, augment, cifar10, digits, text
-from torchboost.workloads.models import GPT, VGG, BasicBlock, Bottleneck, ResNet
+from torchboost.workloads.data import Documents, Images, Text, augment, cifar10, digits, text, to_longest
+from torchboost.workloads.docstrings import PACKAGES, docstrings
+from torchboost.workloads.models import GPT, VGG, BasicBlock, Bottleneck, ResNet, TextClassifier
 from torchboost.workloads.named import WORKLOADS, accuracy, bits_per_character, find_workload, one_cycle
 
 
@@ -41,6 +44,16 @@ def small_images(count: int = 12, *, size: int = 8, classes: int = 12, **setting
     labels = torch.arange(count) % classes
     parts = {"train_images": images, "train_labels": labels, "test_images": images[:5], "test_labels": labels[:5]}
     return Images(**parts, classes=classes, mean=(0.0,) * 3, std=(1 / 255,) * 3, **settings)
+
+
+def small_documents(count: int, *, width: int = 16, words: int = 40) -> Documents:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, words, (count, width), generator=generator)
+    ids[torch.arange(width) >= torch.randint(1, width // 2, (count, 1), generator=generator)] = 0
+    labels = ids[:, 0] % len(PACKAGES)
+    names = tuple(map(str, range(words)))
+    parts = {"train_ids": ids, "train_labels": labels, "test_ids": ids[:5], "test_labels": labels[:5]}
+    return Documents(**parts, words=names, classes=PACKAGES)
 
 
 def test_digits_are_split_alike_every_time() -> None:
@@ -156,6 +169,58 @@ def test_text_windows_are_one_character_apart(tmp_path: Path) -> None:
         text(file)
 
 
+def test_docstrings_are_real_texts_of_equal_classes_without_the_names_of_the_packages() -> None:
+    pytest.importorskip("sklearn")
+    data = docstrings()
+    assert data.train_ids.shape == (5000, 128)
+    assert data.test_labels.bincount().tolist() == [350] * len(PACKAGES)
+    assert data.train_labels.bincount().tolist() == [1250] * len(PACKAGES)
+    assert 0.6 < data.padding < 0.8
+    assert not {*PACKAGES, "pytorch"} & set(data.words)
+    assert {"the", ".", "[name]"} < set(data.words[:50])
+    assert 5_000 < int(data.train_ids.max()) < len(data.words) <= 8_000
+    rows = torch.cat([data.train_ids, data.test_ids]).tolist()
+    assert len({tuple(row) for row in rows}) > 0.98 * len(rows)  # texts differ, but some only in unknown words
+    assert len(set(data.limited(100).train_labels.tolist())) == len(PACKAGES)
+    assert torch.equal(data.train_ids, docstrings().train_ids)
+    epoch = torch.cat([ids for ids, _ in data.train(16, seed=0, epoch=0)])
+    assert len(epoch) == data.steps(16) * 16
+    assert not torch.equal(epoch, torch.cat([ids for ids, _ in data.train(16, seed=0, epoch=1)]))
+    assert torch.equal(torch.cat([ids for ids, _ in data.test(100)]), data.test_ids)
+
+
+def test_docstrings_of_a_package_that_is_missing_or_has_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("torchboost.workloads.docstrings.PACKAGES", ("fewdocs",))
+    with pytest.raises(ImportError, match=r"need fewdocs.*pip install '\.\[workloads\]'"):
+        docstrings()
+    (tmp_path / "fewdocs").mkdir()
+    (tmp_path / "fewdocs" / "__init__.py").write_text('def f():\n    """One two three four five six seven eight."""\n')
+    importlib.invalidate_caches()
+    with pytest.raises(ValueError, match="found 1 docstrings in the source files of fewdocs; 1600 are needed"):
+        docstrings()
+
+
+def test_rows_are_cut_to_their_longest() -> None:
+    ids = torch.tensor([[4, 5, 0, 0], [6, 0, 0, 0]])
+    assert to_longest(ids).tolist() == [[4, 5], [6, 0]]
+    assert to_longest(torch.ones(2, 3)).shape == (2, 3)
+
+
+def test_a_text_classifier_does_not_see_padding_and_is_boosted_without_it() -> None:
+    data = small_documents(16)
+    torch.manual_seed(0)
+    model = TextClassifier(40, len(PACKAGES), context=16, layers=2, heads=2, width=16)
+    torch.testing.assert_close(model(data.train_ids), model(to_longest(data.train_ids)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    boosted = boost(model, optimizer, total_steps=100)  # no trial: the rules and the check decide
+    for _ in range(2):
+        F.cross_entropy(model(data.train_ids), data.train_labels).backward()
+        optimizer.step()
+    assert "exact here" in boosted.checks["unpad"], boosted.explain()
+    assert boosted.attached["unpad"].calls > 0, boosted.explain()  # type: ignore[attr-defined]
+
+
 def test_networks_have_the_published_sizes() -> None:
     """The counts are those of torchvision's tables, and of OpenAI's checkpoint."""
     with torch.device("meta"):
@@ -198,9 +263,9 @@ def test_gpt_sees_only_the_past_and_starts_near_the_uniform_loss() -> None:
 
 
 def test_every_workload_trains_and_is_decided_by_its_seed() -> None:
-    sets = {"text": text(context=128).limited(64), "images": small_images(64, size=32, classes=10)}
+    sets = {"text": text(context=128).limited(64), "docstrings": small_documents(64)}
     for workload in WORKLOADS:
-        data = sets["text" if workload.name.startswith("text") else "images"]
+        data = sets.get(workload.name.partition("-")[0], small_images(64, size=32, classes=10))
         factory = workload.factory(data)
 
         def first_losses(seed: int, factory: Factory = factory) -> list[float]:
@@ -243,6 +308,11 @@ def test_names_are_unique_and_found_by_their_start_and_load_their_data(tmp_path:
     assert find_workload("digits-resnet").load(None, 100).samples == 100
     with pytest.raises(ValueError, match="leave it out"):
         find_workload("digits-resnet").load(tmp_path, None)
+    words = find_workload("docstrings").load(None, 100)
+    assert isinstance(words, Documents)
+    assert words.samples == 100
+    with pytest.raises(ValueError, match="leave it out"):
+        find_workload("docstrings").load(tmp_path, None)
     data = find_workload("text-gpt").load(None, 20)
     assert isinstance(data, Text)
     assert data.samples == 20

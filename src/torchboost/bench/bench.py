@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchboost.bench.contestants import Loop, Planner, Recipe, build_loop, plan_for
+from torchboost.bench.contestants import Loop, Planner, Recipe, build_loop
 from torchboost.bench.factory import RETURNS, Epoch, Factory, check_seeds, one_epoch
 from torchboost.bench.verdict import stock_of
 from torchboost.measure.evidence import AlgorithmRow, BenchReport, Contestant, Curve, Quality
@@ -64,7 +64,7 @@ def run_bench(
     out: str | Path | None = None,
     resume: bool = False,
     decide: float | None = None,
-    planner: Planner = plan_for,
+    planner: Planner | None = None,
     progress: Progress | None = None,
 ) -> BenchReport:
     """Measure how fast each contestant steps and how well it learns, under equal conditions.
@@ -88,7 +88,7 @@ def run_bench(
         decide: Seconds for everything. Seeds are added until a sequential test has decided about the metric of every
             level, or the time is over; ``seeds`` does not count then. Contestants that promise nothing get two seeds.
             The drops of the factory must be known.
-        planner: Chooses the algorithms of levels and additions.
+        planner: Chooses the algorithms of levels and additions. None boosts as :func:`torchboost.boost` does.
         progress: Called in every phase.
 
     Raises:
@@ -158,7 +158,7 @@ class _Session:
     epoch: Epoch
     total_steps: int | None
     device: torch.device
-    planner: Planner
+    planner: Planner | None
     tell: Progress
     out: Path | None
     report: BenchReport

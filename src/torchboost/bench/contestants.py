@@ -5,9 +5,10 @@ The name of a contestant is a base and, after plus signs, the additions to it.
 =========================  ==========================================================================
 ``stock``                  the plain eager loop
 ``hand``                   the best loop by hand, in plain PyTorch: channels-last, bfloat16 autocast
-                           if the hardware is fast at it, fused optimizer
+                           if the hardware is fast at it, fused optimizer, texts padded to the longest
+                           of their batch if the factory says how
 ``hand+compile``           the same, and ``torch.compile``
-``O0``, ``O1``, ``O2``     the plain loop with that level attached
+``O0``, ``O1``, ``O2``     the plain loop, boosted at that level
 ``hand+less_bn``           the hand loop with one algorithm attached; likewise ``stock+...``
 ``O1+compile``             a level with one more algorithm
 =========================  ==========================================================================
@@ -30,6 +31,7 @@ from torchboost.core.algorithm import Target
 from torchboost.core.hardware import half_precision
 from torchboost.core.torch_private import AnyConv
 from torchboost.errors import nearest
+from torchboost.front import Boosted, boost
 from torchboost.measure.evidence import AlgorithmRow, DroppedRow
 from torchboost.optim.fusing import obstacle
 from torchboost.plan import Plan
@@ -96,17 +98,39 @@ class Loop:
         parts: The model to train, its optimizer, and the batches.
         step: ``(inputs, targets) -> loss``: forward, backward, update, schedule.
         predict: Maps inputs to outputs.
-        algorithms: The attached algorithms.
-        dropped: The requested algorithms that are off, with the reasons.
-        notes: Notes for the report.
+        by_hand: What the loop does by hand, in words.
+        boosted: The boosted pair, or the plan that was attached; None without either. A boosted pair decides about its
+            levers at the first step.
     """
 
     parts: Parts
     step: Callable[[Any, Any], Tensor]
     predict: nn.Module
-    algorithms: list[AlgorithmRow] = field(default_factory=list)
-    dropped: list[DroppedRow] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    by_hand: list[str] = field(default_factory=list)
+    boosted: Boosted | Plan | None = None
+
+    @property
+    def plan(self) -> Plan | None:
+        """What is attached now."""
+        return self.boosted.plan if isinstance(self.boosted, Boosted) else self.boosted
+
+    @property
+    def algorithms(self) -> list[AlgorithmRow]:
+        """The attached algorithms."""
+        return [AlgorithmRow(name=a.name, settings=repr(a)) for a in self.plan.algorithms] if self.plan else []
+
+    @property
+    def dropped(self) -> list[DroppedRow]:
+        """The requested algorithms that are off, with the reasons."""
+        return [DroppedRow(name=d.name, reason=d.reason) for d in self.plan.dropped] if self.plan else []
+
+    @property
+    def notes(self) -> list[str]:
+        """Notes for the report: what is done by hand, and how far the levers are from a plain step."""
+        checks = self.boosted.checks if isinstance(self.boosted, Boosted) else {}
+        on = {algorithm.name for algorithm in self.algorithms}
+        notes = [f"by hand: {', '.join(self.by_hand)}"] if self.by_hand else []
+        return notes + [f"{name}: {check}" for name, check in checks.items() if name in on]
 
 
 def plan_for(level: str, added: Sequence[str], model: nn.Module, optimizer: Optimizer, total_steps: int) -> Plan:
@@ -123,11 +147,12 @@ def build_loop(
     steps: int,
     total_steps: int | None = None,
     device: torch.device | str = "cpu",
-    planner: Planner = plan_for,
+    planner: Planner | None = None,
 ) -> Loop:
     """Build model, optimizer and schedule of a training, and the loop body of a contestant around them.
 
-    The model is put into training mode, as a factory may return it in evaluation mode.
+    The model is put into training mode, as a factory may return it in evaluation mode. A level is what
+    :func:`torchboost.boost` makes of the pair, unless there is a planner.
 
     Args:
         recipe: The contestant.
@@ -136,19 +161,25 @@ def build_loop(
         steps: Length of the schedule.
         total_steps: Number of steps that must repay the start-up cost of an algorithm, by default ``steps``.
         device: Device of the model.
-        planner: Chooses the algorithms of levels and additions.
+        planner: Chooses the algorithms of levels and additions, which are then attached without a trial.
 
     Raises:
         ValueError: The plan has gradient accumulation, which these loops do not support.
     """
     parts = factory.build(seed)
     model = parts.model.to(device).train()
+    total = total_steps or steps
+    if recipe.kind == "level" and planner is None:
+        added = dict.fromkeys(recipe.planned, True)
+        boosted = boost(model, parts.optimizer, level=recipe.base, total_steps=total, config={"extra": added})
+        body = loop_body(parts, boosted.model, boosted.optimizer, steps)
+        return Loop(parts=parts, step=body, predict=boosted.model, boosted=boosted)
     by_hand = recipe.base == "hand"
-    notes = ["fused optimizer"] if by_hand and _fuse(parts.optimizer) else []
+    done = ["fused optimizer"] if by_hand and _fuse(parts.optimizer) else []
     target, plan = Target(model, parts.optimizer, seed=seed), None
     if recipe.kind in ("level", "algorithm"):
         level = "O0" if recipe.kind == "algorithm" else recipe.base
-        plan = planner(level, recipe.planned, model, parts.optimizer, total_steps or steps)
+        plan = (planner or plan_for)(level, recipe.planned, model, parts.optimizer, total)
         plan.transform(model, parts.optimizer)
     channels_last = by_hand and any(isinstance(module, nn.Conv2d) for module in model.modules())
     convolutions = sum(isinstance(module, AnyConv) for module in model.modules())
@@ -163,20 +194,21 @@ def build_loop(
             raise ValueError("the plan accumulates gradients; the loops of a benchmark update after every batch.")
     autocast = functools.partial(torch.autocast, torch.device(device).type, torch.bfloat16)
     body = loop_body(parts, target.model, target.optimizer, steps, autocast if half else contextlib.nullcontext)
+    shorten = factory.shorten if by_hand else None
 
-    def channels_last_body(inputs: Tensor, targets: Any) -> Tensor:
-        return body(inputs.contiguous(memory_format=torch.channels_last), targets)
+    def by_hand_body(inputs: Any, targets: Any) -> Tensor:
+        inputs = inputs if shorten is None else shorten(inputs)
+        return body(inputs.contiguous(memory_format=torch.channels_last) if channels_last else inputs, targets)
 
-    options = {"channels-last": channels_last, "bfloat16 autocast": half, "torch.compile": recipe.compiled_by_hand}
-    notes += [name for name, on in options.items() if on]
-    return Loop(
-        parts=parts,
-        step=channels_last_body if channels_last else body,
-        predict=target.model,
-        algorithms=[AlgorithmRow(name=a.name, settings=repr(a)) for a in plan.algorithms] if plan else [],
-        dropped=[DroppedRow(name=d.name, reason=d.reason) for d in plan.dropped] if plan else [],
-        notes=[f"by hand: {', '.join(notes)}"] if notes else [],
-    )
+    options = {
+        "batches padded to their longest sequence": shorten is not None,
+        "channels-last": channels_last,
+        "bfloat16 autocast": half,
+        "torch.compile": recipe.compiled_by_hand,
+    }
+    done += [name for name, on in options.items() if on]
+    step = by_hand_body if channels_last or shorten is not None else body
+    return Loop(parts=parts, step=step, predict=target.model, by_hand=done, boosted=plan)
 
 
 def _fuse(optimizer: Optimizer) -> bool:

@@ -98,6 +98,7 @@ class Factory:
             None if these are not known.
         train_limit: Use only the first batches, with about this number of samples.
         source: Tells apart the versions of the user's file.
+        shorten: Cuts the inputs of a batch to its longest sequence, which a loop by hand does; None if nothing is cut.
     """
 
     make: Callable[[int], object]
@@ -110,6 +111,7 @@ class Factory:
     drops: tuple[float, float] | None = None
     train_limit: int | None = None
     source: str = ""
+    shorten: Callable[[Any], Any] | None = None
     _last: list[Parts] = field(default_factory=list, init=False, repr=False)
 
     @classmethod

@@ -75,6 +75,7 @@ class Summary:
         hand: Ratio against the best hand-tuned loop.
         final: Mean final metric over the seeds.
         difference: Final metric against stock.
+        run_seconds: Training time of a whole run including set-up, the mean over the seeds.
         seconds_to_target: Training time including set-up until the mean metric reaches the target of the report.
         repaid_after: Number of steps that repay the longer warm-up compared with stock.
         peak_bytes: How far the memory rose in a training run, the median over the seeds.
@@ -86,6 +87,7 @@ class Summary:
     hand: Ratio | None
     final: float | None
     difference: Difference | None
+    run_seconds: float | None
     seconds_to_target: float | None
     repaid_after: int | None
     peak_bytes: float | None
@@ -128,6 +130,7 @@ def summarise(report: BenchReport) -> list[Summary]:
     for contestant in report.contestants:
         ratios = {r.baseline: r for r in contestant.ratios}
         finals = list(_finals(contestant).values())
+        runs = [curve.setup_seconds + curve.seconds[-1] for curve in contestant.curves if curve.seconds]
         peaks = [curve.peak_bytes for curve in contestant.curves if curve.peak_bytes is not None]
         other = stock is not None and contestant is not stock
         summaries.append(
@@ -137,6 +140,7 @@ def summarise(report: BenchReport) -> list[Summary]:
                 hand=ratios.get(hand.name) if hand and contestant is not hand else None,
                 final=mean_of(finals) if finals else None,
                 difference=_difference(contestant, stock, sign, share) if stock and other else None,
+                run_seconds=mean_of(runs) if runs else None,
                 seconds_to_target=None if target is None else _seconds_to(contestant, target, sign),
                 repaid_after=_repaid_after(contestant, stock) if stock and other else None,
                 peak_bytes=statistics.median(peaks) if peaks else None,

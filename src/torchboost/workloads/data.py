@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import Self
 
-__all__ = ["Images", "Text", "cifar10", "digits", "text"]
+__all__ = ["Documents", "Images", "Text", "cifar10", "digits", "text", "to_longest"]
 
 Batch = tuple[Tensor, Tensor]
 
@@ -147,6 +147,69 @@ class Text:
         where = (starts[:, None] + torch.arange(self.context + 1)).to(tokens.device)
         windows = tokens[where]
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Documents:
+    """Labelled texts as numbers of words, one text in a row, filled up with zeros.
+
+    Args:
+        train_ids: int64, shape (N, width).
+        train_labels: int64, shape (N,).
+        test_ids: int64, shape (M, width).
+        test_labels: int64, shape (M,).
+        words: The words in the order of their numbers. The first one stands for padding.
+        classes: Names of the labels.
+    """
+
+    train_ids: Tensor
+    train_labels: Tensor
+    test_ids: Tensor
+    test_labels: Tensor
+    words: tuple[str, ...]
+    classes: tuple[str, ...]
+
+    @property
+    def samples(self) -> int:
+        """Number of training texts."""
+        return len(self.train_ids)
+
+    @property
+    def padding(self) -> float:
+        """Share of the positions of the training texts that are padding."""
+        return float((self.train_ids == 0).float().mean())
+
+    def steps(self, batch: int) -> int:
+        """Return the number of whole batches in an epoch."""
+        return _whole_batches(self.samples, batch)
+
+    def train(self, batch: int, *, seed: int, epoch: int) -> Iterator[Batch]:
+        """Yield one epoch of whole batches, shuffled by ``seed`` and ``epoch`` alone."""
+        order = torch.randperm(self.samples, generator=_generator(seed, epoch)).to(self.train_ids.device)
+        for picked in order[: self.steps(batch) * batch].split(batch):
+            yield self.train_ids[picked], self.train_labels[picked]
+
+    def test(self, batch: int) -> Iterator[Batch]:
+        """Yield the test set once, in order, the last batch possibly short."""
+        yield from zip(self.test_ids.split(batch), self.test_labels.split(batch), strict=True)
+
+    def limited(self, count: int | None) -> Self:
+        """Return the same data with only the first ``count`` training texts; all of them for None."""
+        return replace(self, train_ids=self.train_ids[:count], train_labels=self.train_labels[:count])
+
+    def to(self, device: torch.device | str) -> Self:
+        """Return the same data on ``device``."""
+        names = ("train_ids", "train_labels", "test_ids", "test_labels")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+
+
+def to_longest(ids: Tensor) -> Tensor:
+    """Return rows of numbers without the columns at their end that hold padding alone, the number 0.
+
+    Args:
+        ids: Shape (N, width).
+    """
+    return ids[:, : int((ids != 0).sum(1).max())].contiguous()
 
 
 def augment(images: Tensor, generator: torch.Generator, *, shift: int, flip: bool) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["GPT", "VGG", "BasicBlock", "Bottleneck", "ResNet"]
+__all__ = ["GPT", "VGG", "BasicBlock", "Bottleneck", "ResNet", "TextClassifier"]
 
 
 class BasicBlock(nn.Module):
@@ -176,6 +176,48 @@ class GPT(nn.Module):
         places = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.tokens(tokens) + self.positions(places)
         return self.head(self.norm(self.blocks(x)))
+
+
+class TextClassifier(nn.Module):
+    """A transformer encoder over words, the mean over the words of a text, and a linear layer. The number 0 is padding.
+
+    Args:
+        vocabulary: Number of words, padding included.
+        classes: Number of outputs.
+        context: Largest number of words in a text.
+        layers: Encoder layers, each with its norms first.
+        heads: Attention heads per layer.
+        width: Size of a word's vector, a multiple of ``heads``.
+        dropout: Probability of dropout.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        classes: int,
+        *,
+        context: int = 128,
+        layers: int = 2,
+        heads: int = 4,
+        width: int = 128,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.words = nn.Embedding(vocabulary, width, padding_idx=0)
+        self.positions = nn.Embedding(context, width)
+        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout, batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.head = nn.Linear(width, classes)
+        for embedding in (self.words, self.positions):
+            nn.init.normal_(embedding.weight, std=0.02)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Map numbers of words (N, T) to scores (N, classes)."""
+        padding = ids == 0
+        places = torch.arange(ids.shape[1], device=ids.device)
+        hidden = self.encoder(self.words(ids) + self.positions(places), src_key_padding_mask=padding)
+        words = (~padding).unsqueeze(2)
+        return self.head((hidden * words).sum(1) / words.sum(1))
 
 
 class TransformerBlock(nn.Module):

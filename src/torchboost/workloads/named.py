@@ -17,13 +17,14 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from torchboost.bench.factory import ACCURACY_DROPS, Factory, Metric, Parts
 from torchboost.errors import nearest
-from torchboost.workloads.data import Images, Text, cifar10, digits, text
-from torchboost.workloads.models import GPT, VGG, BasicBlock, Bottleneck, ResNet
+from torchboost.workloads.data import Documents, Images, Text, cifar10, digits, text, to_longest
+from torchboost.workloads.docstrings import docstrings
+from torchboost.workloads.models import GPT, VGG, BasicBlock, Bottleneck, ResNet, TextClassifier
 
 __all__ = ["WORKLOADS", "Workload", "accuracy", "bits_per_character", "find_workload", "one_cycle"]
 
 Predict = Callable[[Tensor], Tensor]
-Data = Images | Text
+Data = Images | Text | Documents
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,7 @@ class Workload:
         epochs: Passes over the training data.
         metric: The metric on the test set.
         drops: Drop of the metric that counts as unchanged, and drop that level O2 may cost, in units of the metric.
+        shorten: See :class:`~torchboost.bench.factory.Factory`.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Workload:
     epochs: int
     metric: Metric = "accuracy"
     drops: tuple[float, float] = ACCURACY_DROPS
+    shorten: Callable[[Any], Any] | None = None
 
     def model(self, data: Data, seed: int) -> nn.Module:
         """Return the model with the weights of ``seed``. The global random state is not changed."""
@@ -98,6 +101,7 @@ class Workload:
             metric=self.metric,
             higher_is_better=self.metric == "accuracy",
             drops=self.drops,
+            shorten=self.shorten,
         )
 
 
@@ -169,6 +173,12 @@ def _digits(path: str | Path | None, limit: int | None) -> Images:
     return digits(16).limited(limit)
 
 
+def _docstrings(path: str | Path | None, limit: int | None) -> Documents:
+    if path is not None:
+        raise ValueError(f"found the path {path}; leave it out, since the texts are those of installed packages.")
+    return docstrings().limited(limit)
+
+
 def _resnet(block: type[BasicBlock | Bottleneck], layers: tuple[int, ...], data: Images) -> nn.Module:
     return ResNet(block, layers, width=16, classes=data.classes, in_channels=data.train_images.shape[1])
 
@@ -224,6 +234,18 @@ WORKLOADS: tuple[Workload, ...] = (
         epochs=2,
         metric="bits per character",
         drops=(0.02, 0.1),
+    ),
+    Workload(
+        name="docstrings-transformer",
+        title="docstrings of installed packages, padded to 128 words",
+        model_name="transformer encoder, 2 layers, width 128",
+        load=_docstrings,
+        build=lambda data: TextClassifier(len(data.words), len(data.classes), context=data.train_ids.shape[1]),
+        optimizer=functools.partial(AdamW, lr=1e-3, weight_decay=0.01),
+        loss=F.cross_entropy,
+        batch=16,
+        epochs=1,
+        shorten=to_longest,
     ),
 )
 """All workloads. A prefix of a name selects the first match."""

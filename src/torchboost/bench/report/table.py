@@ -34,7 +34,7 @@ class Table:
 
 
 def result_table(report: BenchReport) -> Table:
-    """Return a row per contestant: step time, both ratios, metric, difference to stock, time to target, set-up, memory.
+    """Return a row per contestant: step time, ratios, metric, difference, whole run, time to target, set-up, memory.
 
     Columns without entries, such as the metric if there was no training, are left out.
     """
@@ -54,6 +54,7 @@ def result_table(report: BenchReport) -> Table:
         "against best hand": lambda s: wording.ratio_interval(s.hand.interval) if s.hand else NOTHING,
         report.metric_name: lambda s: NOTHING if s.final is None else wording.measure(s.final, share=share),
         "difference to stock": difference,
+        "whole run": lambda s: NOTHING if s.run_seconds is None else wording.seconds(s.run_seconds),
         "time to target": lambda s: NOTHING if s.seconds_to_target is None else wording.seconds(s.seconds_to_target),
         "set-up": lambda s: wording.seconds(s.contestant.warmup_seconds) if s.contestant.warmup_seconds else NOTHING,
         "memory": lambda s: NOTHING if s.peak_bytes is None else wording.size(s.peak_bytes),
