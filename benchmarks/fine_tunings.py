@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -294,7 +293,6 @@ def trained(host: str, way: str, seed: int, work: Job) -> Result:
 
 def measure(host: str, options: Options) -> Path:
     warnings.filterwarnings("ignore")
-    os.environ["TORCHBOOST_CACHE"] = "off"  # each run has its own trial
     size, file = TINY if options.smoke else Size(), options.file("fine_tunings", host)
     work, ways = job(size), HOSTS[host][1]
     result = begun(file, host, work, resume=options.resume)
