@@ -137,7 +137,7 @@ class BoostMixin(_Base):
                 together=True,
             ),
             calibrate=self._calibrate if self.args.n_gpu < 2 else False,  # DataParallel calls replicas
-            verify=self._verify,
+            verify=self._verify and self.args.n_gpu < 2,
             caller="trainer.train",
         )
         self.optimizer, self._stage = self.boosted.optimizer, "boosted"
