@@ -7,7 +7,7 @@ pads to the longest text of the batch, with a fused optimizer, and with autocast
 it. Compilation by hand is left out, since so short a run does not repay it.
 
 The runs of a seed in a host have the same weights at their start and the same batches. The time is that from the
-beginning of the first step to the end of the last one, with the trial of O1, which finds no earlier choice in a cache.
+beginning of the first step to the end of the last one, with the trial of O1.
 The accuracy is that of the texts that are for tests. Each run is saved when it ends; ``--resume`` continues.
 """
 
