@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: setup
-	$(BIN)/torchboost bench docstrings --contestants stock,hand,O1 --seeds 2 --pairs 10 --out out/demo/text --force
+	$(BIN)/torchboost bench docstrings --contestants stock,hand,O1 --seeds 3 --pairs 10 --out out/demo/text --force
 	$(BIN)/torchboost bench digits --contestants stock,hand,O1 --decide 60s --out out/demo/digits --force
 
 test: setup
