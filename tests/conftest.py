@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,6 +67,13 @@ def deterministic() -> Iterator[None]:
         torch.set_float32_matmul_precision("highest")
         for backend in matmul_backends().values():
             backend.fp32_precision = "none"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def ctrl_c() -> None:
+    """Let Ctrl-C interrupt, as in a terminal. Programs that a shell starts in the background ignore it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
