@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import adasum_convergence
+import padding_table
 import svg
 from ratios import total_ratio
 from zoo_verdict import STOCK, Row, geometric_mean, row_of
@@ -166,8 +167,15 @@ def _subspace() -> str:
 
 
 _DEEP, _RUN = "step_time-cifar10-resnet-bottleneck", "freeze_times-cifar10-resnet-bottleneck-small"
+
+
+def _unpadded() -> str:
+    return padding_table.against_best(RESULTS)
+
+
 FIGURES: Mapping[str, Callable[[], str]] = MappingProxyType(
     {
+        "unpad": _unpadded,
         "less_bn": _faster(_DEEP, "hand+less_bn", "hand", "the loop by hand (bottleneck ResNet)"),
         "gradient_centralization": _faster(
             _DEEP, "hand+gradient_centralization", "hand", "the loop by hand (bottleneck ResNet)"

@@ -352,16 +352,16 @@ def boost(
         scaler: The ``GradScaler`` of the loop; autocast to float16 needs one.
         loop: Who owns the training loop: ``"own"``, or a trainer: ``"transformers"``, ``"lightning"`` or
             ``"accelerate"``. A trainer accumulates gradients and scales the loss itself, so both are left out.
-        calibrate: Whether to measure which speed levers pay: memory format, autocast, fused optimizer, compilation. The
-            first training call tries them with the inputs that arrive, and attaches those that make a step faster.
+        calibrate: Whether to measure which speed levers pay, such as unpadding, autocast and compilation. The first
+            training call tries them with the inputs that arrive, and attaches those that make a step faster.
             ``"auto"`` spends at most 1 % of ``total_steps`` and at most 60 s on it, in runs of fewer than 4,000 updates
             up to 40 steps and 4 %, and without ``total_steps`` the time of 30 steps; below 300 updates it measures
             nothing. A number is the seconds to spend. False measures nothing. What is not measured is chosen by the
             kind of the machine and the model. Levers that ``config`` names under ``extra`` are not measured.
         verify: Whether to compare, at the first training call, a step with the speed levers that are on with a plain
             one: all outputs and every gradient, on the inputs that arrive. Levers must agree up to rounding, autocast
-            within a stated bound (``docs/levels.md``); what does not is left out with the number. It costs three to
-            five passes, and is repeated once when the shapes of the inputs change.
+            within a stated bound (``docs/calibration.md``); what does not is left out with the number. It costs 6 to
+            24 steps, and is repeated once when the shapes of the inputs change.
 
     Returns:
         The boosted pair: ``model, optimizer = boost(...)``, or keep the object for ``explain()``, ``state_dict()``,

@@ -230,7 +230,7 @@ def _partial_unproven(facts: Facts) -> str | None:
 
 
 def _threads_unproven(facts: Facts) -> str | None:
-    return "only a measurement can tell which number of threads is faster; ask for one with extra.threads"
+    return "it is tried only if torch does not use all cores and the program has set no number; ask with extra.threads"
 
 
 def _tf32_unproven(facts: Facts) -> str | None:

@@ -36,10 +36,11 @@ def unpad_forward(model: nn.Module, *, pairs: Sequence[Pair] = _PAIRS) -> Attach
     """Compute a padded batch of sequences without its padding, in training.
 
     The tokens of all sequences become rows of one tensor. Functions that treat each position by itself, such as linear
-    layers, norms and activations, compute these rows. Attention is computed for each sequence by itself, if its mask
-    excludes the padding. A loss computes the positions that it does not ignore. Every other function needs the whole
-    tensor: the call is then repeated with the padding, and calls of this kind are no longer tried. So losses and
-    gradients are those of the padded batch up to the order of additions, or the padding is not left out.
+    layers, norms and activations, compute these rows. Attention is computed for sequences of about the same length
+    together, if its mask excludes the padding. A loss computes the positions that it does not ignore. Every other
+    function needs the whole tensor: the call is then repeated with the padding, and calls of this kind are no longer
+    tried. So losses and gradients are those of the padded batch up to the order of additions, or the padding is not
+    left out.
 
     What is padding is known from the masks among the arguments, from the ``padding_idx`` of embeddings and from the
     ``key_padding_mask`` of ``nn.MultiheadAttention``. It is a guess: if it is wrong, a function asks for the padding.

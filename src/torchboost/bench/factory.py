@@ -409,7 +409,7 @@ def function_at(source: str) -> Callable[[int], object]:
     file, _, name = source.rpartition(":")
     path = Path(file)
     if not path.is_file():
-        raise ValueError(f"found no file at {file!r}; needed: a workload's name, or path/to/train.py:make.")
+        raise ValueError(f"found no file at {file or source!r}; needed: a workload's name, or path/to/train.py:make.")
     spec = importlib.util.spec_from_file_location(f"torchboost_factory_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{file!r} is not a Python file; needed: path/to/train.py:make.")

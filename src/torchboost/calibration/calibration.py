@@ -52,8 +52,9 @@ Calibrate = bool | float | Literal["auto"]
 False: none. A number: its seconds."""
 
 UNSEEN = (
-    "the optimizer was stepped, but no training call of the model was seen. It was compiled after boost, only a part "
-    "of it is called, all calls are inside a checkpoint, or several ranks call it without DDP"
+    "the optimizer was stepped, but no training call of the model was seen. It is in evaluation mode (call "
+    "model.train()), it was compiled after boost, only a part of it is called, all calls are inside a checkpoint, or "
+    "several ranks call it without DDP"
 )
 """Why nothing is measured or checked if updates come before the first training call."""
 

@@ -223,7 +223,7 @@ class _Bench:
         self._plain += [plain for plain, _ in times]
         detail = f"{detail}, " if detail else ""
         if low <= 0:
-            text = f"{detail}no difference in {len(times)} pairs of steps"
+            text = f"{detail}no measurable time in {len(times)} pairs of steps"
             return Waste(kind=kind, seconds=0.0, share=0.0, found=text)
         text = f"{detail}{low:.0%} to {high:.0%} of the computation, in {len(times)} pairs of steps with and without it"
         return Waste(kind=kind, seconds=share * self.plain, share=share, found=text, remedy=remedy)
@@ -259,7 +259,7 @@ def _padding(bench: _Bench, padded: Sequence[Padded]) -> Waste:
         bench.passes.run()
     if live.calls and not live.remark:
         tries = "boost tries the lever unpad; " if first.name == "model" else ""
-        remedy = f"{tries}by hand: unpad_forward({first.name})"
+        remedy = f"{tries}by hand: torchboost.algorithms.unpad_forward({first.name})"
         return bench.waste(kind, lambda: unpad_forward(first.module), remedy, detail)
     detail = f"{detail}; it cannot be left out: {live.remark or 'an unknown reason'}"
     if not columns:

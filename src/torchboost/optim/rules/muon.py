@@ -356,7 +356,7 @@ def faster_dtype(device: torch.device) -> torch.dtype:
     On a CPU this is measured (:func:`~torchboost.core.hardware.half_precision`); the processor's flags are not asked.
     Several processes on CPUs take float32 without a measurement, because all of them must use one precision.
 
-    Cost: on a CPU 0.1 s, once per machine.
+    Cost: on a CPU 0.1 s, once per process.
     """
     if device.type != "cpu":
         return torch.bfloat16
