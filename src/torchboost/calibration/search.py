@@ -343,9 +343,7 @@ class _Search:
         else:
             keep = self.undecided.get(lever, False) and middle > 1
             what = "kept as usual" if keep else "left out"
-            count = len(sample.ratios)
-            pairs = "1 pair" if count == 1 else f"{count} pairs"
-            text = f"{pairs} of steps did not decide ({middle:.2f} times as fast); {what}"
+            text = f"the steps did not decide ({middle:.2f} times as fast); {what}"
             self._decide(lever, keep, text, sample)
             if not keep:
                 self.open.add(lever)
