@@ -253,7 +253,7 @@ class _Session:
             return seconds, max(1, seconds, round(end - start))
 
         for seed in range(MOST_SEEDS):
-            now, undecided = time.monotonic(), self.judge()
+            now, undecided = time.monotonic(), [name for name in self.judge() if name in names]
             if seed >= FEW_SEEDS and (not undecided or now + longest > end):
                 break
             for name in names:
