@@ -308,6 +308,17 @@ def test_what_cannot_be_decided_ends_after_the_last_seed_or_in_time(decided: Cal
     assert seeds_of(decided({"O1": [0.9]})) == {"O1": bench.FEW_SEEDS}  # nothing to compare with
 
 
+def test_a_training_with_other_levers_than_the_step_times_is_noted() -> None:
+    plans = itertools.chain([HALVING], itertools.repeat(planner_of()))
+
+    def planner(*args: Any) -> Plan:
+        return next(plans)(*args)
+
+    notes = benched(None, "O1", planner=planner, pairs=6, seeds=1).notes
+    assert notes == [f"O1, seed 0: {bench.CHANGED.format('nothing', 'halved')}"]
+    assert benched(None, "O1", pairs=6, seeds=1).notes == []
+
+
 def test_a_decision_about_some_contestants_waits_for_no_other(
     decided: Callable[..., BenchReport], tmp_path: Path
 ) -> None:
