@@ -144,15 +144,19 @@ class Levers:
         parts = [plan.explain(), self.choice.explain() if self.choice is not None else unseen]
         on = {algorithm.name for algorithm in plan.algorithms}
         parts += [f"  {name}  {text}" for name, text in self.checks.items() if name in on]
-        remarks = {name: self.attached[name].remark for name in self.attached}
-        parts += [f"  {name}  not in effect: {text}" for name, text in remarks.items() if text]
+        parts += [f"  {name}  not in effect: {text}" for name, text in self.remarks.items()]
         parts += self._stays()
         text = "\n".join(part for part in parts if part)
         return f"removed; before, this was so:\n{text}" if self.state == "removed" else text
 
     @property
+    def remarks(self) -> dict[str, str]:
+        """Attached algorithm -> why it is not in effect, for those that are not."""
+        return {name: self.attached[name].remark for name in self.attached if self.attached[name].remark}
+
+    @property
     def _in_effect(self) -> list[str]:
-        return [name for name in self.attached if not self.attached[name].remark]
+        return [name for name in self.attached if name not in self.remarks]
 
     def _stays(self) -> list[str]:
         """Return a line for each kind of waste above 10 % of a step that stays."""

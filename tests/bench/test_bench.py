@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from torch.optim import Optimizer
@@ -308,6 +308,27 @@ def test_what_cannot_be_decided_ends_after_the_last_seed_or_in_time(decided: Cal
     assert seeds_of(decided({"O1": [0.9]})) == {"O1": bench.FEW_SEEDS}  # nothing to compare with
 
 
+def test_a_training_with_other_levers_than_the_step_times_is_noted() -> None:
+    plans = itertools.chain([HALVING], itertools.repeat(planner_of()))
+
+    def planner(*args: Any) -> Plan:
+        return next(plans)(*args)
+
+    notes = benched(None, "O1", planner=planner, pairs=6, seeds=1).notes
+    assert notes == [f"O1, seed 0: {bench.CHANGED.format('nothing', 'halved')}"]
+    assert benched(None, "O1", pairs=6, seeds=1).notes == []
+
+
+def test_a_decision_about_some_contestants_waits_for_no_other(
+    decided: Callable[..., BenchReport], tmp_path: Path
+) -> None:
+    out = tmp_path / "report.json"
+    undecided = {"O2": [0.95, 0.96]}
+    decided(CLOSE | undecided, decide=0.0, out=out)
+    counts = seeds_of(decided(CLOSE, out=out, resume=True))
+    assert counts == {"stock": counts["O1"], "O1": counts["O1"], "O2": bench.FEW_SEEDS}
+
+
 def test_the_progress_of_a_decision_is_never_above_its_total() -> None:
     seen: list[tuple[int, int]] = []
 
@@ -446,6 +467,28 @@ def test_a_level_is_boosted_and_decided_at_the_first_step() -> None:
     assert any(note.startswith("channels_last: exact here") for note in loop.notes), loop.notes
     assert "less_bn" in {row.name for row in loop.dropped}
     assert [row.name for row in build_loop(Recipe.parse("O0"), tiny(), seed=1, steps=8).algorithms] == []
+
+
+def test_a_lever_without_effect_is_said_to_have_none() -> None:
+    class Padded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.out = nn.Embedding(9, 8, padding_idx=0), nn.Linear(8, 2)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.out(self.words(ids).mean(1))  # reads the padding
+
+    def make(seed: int) -> Parts:
+        model = Padded()
+        return Parts(model, sgd(model), F.cross_entropy, BATCHES)
+
+    loop = build_loop(Recipe.parse("O1"), replace(tiny(), make=make), seed=1, steps=8)
+    ids = torch.tensor([[1, 2, 3, 4], [5, 0, 0, 0]])
+    for _ in range(3):
+        loop.step(ids, torch.tensor([0, 1]))
+    assert [note for note in loop.notes if note.startswith("unpad: ")] == [
+        "unpad: not in effect: mean: it combines positions"
+    ]
 
 
 def test_the_loop_by_hand_alone_cuts_its_batches_to_the_longest_sequence() -> None:

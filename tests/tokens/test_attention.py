@@ -13,6 +13,8 @@ from torch.overrides import TorchFunctionMode
 from tests.tokens.test_scores import rows_of
 from torchboost.core.torch_private import attention_of_packed_rows
 from torchboost.tokens.layout import Layout
+from torchboost.tokens.operations import PaddedRows
+from torchboost.tokens.rows import BATCH, TOKEN
 
 varlen: Any = None
 if importlib.util.find_spec("torch.nn.attention.varlen"):
@@ -76,6 +78,22 @@ def test_outputs_and_gradients_are_those_of_the_padded_batch_in_fewer_calls(kind
     with Calls() as calls:
         attend(parts, layout, keys, **options)
     assert calls.count - 1 < len(LENGTHS)
+
+
+@pytest.mark.parametrize("features", [(), (2, 5)])
+def test_queries_of_any_dimensions_see_the_keys_of_their_own_sequence_alone(features: tuple[int, ...]):
+    layout = layout_of([3, 4, 5, 5, 4])  # as many as the second feature has entries
+    torch.manual_seed(0)
+    whole = torch.randn(5, *features, 5, 4, dtype=torch.float64)
+    rows = PaddedRows(
+        whole.movedim(-2, 1).flatten(0, 1)[layout.index],
+        layout,
+        (BATCH, *range(len(features)), TOKEN, len(features)),
+    )
+    mask = layout.mask.view(5, *[1] * len(features), 1, 5)
+    found: Any = F.scaled_dot_product_attention(rows, rows, rows, attn_mask=mask)
+    expected = F.scaled_dot_product_attention(whole, whole, whole, attn_mask=mask)
+    torch.testing.assert_close(found.rows, expected.movedim(-2, 1).flatten(0, 1)[layout.index])
 
 
 def test_a_sequence_without_tokens_changes_nothing():

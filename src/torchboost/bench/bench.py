@@ -46,6 +46,7 @@ UNITS_UNKNOWN = (
     "`torchboost tune --drop`."
 )
 SAME = "turned on the same here, so their differences are chance"
+CHANGED = "its own trial turned on other levers or settings: trained with {}, timed with {}"
 ENOUGH_ROUNDS = 6
 FEW_ROUNDS = "timed in fewer than six rounds: too few for a 95 % interval, the ones shown are too narrow"
 ENVIRONMENT = ("torch", "torchboost", "processor", "instructions", "device", "threads")
@@ -253,7 +254,7 @@ class _Session:
             return seconds, max(1, seconds, round(end - start))
 
         for seed in range(MOST_SEEDS):
-            now, undecided = time.monotonic(), self.judge()
+            now, undecided = time.monotonic(), [name for name in self.judge() if name in names]
             if seed >= FEW_SEEDS and (not undecided or now + longest > end):
                 break
             for name in names:
@@ -299,6 +300,10 @@ class _Session:
                 curve.seconds.append(trained)
                 curve.train_loss.append(_smoothed(losses))
                 curve.metric.append(self.factory.evaluate(loop.parts, loop.predict))
+        timed = next(contestant.algorithms for contestant in self.report.contestants if contestant.name == name)
+        if loop.algorithms != timed:
+            ours, theirs = (", ".join(row.name for row in rows) or "nothing" for rows in (loop.algorithms, timed))
+            self.update(notes=[*self.report.notes, f"{name}, seed {seed}: {CHANGED.format(ours, theirs)}"])
         return curve.model_copy(update={"setup_seconds": setup, "peak_bytes": peak.bytes})
 
     def judge(self) -> list[str]:

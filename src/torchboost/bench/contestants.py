@@ -126,8 +126,11 @@ class Loop:
 
     @property
     def notes(self) -> list[str]:
-        """Notes for the report: what is done by hand, and how far the levers are from a plain step."""
-        checks = self.boosted.checks if isinstance(self.boosted, Boosted) else {}
+        """Notes for the report: what is done by hand, how far the levers are from a plain step, what has no effect."""
+        checks: dict[str, str] = {}
+        if isinstance(self.boosted, Boosted):
+            remarks = {name: f"not in effect: {text}" for name, text in self.boosted.levers.remarks.items()}
+            checks = self.boosted.checks | remarks
         on = {algorithm.name for algorithm in self.algorithms}
         notes = [f"by hand: {', '.join(self.by_hand)}"] if self.by_hand else []
         return notes + [f"{name}: {check}" for name, check in checks.items() if name in on]

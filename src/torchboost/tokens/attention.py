@@ -69,7 +69,7 @@ class _Group(NamedTuple):
         size: The number of sequences.
         queries: The number of queries of each.
         keys: The number of keys of each.
-        mask: True at each key that is computed; None if all are. Shape (size, 1, 1, keys).
+        mask: True at each key that is computed; None if all are. Shape (size, keys).
     """
 
     size: int
@@ -110,7 +110,7 @@ def _together(query: Rows, key: Rows, value: Rows, causal: bool, options: dict[s
     outputs = []
     for group, *one in zip(batch.groups, query_parts, key_parts, value_parts, strict=True):
         q, k, v = (part.unflatten(0, (group.size, -1)).movedim(1, -2) for part in one)
-        mask = None if causal else group.mask
+        mask = None if causal or group.mask is None else group.mask[(slice(None), *(None,) * (q.ndim - 2))]
         output = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, **options)
         outputs.append(output.movedim(-2, 1).flatten(0, 1))
     return torch.cat(outputs).index_select(0, batch.places)
@@ -134,7 +134,7 @@ def _grouped(queries: Layout, keys: Layout) -> _Groups:
         own_queries, asking = _rows(queries, group)
         before = sum(one.size * one.queries for one in groups)
         places[own_queries[asking]] = before + torch.arange(own_queries.numel()).view_as(own_queries)[asking]
-        mask = None if present.all() else present[:, None, None].to(keys.mask.device)
+        mask = None if present.all() else present.to(keys.mask.device)
         groups.append(_Group(len(group), own_queries.shape[1], own_keys.shape[1], mask))
         key_rows.append(own_keys.flatten())
         query_rows.append(own_queries.flatten())

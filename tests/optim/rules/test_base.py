@@ -107,6 +107,31 @@ def test_shapes_are_checked_on_loading_and_nothing_changes():
     assert not other._optimizer_load_state_dict_pre_hooks
 
 
+@pytest.mark.parametrize("other", [torch.optim.Adamax, torch.optim.RMSprop, torch.optim.Adagrad])
+def test_a_checkpoint_of_another_rule_is_refused_and_nothing_changes(other: Any):
+    """Adam's steps count would be loaded with second moments of zero, and the first update would be immense."""
+    params = parameters()
+    written, optimizer = other(params, lr=0.1), Adam(params, lr=0.1)
+    for one in (optimizer, written):
+        give_grads(params, 0)
+        one.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match="written by another rule than Adam"):
+        optimizer.load_state_dict(written.state_dict())
+    assert repr(optimizer.state_dict()) == repr(before)
+
+
+def test_an_option_that_was_set_since_the_last_update_is_loaded():
+    params = parameters()
+    optimizer = Adam(params, lr=0.1)
+    give_grads(params, 0)
+    optimizer.step()
+    optimizer.param_groups[0]["amsgrad"] = True
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    optimizer.step()
+    assert "max_exp_avg_sq" in optimizer.state[params[0]]
+
+
 def test_a_torch_checkpoint_tells_adam_how_far_the_schedule_is():
     params = parameters()
     theirs = torch.optim.Adam(params, lr=0.1)

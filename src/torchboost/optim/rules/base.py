@@ -340,8 +340,8 @@ class UpdateRule(Optimizer):
         updates: with a list or function as ``lr``, set ``"updates"`` in the groups after loading it.
 
         Raises:
-            ValueError: The groups differ, a state does not have the shape of its parameter, or moments are in 8 bits,
-                as earlier versions could keep them; nothing was changed.
+            ValueError: The groups differ, a state is of another rule or does not have the shape of its parameter, or
+                moments are in 8 bits, as earlier versions could keep them; nothing was changed.
         """
         state_dict = _in_order(state_dict, self.param_groups)
         rules = [self.rule_for(group) for group in self.param_groups]
@@ -351,6 +351,7 @@ class UpdateRule(Optimizer):
         state_dict = {**state_dict, "param_groups": groups}
         keys = [rule.state_keys({**rule.defaults, **group}) for rule, group in zip(rules, groups, strict=False)]
         _check_shapes(state_dict, self.param_groups, keys)
+        _check_rules(state_dict, rules, keys)
         handle = self.register_load_state_dict_pre_hook(_hide)
         try:
             super().load_state_dict(state_dict)
@@ -561,6 +562,18 @@ def _check_shapes(
                         f"the parameter has {tuple(param.shape)}; give the parameters in the order of the checkpoint."
                     )
             position += 1
+
+
+def _check_rules(state_dict: Mapping[str, Any], rules: Sequence[UpdateRule], keys: Sequence[Sequence[str]]) -> None:
+    """Refuse saved states without the entries that a rule has with any options: zeros would take their place."""
+    for rule, saved, names in zip(rules, state_dict["param_groups"], keys, strict=False):
+        needed = [key for key in rule.state_keys(rule.defaults) if key in names]
+        for state in filter(None, map(state_dict["state"].get, saved["params"])):
+            if missing := [key for key in needed if key not in state]:
+                raise ValueError(
+                    f"the checkpoint holds {sorted(state)} of a parameter, but not {missing[0]!r}, so it was "
+                    f"written by another rule than {type(rule).__name__}; load it with that rule, or begin without it."
+                )
 
 
 @dataclass(frozen=True)
