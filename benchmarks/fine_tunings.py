@@ -268,7 +268,7 @@ HOSTS: dict[str, tuple[Callable[..., torchboost.Boosted | None], Sequence[str]]]
     "transformers": (in_trainer, (STOCK, LEVEL)),
     "accelerate": (with_accelerate, (STOCK, LEVEL)),
 }
-"""Where a model is fine-tuned, and in which ways."""
+"""The hosts of a fine-tuning, and its ways in each."""
 
 
 @torch.no_grad()

@@ -123,11 +123,10 @@ def _grouped(queries: Layout, keys: Layout) -> _Groups:
     for one in sorted(range(queries.batch), key=lambda one: lengths[one], reverse=True):
         if 0 in lengths[one]:
             continue
-        alike = bool(members) and all(
-            length >= _ALIKE * max(lengths[other][side] for other in members[-1])
-            for side, length in enumerate(lengths[one])
-        )
-        members += [[*members.pop(), one]] if alike else [[one]]
+        if members and _are_alike(lengths[one], [lengths[other] for other in members[-1]]):
+            members[-1].append(one)
+        else:
+            members.append([one])
     groups, key_rows, query_rows, places = [], [], [], torch.empty(queries.index.numel(), dtype=torch.long)
     for group in members:
         own_keys, present = _rows(keys, group)
@@ -140,6 +139,11 @@ def _grouped(queries: Layout, keys: Layout) -> _Groups:
         query_rows.append(own_queries.flatten())
     device = keys.mask.device
     return _Groups(groups, torch.cat(query_rows).to(device), torch.cat(key_rows).to(device), places.to(device))
+
+
+def _are_alike(lengths: tuple[int, int], group: list[tuple[int, int]]) -> bool:
+    """Whether a sequence is not much shorter than the longest of a group, in keys and in queries."""
+    return all(own >= _ALIKE * max(others) for own, others in zip(lengths, zip(*group, strict=True), strict=True))
 
 
 def _rows(layout: Layout, group: list[int]) -> tuple[Tensor, Tensor]:
