@@ -1,10 +1,10 @@
 """Claim: what O1 gains in a step of a fine-tuning arrives in the whole run, in the plain loop and in trainers.
 
 A small BERT tells which package a docstring is from (``torchboost.workloads.docstrings``). It was trained for a short
-time as a masked language model on the same texts. Texts are padded to 128 words, as ``padding="max_length"`` does. The
-hosts are a plain loop, ``transformers.Trainer`` and a loop with Accelerate, each alone and with O1. The loop by hand
-pads to the longest text of the batch, with a fused optimizer, and with autocast in bfloat16 if the processor is fast at
-it. Compilation by hand is left out, since so short a run does not repay it.
+time as a masked language model on the same texts. A run is three epochs. Texts are padded to 128 words, as
+``padding="max_length"`` does. The hosts are a plain loop, ``transformers.Trainer`` and a loop with Accelerate, each
+alone and with O1. The loop by hand pads to the longest text of the batch, with a fused optimizer, and with autocast in
+bfloat16 if the processor is fast at it. Compilation by hand is left out, since so short a run does not repay it.
 
 The runs of a seed in a host have the same weights at their start and the same batches. The time is that from the
 beginning of the first step to the end of the last one, with the trial of O1.
@@ -62,7 +62,7 @@ class Size:
     width: int = 192
     layers: int = 2
     batch: int = 16
-    steps: int = 320
+    steps: int = 936
     before: int = 300
     seeds: int = 5
 

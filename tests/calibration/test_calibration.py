@@ -382,4 +382,4 @@ def test_a_trial_on_the_cpu_is_not_longer_for_the_price_of_compilation(monkeypat
     monkeypatch.setattr(module.Calibration, "seconds", lambda self, step, price=None: asked.append(price) or 0.3)
     model = network()
     torchboost.boost(model, adamw(model), level="O1", total_steps=10_000).model(batches()[0][0])
-    assert asked == [None]
+    assert set(asked) == {None}

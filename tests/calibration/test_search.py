@@ -6,10 +6,14 @@ import itertools
 import math
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
-from torchboost.calibration.search import Price, search
+from torchboost.calibration import search as calibration_search
+from torchboost.calibration.choice import Verdict
+from torchboost.calibration.search import Price
+from torchboost.measure.evidence import Interval
 
 
 class Planted:
@@ -77,6 +81,14 @@ class Planted:
 
     def elapsed(self) -> float:
         return self.now
+
+
+def search(
+    levers: Sequence[str], bench: Planted, *, seconds: float, **told: Any
+) -> tuple[tuple[Verdict, ...], Interval | None]:
+    """Search within a budget that does not depend on the steps."""
+    told = {"step_seconds": bench.step, **told}
+    return calibration_search.search(levers, bench, budget=lambda _: seconds, **told)  # pyright: ignore[reportArgumentType]
 
 
 FACTORS = {"gains": 1 / 1.2, "costs": 1.2, "nothing": 1.0, "raises": 1.0}
@@ -414,3 +426,26 @@ def test_a_lever_that_is_much_faster_in_each_of_four_pairs_is_kept_without_more(
     (verdict,), _ = search(["unpad"], Planted({"unpad": 1 / 3}, noise=0.01), seconds=60)
     assert (verdict.kept, verdict.pairs) == (True, 4)
     assert "times as fast" in verdict.reason
+
+
+def test_a_lever_that_is_on_without_a_trial_needs_two_such_pairs():
+    (verdict,), _ = search(["unpad"], Planted({"unpad": 1 / 3}, noise=0.01), seconds=60, undecided={"unpad": True})
+    assert (verdict.kept, verdict.pairs) == (True, 2)
+
+
+@pytest.mark.parametrize(("price", "waits"), [(None, False), (1e6, False), (0.5, True)])
+def test_a_run_that_became_faster_gives_a_trial_less_time_unless_a_price_waits_for_it(price, waits):
+    """The trial takes 100 of the steps that the run then has: 1 s, or 0.25 s after "unpad"."""
+    bench = Planted({"unpad": 1 / 4, "nothing": 1.0, "compile": 0.8}, noise=0.01, prices={"compile": price or 0.0})
+    prices = {} if price is None else {"compile": Price(expected=price)}
+    calibration_search.search(
+        ["unpad", "nothing", *prices],
+        bench,  # pyright: ignore[reportArgumentType]
+        budget=lambda step: 100 * step,
+        steps=10**5,
+        prices=prices,
+        undecided={"unpad": True},
+        step_seconds=bench.step,
+    )
+    assert (("unpad", "compile") in bench.built) == waits
+    assert waits or bench.now < 0.5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -281,7 +282,7 @@ class Calibration:
                 verdicts, ratio = search(
                     sorted(levers, key=lambda name: name not in self.prior),  # what may take long comes last
                     trial,
-                    seconds=budgets[0],
+                    budget=functools.partial(self.seconds, price=granted),
                     steps=self.total_steps,
                     prices=prices,
                     undecided={name: name in self.prior for name in levers},

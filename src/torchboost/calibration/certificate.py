@@ -134,7 +134,8 @@ class Certificate:
     Raises:
         IncompatibleError: Equal passes differ.
 
-    Cost: two passes at the beginning, three with dropout, one for each check, and up to two more if one fails narrowly.
+    Cost: two passes at the beginning, three if it is the first of them that shows dropout, one for each check, and up
+    to two more if one fails narrowly.
     Memory for two gradients.
     """
 
@@ -143,8 +144,9 @@ class Certificate:
         self._names = {id(p): name for name, p in passes.model.named_parameters()}
         self._sized: list[Tensor] = list(passes.parameters)
         self._size, self.is_random = 0.0, False
+        passes.without_dropout = passes.draws
         self._plain: Pass = self._first()
-        if self.is_random:
+        if self.is_random and not passes.without_dropout:
             passes.without_dropout = True
             self._plain = self._first()
         self._sized += self._plain.outputs

@@ -81,6 +81,7 @@ class Passes:
     Attributes:
         parameters: Those that are trained, in the order of the gradients of a pass.
         without_dropout: Whether passes compute with dropout at zero, to be compared.
+        draws: Whether one of the passes so far has drawn random numbers.
         unread: Masks of shape (batch, length), zero at positions of outputs that count as read by no loss.
         unequal: By how much two equal passes were seen to differ, relative to an output. 0 if they do not.
     """
@@ -105,7 +106,7 @@ class Passes:
         self._leaves: list[Tensor] = []
         self._copies: list[tuple[Tensor, int]] = []
         self._written: list[int] | None = None
-        self._complete = self.without_dropout = False
+        self._complete = self.without_dropout = self.draws = False
         self.unequal = 0.0
         self.unread: Sequence[Tensor] = ()
 
@@ -134,6 +135,7 @@ class Passes:
             _clear_casts()
             yield
         finally:
+            self.draws = self.draws or self.is_random
             for unit in sharded_units(self.model):
                 end_pass(unit)
             reshard(self.model)

@@ -29,6 +29,8 @@ _EARLY = 4
 _CLEARLY_SLOWER = 0.93
 _CLEARLY_FASTER = 1.5
 """A lever that is at least this much faster in each of the first pairs is kept."""
+_CONFIRMED = 2
+"""Number of those pairs for a lever that is on without a trial."""
 _HOPELESSLY_SLOW = 0.3
 """If it is as slow as this, two pairs say so."""
 _SLOWER_BY_FAR = 0.5
@@ -72,6 +74,13 @@ class _Sample:
     incumbent: list[float] = field(default_factory=list)
     price: float = 0.0
     second: bool = False
+    early: float = math.inf
+    """Number of pairs after which a clear gain decides."""
+
+    @property
+    def is_clearly_faster(self) -> bool:
+        """Whether a lever is kept before its first look."""
+        return len(self.ratios) >= self.early and min(self.ratios) >= _CLEARLY_FASTER
 
     @property
     def interval(self) -> Interval | None:
@@ -93,30 +102,31 @@ def search(
     levers: Sequence[str],
     bench: Trial,
     *,
-    seconds: float,
+    budget: Callable[[float], float],
     steps: int | None = None,
     prices: Mapping[str, Price] | None = None,
     undecided: Mapping[str, bool] | None = None,
     forms: Mapping[str, Sequence[str]] | None = None,
     longer: Callable[[float, float, Price], float] | None = None,
-    step_seconds: float | None = None,
+    step_seconds: float,
 ) -> tuple[tuple[Verdict, ...], Interval | None]:
     """Try the levers one after the other on top of those that were kept, then those again that were dropped too early.
 
     A lever is kept if the 98 % interval of its paired ratio is above 1 and the ratio at least 1.01, or 1.02 with a
-    price. Without a price it is also kept if it is at least 1.5 times as fast in each of the first four pairs. It is
-    dropped if the interval excludes that, if it raises, or if its price is not repaid. A lever that was
-    dropped before another one was kept is tried a second time on top of that one. Levers with a price come last, since
-    each later try would pay the price again. Time is set aside for them. If one of those gains nothing, it is tried
-    once more together with levers that cost nothing, since compiled code may need another memory format. If it was
-    kept, its forms are tried in its place, by the same rules. If it cost more than expected, so do they. What is left
-    goes to levers that were not decided. At the end the combination is compared with the plain step. If it is slower,
-    nothing is kept.
+    price. Without a price it is also kept if it is at least 1.5 times as fast in each of the first four pairs, or of
+    the first two if it is on without a trial. It is dropped if the interval excludes that, if it raises, or if its
+    price is not repaid. A lever that was dropped before another one was kept is tried a second time on top of that one.
+    Levers with a price come last, since each later try would pay the price again. Time is set aside for them. If one
+    of those gains nothing, it is tried once more together with levers that cost nothing, since compiled code may need
+    another memory format. If it was kept, its forms are tried in its place, by the same rules. If it cost more than
+    expected, so do they. What is left goes to levers that were not decided. At the end the combination is compared
+    with the plain step. If it is slower, nothing is kept.
 
     Args:
         levers: Names, in the order of the trial, except that levers with a price come last.
         bench: Its incumbent is the plain step. With several ranks, every number comes from the slowest rank.
-        seconds: Budget of the trial.
+        budget: Returns the seconds that the trial may take in a run whose steps take the given seconds. It is asked
+            again for faster steps, unless a lever with a price waits for its time.
         steps: Updates that remain in the run. None if unknown. Levers with a price are then not tried.
         prices: Lever -> what it costs once.
         undecided: Lever -> whether to keep it if the budget does not suffice for a decision. Missing means no. A lever
@@ -124,14 +134,14 @@ def search(
         forms: Lever with a price, or one of its forms -> forms that may replace it. All of them have prices.
         longer: Called with the seconds that were spent, the seconds of a step, and the price of a form. Returns the
             budget of a trial that tries it, if that is more.
-        step_seconds: Time of a plain step. None if unknown.
+        step_seconds: Time of a plain step.
 
     Returns:
         One verdict for each lever, in the given order, and how many times as fast a step of the chosen combination is
         as a plain one. None if it was not measured.
     """
     told = dict(prices or {}), dict(undecided or {}), dict(forms or {}), longer
-    return _Search(list(levers), bench, seconds, steps, *told, last_step=step_seconds).run()
+    return _Search(list(levers), bench, budget, steps, *told, last_step=step_seconds).run()
 
 
 def _is_clearly_slower(ratios: Sequence[float]) -> bool:
@@ -140,30 +150,26 @@ def _is_clearly_slower(ratios: Sequence[float]) -> bool:
     return max(ratios) < least
 
 
-def _is_clearly_faster(ratios: Sequence[float]) -> bool:
-    """Whether a lever is kept before its first look."""
-    return len(ratios) >= _EARLY and min(ratios) >= _CLEARLY_FASTER
-
-
 @dataclass(slots=True)
 class _Search:
     levers: list[str]
     bench: Trial
-    seconds: float
+    budget: Callable[[float], float]
     steps: int | None
     prices: dict[str, Price]
     undecided: dict[str, bool]
     forms: dict[str, Sequence[str]]
     longer: Callable[[float, float, Price], float] | None
+    last_step: float
+    seconds: float = field(init=False)
     until: float = field(init=False)
     kept: list[str] = field(default_factory=list)
     verdicts: dict[str, Verdict] = field(default_factory=dict)
     open: set[str] = field(default_factory=set)
     assumed: set[str] = field(default_factory=set)
-    last_step: float | None = None
 
     def __post_init__(self) -> None:
-        self.until = self.seconds
+        self.until = self.seconds = self.budget(self.last_step)
 
     def run(self) -> tuple[tuple[Verdict, ...], Interval | None]:
         free = [lever for lever in self.levers if lever not in self.prices]
@@ -220,7 +226,7 @@ class _Search:
         before, price = self.verdicts[lever], self.prices[form]
         dearer = max(1.0, before.price / self.prices[lever].expected)
         self.prices[form] = price = replace(price, expected=price.expected * dearer)
-        if self.longer is not None and self.last_step is not None:
+        if self.longer is not None:
             self.seconds = max(self.seconds, self.longer(self.bench.elapsed(), self.last_step, price))
             self.until = self.seconds
         current = before.form or lever
@@ -238,18 +244,20 @@ class _Search:
         return verdict.kept
 
     def _set_aside(self, priced: Sequence[str]) -> None:
-        """Leave time for those levers whose price the budget and the run allow."""
+        """Leave time for those levers whose price the budget and the run allow. Without one a faster run gives less."""
         share = SET_ASIDE * self.seconds
         wanted = any(self.steps is not None and self._dear(lever, share) is None for lever in priced)
+        if not wanted:
+            self.seconds = min(self.seconds, self.budget(self.last_step))
         self.until = self.seconds - (share if wanted else 0.0)
 
     def _try(self, lever: str, share: float, also: Sequence[str] = ()) -> None:
         within = self._left()
-        if within <= 0:
-            self._leave_open(lever, "the time for the trial was used up")
-            return
         if lever in self.prices and (refusal := self._dear(lever, share)) is not None:
             self._decide(lever, False, refusal, None)
+            return
+        if within <= 0:
+            self._leave_open(lever, "the time for the trial was used up")
             return
         began = self.bench.elapsed()
         try:
@@ -259,25 +267,25 @@ class _Search:
                 self._leave_open(lever, "the trial had no time left for its first steps")
                 return
             self._decide(lever, False, f"{error}; give it more with calibrate=seconds", None)
-            if self.last_step is not None and within < _PATIENCE * self.last_step:
+            if within < _PATIENCE * self.last_step:
                 self.open.add(lever)
             return
         except Exception as error:  # a lever may raise anything. Training continues without it
             self._decide(lever, False, f"it raised {in_a_line(error)}", None)
             return
-        sample = self._measure(
-            min(self.bench.elapsed() + share, self.until),
-            grace=_GRACE if lever in self.prices else 0.0,
-            second=bool(also),
+        sample = _Sample(price=price, second=bool(also))
+        if lever not in self.prices:
+            sample.early = _CONFIRMED if self.undecided.get(lever, False) else _EARLY
+        self._measure(
+            sample, min(self.bench.elapsed() + share, self.until), grace=_GRACE if lever in self.prices else 0.0
         )
-        sample.price = price
         if not sample.ratios and self._is_few(self.bench.elapsed() - began):
             self._leave_open(lever, "the time for the trial was used up before its first pair of steps")
             return
         self._judge(lever, sample)
 
     def _is_few(self, seconds: float) -> bool:
-        return self.last_step is not None and seconds < _FEW * self.last_step
+        return seconds < _FEW * self.last_step
 
     def _leave_open(self, lever: str, reason: str) -> None:
         """Decide about a lever of which nothing is known as if there were no trial."""
@@ -288,27 +296,22 @@ class _Search:
             reason = f"not measured: {reason}; on as usual"
         self.verdicts[lever] = Verdict(lever=lever, kept=usual, reason=reason)
 
-    def _measure(self, deadline: float, *, early: bool = True, grace: float = 0.0, second: bool = False) -> _Sample:
-        sample, deadline = _Sample(second=second), deadline + grace * self.seconds
-        began = self.bench.elapsed()
-        while True:
-            left = self._left() + grace * self.seconds
-            if left <= 0:
-                return sample
+    def _measure(self, sample: _Sample, deadline: float, *, stops: bool = True, grace: float = 0.0) -> None:
+        """Add pairs to a sample until it is decided or the time is up. If it ``stops`` early, clear ones suffice."""
+        began, grace = self.bench.elapsed(), grace * self.seconds
+        while (left := self._left() + grace) > 0:
             base, challenger = self.bench.sample(within=left)
             if math.isinf(base) or (math.isinf(challenger) and left < _FEW * base):
-                return sample
+                return
             sample.incumbent.append(base)
             sample.ratios.append(base / challenger if challenger > 0 and math.isfinite(challenger) else 0.0)
             done = len(sample.ratios)
-            if early and (_is_clearly_slower(sample.ratios) or (grace == 0.0 and _is_clearly_faster(sample.ratios))):
-                return sample
-            if done in _LOOKS and sample.is_decided:
-                return sample
-            if done >= _LOOKS[-1]:
-                return sample
-            if self.bench.elapsed() >= deadline and not self._is_near_first_look(done, began):
-                return sample
+            if stops and (_is_clearly_slower(sample.ratios) or sample.is_clearly_faster):
+                return
+            if (done in _LOOKS and sample.is_decided) or done >= _LOOKS[-1]:
+                return
+            if self.bench.elapsed() >= deadline + grace and not self._is_near_first_look(done, began):
+                return
 
     def _is_near_first_look(self, done: int, began: float) -> bool:
         """Whether a lever whose time is up is decided soon, such as one that a pause of the machine kept from it."""
@@ -329,15 +332,14 @@ class _Search:
         if _is_clearly_slower(sample.ratios) or max(sample.ratios) < _SLOWER_BY_FAR:
             text = f"a step takes {1 / middle:.2f} times as long" if middle else "a step did not end in the time left"
             self._decide(lever, False, text, sample)
-        elif (lever not in self.prices and _is_clearly_faster(sample.ratios)) or (
-            sample.interval is not None and sample.interval.low > 1 and middle >= least
-        ):
+        elif sample.is_clearly_faster or (sample.interval is not None and sample.interval.low > 1 and middle >= least):
             saving, price = self._saving(middle), self._in_all(lever, sample.price)
             if lever in self.prices and saving is not None and saving <= price:
                 text = f"{middle:.2f} times as fast, which saves {saving:.0f} s and costs {price:.0f} s"
                 self._decide(lever, False, text, sample)
             else:
                 self._decide(lever, True, f"a step is {middle:.2f} times as fast", sample)
+                self.last_step /= middle
         elif sample.interval is not None and (sample.is_decided or len(sample.ratios) >= _LOOKS[-1]):
             self._decide(lever, False, f"no gain was found: {sample.interval.mid:.2f} times as fast", sample)
         else:
@@ -345,7 +347,9 @@ class _Search:
             what = "kept as usual" if keep else "left out"
             text = f"the steps did not decide ({middle:.2f} times as fast); {what}"
             self._decide(lever, keep, text, sample)
-            if not keep:
+            if keep:
+                self.last_step /= middle
+            else:
                 self.open.add(lever)
 
     def _decide(self, lever: str, kept: bool, reason: str, sample: _Sample | None) -> None:
@@ -380,7 +384,7 @@ class _Search:
         return price * self.prices[lever].times if lever in self.prices else 0.0
 
     def _saving(self, ratio: float) -> float | None:
-        if self.steps is None or self.last_step is None:
+        if self.steps is None:
             return None
         return self.steps * self.last_step * (1 - 1 / ratio)
 
@@ -405,7 +409,9 @@ class _Search:
             self.bench.build((), within=self._left())
         except Exception:  # what was decided stands. Only the gain of all together is unknown
             return None
-        plain = self._measure(self.seconds, early=False).interval
+        sample = _Sample()
+        self._measure(sample, self.seconds, stops=False)
+        plain = sample.interval
         if plain is None or plain.low <= 0:
             return None
         if plain.low <= 1:
