@@ -346,7 +346,7 @@ def told(result: Result) -> str:
     machine, seeds = result["environment"], len({run["seed"] for run in result["runs"]})
     return (
         f"{result['steps']} steps with batches of {result['batch']} texts, {result['padding']:.0%} of their positions "
-        f"padding, {seeds} seeds. A step is the median after the first {SETTLED}. {machine['processor']}, "
+        f"padding, {seeds} seeds. A step is the mean after the first {SETTLED}. {machine['processor']}, "
         f"{machine['threads']} threads, torch {machine['torch']}."
     )
 
@@ -372,7 +372,8 @@ def lines_of(host: str, result: Result) -> list[tuple[str, ...]]:
 
 
 def settled(run: Result) -> float:
-    return statistics.median(run["times"][SETTLED:] or run["times"])
+    """Return the mean step. Batches have texts of different lengths, so the median is that of another batch."""
+    return mean_of(run["times"][SETTLED:] or run["times"])
 
 
 def gap(pairs: Sequence[tuple[Result, Result]]) -> str:
