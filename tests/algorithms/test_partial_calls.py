@@ -3,7 +3,7 @@
 import copy
 import pickle
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchboost.algorithms import sparse_head_forward, unpad_forward
+from torchboost.core.torch_private import has_saved_tensor_hooks
 
 transformers = pytest.importorskip("transformers")
 
@@ -299,6 +300,41 @@ def test_gradient_checkpointing(reentrant: bool):
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     (live,) = assert_same(model, lambda: model(**inputs).loss, unpad_forward)
     assert bool(live.calls) is not reentrant
+
+
+class Suspended(nn.Module):
+    """Saves tensors by hooks of a generator that nothing ends if its part of the forward raises.
+
+    ``torch.utils.checkpoint`` before torch 2.13 does this.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.norm, self.out = nn.Embedding(WORDS, 8), nn.BatchNorm1d(8), nn.Linear(8, WORDS)
+        self.saved: list[bool] = []
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Tensor:
+        self.saved.append(has_saved_tensor_hooks())
+        hidden = self.words(input_ids)
+
+        def hooks() -> Iterator[None]:
+            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+                yield
+
+        held = hooks()
+        next(held)
+        normed = self.norm(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
+        next(held, None)
+        return F.cross_entropy(self.out(normed).flatten(0, 1), labels.flatten())
+
+
+def test_hooks_of_a_pass_that_is_given_up_do_not_see_the_next_one():
+    torch.manual_seed(0)
+    model, inputs = Suspended(), batch()
+    (live,) = assert_same(model, lambda: model(**inputs), unpad_forward)
+    assert not live.calls
+    assert not any(model.saved)
+    assert not has_saved_tensor_hooks()
 
 
 def test_the_cache_of_keys_can_be_read():

@@ -180,25 +180,32 @@ class PartialCall:
         moving = self._forward.moving.get(self._kind)
         named = self._model.named_buffers() if moving is None or moving else ()
         buffers = [(name, (b, version(b), b.clone())) for name, b in named if moving is None or name in moving]
+        asked: str | None = None
         try:
             with part.mode:
                 outputs = self._compute()
         except MissingRows as reason:
             if self not in reason.owners:
                 raise
-            set_generator_states(self._generators, self._devices)
-            _restore(before for _, before in buffers)
-            fewer = part.fewer()
-            if fewer is not None:
-                return self.run(fewer)
-            self._forward.refuse(self._kind, str(reason))
-            return self._compute()
+            asked = str(reason)
+        if asked is not None:  # not in the handler, where frames live on, and with them the hooks of a checkpoint
+            return self._with_more(part, asked, buffers)
         self._forward.calls += part.used()
         self._forward.moving[self._kind] = frozenset(name for name, (b, then, _) in buffers if version(b) != then)
         for path, rows in _rows_in(outputs, (), set()):
             rows.source = lambda path=path: self._whole(path)
             in_the_graph(rows)
         return outputs
+
+    def _with_more(self, part: Part, asked: str, buffers: Iterable[tuple[str, tuple[Tensor, int, Tensor]]]) -> Any:
+        """Compute once more, with the positions for which a function asked."""
+        set_generator_states(self._generators, self._devices)
+        _restore(before for _, before in buffers)
+        fewer = part.fewer()
+        if fewer is not None:
+            return self.run(fewer)
+        self._forward.refuse(self._kind, asked)
+        return self._compute()
 
     def watched(self, part: Part) -> Any:
         """Compute everything, and see what the loop reads of the outputs."""
