@@ -220,7 +220,7 @@ class HostWaits(DispatchMode):
 
 def _place() -> str:
     """Return the innermost line that is neither of torch nor of torchboost."""
-    for frame, line in traceback.walk_stack(None):
+    for frame, line in traceback.walk_stack(inspect.currentframe()):
         file = Path(frame.f_code.co_filename)
         if _HOME in file.parents:
             if file.name in ("passes.py", "trial.py"):

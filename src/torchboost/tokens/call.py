@@ -180,6 +180,7 @@ class PartialCall:
         moving = self._forward.moving.get(self._kind)
         named = self._model.named_buffers() if moving is None or moving else ()
         buffers = [(name, (b, version(b), b.clone())) for name, b in named if moving is None or name in moving]
+        outputs: Any = None
         asked: str | None = None
         try:
             with part.mode:
