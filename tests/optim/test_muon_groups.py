@@ -67,6 +67,10 @@ def test_fused_projections_and_gates_are_split():
     model(torch.randint(0, 20, (2, 8))).square().mean().backward()
     optimizer.step()
     assert {group["split"] for group in optimizer.param_groups if group["rule"] == "muon"} == {1, 3}
+    before = MixedOptimizer(whole).state_dict()
+    with pytest.raises(ValueError, match=r"has 2 param groups, this optimizer 3.*muon_groups\(model, split=False\)"):
+        optimizer.load_state_dict(before)
+    MixedOptimizer(muon_groups(model, muon={"lr": 0.02}, split=False)).load_state_dict(before)
 
 
 def test_the_table_says_what_is_split():

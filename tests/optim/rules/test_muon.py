@@ -202,6 +202,20 @@ def test_a_split_equals_parameters_of_their_own_bit_for_bit(shape, split, axis, 
     assert same(pieces(whole[0].detach(), lengths, along), apart)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_step_of_a_split_equals_the_plain_one():
+    torch._dynamo.reset()
+    options: dict[str, Any] = {"lr": 0.1, "split": (3, 2), "ns_dtype": torch.float32}
+    params, plain = parameters([(10, 6), (20, 6)]), parameters([(10, 6), (20, 6)])
+    optimizer, other = Muon(params, **options), Muon(plain, **options)
+    step = torch.compile(optimizer.step, backend="eager")
+    for number in range(3):
+        give_grads(params, number)
+        step()
+        train(other, plain, [number])
+    assert same(params, plain)
+
+
 def test_a_split_leaves_the_state_as_it_is_and_checkpoints_without_one_continue_without():
     params, others = parameters([(12, 5)]), parameters([(12, 5)])
     optimizer = Muon([{"params": params, "split": 3}])
