@@ -3,9 +3,10 @@
 Every optimizer gets five learning rates, chosen on validation data apart from the test data, with one seed; if the best
 is the lowest or the highest, up to two more in that direction. Muon's are for the matrices, with a momentum of 0.9 as
 that of the others; the rest of the weights has AdamW's best rate. Then five seeds are trained at the chosen rate, Muon
-also with its schedule fitted to shares of the steps. "Muon, AdamW's rate" is not tuned: it takes the rate and the decay
-of AdamW for all weights. Each run is saved when it ends, and the script continues where it stopped. Times are not taken
-here: ``fewer_steps_time.py`` takes them.
+also with its schedule fitted to shares of the steps. Muon takes each parameter as one matrix: ``muon_split.py``
+compares that with split ones. "Muon, AdamW's rate" is not tuned: it takes the rate and the decay of AdamW for all
+weights. Each run is saved when it ends, and the script continues where it stopped. Times are not taken here:
+``fewer_steps_time.py`` takes them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -83,8 +84,7 @@ def muon_at_the_rate_of_adamw(model: nn.Module, work: Workload, rate: float, sam
 def _muon(model: nn.Module, work: Workload, sample: Any, options: dict[str, Any]) -> Optimizer:
     rest = {"lr": work.rest_rate, "betas": (0.9, 0.95), "weight_decay": work.weight_decay}
     own = {"momentum": 0.9, "ns_dtype": torch.float32, **options}
-    groups = muon_groups(model, muon=own, adamw=rest, sample=sample)
-    return MixedOptimizer(groups)
+    return MixedOptimizer(muon_groups(model, muon=own, adamw=rest, sample=sample, split=False))
 
 
 ADAM_RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
@@ -97,9 +97,8 @@ WAYS = {
 }
 
 
-def trained(work: Workload, name: str, rate: float, seed: int, steps: int, split: str) -> dict[str, Any]:
+def trained(work: Workload, name: str, way: Way, rate: float, seed: int, steps: int, split: str) -> dict[str, Any]:
     """Train once, and return the metrics on a split of the data."""
-    way = WAYS[name]
     torch.manual_seed(seed)
     model = work.model(seed)
     stream = work.batches(seed)
@@ -135,8 +134,8 @@ def trained(work: Workload, name: str, rate: float, seed: int, steps: int, split
 class Runs:
     """The runs of one workload, in a file that grows with each."""
 
-    def __init__(self, work: Workload, file: Path) -> None:
-        self.work, self.file = work, file
+    def __init__(self, work: Workload, file: Path, ways: Mapping[str, Way] = WAYS) -> None:
+        self.work, self.file, self.ways = work, file, ways
         saved = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"runs": []}
         self.runs: list[dict[str, Any]] = saved["runs"]
         self.chosen: dict[str, dict[str, float]] = saved.get("chosen", {})
@@ -147,7 +146,8 @@ class Runs:
         if known is not None:
             return known
         work = replace(self.work, rest_rate=run.get("rest_rate", 0.0))
-        made = trained(work, run["way"], run["rate"], run["seed"], run["steps"], run["split"])
+        name = run["way"]
+        made = trained(work, name, self.ways[name], run["rate"], run["seed"], run["steps"], run["split"])
         self.runs.append(made)
         self._save()
         print(json.dumps({"workload": work.name, **made}), flush=True)
@@ -155,7 +155,7 @@ class Runs:
 
     def best(self, name: str, **fixed: float) -> float:
         """Return the best rate of an optimizer on the validation data."""
-        steps, rates = self.work.steps, sorted(WAYS[name].rates)
+        steps, rates = self.work.steps, sorted(self.ways[name].rates)
         while True:
             tried = [
                 self.result(way=name, rate=rate, seed=100, steps=steps, split="validation", **fixed) for rate in rates

@@ -18,6 +18,7 @@ import fine_tunings
 import freeze_rival
 import gpu_tables
 import headline
+import muon_split
 import padding_table
 import parts_accuracy
 import planted_effects
@@ -83,6 +84,7 @@ WHOLE: dict[str, Callable[[str], str]] = {
     "fewer_steps": lambda folder: own(fewer_steps_table.metrics_table(RESULTS)),
     "fewer_steps_needed": lambda folder: own(fewer_steps_table.needed_table(RESULTS)),
     "fewer_steps_rates": lambda folder: own(fewer_steps_table.rates_table(RESULTS)),
+    "muon_split": lambda folder: own(muon_split.table(RESULTS)),
     "fine_tunings": lambda folder: own(fine_tunings.table(RESULTS)),
     "certificate": lambda folder: rows(certificate.table(RESULTS / "certificate-price.json")),
     "ranks": lambda folder: rows(ranks.table(RESULTS / "ranks-counts.json")),

@@ -50,6 +50,84 @@ def test_a_gpt():
     assert any(line.endswith("vector") for line in lines)
 
 
+def test_fused_projections_and_gates_are_split():
+    model = GPT(20, context=8, layers=2, heads=2, width=8)
+    groups = muon_groups(model, muon={"lr": 0.02})
+    by_name = {name: group for group in groups for name in group["param_names"]}
+    assert {name: group["split"] for name, group in by_name.items() if "split" in group} == {
+        f"blocks.{n}.qkv.weight": 3 for n in (0, 1)
+    }
+    assert [line for line in str(groups).splitlines() if "3 matrices of 8 x 8" in line]
+    whole = muon_groups(model, muon={"lr": 0.02}, split=False)
+    assert len(whole) == len(groups) - 1
+    assert all("split" not in group for group in whole)
+    chosen = muon_groups(model, [GroupRule({"split": 1}, name="qkv")])
+    assert {group.get("split", 1) for group in chosen} == {1}
+    optimizer = MixedOptimizer(groups)
+    model(torch.randint(0, 20, (2, 8))).square().mean().backward()
+    optimizer.step()
+    assert {group["split"] for group in optimizer.param_groups if group["rule"] == "muon"} == {1, 3}
+    before = MixedOptimizer(whole).state_dict()
+    with pytest.raises(ValueError, match=r"has 2 param groups, this optimizer 3.*muon_groups\(model, split=False\)"):
+        optimizer.load_state_dict(before)
+    MixedOptimizer(muon_groups(model, muon={"lr": 0.02}, split=False)).load_state_dict(before)
+
+
+def test_the_table_says_what_is_split():
+    class Fused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter, self.filters = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 6, 3)
+            self.heads, self.columns = nn.Linear(3, 12), nn.Parameter(torch.randn(3, 8))
+            self.experts, self.head = nn.Parameter(torch.randn(2, 3, 6)), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = nn.functional.glu(self.filters(self.enter(x)), 1).mean((2, 3))
+            many, few = self.heads(x).view(-1, 2, 6).split([4, 2], -1)
+            x = x + few.sum((1, 2))[:, None] * many.sum((1, 2))[:, None]
+            left, right = (x @ self.columns).chunk(2, -1)
+            x = x * (left * right).mean(-1, keepdim=True)
+            return self.head(sum(nn.functional.glu(x @ expert) for expert in self.experts))
+
+    rows = {row.name: row.reason for row in muon_groups(Fused(), sample=torch.randn(2, 3, 6, 6)).rows}
+    assert rows["filters.weight"] == "2 filters of 3 x 36"
+    assert rows["heads.weight"] == "2 matrices of 8 x 3, 4 x 3"
+    assert rows["columns"] == "2 matrices of 3 x 4"
+    assert rows["experts"] == "2 stacks of 3 x 3"
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+def test_types_know_gates_and_experts_that_are_not_chosen_are_split_as_the_others():
+    class Gated(nn.Module):
+        """Two inputs, so that none can be guessed."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(9, 4)
+            self.lstm = nn.LSTM(4, 6, proj_size=4, batch_first=True)
+            self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+            self.gru, self.head = nn.GRU(4, 3, batch_first=True), nn.Linear(3, 9)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            x = self.lstm(self.table(x) + self.table(y))[0]
+            return self.head(self.gru(self.attention(x, x, x)[0])[0])
+
+    sample = (torch.zeros(2, 5, dtype=torch.long),) * 2
+    for groups in (muon_groups(Gated()), muon_groups(Gated(), sample=sample)):
+        split = {name: group.get("split", 1) for group in groups for name in group["param_names"]}
+        assert {name: parts for name, parts in split.items() if parts > 1} == {
+            **dict.fromkeys(("lstm.weight_ih_l0", "lstm.weight_hh_l0"), 4),
+            **dict.fromkeys(("gru.weight_ih_l0", "gru.weight_hh_l0", "attention.in_proj_weight"), 3),
+        }
+    model = Routed()
+    model.experts = nn.ModuleList(
+        nn.Sequential(nn.Linear(8, 24, bias=False), nn.GLU(), nn.Linear(12, 8, bias=False)) for _ in range(16)
+    )
+    groups = muon_groups(model, sample=torch.zeros(1, 1, dtype=torch.long))
+    split = {name: group.get("split", 1) for group in groups for name in group["param_names"]}
+    assert {name for name, parts in split.items() if parts == 2} == {f"experts.{n}.0.weight" for n in range(16)}
+
+
 def test_filters_stems_heads_and_depthwise_filters():
     model = ResNet(BasicBlock, (1,), width=4)
     model.stages[0].append(nn.Conv2d(4, 4, 3, padding=1, groups=4))  # pyright: ignore
@@ -79,7 +157,7 @@ def test_rules_override_and_share_groups():
     assert len(groups) == 4
     row = next(row for row in groups.rows if row.name == "blocks.0.qkv.weight")
     assert row.rule == "adamw"
-    assert row.reason == "chosen; hidden matrix"
+    assert row.reason == "chosen; 3 matrices of 8 x 8"
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

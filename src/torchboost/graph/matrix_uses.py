@@ -13,6 +13,7 @@ from torchboost.core.forward import tensors_in
 from torchboost.core.torch_private import DispatchMode, tree_flatten
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.graph.copies import ReachesOriginal, copies_of, full_precision, memory, undisturbed
+from torchboost.graph.fused_matrices import Operand, OutputTrail, Parts
 from torchboost.graph.trace import Arguments, Runnable, call, runnable
 
 __all__ = ["Place", "Use", "matrix_uses"]
@@ -29,18 +30,40 @@ class Use(NamedTuple):
         place: See :data:`Place`.
         filter: Whether it holds the filters of a convolution.
         reshaped: Whether it has more than two axes and is multiplied as a matrix of other axes than the last two.
+        parts: The matrices that it consists of, if they are several, such as the gates of a recurrent layer.
     """
 
     place: Place
     filter: bool = False
     reshaped: bool = False
+    parts: Parts | None = None
+
+    def sides(self, parameter: Tensor) -> list[tuple[int, int]]:
+        """Return the shape of each matrix in the parameter, or of the matrices of each in a stack."""
+        rows, columns = parameter.shape[-2:]
+        if self.filter:
+            rows, columns = parameter.shape[0], parameter.numel() // max(1, parameter.shape[0])
+        if self.parts is None:
+            return [(rows, columns)]
+        return [(rows, length) if self.parts.axis else (length, columns) for length in self.parts.lengths]
+
+    def described(self, parameter: Tensor) -> str:
+        """Say which matrices these are."""
+        sides = self.sides(parameter)
+        shapes = [f"{rows} x {columns}" for rows, columns in sides]
+        kind = "filter" if self.filter else "matrix" if parameter.ndim == 2 else "stack"
+        if self.parts is None:
+            return {"filter": f"filter, {shapes[0]}", "matrix": "hidden matrix", "stack": f"stack of {shapes[0]}"}[kind]
+        several = {"filter": "filters", "matrix": "matrices", "stack": "stacks"}[kind]
+        equal = len(set(shapes)) == 1
+        return f"{len(shapes)} {several} of {shapes[0] if equal else ', '.join(shapes)}"
 
 
 _PRODUCTS = frozenset(
     {
         *("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "linear", "bilinear", "matmul", "einsum", "_scaled_mm"),
         *("mkldnn_rnn_layer", "_thnn_fused_lstm_cell", "_native_multi_head_attention"),
-        *("_transformer_encoder_layer_fwd", "_grouped_mm", "addbmm"),
+        *("_transformer_encoder_layer_fwd", "_grouped_mm", "addbmm", "_cudnn_rnn", "miopen_rnn"),
     }
 )
 _FILTERING = frozenset({"convolution", "convolution_overrideable", "mkldnn_convolution"})
@@ -120,6 +143,7 @@ class _Recorder(DispatchMode):
         self._filters: set[int] = set()
         self._reshaped: set[int] = set()
         self._reached: set[int] = set()
+        self._trail = OutputTrail(self._kept)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operands = list(_tensors((args, kwargs or {})))
@@ -153,6 +177,8 @@ class _Recorder(DispatchMode):
             if memory(one) not in holders:  # otherwise a view of a parameter
                 self._kept.append(one)
                 self._marks[memory(one)] = after
+        read = [Operand(one, of.same, of.depends) for one, of in zip(operands, marks, strict=True)]
+        self._trail.follow(func, args, kwargs or {}, read, list(_tensors(result)))
         return result
 
     def begin(self, sample: Any) -> None:
@@ -163,6 +189,8 @@ class _Recorder(DispatchMode):
 
     def finish(self, outputs: Iterable[Tensor]) -> None:
         """Note the products of the output layer."""
+        outputs = list(outputs)
+        self._trail.finish(outputs)
         for output in outputs:
             last = self._marks.get(memory(output), _Marks()).last
             if len(last) == 1:
@@ -177,7 +205,9 @@ class _Recorder(DispatchMode):
             if deciding in places:
                 place = deciding
                 break
-        return Use(place, number in self._filters, number in self._reshaped)
+        filters, reshaped = number in self._filters, number in self._reshaped
+        parts = None if reshaped else self._trail.parts_of(number, filters=filters)
+        return Use(place, filters, reshaped, parts)
 
     def _note(self, numbers: Iterable[int], place: Place) -> None:
         for number in numbers:

@@ -17,6 +17,7 @@ from torchboost.core.torch_private import AnyConv, AnyNorm
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.errors import IncompatibleError, NoEffectWarning, nearest
 from torchboost.graph.blocks import blocks_of
+from torchboost.graph.fused_matrices import agreed_parts, parts_of_gates
 from torchboost.graph.matrix_uses import Place, Use, matrix_uses
 from torchboost.optim.rules.base import UpdateRule
 from torchboost.optim.rules.mixed import MixedOptimizer
@@ -418,16 +419,18 @@ def muon_groups(
     adamw: Mapping[str, Any] | None = None,
     sample: Any = None,
     include_frozen: bool = False,
+    split: bool = True,
 ) -> MuonSplit:
     """Sort the parameters of a model into groups for Muon and AdamW, by how its forward pass uses them.
 
     Muon gets hidden matrices, filters and stacks of matrices. AdamW gets the rest: tables such as embeddings, the
     output layer, layers that read the model's input, norms, biases, matrices of one row or column, and weights that are
-    shared with one of these. The uses are found in one forward pass
-    (:func:`~torchboost.graph.matrix_uses.matrix_uses`). If the model cannot be run here, types of modules decide:
-    matrices and filters of torch's layers go to Muon, those of the last of these layers, and without embeddings those
-    of the first, to AdamW. Types also decide about parameters that the pass did not use, such as experts that were not
-    chosen.
+    shared with one of these. Several matrices in one parameter, such as the gates of recurrent layers and fused
+    projections, are orthogonalised each by itself; parameters with the same split form a group. The uses are found in
+    one forward pass (:func:`~torchboost.graph.matrix_uses.matrix_uses`). If the model cannot be run here, types of
+    modules decide: matrices and filters of torch's layers go to Muon, those of the last of these layers, and without
+    embeddings those of the first, to AdamW. Types also decide about parameters that the pass did not use, such as
+    experts that were not chosen.
 
     Args:
         model: Wrapped or not. It is not changed.
@@ -437,6 +440,7 @@ def muon_groups(
         adamw: Options of the groups with AdamW.
         sample: An input of the model: a tensor, a tuple of positional or a dict of keyword arguments. None guesses one.
         include_frozen: Whether parameters with ``requires_grad=False`` get a group too.
+        split: If False, each parameter is one matrix, as in checkpoints of groups without a split.
 
     Returns:
         Groups to pass to :class:`~torchboost.optim.MixedOptimizer`. No group is empty.
@@ -460,24 +464,26 @@ def muon_groups(
     uses = _with_types(matrix_uses(model, sample), unwrap(model))
     presets = {"muon": dict(muon or {}), "adamw": dict(adamw or {})}
     chosen = {p: (n, group) for group in groups for p, n in zip(group["params"], group["param_names"], strict=True)}
-    split: dict[frozenset[tuple[str, str]], ParamGroup] = {}
+    sorted_in: dict[frozenset[tuple[str, str]], ParamGroup] = {}
     rows = []
     for param, use in uses.items():
         if param not in chosen:
             continue
+        use = use if split else use._replace(parts=None)
         name, group = chosen[param]
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         reason = _reason(param, use)
         rule = options.get("rule", "muon" if reason is None else "adamw")
-        why = reason or _kind(param, use)
+        why = reason or use.described(param)
         rows.append(Row(name, tuple(param.shape), rule, f"chosen; {why}" if "rule" in options else why))
-        stacked = {"stacked": True} if rule == "muon" and param.ndim > 2 and not use.filter else {}
-        options = {"rule": rule, **presets.get(rule, {}), **stacked, **options}
+        shape: ParamGroup = {} if use.parts is None else use.parts.options()
+        shape |= {"stacked": True} if param.ndim > 2 and not use.filter else {}
+        options = {"rule": rule, **presets.get(rule, {}), **(shape if rule == "muon" else {}), **options}
         described = frozenset((key, repr(value)) for key, value in options.items())
-        members = split.setdefault(described, {"params": [], "param_names": [], **options})
+        members = sorted_in.setdefault(described, {"params": [], "param_names": [], **options})
         members["params"].append(param)
         members["param_names"].append(name)
-    return MuonSplit(sorted(split.values(), key=lambda group: group["rule"] != "muon"), rows)
+    return MuonSplit(sorted(sorted_in.values(), key=lambda group: group["rule"] != "muon"), rows)
 
 
 def _reason(parameter: nn.Parameter, use: Use) -> str | None:
@@ -490,21 +496,9 @@ def _reason(parameter: nn.Parameter, use: Use) -> str | None:
         return _WHY[use.place]
     if use.reshaped:
         return "multiplied in another shape"
-    if min(_sides(parameter, use)) < 2 or (use.filter and parameter.shape[1] == 1):
+    if min(map(min, use.sides(parameter))) < 2 or (use.filter and parameter.shape[1] == 1):
         return "one row or column"
     return None
-
-
-def _kind(parameter: nn.Parameter, use: Use) -> str:
-    if use.filter:
-        return "filter, {} x {}".format(*_sides(parameter, use))
-    return "hidden matrix" if parameter.ndim == 2 else "stack of {} x {}".format(*_sides(parameter, use))
-
-
-def _sides(parameter: nn.Parameter, use: Use) -> tuple[int, int]:
-    if use.filter:
-        return parameter.shape[0], parameter.numel() // max(1, parameter.shape[0])
-    return parameter.shape[-2], parameter.shape[-1]
 
 
 def _with_types(uses: Mapping[nn.Parameter, Use] | None, model: nn.Module) -> dict[nn.Parameter, Use]:
@@ -521,10 +515,16 @@ def _with_types(uses: Mapping[nn.Parameter, Use] | None, model: nn.Module) -> di
             place = "output"
         elif uses is None and position == 0 and not tables:
             place = "input"
-        guesses |= dict.fromkeys(module.parameters(recurse=False), Use(place, isinstance(module, AnyConv)))
+        filters = isinstance(module, AnyConv)
+        members = module.parameters(recurse=False)
+        guesses |= {parameter: Use(place, filters, parts=parts_of_gates(module, parameter)) for parameter in members}
     for table in tables:
         guesses |= dict.fromkeys(table.parameters(recurse=False), Use("lookup"))  # also if a head shares it
-    return guesses | {parameter: use for parameter, use in (uses or {}).items() if use.place != "not reached"}
+    reached = {parameter: use for parameter, use in (uses or {}).items() if use.place != "not reached"}
+    agreed = agreed_parts({parameter: use.parts for parameter, use in reached.items()})
+    for parameter, guess in guesses.items():
+        guesses[parameter] = guess._replace(parts=guess.parts or agreed.get(parameter.shape))
+    return guesses | reached
 
 
 def _muon(model: nn.Module, lr: float) -> MixedOptimizer:

@@ -159,6 +159,81 @@ def test_a_stack_is_its_matrices():
     torch.testing.assert_close(stack[0], torch.stack(apart), rtol=1e-6, atol=1e-6)
 
 
+def pieces(value: Tensor, lengths: list[int], axis: int) -> list[Tensor]:
+    """The matrices of a split, cut by hand: the places of each in the repeated pattern."""
+    pattern = [number for number, length in enumerate(lengths) for _ in range(length)]
+    owner = torch.tensor(pattern * (value.shape[axis] // len(pattern)))
+    return [value.index_select(axis, (owner == number).nonzero()[:, 0]) for number in range(len(lengths))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [None, "match_rms_adamw"])
+@pytest.mark.parametrize(
+    ("shape", "split", "axis", "lengths"),
+    [
+        ((12, 5), 3, 0, [4, 4, 4]),
+        ((5, 12), 3, 1, [4, 4, 4]),
+        ((16, 6), [4, 2, 2], 0, [4, 2, 2]),
+        ((6, 16), [4, 4], 1, [4, 4]),
+        ((24, 6), (4, 2, 2), 0, [4, 2, 2]),
+        ((8, 3, 2, 2), 2, 0, [4, 4]),
+        ((3, 6, 8), 2, 1, [4, 4]),
+        ((3, 8, 6), 4, 0, [2, 2, 2, 2]),
+    ],
+)
+def test_a_split_equals_parameters_of_their_own_bit_for_bit(shape, split, axis, lengths, scale, dtype):
+    stacked = len(shape) == 3
+    along = axis - 2 if stacked or len(shape) == 2 else 0
+    along %= len(shape)
+    options: dict[str, Any] = {"lr": 0.1, "adjust_lr_fn": scale, "ns_dtype": dtype, "stacked": stacked}
+    whole = parameters([shape])
+    apart = [nn.Parameter(part) for part in pieces(whole[0].detach(), lengths, along)]
+    by_length: dict[int, list[nn.Parameter]] = {}
+    for length, one in zip(lengths, apart, strict=True):
+        by_length.setdefault(length, []).append(one)
+    first = Muon(whole, split=split, split_axis=axis, **options)
+    second = Muon([{"params": members} for members in by_length.values()], **options)
+    for step in range(3):
+        give_grads(whole, step)
+        for one, grad in zip(apart, pieces(whole[0].grad, lengths, along), strict=True):
+            one.grad = grad
+        first.step()
+        second.step()
+    assert same(pieces(whole[0].detach(), lengths, along), apart)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_step_of_a_split_equals_the_plain_one():
+    torch._dynamo.reset()
+    options: dict[str, Any] = {"lr": 0.1, "split": (3, 2), "ns_dtype": torch.float32}
+    params, plain = parameters([(10, 6), (20, 6)]), parameters([(10, 6), (20, 6)])
+    optimizer, other = Muon(params, **options), Muon(plain, **options)
+    step = torch.compile(optimizer.step, backend="eager")
+    for number in range(3):
+        give_grads(params, number)
+        step()
+        train(other, plain, [number])
+    assert same(params, plain)
+
+
+def test_a_split_leaves_the_state_as_it_is_and_checkpoints_without_one_continue_without():
+    params, others = parameters([(12, 5)]), parameters([(12, 5)])
+    optimizer = Muon([{"params": params, "split": 3}])
+    train(optimizer, params, [0])
+    assert {key: value.shape for key, value in optimizer.state[params[0]].items()} == {"momentum_buffer": (12, 5)}
+    train(plain := Muon(others), others, [0])
+    saved = plain.state_dict()
+    for key in ("split", "split_axis"):
+        del saved["param_groups"][0][key]
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["split"] == 1
+    with torch.no_grad():
+        params[0].copy_(others[0])
+    train(optimizer, params, [1])
+    train(plain, others, [1])
+    assert same(params, others)
+
+
 def test_matrices_of_one_shape_are_computed_together(monkeypatch):
     batches: list[tuple[int, ...]] = []
     orthogonalized = muon.orthogonalized
@@ -200,6 +275,13 @@ def test_options_and_parameters_that_are_refused():
         ({"adjust_lr_fn": "rms"}, "'match_rms_adamw'"),
         ({"ns_dtype": torch.float16}, "torch.bfloat16"),
         ({"stacked": 1}, "stacked"),
+        ({"split": 0}, "number of equal parts"),
+        ({"split": True}, "number of equal parts"),
+        ({"split": []}, "list of their sizes"),
+        ({"split": [2, 0]}, "list of their sizes"),
+        ({"split": 2}, r"3 x 2, whose axis 0 does not consist.*sum divides 3"),
+        ({"split": [1, 2], "split_axis": 1}, r"3 x 2, whose axis 1 does not consist.*sum divides 2"),
+        ({"split_axis": 2}, "0 for the rows"),
         ({"params": nn.Linear(3, 4).parameters()}, r"shape \(4,\).*muon_groups\(model\)"),
         ({"params": [nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))]}, "real matrices"),
     ]
@@ -287,7 +369,7 @@ RATES: dict[str, Any] = {"lr": 0.05, "ns_dtype": torch.float32}
 
 
 class Net(nn.Module):
-    """Filters, uneven matrices, a stack of experts, tables and vectors."""
+    """Filters, uneven matrices, a stack of experts, fused projections, tables and vectors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -296,6 +378,7 @@ class Net(nn.Module):
         self.wide, self.tall = nn.Linear(7, 33), nn.Linear(33, 6)
         self.experts = nn.Parameter(0.3 * torch.randn(3, 6, 6))
         self.same = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.gated, self.uneven = nn.Linear(6, 12), nn.Linear(6, 15)
         self.head = nn.Linear(6, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -304,7 +387,9 @@ class Net(nn.Module):
         x = torch.stack([x @ expert for expert in self.experts]).mean(0)
         for layer in self.same:
             x = x + layer(x).relu()
-        return self.head(x)
+        x = x + nn.functional.glu(self.gated(x))
+        few, many = self.uneven(x).split([6, 9], -1)
+        return self.head(x + few * many.square().mean(-1, keepdim=True))
 
 
 def built(model: nn.Module, groups: Any = None) -> MixedOptimizer:
@@ -412,6 +497,8 @@ def test_ranks_equal_one_process_resume_and_send_shards_of_the_others_matrices_o
     model = fresh()
     run(model, built(model))
     alone = weights(model)
+    split = {name: group.get("split") for group in built(model).param_groups for name in group["param_names"]}
+    assert (split["gated.weight"], split["uneven.weight"]) == (2, (6, 9))
     found = run_ranks(on_each_rank, ranks)
     shard = 32 * 96 * 2
     for other in found:

@@ -93,6 +93,12 @@ class MixedOptimizer(UpdateRule):
             ValueError: A group of the file follows another rule, or the groups or states differ; nothing was changed.
         """
         saved = [dict(group) for group in state_dict["param_groups"]]
+        if len(saved) != len(self.param_groups):
+            raise ValueError(
+                f"the checkpoint has {len(saved)} param groups, this optimizer {len(self.param_groups)}; build it with "
+                "the groups of the checkpoint. Those of a version that did not split fused matrices are made by "
+                "torchboost.optim.muon_groups(model, split=False)."
+            )
         for number, (theirs, own) in enumerate(zip(saved, self.param_groups, strict=False)):
             if theirs.setdefault("rule", own["rule"]) != own["rule"]:
                 raise ValueError(

@@ -76,6 +76,11 @@ class Muon(UpdateRule):
             processes on CPUs take float32.
         stacked: Parameters of three or more axes are stacks of matrices in the last two axes, such as those of
             experts. If False they are filters, whose axes after the first are joined.
+        split: Several matrices in each parameter, which are orthogonalised each by itself, such as 4 gates: their
+            number, or a list of their sizes along ``split_axis``. Sizes are repeated until the axis ends, and the
+            pieces of one place in the list are one matrix: ``[16, 16, 16]`` splits 384 rows into three times 128.
+        split_axis: Axis of the matrix that is split, 0 or 1: the one of the outputs, which are the rows of a
+            ``Linear`` layer. The update is the same as with a parameter for each matrix.
         **common: See :class:`~torchboost.optim.UpdateRule`.
 
     Raises:
@@ -100,6 +105,8 @@ class Muon(UpdateRule):
         *,
         ns_dtype: torch.dtype | None = None,
         stacked: bool = False,
+        split: int | Sequence[int] = 1,
+        split_axis: int = 0,
         **common: Unpack[Common],
     ) -> None:
         super().__init__(**rule_arguments(locals()))
@@ -107,6 +114,7 @@ class Muon(UpdateRule):
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Refuse invalid options, and parameters that are no matrices."""
         _polynomials(group)
+        _check_split(group["split"], group["split_axis"])
         if group["momentum"] >= 1:
             raise ValueError(f"momentum: found {group['momentum']!r}; give a number from 0 to below 1.")
         if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
@@ -120,6 +128,8 @@ class Muon(UpdateRule):
                     f"Muon updates real matrices and filters, found a parameter of shape {tuple(param.shape)} in "
                     f"{param.dtype}; use MixedOptimizer(muon_groups(model)), which gives the others to AdamW."
                 )
+            if isinstance(param, Tensor):
+                _sizes(group, _matrices(param.shape, stacked=group["stacked"])[-2:])
 
     def check_grad(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
         """Refuse sparse gradients, and shards of which no rank can assemble a matrix."""
@@ -165,7 +175,7 @@ class _Layout:
     @property
     def matrices(self) -> tuple[int, ...]:
         """The shape as matrices: ``(..., m, n)``."""
-        return self.shape if self.stacked else (self.shape[0], math.prod(self.shape[1:]))
+        return _matrices(self.shape, stacked=self.stacked)
 
     @property
     def multiplications(self) -> int:
@@ -177,6 +187,10 @@ class _Layout:
         before, length, after = self.shape[: self.axis], self.shape[self.axis], self.shape[self.axis + 1 :]
         chunk = -(-length // ranks)
         return [(*before, min(chunk, max(0, length - chunk * rank)), *after) for rank in range(ranks)]
+
+
+def _matrices(shape: Sequence[int], *, stacked: bool) -> tuple[int, ...]:
+    return tuple(shape) if stacked and len(shape) > 2 else (shape[0], math.prod(shape[1:]))
 
 
 def _layout(tensor: Any, *, stacked: bool) -> _Layout:
@@ -232,15 +246,57 @@ def _move(group: Mapping[str, Any], layout: _Layout, params: list[Tensor], direc
         scale = 0.2 * math.sqrt(max(rows, columns)) if adamw else math.sqrt(max(1.0, rows / columns))
         return orthogonalized(matrices.to(dtype), polynomials, eps=float(group["eps"])).mul_(-lr * scale)
 
+    def turned_apart(matrices: Tensor) -> Tensor:
+        sizes, axis = _sizes(group, matrices.shape[-2:]), group["split_axis"] - 2
+        if len(sizes) == 1:
+            return turned(matrices)
+        result = torch.empty_like(matrices, dtype=dtype)
+        parts, places = (_cut(whole, sizes, axis) for whole in (matrices, result))
+        for size in dict.fromkeys(sizes):
+            chosen = [number for number, other in enumerate(sizes) if other == size]
+            steps = turned(torch.stack([parts[number].flatten(axis - 1, axis) for number in chosen]))
+            for number, step in zip(chosen, steps, strict=True):
+                places[number].copy_(step.reshape(places[number].shape))
+        return result
+
     params = list(map(local, params))
     if layout.mesh:
         layouts = [_layout(direction, stacked=group["stacked"]) for direction in directions]
-        steps = _exchanged([local(one).detach().to(dtype) for one in directions], layouts, turned)
+        steps = _exchanged([local(one).detach().to(dtype) for one in directions], layouts, turned_apart)
     else:
         stack = torch.stack([local(one).reshape(layout.matrices) for one in directions])
         directions.clear()  # their memory is used again
-        steps = [step.reshape(params[0].shape) for step in turned(stack)]
+        steps = [step.reshape(params[0].shape) for step in turned_apart(stack)]
     foreach.add_(params, [step.to(param.dtype) for step, param in zip(steps, params, strict=True)])
+
+
+def _cut(matrices: Tensor, sizes: Sequence[int], axis: int) -> list[Tensor]:
+    """Return views of the parts along an axis, counted from the end; each has the repeats in the axis before it."""
+    return list(matrices.unflatten(axis, (-1, sum(sizes))).split(list(sizes), axis))
+
+
+def _sizes(group: Mapping[str, Any], sides: Sequence[int]) -> list[int]:
+    """Return the sizes of the parts of a matrix with these sides; one if it is whole.
+
+    Raises:
+        ValueError: The parts do not fill the axis.
+    """
+    split, length = group["split"], sides[group["split_axis"]]
+    number = split if isinstance(split, int) else sum(split)
+    if length % number:
+        raise ValueError(
+            f"split: found {split!r} for a parameter with matrices of {sides[0]} x {sides[1]}, whose axis "
+            f"{group['split_axis']} does not consist of such parts; give split=1, or sizes whose sum divides {length}."
+        )
+    return [length // split] * split if isinstance(split, int) else list(split)
+
+
+def _check_split(split: Any, axis: Any) -> None:
+    listed = list(split) if isinstance(split, (list, tuple)) else [split]
+    if not listed or any(isinstance(one, bool) or not isinstance(one, int) or one < 1 for one in listed):
+        raise ValueError(f"split: found {split!r}; give a number of equal parts, or a list of their sizes.")
+    if isinstance(axis, bool) or axis not in (0, 1):
+        raise ValueError(f"split_axis: found {axis!r}; give 0 for the rows of the matrices or 1 for their columns.")
 
 
 def _exchanged(shards: Sequence[Tensor], layouts: Sequence[_Layout], work: Callable[[Tensor], Tensor]) -> list[Tensor]:
