@@ -95,6 +95,8 @@ class Race:
     def confirm(self, plan: Candidate, error: float) -> Finding:
         """Test a plan against stock at its best rate, and at the user's, and return what was found."""
         self.whole.append(Finding(candidate=plan))
+        outcome: Outcome = "kept"
+        reason = ""
         try:
             for multiple in dict.fromkeys((self.search.stock.rate, 1.0)):
                 outcome, reason = self._compared(plan, Candidate(name=STOCK, rate=multiple), error)

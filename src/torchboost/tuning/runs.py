@@ -30,6 +30,9 @@ class EndedError(Exception):
 class RecipeEndedError(Exception):
     """A training of a recipe did not come to its end, so the recipe is out."""
 
+    outcome: Outcome
+    reason: str
+
     def __init__(self, outcome: Outcome, reason: str) -> None:
         super().__init__(reason)
         self.outcome, self.reason = outcome, reason
