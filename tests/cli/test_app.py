@@ -132,7 +132,7 @@ def test_report_of_a_tuning(tmp_path):
         "it saves time",
         "Turn on fast, with channels_last. A training then takes 67% of the time.",
         "steps",
-        "Note: a note.",
+        "Note: A note.",
     ):
         assert said in shown.stdout
     page = tmp_path / "page.html"

@@ -163,8 +163,16 @@ def test_notes_name_the_levers() -> None:
     assert notes(known) == [
         "Every recipe but stock has the levers autocast.",
         "The trial of the levers left out compile (too slow).",
-        "more.",
+        "More.",
     ]
+
+
+def test_notes_say_how_the_result_is_used() -> None:
+    assert notes(report(recipe={"length": 0.5}))[0].startswith("Build the schedule after boost, on boosted.optimizer")
+    free = {"optimizer": "schedule_free_adamw", "lr": 0.001}
+    assert notes(report(recipe=free))[0].startswith(
+        "Leave the schedule out, call optimizer.eval() before an evaluation"
+    )
 
 
 def test_the_answer_comes_first_and_every_recipe_and_run_is_on_the_page() -> None:

@@ -268,8 +268,8 @@ def test_a_training_that_learns_much_slower_than_the_best_is_stopped_at_a_third(
     assert first is not None
     for best, stopped in (
         (whole.losses, False),
-        ([first - 2.1 * (first - loss) for loss in whole.losses], True),
-        ([first - 1.9 * (first - loss) for loss in whole.losses], False),
+        ([first - 3.1 * (first - loss) for loss in whole.losses], True),
+        ([first - 2.9 * (first - loss) for loss in whole.losses], False),
         ([first + 1.0] * 6, False),
         ([], False),
         ([-9.0], False),  # too short to compare

@@ -87,6 +87,8 @@ class Candidate(Record, extra="ignore"):
     def label(self) -> str:
         """The name of its runs, unique among all recipes, rates and lengths."""
         rate = "" if self.rate == 1 else f", {self.rate:g} times the rate"
+        if "lr" in self.recipe:  # of an optimizer that the user has no rate for
+            rate = f" at {self.section['lr']:g}"
         return self.name + rate + ("" if self.share == 1 else f", {self.share:.0%} of the steps")
 
     @property
@@ -269,9 +271,6 @@ def headline(report: TuneReport) -> str:
 def words_of(candidate: Candidate) -> str:
     """Return a plan in words, with the algorithms that its name does not tell."""
     others = [name for name, value in candidate.extra.items() if value is not False and name not in candidate.name]
-    if "lr" in candidate.recipe:  # of an optimizer that the user has no rate for
-        named = candidate.model_copy(update={"name": f"{candidate.name} at {candidate.section['lr']:g}"})
-        candidate = named.at(1.0, candidate.share)
     return candidate.label + (f", with {', '.join(others)}" if others else "")
 
 
@@ -331,11 +330,18 @@ def horizon(report: TuneReport) -> str:
 
 
 def notes(report: TuneReport) -> list[str]:
-    """Return what else a reader must know: which levers all recipes have or not, and the notes of the tuning."""
+    """Return what else a reader must know: how to use the result, which levers all recipes have, and what was noted."""
     left_out = "; ".join(f"{name} ({reason})" for name, reason in report.left_out.items())
+    use = (
+        ["Build the schedule after boost, on boosted.optimizer, and train boosted.steps updates"]
+        if report.recipe
+        else []
+    )
+    if report.recipe.get("optimizer") == "schedule_free_adamw":
+        use = ["Leave the schedule out, call optimizer.eval() before an evaluation, and train boosted.steps updates"]
     trial = [f"Every recipe but stock has the levers {', '.join(report.levers)}"] if report.levers else []
     trial += [f"The trial of the levers left out {left_out}"] if left_out else []
-    return [f"{note}." for note in (*trial, *report.notes)]
+    return [f"{note[:1].upper()}{note[1:]}." for note in (*use, *trial, *report.notes)]
 
 
 def rows(report: TuneReport) -> list[list[str]]:

@@ -46,7 +46,7 @@ class Watch:
         chooses: Whether choices are made by its metric, which is then that of ``validate``, if the factory has it.
         seconds: It is stopped if its steps take longer, without compilation.
         losses: The curve of the best run of as many steps. It is stopped if after a third of them its loss has
-            fallen less than half as far.
+            fallen less than a third as far.
     """
 
     chooses: bool = False

@@ -165,11 +165,11 @@ def boosted_by(parts: Parts, candidate: Candidate, steps: int) -> Boosted:
 
 
 def _is_hopeless(first: float, means: Sequence[float], best: Sequence[float], steps: int) -> bool:
-    """Return whether, after a third of the steps, the loss has fallen less than half as far as in the best run."""
+    """Return whether, after a third of the steps, the loss has fallen less than a third as far as in the best run."""
     third = steps // 3 // BLOCK
     if not third or len(means) != third or len(best) < third:
         return False
-    return best[third - 1] < first and first - means[-1] < 0.5 * (first - best[third - 1])
+    return best[third - 1] < first and 3 * (first - means[-1]) < first - best[third - 1]
 
 
 def _batches(epoch: Iterable[Any], seed: int, device: torch.device) -> Iterator[tuple[Any, Any]]:
