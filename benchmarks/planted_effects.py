@@ -1,13 +1,15 @@
-"""Claim: of 100 simulated tunings each, at least 95 reject a planted loss and accept what is harmless.
+"""Claim: of 100 simulated tunings each, at most 5 turn on what harms, and most find what was planted.
 
-No network is trained: a run draws its metric from a normal distribution around a planted mean, with a part of the
-noise shared by all runs of a seed, and takes a planted time. The accepted drop is 1 point; the noise of a difference is
-half a point, the longest comparison 12 seeds.
+No network is trained: a run draws its metric from a normal distribution around a planted mean, which depends on the
+recipe, its rate and its share of the steps. A part of the noise is shared by all runs of a seed. The accepted drop is 1
+point; the noise of a difference is half a point, the longest test 12 seeds.
 """
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,66 +18,122 @@ from options import Options, parser, run_own
 
 from torchboost.bench.report.table import Table
 from torchboost.tuning.race import Race
-from torchboost.tuning.report import Candidate, Run
+from torchboost.tuning.report import FRESH_SEED, STOCK, Candidate, Run
+from torchboost.tuning.runs import Runs
+from torchboost.tuning.search import Search
 
 POINT = 0.01
 SPREAD = 0.5 * POINT
-LATE = 4.0
-"""Points that stock loses per unit of its share of the steps."""
+RUNG = 0.05
 
 
 @dataclass(frozen=True)
 class Planted:
-    """Args: what a candidate does to the metric, in points; its time, times that of stock."""
+    """What a recipe does.
+
+    Args:
+        effect: Its metric in points, against stock at its best rate.
+        best: The multiple of the rate at which it is best; each factor of two from there costs 1.5, 6, 13.5 points.
+        needed: The share of the steps that it needs; each rung below costs ``late`` points.
+        time: Of a step, times that of stock.
+        fresh: Its effect with the seeds of the confirmation, if the search sees another one.
+    """
 
     effect: float = 0.0
-    time: float = 0.7
-    skips_work: bool = True
+    best: float = 1.0
+    needed: float = 1.0
+    time: float = 1.0
+    fresh: float | None = None
+    late: float = 1.5
+
+    def points(self, plan: Candidate, seed: int) -> float:
+        effect = self.fresh if self.fresh is not None and seed >= FRESH_SEED else self.effect
+        lost = self.late * max(0.0, self.needed - plan.share) / RUNG
+        return effect - 1.5 * math.log2(plan.rate / self.best) ** 2 - lost
 
 
-CASES: dict[str, tuple[dict[str, Planted], set[str]]] = {
-    "a loss of 2 points": ({"a": Planted(effect=-2.0)}, set()),
-    "a loss of 1 point, the accepted drop itself": ({"a": Planted(effect=-1.0)}, set()),
-    "harmless": ({"a": Planted()}, {"a"}),
-    "harmless, computes the same": ({"a": Planted(skips_work=False)}, {"a"}),
-    "equal to fewer steps": ({"a": Planted(effect=-LATE * 0.3, time=0.7)}, set()),
-    "equal to fewer steps, within the drop": ({"a": Planted(effect=-LATE * 0.15, time=0.85)}, set()),
-    "harmless, saves nothing": ({"a": Planted(time=1.0)}, set()),
-    "one harmless, one harmful": ({"a": Planted(), "b": Planted(effect=-2.0)}, {"a"}),
+@dataclass(frozen=True)
+class Case:
+    """Args: the recipes, stock with the name ``"stock"``, what the right answer is, and the budget in runs of stock."""
+
+    recipes: dict[str, Planted]
+    answer: str
+    right: Callable[[Candidate | None], bool]
+    budget: float = 1e9
+
+
+def _nothing(chosen: Candidate | None) -> bool:
+    return chosen is None
+
+
+def _only(name: str, low: float = 0.2, high: float = 1.0) -> Callable[[Candidate | None], bool]:
+    return lambda chosen: chosen is not None and chosen.name == name and low - 1e-9 <= chosen.share <= high + 1e-9
+
+
+FAST = Planted(time=0.7)
+NO, YES = "nothing is turned on", "it is turned on"
+CASES: dict[str, Case] = {
+    "a loss of 2 points": Case({"a": Planted(-2.0, time=0.7)}, NO, _nothing),
+    "a loss of 1 point, the accepted drop itself": Case({"a": Planted(-1.0, time=0.7)}, NO, _nothing),
+    "the same, but not in the search": Case({"a": Planted(time=0.5, fresh=-1.0)}, NO, _nothing),
+    "wins only against an untuned rate": Case({STOCK: Planted(best=0.25), "a": Planted(-2.0, time=0.7)}, NO, _nothing),
+    "all steps are needed": Case({}, NO, _nothing),
+    "each rung costs the accepted drop": Case({STOCK: Planted(late=1.0)}, NO, _nothing),
+    "fewer steps suffice: 0.45": Case({STOCK: Planted(needed=0.45)}, "turned on within a rung", _only(STOCK, 0.4, 0.5)),
+    "harmless": Case({"a": FAST}, YES, _only("a")),
+    "better, in 0.6 of the steps": Case(
+        {"a": Planted(0.5, needed=0.6)}, "turned on within a rung", _only("a", 0.55, 0.65)
+    ),
+    "harmless, saves nothing": Case({"a": Planted()}, NO, _nothing),
+    "one harmless, one harmful and faster": Case(
+        {"a": FAST, "b": Planted(-2.0, time=0.5)}, "the harmless one is turned on", _only("a")
+    ),
+    "seven recipes in the time of 30 runs": Case(
+        {
+            "a": Planted(0.5, needed=0.45, time=1.1),
+            **{name: Planted(-1.0 - place, time=0.9) for place, name in enumerate("bcdef")},
+        },
+        "the one in 0.45 of the steps is turned on",
+        _only("a", 0.4, 0.6),
+        budget=30.0,
+    ),
 }
 
 
 def tuned(planted: dict[str, Planted], seed: int, *, budget: float = 1e9) -> Race:
-    """Race candidates with planted effects; all runs follow from the seed."""
+    """Return a tuning of recipes with planted effects; all runs follow from the seed."""
 
-    def train(candidate: Candidate, number: int, *_: float) -> Run:
-        parts = [planted[name] for name in candidate.name.split(" + ") if name in planted]
-        key = [ord(letter) for letter in candidate.name]
+    def train(plan: Candidate, number: int, *_: object) -> Run:
+        key = [ord(letter) for letter in plan.label]
         own, common = np.random.default_rng([seed, number, *key]), np.random.default_rng([seed, number])
-        effect = sum(part.effect for part in parts) - LATE * (1 - candidate.share)
+        effect = planted.get(plan.name, Planted())
         noise = common.normal(0, 2 * SPREAD) + own.normal(0, SPREAD / 2**0.5)
-        time = float(np.prod([part.time for part in parts])) * candidate.share * own.lognormal(0, 0.005)
-        metric = 0.9 + POINT * effect + noise
-        seconds = {"setup_seconds": 0.01, "seconds": time, "wall_seconds": time}
-        return Run(name=candidate.name, seed=number, steps=101, metric=metric, **seconds)
+        time = effect.time * plan.share * own.lognormal(0, 0.005)
+        seconds = {"setup_seconds": 0.001, "seconds": time, "wall_seconds": time}
+        metric = 0.9 + POINT * effect.points(plan, number) + noise
+        return Run(name=plan.label, seed=number, steps=1 + round(100 * plan.share), metric=metric, **seconds)
 
-    candidates = [
-        Candidate(name=name, extra={name: True}, skips_work=part.skips_work) for name, part in planted.items()
-    ]
-    return Race(train=train, candidates=candidates, drop=POINT, budget=budget, total_steps=101)
+    recipes = [Candidate(name=name, extra={name: True}) for name in planted if name != STOCK]
+    runs = Runs(train=train, budget=budget, total_steps=101)
+    return Race(search=Search(runs=runs, recipes=[Candidate(name=STOCK), *recipes], drop=POINT))
+
+
+def harm(planted: dict[str, Planted], chosen: Candidate | None) -> float:
+    """Return the points that an answer costs, against stock at its best rate with all steps."""
+    return 0.0 if chosen is None else -planted.get(chosen.name, Planted()).points(chosen, FRESH_SEED)
 
 
 def measure(options: Options) -> Path:
     repetitions = 5 if options.smoke else 100
     found = {}
-    for title, (planted, wanted) in CASES.items():
-        races = [tuned(planted, seed) for seed in range(repetitions)]
-        decisions = [set(race.decide()) for race in races]
-        runs = [len(race.runs) for race in races]
+    for title, case in CASES.items():
+        races = [tuned(case.recipes, seed, budget=case.budget) for seed in range(repetitions)]
+        answers = [race.decide() for race in races]
         found[title] = {
-            "right": sum(decision == wanted for decision in decisions),
+            "right": sum(map(case.right, answers)),
+            "harmful": sum(harm(case.recipes, answer) >= 1 - 1e-9 for answer in answers),
             "of": repetitions,
-            "runs": float(np.median(runs)),
+            "runs": float(np.median([race.search.runs.spent for race in races])),
         }
         print(f"{title}: {found[title]}", flush=True)
     file = options.file("planted_effects", "tune")
@@ -83,27 +141,21 @@ def measure(options: Options) -> Path:
     return file
 
 
-def _right(planted: dict[str, Planted], wanted: set[str]) -> str:
-    if not wanted:
-        return "not turned on"
-    return "turned on" if wanted == planted.keys() else "only the harmless one turned on"
-
-
 def table(file: Path) -> Table:
-    """Return how often each planted effect was decided rightly."""
+    """Return how often each planted effect was decided rightly, how often harm was turned on, and what that cost."""
     cases = json.loads(file.read_text(encoding="utf-8"))["cases"]
     lines = [
         (
             title,
-            _right(*CASES[title]),
+            CASES[title].answer,
             f"{one['right']} of {one['of']}",
-            f"{one['runs']:g}",
+            f"{one['harmful']} of {one['of']}",
+            f"{one['runs']:.0f}",
         )
         for title, one in cases.items()
     ]
-    return Table(
-        headings=("planted", "right answer", "tunings with this answer", "trainings, median"), rows=tuple(lines)
-    )
+    head = ("planted", "right answer", "tunings with this answer", "harm is turned on", "time in runs of stock, median")
+    return Table(headings=head, rows=tuple(lines))
 
 
 if __name__ == "__main__":

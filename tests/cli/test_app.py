@@ -128,7 +128,12 @@ def test_report_of_a_tuning(tmp_path):
     path = str(saved.save(tmp_path / "boost.report.json"))
     shown = run("report", path)
     assert shown.exit_code == 0, shown.output
-    for said in ("it saves time", "Turn on fast. A training then takes 67% of the time.", "steps", "Note: a note."):
+    for said in (
+        "it saves time",
+        "Turn on fast, with channels_last. A training then takes 67% of the time.",
+        "steps",
+        "Note: A note.",
+    ):
         assert said in shown.stdout
     page = tmp_path / "page.html"
     assert run("report", path, "--html", str(page)).stdout == f"wrote {page}\n"

@@ -9,26 +9,33 @@ import pytest
 from pydantic import ValidationError
 
 from tests.support.pages import HOSTILE, Page, looked_at
-from tests.tuning.test_race import Planted
+from tests.support.planted import Effect, Planted, race
 from torchboost.measure.evidence import Interval
 from torchboost.measure.stopwatch import environment
-from torchboost.tuning.race import Race
 from torchboost.tuning.report import (
+    STOCK,
     Candidate,
     Finding,
+    Rate,
     Run,
     TuneReport,
     cost,
     headline,
     horizon,
+    notes,
+    rate_rows,
     rows,
     tune_page,
 )
 
+LEVERS = Candidate(name="levers: autocast", extra={"autocast": True})
+MUON = Candidate(name="Muon", extra={"autocast": True}, recipe={"optimizer": "muon", "lr": 0.02})
+NORMS = Candidate(name="less_bn as in O2", extra={"autocast": True, "less_bn": True})
 PLANTED = {
-    "levers: channels_last, autocast": (0.0, 0.55, False),
-    "less_bn as in O2": (-2.0, 0.7, True),
-    "grad_freeze as in O1": (-0.1, 0.8, True),
+    "levers: autocast": Effect(time=0.6, best=0.5),
+    STOCK: Effect(best=0.5),
+    "Muon": Effect(time=0.65, points=1.0, needed=0.5, best=2.0),
+    "less_bn as in O2": Effect(time=0.6, points=-2.0),
 }
 
 
@@ -52,54 +59,132 @@ def finding(outcome: str | None, reason: str = "") -> Finding:
 
 
 def tuned(title: str = "train.py:make", *, budget: float = 3000.0) -> TuneReport:
-    train = Planted({k: v[0] for k, v in PLANTED.items()}, {k: v[1] for k, v in PLANTED.items()})
-    candidates = [Candidate(name=k, extra={k.split()[0]: True}, skips_work=v[2]) for k, v in PLANTED.items()]
-    race = Race(train=train, candidates=candidates, drop=0.01, budget=budget, total_steps=101)
-    extra = race.decide()
-    steps = {"steps": 101, "total_steps": 101, "drop": 0.01, "budget_seconds": budget, "spent_seconds": race.spent}
-    known = {"findings": list(race.findings.values()), "whole": race.whole, "runs": list(race.runs.values())}
-    return report(title=title, extra=extra, **steps, **known)
+    made = race(Planted(PLANTED, noise=0.2), recipes=[LEVERS, MUON, NORMS], budget=budget)
+    chosen = made.decide() or Candidate(name=STOCK)
+    search, runs = made.search, made.search.runs
+    steps = {"steps": 101, "total_steps": 101, "drop": 0.01, "budget_seconds": budget, "spent_seconds": runs.spent}
+    known = {"findings": list(search.findings.values()), "whole": made.whole, "runs": list(runs.made.values())}
+    answer = {"extra": chosen.extra, "recipe": chosen.section, "rate": search.rate, "levers": ["autocast"]}
+    return report(title=title, **steps, **known, **answer)
 
 
 def test_the_headline_is_the_answer() -> None:
     kept = report(findings=[finding("kept")], whole=[finding("kept")])
-    assert headline(kept) == "Turn on fast. A training then takes 67% of the time."
+    assert headline(kept) == "Turn on fast, with channels_last. A training then takes 67% of the time."
     assert cost(kept) == (
-        "The metric changes by +0.001, at worst -0.004 at 95.0% confidence, over 5 seeds; 0.005 was accepted."
+        "Against stock the metric changes by +0.001, at worst -0.004 at 95.0% confidence, over 5 seeds; 0.005 was "
+        "accepted."
     )
     lost = report(findings=[finding("lost", "it costs")])
     assert cost(lost) == ""
-    assert headline(lost).startswith("Nothing is turned on: no candidate was shown to save time and keep the metric")
+    assert headline(lost).startswith("Nothing is turned on: no recipe was found that saves time and keeps the metric")
     unsure = report(findings=[finding("kept")], whole=[finding("not shown", "the budget was spent")])
     assert "(the budget was spent)" in headline(unsure)
     assert headline(report(state="interrupted")).startswith("Not finished: 0 runs")
-    old = {"name": "half", "recipe": True, "share": 0.5, "fingerprint": ""}  # of a report of an earlier version
-    assert Candidate.model_validate(old).share == 0.5
+    made = tuned()
+    share = made.whole[-1].candidate.share
+    assert headline(made).startswith(f"Turn on Muon at 0.04, {share:.0%} of the steps, with autocast.")
+    assert made.recipe == {"optimizer": "muon", "lr": 0.04, "rate": 0.5, "length": share}
+
+
+def test_the_users_rate_is_the_first_finding() -> None:
+    for rate, said in (
+        (Rate(best=1.0), "Your rate is at its best."),
+        (
+            Rate(best=0.25, change=0.041, seeds=3, fresh=True),
+            "Your rate is 4 times too high: +0.041 at 0.25 of it, the mean of 3 fresh seeds.",
+        ),
+        (
+            Rate(best=2.0, change=0.01, seeds=2),
+            "Your rate is 2 times too low: +0.01 at 2 of it, the mean of 2 seeds of the search.",
+        ),
+        (Rate(best=4.0), "Your rate is 4 times too low."),
+        (None, ""),
+    ):
+        assert cost(report(rate=rate)) == said
+    said = cost(tuned())
+    assert said.startswith("Your rate is 2 times too high: +0.0")
+    assert "Against stock at its best rate the metric changes by" in said
+
+
+def test_when_a_tuning_is_repaid() -> None:
+    times = {"seed": 0, "steps": 100, "setup_seconds": 1.0, "seconds": 9.9, "wall_seconds": 11.0}
+    runs = [Run(name=STOCK, metric=0.9, **times), Run(name="fast", metric=0.9, **times)]
+    known = {"runs": runs, "spent_seconds": 505.0, "findings": [finding("kept")], "whole": [finding("kept")]}
+    # 1,000 steps take 100.9 s, of which a third is saved.
+    assert cost(report(**known)).endswith(
+        "The tuning took as long as 5.0 runs of stock, and is repaid after 16 further runs."
+    )
+    assert cost(report(**known | {"whole": []})) == "The tuning took as long as 5.0 runs of stock."
+
+
+def test_a_candidate_names_its_runs_and_its_section() -> None:
+    plain = Candidate(name=STOCK)
+    assert (plain.label, plain.section) == ("stock", {})
+    assert plain.at(0.25, 0.5).label == "stock, 0.25 times the rate, 50% of the steps"
+    assert plain.at(0.25, 0.5).section == {"rate": 0.25, "length": 0.5}
+    muon = MUON.model_copy(update={"recipe": {**MUON.recipe, "rate": 0.5}})
+    assert muon.at(0.25).section == {"optimizer": "muon", "lr": 0.005, "rate": 0.5}
+    old = {"name": "half", "recipe": True, "share": 0.5, "skips_work": True}  # of a report of an earlier version
+    assert Candidate.model_validate(old) == Candidate(name="half", share=0.5)
 
 
 def test_the_horizon_says_what_could_not_be_seen() -> None:
-    said = horizon(report(findings=[finding("kept")]))
+    said = horizon(report(whole=[finding("kept")]))
     for words in ("Runs of 100 steps", "the answer is for 1,000 steps", "0.002 beyond the accepted one"):
         assert words in said
 
 
-def test_rows_name_the_final_test() -> None:
+def test_rows_name_the_confirmation() -> None:
     found = rows(report(findings=[finding("kept", "because")], whole=[finding(None)]))
-    assert found[0] == ["fast", "kept", "1.50x", "0.80x", "+0.0010 (-0.0040 to +0.0060)", "5", "because"]
-    assert found[1][:2] == ["together", "open"]
+    metric = "+0.0010 (-0.0040 to +0.0060)"
+    assert found[0] == ["fast", "kept", "1x", "100%", "1.50x", "0.80x", metric, "5", "because"]
+    assert found[1][:2] == ["confirmation", "open"]
     assert found[1][-1].startswith("fast: ")
+    unused = Finding(candidate=MUON, outcome="not usable", reason="no matrix")
+    assert rows(report(findings=[unused]))[0][2:4] == ["", ""]
+    muon = next(row for row in rows(tuned()) if row[0] == "Muon")
+    assert muon[2] == "0.04"
+    norms = next(row for row in rows(tuned()) if row[0].startswith("less_bn"))
+    assert norms[1:4] == ["no gain", "1x", ""]
 
 
-def test_the_answer_comes_first_and_every_candidate_and_run_is_on_the_page() -> None:
+def test_rows_of_rates_have_a_cell_per_multiple() -> None:
+    one = Finding(candidate=MUON, rates={1.0: 0.8, 0.5: -math.inf})
+    two = Finding(candidate=LEVERS, rates={1.0: 0.75, 2.0: 0.5})
+    head, first, second = rate_rows(report(findings=[one, two, finding("kept")]))
+    assert head == ["recipe", "0.5x", "1x", "2x"]
+    assert first == ["Muon", "stopped", "0.8", ""]
+    assert second == ["levers: autocast", "", "0.75", "0.5"]
+
+
+def test_notes_name_the_levers() -> None:
+    known = report(levers=["autocast"], left_out={"compile": "too slow"}, notes=["more"])
+    assert notes(known) == [
+        "Every recipe but stock has the levers autocast.",
+        "The trial of the levers left out compile (too slow).",
+        "More.",
+    ]
+
+
+def test_notes_say_how_the_result_is_used() -> None:
+    assert notes(report(recipe={"length": 0.5}))[0].startswith("Build the schedule after boost, on boosted.optimizer")
+    free = {"optimizer": "schedule_free_adamw", "lr": 0.001}
+    assert notes(report(recipe=free))[0].startswith(
+        "Leave the schedule out, call optimizer.eval() before an evaluation"
+    )
+
+
+def test_the_answer_comes_first_and_every_recipe_and_run_is_on_the_page() -> None:
     made = tuned()
     text = tune_page(made)
     page = Page(text)
     assert page.is_safe()
-    assert text.index("Turn on levers") < text.index("What was tried") < text.index("Raw numbers")
-    for name in PLANTED:
-        assert f'<th scope="row">{name}</th>' in text
+    assert text.index("Turn on Muon") < text.index("What was tried") < text.index("Rates") < text.index("Raw numbers")
+    for name in (one.name for one in (LEVERS, MUON, NORMS)):
+        assert text.count(f'<th scope="row">{name}</th>') >= 2
     assert f"All {len(made.runs)} runs" in text
-    assert len(page.of_class("mark")) == len(PLANTED) + 1  # each alone, and what is left together
+    assert len(page.of_class("mark")) == len(made.whole)
     places = [attrs["style"] for attrs in page.of_class("whisker")]
     assert all(style is not None and "nan" not in style for style in places)
 

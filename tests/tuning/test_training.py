@@ -11,18 +11,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchboost import boost
 from torchboost.bench.factory import made_by
 from torchboost.errors import ConfigError
 from torchboost.measure.stopwatch import Clock
 from torchboost.registry import LEVELS, REGISTRY
 from torchboost.tuning import training as module
 from torchboost.tuning.report import Candidate, Finding, Run
+from torchboost.tuning.runs import Watch
 from torchboost.tuning.training import (
     Training,
     fingerprint_of,
     looked_at,
     named_candidates,
-    standard_candidates,
+    schedule_sets_rates,
+    standard_recipes,
     try_levers,
 )
 
@@ -49,7 +52,8 @@ class Loader:
 
 
 def make(seed: int) -> Any:
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
+    stem = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+    model = nn.Sequential(*stem, nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     loader = Loader()
     built.append((model, loader))
@@ -76,9 +80,9 @@ def nothing_built():
 
 
 def trained(
-    make: Callable[[int], Any] = make, candidate: Candidate = STOCK, seed: int = 0, *limit: float, **more: Any
+    make: Callable[[int], Any] = make, candidate: Candidate = STOCK, seed: int = 0, *watch: Watch, **more: Any
 ) -> Run:
-    return Training(**({"make": make, "steps": STEPS, "device": torch.device("cpu")} | more))(candidate, seed, *limit)
+    return Training(**({"make": make, "steps": STEPS, "device": torch.device("cpu")} | more))(candidate, seed, *watch)
 
 
 def test_stock_is_the_plain_loop_and_leaves_the_random_generators_where_they_were():
@@ -102,8 +106,8 @@ def test_stock_is_the_plain_loop_and_leaves_the_random_generators_where_they_wer
     assert run.metric == evaluate(plain.eval())
     assert 0 < run.setup_seconds < run.wall_seconds
     assert 0 < run.seconds < run.wall_seconds
-    run = trained(make, Candidate(name="stock, 50%", share=0.5))  # fewer steps have a schedule of their own
-    assert (run.steps, lengths[-1]) == (6, 6)
+    run = trained(make, Candidate(name="stock", share=0.5))  # fewer steps have a schedule of their own
+    assert (run.name, run.steps, lengths[-1]) == ("stock, 50% of the steps", 6, 6)
 
 
 def test_a_candidate_gets_the_same_weights_and_batches_and_its_algorithms():
@@ -126,11 +130,11 @@ def test_a_training_that_diverges_or_takes_too_long_ends_early_with_nan():
     told: list[int] = []
     assert math.isnan(trained(wild, steps=500, told=lambda candidate, seed: told.append(seed)).metric)
     assert told == [0]
-    run = trained(make, STOCK, 0, 0.0, steps=500)
+    run = trained(make, STOCK, 0, Watch(seconds=0.0), steps=500)
     assert run.too_slow
     assert math.isnan(run.metric)
     assert len(built[-1][1].orders) == 1
-    assert not trained(make, STOCK, 0, 1e9, steps=40).too_slow
+    assert not trained(make, STOCK, 0, Watch(seconds=1e9), steps=40).too_slow
 
 
 def test_an_error_of_a_candidate_is_part_of_its_run_and_that_of_stock_is_raised():
@@ -204,36 +208,125 @@ def test_every_training_pays_for_its_compilation_and_no_step_does(monkeypatch):
     candidate = Candidate(name="compile", extra={"compile": {"backend": "slow_for_a_test"}})
     for seed in range(2):
         compiled.clear()
-        run = trained(two_shapes, candidate, seed, 60.0, steps=40)
+        run = trained(two_shapes, candidate, seed, Watch(seconds=60.0), steps=40)
         assert len(compiled) >= 2  # the first step, and the first smaller batch
         assert not run.too_slow
         assert run.setup_seconds // 3600.0 == len(compiled)
         assert run.seconds == pytest.approx(39.0)
 
 
-def test_the_standard_candidates_are_the_settings_of_the_levels():
+def test_a_run_trains_what_the_configuration_builds():
+    """Another rate, another optimizer, fewer steps: as by hand with boost, and the schedule is built after it."""
+    sections = (
+        Candidate(name="a", rate=0.25, share=0.5),
+        Candidate(name="b", recipe={"optimizer": "muon", "lr": 0.02, "rate": 0.5}, rate=2.0),
+        Candidate(name="c", extra={"gradient_centralization": True}, share=0.75),
+    )
+    for candidate in sections:
+        run = trained(make, candidate, 3)
+        model, _ = built[-1]
+        torch.manual_seed(3)
+        plain, optimizer, loss, loader, evaluate, schedule = make(3)
+        config = {"extra": candidate.extra, "recipe": candidate.section}
+        boosted = boost(plain, optimizer, config=config, level="O0", total_steps=STEPS, calibrate=False)
+        assert boosted.steps == run.steps == round(candidate.share * STEPS)
+        scheduler, done = schedule(boosted.optimizer, boosted.steps), 0
+        for epoch in range(2):
+            torch.manual_seed(1_000_003 * 3 + epoch)
+            for inputs, targets in loader:
+                if done < boosted.steps:
+                    loss(plain(inputs), targets).backward()
+                    boosted.optimizer.step()
+                    scheduler.step()
+                    boosted.optimizer.zero_grad()
+                    done += 1
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+        assert run.metric == evaluate(plain.eval())
+
+
+def test_schedule_free_trains_without_the_schedule_and_is_measured_on_its_average():
+    run = trained(make, Candidate(name="free", recipe={"optimizer": "schedule_free_adamw", "lr": 1e-3}))
+    assert run.failure == ""
+    assert lengths == []
+    model, loader = built[-1]
+    assert run.metric == float((model.eval()(loader.inputs).argmax(1) == loader.targets).float().mean())
+
+
+def test_choices_are_made_by_validate():
+    def both(seed: int) -> Any:
+        return (*make(seed), lambda model: 0.25)
+
+    assert trained(both, STOCK, 0, Watch(chooses=True)).metric == 0.25
+    assert trained(both, STOCK, 0).metric != 0.25
+    assert trained(make, STOCK, 0, Watch(chooses=True)).metric == trained(make, STOCK, 0).metric
+
+
+def test_a_training_that_learns_much_slower_than_the_best_is_stopped_at_a_third():
+    whole = trained(make, STOCK, 0, steps=120)
+    assert len(whole.losses) == 6
+    first = whole.first_loss
+    assert first is not None
+    for best, stopped in (
+        (whole.losses, False),
+        ([first - 3.1 * (first - loss) for loss in whole.losses], True),
+        ([first - 2.9 * (first - loss) for loss in whole.losses], False),
+        ([first + 1.0] * 6, False),
+        ([], False),
+        ([-9.0], False),  # too short to compare
+    ):
+        run = trained(make, STOCK, 0, Watch(losses=best), steps=120)
+        assert run.hopeless == stopped
+        assert math.isnan(run.metric) == stopped
+        assert len(run.losses) == (2 if stopped else 6)
+
+
+def test_a_schedule_that_writes_its_own_rates_is_seen():
+    lrs = torch.optim.lr_scheduler
+    for schedule, own in (
+        (None, False),
+        (lambda o, n: lrs.CosineAnnealingLR(o, n), False),
+        (lambda o, n: lrs.LambdaLR(o, lambda step: min(1.0, step / 2)), False),
+        (lambda o, n: lrs.OneCycleLR(o, max_lr=0.1, total_steps=n), True),
+        (lambda o, n: lrs.OneCycleLR(o, max_lr=[g["lr"] for g in o.param_groups], total_steps=n), False),
+        (lambda o, n: lrs.CyclicLR(o, base_lr=0.01, max_lr=0.1), True),
+        (lambda o, n: lrs.SequentialLR(o, [lrs.ConstantLR(o), lrs.ExponentialLR(o, 0.9)], [2]), False),
+    ):
+        assert schedule_sets_rates(lambda seed, s=schedule: (*make(seed)[:5], s)[: 6 if s else 5], 50) is own
+
+
+def test_the_standard_recipes_have_the_levers_and_the_settings_of_the_levels():
     kept, left_out = try_levers(make, steps=2000, seconds=0.5)
     assert {*kept, *left_out} == {name for name, entry in REGISTRY.items() if entry.lever}
     assert all(left_out.values())
-    candidates = {one.name: one for one in standard_candidates(["channels_last", "autocast"])}
+    sgd = make(0)[1]
+    levers = ["channels_last", "autocast", "fused_optimizer"]
+    stock, muon, free, *others = standard_recipes(levers, sgd)
+    assert (stock.name, list(stock.extra)) == ("levers: channels_last, autocast, fused_optimizer", levers)
+    for one, section in (
+        (muon, {"optimizer": "muon", "lr": 0.02}),
+        (free, {"optimizer": "schedule_free_adamw", "lr": 1e-3}),
+    ):
+        assert one.section == section
+        assert list(one.extra) == ["channels_last", "autocast"]
+    names = {one.name: one for one in others}
     both = "less_bn and gradient_centralization"
     for level, name, called in (("O1", "less_bn", both), ("O2", "less_bn", both), ("O2", "grad_freeze", "grad_freeze")):
-        one = candidates[f"{called} as in {level}"]
-        assert one.skips_work
+        one = names[f"{called} as in {level}"]
         assert one.extra[name] == LEVELS[level][name]
-    assert "grad_freeze from 30 % on" in candidates
-    levers = [one for name, one in candidates.items() if name.startswith("levers")]
-    assert [one.extra for one in levers] == [{"channels_last": True, "autocast": True}, {"channels_last": True}]
-    assert not any(one.skips_work for one in levers)
+        assert levers == list(one.extra)[:3]
+    assert "grad_freeze from 30 % on" in names
+    assert standard_recipes([], sgd)[0] == Candidate(name="stock")
+    adamw = torch.optim.AdamW(make(0)[0].parameters(), lr=0.005)
+    assert standard_recipes([], adamw)[2].section["lr"] == 0.005
 
 
 def test_named_candidates():
     found = named_candidates({"fast": {"channels_last": True}, "both": {"channels_last": True, "less_bn": {}}})
-    assert [one.skips_work for one in found] == [False, True]
+    assert [one.extra for one in found] == [{"channels_last": True}, {"channels_last": True, "less_bn": {}}]
     on = {"autocast": True}
-    names = ("stock", "stock, 50% of the steps", "a + b", "", 1, None)
+    names = ("stock", "stock at half", "a, b", "", 1, None)
     for wrong in (*({name: on} for name in names), {"nothing": {"less_bn": False}}, {"empty": {}}, {"a": "autocast"}):
-        with pytest.raises(ValueError, match="give a name without ' \\+ ' that does not begin with 'stock', and a sec"):
+        with pytest.raises(ValueError, match="give a name without a comma that does not begin with 'stock', and a sec"):
             named_candidates(wrong)  # pyright: ignore[reportArgumentType]
 
 
@@ -287,6 +380,21 @@ def test_what_cannot_work_here_has_a_reason_and_a_wrong_setting_is_an_error():
     ):
         with pytest.raises(ConfigError, match=said):
             looked(linear, a=extra)
+
+
+def test_recipes_that_cannot_work_here_have_a_reason():
+    def one_layer(seed: int) -> Any:
+        model = nn.Linear(4, 2)
+        data = [(torch.randn(8, 4), torch.randint(0, 2, (8,)))]
+        return model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, data, lambda model: 0.0
+
+    stock, *others = looked_at(standard_recipes([], make(0)[1]), one_layer, 100)
+    assert stock.outcome is None
+    muon = next(one for one in others if one.candidate.name == "Muon")
+    assert muon.outcome == "not usable"
+    assert "no hidden matrix" in muon.reason
+    usable = looked_at(standard_recipes(["fused_optimizer"], make(0)[1]), make, 100, ["fused_optimizer"])
+    assert [one.outcome for one in usable[:3]] == [None, None, None]
 
 
 def test_two_candidates_that_come_to_the_same_training_are_one():

@@ -252,7 +252,8 @@ def tune(
     total_steps: Annotated[
         int | None, typer.Option(min=1, help="Updates of the training that the answer is for. Default: those of a run.")
     ] = None,
-    seeds: Annotated[int, typer.Option(min=3, max=100, help="Most seeds per comparison.")] = 12,
+    rate: Annotated[str, typer.Option(help="search: also your learning rate. fixed: keep it.")] = "search",
+    seeds: Annotated[int, typer.Option(min=3, max=100, help="Most seeds of a test.")] = 12,
     data: Data = None,
     train_limit: TrainLimit = None,
     device: Device = "cpu",
@@ -261,7 +262,7 @@ def tune(
     html: Html = True,
     json: Json = False,
 ) -> None:
-    """Find out what may be turned on for your model without losing accuracy, and write it as a configuration."""
+    """Find what gives your metric in the least time, test it with fresh seeds, and write it as a configuration."""
     out = out.absolute()  # a factory may change the folder
     progress = Display(sys.stderr)
     with user_errors(progress), json_only(json):
@@ -282,6 +283,7 @@ def tune(
                 budget=budget,
                 epochs=epochs or factory.epochs,
                 total_steps=total_steps,
+                rate=rate,
                 seeds=seeds,
                 device=place,
                 title=workload,

@@ -3,56 +3,100 @@
 from __future__ import annotations
 
 import math
+import statistics
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from torchboost.bench.report.page import Scale, Tick, render, ticks
 from torchboost.measure.evidence import Environment, Interval, Record, SavedRecord
 
 __all__ = [
     "BLOCK",
+    "FRESH_SEED",
     "HEADINGS",
     "STOCK",
     "Candidate",
     "Finding",
     "Outcome",
+    "Rate",
     "Run",
     "TuneReport",
     "cost",
     "headline",
     "horizon",
     "notes",
+    "rate_rows",
+    "rate_words",
     "rows",
     "tune_page",
 ]
 
 STOCK = "stock"
+"""The name of the plain loop. Its rate and its length may be others than yours."""
 
 BLOCK = 20
 """Steps whose training losses are averaged for the curve of a run."""
 
+FRESH_SEED = 1000
+"""The first seed of the confirmation, which shares no training with the search."""
+
 Outcome = Literal[
-    "kept", "lost", "not shown", "no gain", "not better than fewer steps", "not usable", "duplicate", "not tried"
+    "kept",
+    "lost",
+    "not shown",
+    "no gain",
+    "not chosen",
+    "not better than fewer steps",
+    "not usable",
+    "duplicate",
+    "not tried",
 ]
-"""What became of a candidate: accepted, or why not. A duplicate's training would be that of an earlier candidate."""
+"""What became of a recipe: confirmed, or why not. A duplicate's training would be that of an earlier one. Reports of
+earlier versions have ``"not better than fewer steps"``."""
 
 
 class Candidate(Record, extra="ignore"):
-    """A way to train the model.
+    """A way to train the model: a recipe, at a rate, for a share of the steps.
 
     Args:
-        name: For people and for the report; unique.
-        extra: The section ``extra`` of a configuration that turns it on.
-        skips_work: Whether it leaves out a part of the training, so that it must do better than stock does with fewer
-            steps. False for what computes the same in less time.
+        name: Of the recipe, for people and for the report; unique.
+        extra: The section ``extra`` of a configuration that turns on its algorithms.
+        recipe: Its optimizer at the rate that counts as 1: ``optimizer``, ``lr`` and ``rate`` of a section ``recipe``.
+            Empty for the optimizer that the factory returns.
+        rate: Multiple of that rate.
         share: Share of the steps that are trained, with the schedule fitted to them.
     """
 
     name: str
     extra: dict[str, Any] = Field(default_factory=dict)
-    skips_work: bool = False
+    recipe: dict[str, Any] = Field(default_factory=dict)
+    rate: float = 1.0
     share: float = 1.0
+
+    @field_validator("recipe", mode="before")
+    @classmethod
+    def _of_earlier_versions(cls, value: Any) -> Any:
+        return {} if isinstance(value, bool) else value
+
+    def at(self, rate: float, share: float = 1.0) -> Candidate:
+        """Return the same recipe at another rate, for another share of the steps."""
+        return self.model_copy(update={"rate": rate, "share": share})
+
+    @property
+    def label(self) -> str:
+        """The name of its runs, unique among all recipes, rates and lengths."""
+        rate = "" if self.rate == 1 else f", {self.rate:g} times the rate"
+        if "lr" in self.recipe:  # of an optimizer that the user has no rate for
+            rate = f" at {self.section['lr']:g}"
+        return self.name + rate + ("" if self.share == 1 else f", {self.share:.0%} of the steps")
+
+    @property
+    def section(self) -> dict[str, Any]:
+        """The section ``recipe`` of a configuration; empty if it changes nothing."""
+        key, base = ("lr", self.recipe["lr"]) if "lr" in self.recipe else ("rate", self.recipe.get("rate", 1.0))
+        section = {**self.recipe, key: float(f"{base * self.rate:.12g}"), "length": self.share}
+        return {name: value for name, value in section.items() if name in ("optimizer", "lr") or value != 1}
 
 
 class Run(Record):
@@ -62,7 +106,8 @@ class Run(Record):
         name: Of the candidate.
         seed: Of weights and data.
         steps: Updates.
-        metric: At the end; higher is better. NaN if the training diverged, failed or was stopped.
+        metric: At the end; higher is better. NaN if the training diverged, failed or was stopped. In the search it is
+            that of ``validate``, if the factory has it; with the seeds of the confirmation that of ``evaluate``.
         setup_seconds: Construction, the first step, and compilation.
         seconds: Training after the first step, without evaluation.
         wall_seconds: Everything, for the budget.
@@ -72,6 +117,7 @@ class Run(Record):
         last_loss: The loss of the last step; None if the training failed.
         failure: The error that the training raised; empty if it raised none.
         too_slow: Whether the training was stopped because its steps took too long.
+        hopeless: Whether it was stopped because another rate or recipe learned much faster.
     """
 
     name: str
@@ -87,6 +133,7 @@ class Run(Record):
     last_loss: float | None = None
     failure: str = ""
     too_slow: bool = False
+    hopeless: bool = False
 
     def projected(self, total_steps: int) -> float:
         """Return the seconds of a run of another number of steps. Set-up is paid once."""
@@ -94,32 +141,52 @@ class Run(Record):
 
 
 class Finding(Record):
-    """What is known about a candidate.
+    """What is known about a recipe, or about a plan in the confirmation.
 
     Args:
-        candidate: The candidate.
+        candidate: The recipe at its best rate, and at the fewest steps that keep the metric.
         outcome: What became of it, or None if it was still being tried.
         reason: One sentence.
-        seeds: Pairs with stock.
+        rates: Multiple of the rate -> metric at half of the steps.
+        seeds: Pairs with stock at its best rate.
         speed: Time of stock over its own for the whole run, projected to ``total_steps``.
         memory: Peak memory over that of stock, the median of the pairs; None if the system does not tell.
-        difference: Metric minus that of stock, with bounds that hold at all looks; None before the first look.
+        change: Metric minus that of stock, the mean of the seeds.
+        difference: The same with bounds that hold at all looks. Only the confirmation has it.
         detectable: How far the mean must be above minus the accepted drop to be shown by the planned seeds, in four of
             five repetitions.
-        rival: Metric minus that of stock trained for equally long with fewer steps, if that was compared.
-        rival_share: Its share of the steps.
+        rival, rival_share: In reports of earlier versions, the difference to stock that is trained for equally long
+            with fewer steps, and its share of them.
     """
 
     candidate: Candidate
     outcome: Outcome | None = None
     reason: str = ""
+    rates: dict[float, float] = Field(default_factory=dict)
     seeds: int = 0
     speed: Interval | None = None
     memory: float | None = None
+    change: float | None = None
     difference: Interval | None = None
     detectable: float | None = None
     rival: Interval | None = None
     rival_share: float | None = None
+
+
+class Rate(Record):
+    """Whether the user's learning rate is at its best.
+
+    Args:
+        best: The multiple of it with which stock ends best.
+        change: The metric there minus that at the user's own rate; None if they were not compared at full length.
+        seeds: Seeds of which it is the mean.
+        fresh: Whether these are seeds of the confirmation, on the data of ``evaluate``.
+    """
+
+    best: float
+    change: float | None = None
+    seeds: int = 0
+    fresh: bool = False
 
 
 class TuneReport(SavedRecord):
@@ -127,8 +194,9 @@ class TuneReport(SavedRecord):
 
     ``fingerprint`` tells trainings apart: the optimizer's settings, the modules, and the start weights and buffers of
     seed 0. ``source`` tells apart the versions of the file that defines the factory; it is empty if there is none.
-    ``left_out`` has the levers that the trial did not keep, with the reasons. ``extra`` is what the final configuration
-    turns on: the accepted candidates together, if they passed as a whole.
+    ``rate_search`` is whether the user's learning rate was to be searched.
+    ``left_out`` has the levers that the trial did not keep, with the reasons. ``levers`` are those that every recipe of
+    the search has. ``extra`` and ``recipe`` are what the final configuration turns on: the plan that was confirmed.
     """
 
     format: Literal[1] = 1
@@ -142,19 +210,28 @@ class TuneReport(SavedRecord):
     total_steps: int
     most_seeds: int
     error: float
+    rate_search: bool = True
     state: Literal["running", "interrupted", "complete"] = "running"
     findings: list[Finding] = Field(default_factory=list)
     whole: list[Finding] = Field(default_factory=list)
+    rate: Rate | None = None
+    levers: list[str] = Field(default_factory=list)
     left_out: dict[str, str] = Field(default_factory=dict)
     extra: dict[str, Any] = Field(default_factory=dict)
+    recipe: dict[str, Any] = Field(default_factory=dict)
     runs: list[Run] = Field(default_factory=list)
     notes: list[str] = Field(default_factory=list)
     environment: Environment
     fingerprint: str = ""
     source: str = ""
 
+    @property
+    def stock(self) -> Candidate:
+        """Stock at its best rate, which the result is compared with."""
+        return Candidate(name=STOCK, rate=self.rate.best if self.rate else 1.0)
+
     def stock_losses(self) -> list[float]:
-        """Return the training loss of stock at every step, for :class:`torchboost.Guard`.
+        """Return the training loss of stock at its best rate, at every step, for :class:`torchboost.Guard`.
 
         It is the mean of all seeds, constant within blocks of 20 steps, and ends with the last complete block. A run
         that is compared with it must have the same number of steps and the same schedule.
@@ -162,7 +239,8 @@ class TuneReport(SavedRecord):
         Raises:
             ValueError: The report has no complete block of stock.
         """
-        curves = [run.losses for run in self.runs if run.name == STOCK and len(run.losses) == self.steps // BLOCK]
+        runs = [run for run in self.runs if run.name == self.stock.label]
+        curves = [run.losses for run in runs if len(run.losses) == self.steps // BLOCK]
         if not curves or not curves[0]:
             raise ValueError(
                 f"the report has no losses of stock: found {len(curves)} complete runs of {self.steps} steps; a run "
@@ -171,7 +249,7 @@ class TuneReport(SavedRecord):
         return [sum(block) / len(block) for block in zip(*curves, strict=True) for _ in range(BLOCK)]
 
 
-HEADINGS = ("candidate", "outcome", "speed", "memory", "metric against stock", "seeds", "why")
+HEADINGS = ("recipe", "outcome", "rate", "steps", "speed", "memory", "metric against stock", "seeds", "why")
 
 
 def headline(report: TuneReport) -> str:
@@ -181,33 +259,69 @@ def headline(report: TuneReport) -> str:
     proven = proven_whole(report)
     if proven is not None:
         gain = "" if proven.speed is None else f" A training then takes {1 / proven.speed.mid:.0%} of the time."
-        return f"Turn on {proven.candidate.name}.{gain}"
-    if any(finding.outcome == "kept" for finding in report.findings):
-        reason = report.whole[-1].reason if report.whole else "it was not tried"
-        return f"Nothing is turned on: what passed alone was not shown to keep the metric in the final test ({reason})."
-    return f"Nothing is turned on: no candidate was shown to save time and keep the metric within {report.drop:g}."
+        return f"Turn on {words_of(proven.candidate)}.{gain}"
+    if report.whole:
+        reason = report.whole[-1].reason
+        return (
+            f"Nothing is turned on: what the search found was not shown to keep the metric with fresh seeds ({reason})."
+        )
+    return f"Nothing is turned on: no recipe was found that saves time and keeps the metric within {report.drop:g}."
+
+
+def words_of(candidate: Candidate) -> str:
+    """Return a plan in words, with the algorithms that its name does not tell."""
+    others = [name for name, value in candidate.extra.items() if value is not False and name not in candidate.name]
+    return candidate.label + (f", with {', '.join(others)}" if others else "")
 
 
 def cost(report: TuneReport) -> str:
-    """Return what the answer costs in the metric; empty if nothing is turned on."""
+    """Return what the user's rate costs, what the answer costs in the metric, and when the tuning is repaid."""
+    said = [rate_words(report)] if report.state == "complete" and report.rate else []
     proven = proven_whole(report)
-    if proven is None or proven.difference is None:
+    if proven is not None and proven.difference is not None:
+        change, best = proven.difference, " at its best rate" if report.stock.rate != 1 else ""
+        said.append(
+            f"Against stock{best} the metric changes by {change.mid:+.2g}, at worst {change.low:+.2g} at "
+            f"{change.confidence:.1%} confidence, over {proven.seeds} seeds; {report.drop:g} was accepted."
+        )
+    return " ".join([*said, *repaid(report)])
+
+
+def rate_words(report: TuneReport) -> str:
+    """Return whether the user's rate is at its best, in one sentence; empty if that is not known."""
+    found = report.rate
+    if found is None:
         return ""
-    change = proven.difference
-    return (
-        f"The metric changes by {change.mid:+.2g}, at worst {change.low:+.2g} at {change.confidence:.1%} confidence, "
-        f"over {proven.seeds} seeds; {report.drop:g} was accepted."
-    )
+    if found.best == 1:
+        return "Your rate is at its best."
+    times = f"{max(found.best, 1 / found.best):g} times too {'high' if found.best < 1 else 'low'}"
+    seeds = f"{found.seeds} {'fresh seeds' if found.fresh else 'seeds of the search'}"
+    gain = "" if found.change is None else f": {found.change:+.2g} at {found.best:g} of it, the mean of {seeds}"
+    return f"Your rate is {times}{gain}."
+
+
+def repaid(report: TuneReport) -> list[str]:
+    """Return what the tuning cost, and after how many runs it is repaid, if that is known."""
+    runs = [run for run in report.runs if run.name == report.stock.label and math.isfinite(run.metric)]
+    if report.state != "complete" or not runs:
+        return []
+    stock = statistics.median(run.projected(report.total_steps) for run in runs)
+    text = f"The tuning took as long as {report.spent_seconds / stock:.1f} runs of stock"
+    proven = proven_whole(report)
+    if proven is None or proven.speed is None:
+        return [f"{text}."]
+    saved = stock * (1 - 1 / proven.speed.mid)
+    return [f"{text}, and is repaid after {math.ceil(report.spent_seconds / saved)} further runs."]
 
 
 def proven_whole(report: TuneReport) -> Finding | None:
-    """Return the final test that passed; None without one."""
+    """Return the plan that was confirmed; None without one."""
     return next((finding for finding in reversed(report.whole) if finding.outcome == "kept"), None)
 
 
 def horizon(report: TuneReport) -> str:
     """Return for which runs the answer holds, and what it could have seen."""
-    seen = [finding.detectable for finding in report.findings if finding.detectable is not None]
+    seen = [finding.detectable for finding in report.whole if finding.detectable is not None]
     power = f" The tests could see a drop of {max(seen):.3g} beyond the accepted one." if seen else ""
     return (
         f"Runs of {report.steps:,} steps, at most {report.most_seeds} seeds; the answer is for {report.total_steps:,} "
@@ -216,37 +330,58 @@ def horizon(report: TuneReport) -> str:
 
 
 def notes(report: TuneReport) -> list[str]:
-    """Return what else a reader must know: which levers were no candidates, and the notes of the tuning."""
+    """Return what else a reader must know: how to use the result, which levers all recipes have, and what was noted."""
     left_out = "; ".join(f"{name} ({reason})" for name, reason in report.left_out.items())
-    trial = [f"The trial of the levers left out {left_out}"] if left_out else []
-    return [f"{note}." for note in (*trial, *report.notes)]
+    use = (
+        ["Build the schedule after boost, on boosted.optimizer, and train boosted.steps updates"]
+        if report.recipe
+        else []
+    )
+    if report.recipe.get("optimizer") == "schedule_free_adamw":
+        use = ["Leave the schedule out, call optimizer.eval() before an evaluation, and train boosted.steps updates"]
+    trial = [f"Every recipe but stock has the levers {', '.join(report.levers)}"] if report.levers else []
+    trial += [f"The trial of the levers left out {left_out}"] if left_out else []
+    return [f"{note[:1].upper()}{note[1:]}." for note in (*use, *trial, *report.notes)]
 
 
 def rows(report: TuneReport) -> list[list[str]]:
-    """Return a line of text per candidate and final test."""
+    """Return a line of text per recipe and plan that was confirmed or not."""
 
     def row(name: str, finding: Finding, reason: str) -> list[str]:
+        known, change = finding.candidate, finding.difference
+        tried = finding.outcome not in ("not usable", "duplicate", "not tried")
+        share = "" if finding.outcome in ("no gain", "lost") and finding.change is None else f"{known.share:.0%}"
+        rate = f"{known.section['lr']:g}" if "lr" in known.recipe else f"{known.rate:g}x"
         speed = "" if finding.speed is None else f"{finding.speed.mid:.2f}x"
         memory = "" if finding.memory is None else f"{finding.memory:.2f}x"
-        change, metric = finding.difference, ""
+        metric = "" if finding.change is None else f"{finding.change:+.4f}"
         if change is not None and math.isfinite(change.mid):
             metric = f"{change.mid:+.4f} ({change.low:+.4f} to {change.high:+.4f})"
-        return [name, finding.outcome or "open", speed, memory, metric, str(finding.seeds or ""), reason]
+        cells = [rate, share] if tried else ["", ""]
+        return [name, finding.outcome or "open", *cells, speed, memory, metric, str(finding.seeds or ""), reason]
 
-    together = [row("together", one, f"{one.candidate.name}: {one.reason}") for one in report.whole]
-    return [row(one.candidate.name, one, one.reason) for one in report.findings] + together
+    confirmed = [row("confirmation", one, f"{one.candidate.name}: {one.reason}") for one in report.whole]
+    return [row(one.candidate.name, one, one.reason) for one in report.findings] + confirmed
+
+
+def rate_rows(report: TuneReport) -> list[list[str]]:
+    """Return a line per recipe whose rate was searched: the metric at half of the steps, by multiples of the rate."""
+    found = [finding for finding in report.findings if finding.rates]
+    multiples = sorted({multiple for finding in found for multiple in finding.rates})
+
+    def cell(finding: Finding, multiple: float) -> str:
+        metric = finding.rates.get(multiple)
+        return "" if metric is None else f"{metric:.4g}" if math.isfinite(metric) else "stopped"
+
+    head = ["recipe", *(f"{multiple:g}x" for multiple in multiples)]
+    return [head, *([one.candidate.name, *(cell(one, multiple) for multiple in multiples)] for one in found)]
 
 
 def tune_page(report: TuneReport) -> str:
     """Return the page of a tuning, with the answer first."""
-    whole = [
-        finding.model_copy(update={"candidate": finding.candidate.model_copy(update={"name": "together"})})
-        for finding in report.whole
-    ]
-    differences = [one for one in (*report.findings, *whole) if one.difference and math.isfinite(one.difference.low)]
+    differences = [one for one in report.whole if one.difference and math.isfinite(one.difference.low)]
     bounds = [value for one in differences if one.difference for value in (one.difference.low, one.difference.high)]
     scale = Scale(min(*bounds, -1.4 * report.drop, 0), max(*bounds, 0.4 * report.drop, 0)) if bounds else Scale(0, 1)
-    order = {STOCK: -1} | {finding.candidate.name: place for place, finding in enumerate(report.findings)}
     return render(
         "tuning.html",
         report=report,
@@ -256,8 +391,9 @@ def tune_page(report: TuneReport) -> str:
         notes=notes(report),
         headings=HEADINGS,
         rows=rows(report),
+        rates=rate_rows(report),
         differences=differences,
         scale=scale,
         ticks=[Tick(scale(value), f"{value:+g}") for value in ticks(scale.low, scale.high)],
-        runs=sorted(report.runs, key=lambda run: (order.get(run.name, len(order)), run.name, run.seed)),
+        runs=report.runs,
     )

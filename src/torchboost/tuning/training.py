@@ -1,4 +1,4 @@
-"""What a tuning tries on a model, the levers that pay here and the algorithms of the levels, and how it trains them."""
+"""What a tuning tries on a model: levers that pay here, optimizers, algorithms of the levels; and how it trains."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import math
 import re
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -13,16 +14,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Adam, AdamW, Optimizer
 
-from torchboost.bench.factory import Parts, check_fresh, loop_body, made_by, metric_of, one_epoch
+from torchboost.bench.factory import Parts, check_fresh, loop_body, made_by, metric_of, one_epoch, score_of
 from torchboost.core.algorithm import Algorithm
 from torchboost.core.torch_private import compiled_graphs, forget_compiled
-from torchboost.errors import ConfigError, IncompatibleError
+from torchboost.errors import ConfigError, IncompatibleError, NoEffectWarning
 from torchboost.front import Boosted, boost
 from torchboost.measure.machine import PeakMemory
 from torchboost.measure.stopwatch import Clock
 from torchboost.registry import LEVELS, REGISTRY
 from torchboost.tuning.report import BLOCK, STOCK, Candidate, Finding, Run
+from torchboost.tuning.runs import Watch
 
 __all__ = [
     "LEAST_STEPS",
@@ -32,12 +35,16 @@ __all__ = [
     "fresh",
     "looked_at",
     "named_candidates",
-    "standard_candidates",
+    "schedule_sets_rates",
+    "standard_recipes",
     "try_levers",
 ]
 
 LEAST_STEPS = 2
 """The first step of a run is its set-up, so the time of a step is known from the second on."""
+
+UNWATCHED = Watch()
+"""Nothing ends a training early, and its metric is that of ``evaluate``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +52,7 @@ class Training:
     """Trains candidates from a factory.
 
     Args:
-        make: ``make(seed) -> (model, optimizer, loss, batches, evaluate[, schedule])``.
+        make: ``make(seed) -> (model, optimizer, loss, batches, evaluate[, schedule[, validate]])``.
         steps: Updates of a run of stock.
         device: Where the batches go; the factory puts the model there.
         told: Called with the candidate and the seed after every 20 steps.
@@ -56,12 +63,11 @@ class Training:
     device: torch.device
     told: Callable[[Candidate, int], None] = lambda candidate, seed: None
 
-    def __call__(self, candidate: Candidate, seed: int, limit: float = math.inf, /) -> Run:
+    def __call__(self, candidate: Candidate, seed: int, watch: Watch = UNWATCHED, /) -> Run:
         """Train once. The random generators are as before afterwards.
 
         What an earlier training compiled is forgotten, so that each one pays for its own compilation; the compiler's
-        cache on disk stays. If the steps after the first one take longer than ``limit`` seconds, without compilation,
-        the training is stopped. An error of a candidate is part of the run, as its ``failure``. An error of stock is
+        cache on disk stays. An error of a candidate is part of the run, as its ``failure``. An error of stock is
         raised.
         """
         started = time.perf_counter()
@@ -69,14 +75,14 @@ class Training:
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             try:
                 with PeakMemory(self.device) as peak:
-                    run = self._run(candidate, seed, limit)
+                    run = self._run(candidate, seed, watch)
                 run = run.model_copy(update={"peak_bytes": peak.bytes})
             except Exception as error:
-                if not candidate.extra:
+                if not candidate.extra and not candidate.recipe:
                     raise
                 spent = time.perf_counter() - started
                 run = Run(
-                    name=candidate.name,
+                    name=candidate.label,
                     seed=seed,
                     steps=self.steps,
                     metric=math.nan,
@@ -87,18 +93,21 @@ class Training:
                 )
             return run
 
-    def _run(self, candidate: Candidate, seed: int, limit: float) -> Run:
-        clock, steps = Clock.of(self.device), max(LEAST_STEPS, round(candidate.share * self.steps))
+    def _run(self, candidate: Candidate, seed: int, watch: Watch) -> Run:
+        clock = Clock.of(self.device)
         began = clock()
         parts = made_by(self.make, seed)
-        model, optimizer = parts.model, parts.optimizer
-        if any(value is not False for value in candidate.extra.values()):
-            model, optimizer = boosted_by(parts, candidate.extra, steps)
+        model, optimizer, steps = parts.model, parts.optimizer, self.steps
+        if candidate.section or any(value is not False for value in candidate.extra.values()):
+            boosted = boosted_by(parts, candidate, steps)
+            model, optimizer, steps = boosted.model, boosted.optimizer, max(LEAST_STEPS, boosted.steps or 0)
+        if candidate.recipe.get("optimizer") == "schedule_free_adamw":
+            parts = parts._replace(schedule=None)  # its average takes the place of one
         step, batches = loop_body(parts, model, optimizer, steps), _batches(parts.batches, seed, self.device)
         model.train()
         first = loss = step(*next(batches))
         ready = clock()
-        block, means, metric, too_slow, diverged = [first], [], math.nan, False, False
+        block, means, metric, too_slow, diverged, hopeless = [first], [], math.nan, False, False, False
         # Steps in which something was compiled, such as the first one with inputs of another shape, are set-up too.
         compiling, compiled_steps = 0.0, 0
         for done in range(1, steps):
@@ -108,20 +117,23 @@ class Training:
             if compiled_graphs() != graphs:
                 compiling, compiled_steps = compiling + clock() - start, compiled_steps + 1
             ends = done % BLOCK == BLOCK - 1
-            too_slow = clock.read() - ready - compiling > limit
+            too_slow = clock.read() - ready - compiling > watch.seconds
             if ends:
                 self.told(candidate, seed)
                 mean, sound = _mean_of(block)
                 means += [] if mean is None else [mean]
                 block, diverged = [], not sound and _has_diverged(parts.model)
-            if too_slow or diverged:
+                hopeless = _is_hopeless(float(first), means, watch.losses, steps)
+            if too_slow or diverged or hopeless:
                 break
         trained, last = clock() - ready, float(loss)
-        if not (too_slow or diverged or (not math.isfinite(last) and _has_diverged(parts.model))):
-            metric = metric_of(parts, parts.model)
+        if not (too_slow or diverged or hopeless or (not math.isfinite(last) and _has_diverged(parts.model))):
+            if callable(average := getattr(optimizer, "eval", None)):
+                average()  # a schedule-free optimizer then has its average in the weights
+            metric = (score_of if watch.chooses else metric_of)(parts, parts.model)
         left = steps - 1 - compiled_steps
         return Run(
-            name=candidate.name,
+            name=candidate.label,
             seed=seed,
             steps=steps,
             metric=metric,
@@ -132,16 +144,32 @@ class Training:
             seconds=(trained - compiling) * (steps - 1) / left if left > 0 else trained,
             wall_seconds=clock() - began,
             too_slow=too_slow,
+            hopeless=hopeless,
         )
 
 
-def boosted_by(parts: Parts, extra: dict[str, Any], steps: int) -> Boosted:
-    """Boost model and optimizer with the algorithms of a section ``extra`` and nothing else.
+def boosted_by(parts: Parts, candidate: Candidate, steps: int) -> Boosted:
+    """Boost model and optimizer with what a candidate turns on and nothing else.
+
+    Args:
+        parts: The factory's result.
+        candidate: What is turned on.
+        steps: Updates of a run of stock, of which the candidate may take a share.
 
     Raises:
-        ConfigError, IncompatibleError, ValueError: They cannot work on this pair.
+        ConfigError, IncompatibleError, ValueError: It cannot work on this pair.
     """
-    return boost(parts.model, parts.optimizer, level="O0", config={"extra": extra}, total_steps=steps, calibrate=False)
+    config = {"extra": candidate.extra, "recipe": candidate.section}
+    pair = parts.model, parts.optimizer
+    return boost(*pair, level="O0", config=config, total_steps=steps, calibrate=False, verify=False)
+
+
+def _is_hopeless(first: float, means: Sequence[float], best: Sequence[float], steps: int) -> bool:
+    """Return whether, after a third of the steps, the loss has fallen less than a third as far as in the best run."""
+    third = steps // 3 // BLOCK
+    if not third or len(means) != third or len(best) < third:
+        return False
+    return best[third - 1] < first and 3 * (first - means[-1]) < first - best[third - 1]
 
 
 def _batches(epoch: Iterable[Any], seed: int, device: torch.device) -> Iterator[tuple[Any, Any]]:
@@ -169,11 +197,25 @@ Make = Callable[[int], object]
 LEVERS = tuple(name for name, entry in REGISTRY.items() if entry.lever)
 
 
-def standard_candidates(levers: Sequence[str]) -> list[Candidate]:
-    """Return the levers that a trial kept, LessBN as in the levels with centralised gradients, and freezing."""
-    exact = [name for name in levers if name != "autocast"]
-    sets = [list(levers), exact] if "autocast" in levers else [exact]
-    levered = [Candidate(name="levers: " + ", ".join(one), extra=dict.fromkeys(one, True)) for one in sets if one]
+MUON_LR, ADAMW_LR = 0.02, 1e-3
+"""Rates that count as 1 in the search."""
+
+
+def standard_recipes(levers: Sequence[str], optimizer: Optimizer) -> list[Candidate]:
+    """Return what a tuning tries: stock, Muon, schedule-free AdamW, LessBN as in the levels, and freezing.
+
+    Args:
+        levers: Those that a trial kept, which all recipes have; the first recipe has nothing else.
+        optimizer: That of stock.
+    """
+    on = dict.fromkeys(levers, True)
+    stock = Candidate(name=f"levers: {', '.join(levers)}", extra=on) if levers else Candidate(name=STOCK)
+    own = max(float(group["lr"]) for group in optimizer.param_groups) if isinstance(optimizer, (Adam, AdamW)) else 0.0
+    optimizers = {
+        "Muon": {"optimizer": "muon", "lr": MUON_LR},
+        "schedule-free AdamW": {"optimizer": "schedule_free_adamw", "lr": own or ADAMW_LR},
+    }
+    fused = {name: value for name, value in on.items() if name != "fused_optimizer"}  # they are not torch's
     gentle, strong = LEVELS["O1"], LEVELS["O2"]
     centralized = {"gradient_centralization": dict(gentle["gradient_centralization"])}
     algorithms = {
@@ -182,7 +224,31 @@ def standard_candidates(levers: Sequence[str]) -> list[Candidate]:
         "grad_freeze as in O2": {"grad_freeze": dict(strong["grad_freeze"])},
         "grad_freeze from 30 % on": {"grad_freeze": {"full_share": 0.3}},
     }
-    return levered + [Candidate(name=name, extra=extra, skips_work=True) for name, extra in algorithms.items()]
+    return [
+        stock,
+        *(Candidate(name=name, extra=fused, recipe=recipe) for name, recipe in optimizers.items()),
+        *(Candidate(name=name, extra={**on, **extra}) for name, extra in algorithms.items()),
+    ]
+
+
+def schedule_sets_rates(make: Make, steps: int) -> bool:
+    """Return whether the factory's schedule writes rates of its own, whatever those of the optimizer are.
+
+    Such as ``OneCycleLR`` with ``max_lr=0.1``. A multiple of the optimizer's rate would change nothing.
+    """
+    found: list[list[float]] = []
+    for factor in (1.0, 0.5):
+        parts = made_by(make, 0)
+        for group in parts.optimizer.param_groups:
+            group["lr"] = group["lr"] * factor
+        schedule = None if parts.schedule is None else parts.schedule(parts.optimizer, steps)
+        rates: list[float] = []
+        for _ in range(min(steps, 4) if hasattr(schedule, "step") else 0):
+            rates += [float(group["lr"]) for group in parts.optimizer.param_groups]
+            parts.optimizer.step()
+            schedule.step()  # pyright: ignore[reportOptionalMemberAccess]
+        found.append(rates)
+    return any(one == other != 0 for one, other in zip(*found, strict=True))
 
 
 def try_levers(make: Make, *, steps: int, seconds: float) -> tuple[list[str], dict[str, str]]:
@@ -211,21 +277,19 @@ def try_levers(make: Make, *, steps: int, seconds: float) -> tuple[list[str], di
 def named_candidates(extras: Mapping[str, Mapping[str, Any]]) -> list[Candidate]:
     """Return candidates from names and sections ``extra``.
 
-    A candidate skips work unless all of its algorithms are levers, which compute the same in less time.
-
     Raises:
         ValueError: A name cannot be used, or a section turns nothing on.
     """
     candidates = []
     for name, extra in extras.items():
         on = [key for key, value in extra.items() if value is not False] if isinstance(extra, Mapping) else []
-        free = isinstance(name, str) and bool(name) and not name.startswith(STOCK) and " + " not in name
+        free = isinstance(name, str) and bool(name) and not name.startswith(STOCK) and "," not in name
         if not free or not on:
             raise ValueError(
-                f"candidates: found {name!r}: {extra!r}; give a name without ' + ' that does not begin with "
+                f"candidates: found {name!r}: {extra!r}; give a name without a comma that does not begin with "
                 f"{STOCK!r}, and a section extra with what it turns on, such as {{'autocast': True}}."
             )
-        candidates.append(Candidate(name=name, extra=dict(extra), skips_work=not set(on) <= set(LEVERS)))
+        candidates.append(Candidate(name=name, extra=dict(extra)))
     return candidates
 
 
@@ -255,34 +319,44 @@ def fingerprint_of(parts: Parts) -> str:
     return digest.hexdigest()[:16]
 
 
-def looked_at(candidates: Sequence[Candidate], make: Make, steps: int) -> list[Finding]:
+def looked_at(candidates: Sequence[Candidate], make: Make, steps: int, levers: Sequence[str] = ()) -> list[Finding]:
     """Return a finding for each candidate, with an outcome for those that are not trained.
 
     These are candidates of which an algorithm cannot work here, and those whose training would be that of an earlier
     one.
 
+    Args:
+        candidates: What is to be trained.
+        make: The factory.
+        steps: Updates of a run of stock.
+        levers: Those that a candidate may lack although it turns them on.
+
     Raises:
         ConfigError: The settings of a candidate are wrong.
     """
     known: dict[str, str] = {}
-    return [_looked_at(one, make, steps, known) for one in candidates]
+    return [_looked_at(one, make, steps, known, levers) for one in candidates]
 
 
-def _looked_at(candidate: Candidate, make: Make, steps: int, known: dict[str, str]) -> Finding:
+def _looked_at(candidate: Candidate, make: Make, steps: int, known: dict[str, str], levers: Sequence[str]) -> Finding:
     parts = made_by(make, 0)
     try:
-        boosted = boosted_by(parts, candidate.extra, steps)
+        with warnings.catch_warnings():
+            if candidate.recipe:  # such as a Muon without a matrix
+                warnings.simplefilter("error", NoEffectWarning)
+            boosted = boosted_by(parts, candidate, steps)
     except ConfigError:
         raise  # it is not the model that this cannot work on
-    except (IncompatibleError, ValueError) as error:
+    except (IncompatibleError, ValueError, NoEffectWarning) as error:
         return Finding(candidate=candidate, outcome="not usable", reason=str(error))
     plan = boosted.plan
     # If an algorithm only transforms modules, these tell what it did, and its settings do not count.
     on = [one.name if type(one).attach is Algorithm.attach else repr(one) for one in plan.algorithms]
-    training = "; ".join([*on, fingerprint_of(parts)])
+    training = "; ".join([*on, repr(candidate.recipe), fingerprint_of(parts)])
     boosted.remove()
     running = {one.name for one in plan.algorithms}
-    absent = [name for name, value in candidate.extra.items() if value is not False and name not in running]
+    asked = [name for name, value in candidate.extra.items() if value is not False and name not in levers]
+    absent = [name for name in asked if name not in running]
     if absent:
         missing = [f"{one.name}: {one.reason}" for one in plan.dropped if one.name in absent]
         return Finding(candidate=candidate, outcome="not usable", reason="; ".join(missing) or "it changes nothing")

@@ -17,18 +17,20 @@ from torchboost.core.arguments import check_count, check_number, is_number, seco
 from torchboost.distributed.topology import Topology
 from torchboost.errors import FactoryError, IncompatibleError
 from torchboost.measure.stopwatch import Progress, environment, interrupts_kept
-from torchboost.plan import Plan
-from torchboost.registry import Facts
 from torchboost.tuning.race import Race
-from torchboost.tuning.report import Finding, TuneReport
+from torchboost.tuning.report import STOCK, Candidate, Finding, TuneReport
+from torchboost.tuning.runs import Runs
+from torchboost.tuning.search import Search
 from torchboost.tuning.training import (
     LEAST_STEPS,
     Training,
+    boosted_by,
     fingerprint_of,
     fresh,
     looked_at,
     named_candidates,
-    standard_candidates,
+    schedule_sets_rates,
+    standard_recipes,
     try_levers,
 )
 
@@ -39,6 +41,11 @@ TRIAL_SHARE, TRIAL_MOST = 0.1, 60.0
 
 LEAST_ERROR, MOST_ERROR = 0.01, 0.5
 """Limits of ``error``; an attempt of the final test, with a third of it, needs 0.003 at least."""
+
+ABSOLUTE = (
+    "the schedule writes rates of its own, so that those of the optimizer have no effect; let it take them from the "
+    "optimizer, such as max_lr=[group['lr'] for group in optimizer.param_groups] for OneCycleLR"
+)
 
 LEAST_SEEDS, MOST_SEEDS = 3, 100
 """The limits of the sequential test are simulated for all seeds, which takes seconds for a hundred."""
@@ -52,6 +59,7 @@ def tune(
     epochs: int = 1,
     total_steps: int | None = None,
     candidates: Mapping[str, Mapping[str, Any]] | None = None,
+    rate: str = "search",
     seeds: int = 12,
     error: float = 0.05,
     device: torch.device | str = "cpu",
@@ -60,15 +68,15 @@ def tune(
     resume: bool = False,
     progress: Progress | None = None,
 ) -> TuneReport:
-    """Train candidates against the stock loop, and return what may be turned on for this model.
+    """Find what gives the metric of stock at its best rate in the least time, and test it with fresh seeds.
 
-    First a trial chooses the levers that make a step faster here. Then every candidate is trained against stock, paired
-    by seed, until a sequential test shows that it keeps the metric within ``drop``, or that it does not, or that more
-    seeds would hardly decide. What leaves out work must also end with a better metric than stock trained for equally
-    long with fewer steps. At last the accepted candidates are trained together, with fresh seeds, and tested as a
-    whole; the result turns them on only if that passes. If not, fewer of them are tested, at last those that leave out
-    no work. These attempts, at most three, have equal parts of ``error``, so the probability that something which costs
-    more than ``drop`` is turned on is at most ``error``.
+    First a trial chooses the levers that make a step faster here; all recipes have them. Then every recipe gets the
+    same search: stock itself, Muon, schedule-free AdamW, LessBN and freezing. The search finds the best of at least
+    five learning rates at half of the steps, and the fewest steps that keep the metric of stock at its best rate. At
+    last the fastest plan is trained with fresh seeds against plain stock at that rate, until a sequential test decides.
+    If it fails, it is tried with more steps, and then the levers alone. These attempts, at most three, have equal parts
+    of ``error``. So whatever the search found, the probability that something which costs more than ``drop`` is turned
+    on is at most ``error``.
 
     Everything runs in this process. Of a training on several ranks, tune the part of one rank.
 
@@ -76,17 +84,20 @@ def tune(
     only shows later in a longer run cannot be seen.
 
     Args:
-        make: ``make(seed) -> (model, optimizer, loss, batches, evaluate[, schedule])``. ``evaluate(model)`` returns the
-            metric, higher is better. ``schedule(optimizer, steps)`` returns a torch scheduler, stepped after every
-            update.
+        make: ``make(seed) -> (model, optimizer, loss, batches, evaluate[, schedule[, validate]])``.
+            ``evaluate(model)`` returns the metric, higher is better. ``schedule(optimizer, steps)`` returns a torch
+            scheduler, stepped after every update. ``validate(model)`` is like ``evaluate``, on other data; the search
+            uses it, and ``evaluate`` without it.
         drop: Largest accepted drop of the metric, in its own units: 0.005 for half a point of an accuracy.
         budget: Seconds, or text such as ``"30m"``. The next run is not begun if it does not fit.
         epochs: Passes over the batches in a run of stock.
         total_steps: Updates of the training that the answer is for, over which compilation is spread; by default those
             of a run.
-        candidates: Name -> section ``extra`` of a configuration, in place of the standard ones.
-        seeds: Most seeds per comparison, from 3 to 100.
-        error: Probability of a wrong decision in each comparison, and in the final test as a whole.
+        candidates: Name -> section ``extra`` of a configuration, in place of the standard recipes and the levers.
+        rate: ``"search"``, or ``"fixed"``, which keeps the learning rate of your optimizer. Optimizers that take its
+            place are still searched, because for them you have none.
+        seeds: Most seeds of a test, from 3 to 100.
+        error: Probability of a wrong decision, in all attempts of the confirmation together.
         device: Where the batches go.
         title: Of the report.
         out: JSON file of the resulting configuration; the report is saved next to it after every run, see
@@ -97,7 +108,7 @@ def tune(
     Raises:
         FactoryError: The factory returns something else or has no ``evaluate``, or the stock loop cannot be compared:
             it diverges, or has the same losses and metric for two seeds.
-        IncompatibleError: ``torch.distributed`` has several ranks.
+        IncompatibleError: ``torch.distributed`` has several ranks, or :func:`torchboost.boost` cannot take the pair.
         TypeError: An argument has the wrong type.
         ValueError: An argument is out of range, or the report belongs to another tuning.
         KeyboardInterrupt: Passed on. The report holds all finished runs.
@@ -105,7 +116,9 @@ def tune(
     Example:
         >>> import torchboost
         >>> report = torchboost.tune(make, drop=0.005, budget="30m", out="boost.json")  # doctest: +SKIP
-        >>> model, optimizer = torchboost.boost(model, optimizer, config="boost.json")  # doctest: +SKIP
+        >>> boosted = torchboost.boost(model, optimizer, config="boost.json", total_steps=1000)  # doctest: +SKIP
+        >>> boosted.steps  # of boosted.optimizer, with a schedule that is built on it for so many  # doctest: +SKIP
+        450
     """
     check_number("drop", drop, above=True)
     check_count("epochs", epochs, of="passes over the batches")
@@ -116,6 +129,8 @@ def tune(
         check_count("total_steps", total_steps, of="updates")
     if not is_number(error) or not LEAST_ERROR <= error < MOST_ERROR:
         raise ValueError(f"error: found {error!r}; give a number from {LEAST_ERROR} to below {MOST_ERROR}.")
+    if rate not in ("search", "fixed"):
+        raise ValueError(f"rate: found {rate!r}; give 'search' or 'fixed'.")
     started, seconds, path = time.perf_counter(), seconds_of(budget), None if out is None else Path(out)
     if path is not None:
         _check_free(path, resume)
@@ -141,6 +156,7 @@ def tune(
         total_steps=steps if total_steps is None else total_steps,
         most_seeds=seeds,
         error=error,
+        rate_search=rate == "search",
         environment=environment(device),
         fingerprint=fingerprint_of(parts),
         source=source_of(make),
@@ -152,6 +168,7 @@ def tune(
         out=path,
         progress=(lambda phase, done, total, note="": None) if progress is None else progress,
         report=report,
+        absolute=schedule_sets_rates(make, steps),
     )
     del parts  # a model less in memory during the runs
     if resume:
@@ -173,7 +190,7 @@ def report_path(out: str | Path) -> Path:
 
 @dataclass(kw_only=True)
 class _Session:
-    """A tuning under way: what was asked, and the report as far as it came."""
+    """A tuning under way: what was asked, whether the schedule sets its own rates, and the report as far as it came."""
 
     started: float
     make: Callable[[int], object]
@@ -181,6 +198,7 @@ class _Session:
     out: Path | None
     progress: Progress
     report: TuneReport
+    absolute: bool
 
     def tell(self, phase: str, done: float, total: float, note: str = "") -> None:
         """Tell the progress in whole seconds."""
@@ -196,82 +214,94 @@ class _Session:
         if path is None or not path.is_file():
             return
         saved = TuneReport.load(path)
-        names = ("title", "model", "parameters", "drop", "steps", "total_steps", "most_seeds", "error", "fingerprint")
-        check_same(path, saved, now, names, "was made with")
-        self.report = saved.model_copy(update={"budget_seconds": now.budget_seconds, "state": "running", "whole": []})
+        names = ("title", "model", "parameters", "drop", "steps", "total_steps", "most_seeds", "error", "rate_search")
+        check_same(path, saved, now, (*names, "fingerprint"), "was made with")
+        aside = saved.spent_seconds - sum(run.wall_seconds for run in saved.runs)
+        self.started -= max(0.0, aside)
+        update = {"budget_seconds": now.budget_seconds, "state": "running", "whole": [], "notes": [], "rate": None}
+        self.report = saved.model_copy(update=update)
 
     @interrupts_kept()
     def run(self, extras: Mapping[str, Mapping[str, Any]] | None) -> TuneReport:
         findings = self._findings(extras)
-        training = Training(
-            make=self.make,
-            steps=self.report.steps,
-            device=self.device,
-            told=lambda candidate, seed: self._spent(self.report.spent_seconds, f"{candidate.name}, seed {seed}"),
-        )
-        race = Race(
+        if findings[0].outcome is not None:
+            raise IncompatibleError(f"{findings[0].candidate.name}: {findings[0].reason}")
+        training = Training(make=self.make, steps=self.report.steps, device=self.device, told=self._training)
+        runs = Runs(
             train=training,
-            candidates=[finding.candidate for finding in findings if finding.outcome is None],
-            drop=self.report.drop,
             budget=self.report.budget_seconds,
             total_steps=self.report.total_steps,
-            most=self.report.most_seeds,
-            error=self.report.error,
-            spent=self.report.spent_seconds + time.perf_counter() - self.started,
-            told=lambda race: self._note(race, findings),
-            runs={(run.name, run.seed): run for run in self.report.runs},
+            aside=time.perf_counter() - self.started,
+            made={(run.name, run.seed): run for run in self.report.runs},
+            told=lambda: self._note(race, findings),
         )
+        recipes = [finding.candidate for finding in findings if finding.outcome is None]
+        search = Search(
+            runs=runs,
+            recipes=recipes,
+            drop=self.report.drop,
+            rates=self.report.rate_search and not self.absolute,
+        )
+        race = Race(search=search, most=self.report.most_seeds, error=self.report.error, notes=self._notes())
+        self.tell("plan", 0, 1, _plan(self.report, len(recipes)))
         try:
-            extra = race.decide()
+            chosen = race.decide()
         except KeyboardInterrupt:
             self._note(race, findings, state="interrupted")
             raise
-        self._note(race, findings, state="complete", extra=extra)
+        chosen = Candidate(name=STOCK) if chosen is None else chosen
+        self._note(race, findings, state="complete", extra=chosen.extra, recipe=chosen.section)
         if self.out is not None:
-            parts = made_by(self.make, 0)
-            facts = Facts.measure(parts.model, total_steps=self.report.total_steps, loop="own")
-            Plan.of("O0", {"extra": extra}, facts).fit(parts.model, parts.optimizer).save(self.out)
+            boosted = boosted_by(made_by(self.make, 0), chosen, self.report.total_steps)
+            boosted.plan.save(self.out)
+            boosted.remove()
         return self.report
 
     def _findings(self, extras: Mapping[str, Mapping[str, Any]] | None) -> list[Finding]:
-        """Return a finding for each candidate, with an outcome for those that cannot work here."""
+        """Return a finding for each recipe, with an outcome for those that cannot work here. Stock comes first."""
+        named = None if extras is None else [Candidate(name=STOCK), *named_candidates(extras)]
         if self.report.findings:
-            self._check_same_candidates(extras)
-            kept = [finding for finding in self.report.findings if finding.outcome in ("not usable", "duplicate")]
-            others = [finding for finding in self.report.findings if finding not in kept]
-            return [*kept, *(Finding(candidate=finding.candidate) for finding in others)]
-        candidates = [] if extras is None else named_candidates(extras)
-        if extras is None:
+            recipes = [_as_given(finding.candidate) for finding in self.report.findings]
+            _check_same_recipes(recipes, recipes if named is None else named)
+        elif named is None:
             self.tell("trial of the levers", 0, 1)
             seconds = min(TRIAL_MOST, TRIAL_SHARE * self.report.budget_seconds)
             levers, left_out = try_levers(self.make, steps=self.report.total_steps, seconds=seconds)
-            self.report = self.report.model_copy(update={"left_out": left_out})
-            candidates = standard_candidates(levers)
+            self.report = self.report.model_copy(update={"levers": levers, "left_out": left_out})
+            recipes = standard_recipes(levers, made_by(self.make, 0).optimizer)
             self.tell("trial of the levers", 1, 1)
-        return looked_at(candidates, self.make, self.report.steps)
+        else:
+            recipes = named
+        usable = [one for one in recipes if not (self.absolute and one.recipe.get("optimizer") == "muon")]
+        found = {one.candidate.name: one for one in looked_at(usable, self.make, self.report.steps, self.report.levers)}
+        return [found.get(one.name, Finding(candidate=one, outcome="not usable", reason=ABSOLUTE)) for one in recipes]
 
-    def _check_same_candidates(self, extras: Mapping[str, Mapping[str, Any]] | None) -> None:
-        """Raise ``ValueError`` if the candidates are not those of the report that is continued."""
-        saved = [finding.candidate for finding in self.report.findings]
-        now = saved if extras is None else named_candidates(extras)
-        if sorted(map(repr, saved)) != sorted(map(repr, now)):
-            known = ", ".join(repr(one.name) for one in saved)
-            raise ValueError(
-                f"the report was made with other candidates, or settings of them ({known}); give the same ones, or "
-                "choose another file."
-            )
+    def _notes(self) -> list[str]:
+        """Return how the search was made, if not as usual."""
+        said = {
+            "the learning rate was kept as it is, as asked": not self.report.rate_search,
+            f"the learning rate was not searched, because {ABSOLUTE}": self.report.rate_search and self.absolute,
+            "the factory has no validate, so the search chose by evaluate, and only the seeds of the confirmation are "
+            "fresh": made_by(self.make, 0).validate is None,
+        }
+        return [note for note, holds in said.items() if holds]
+
+    def _training(self, candidate: Candidate, seed: int) -> None:
+        self._spent(self.report.spent_seconds, f"{candidate.label}, seed {seed}")
 
     def _spent(self, seconds: float, note: str) -> None:
         self.tell("tuning", seconds, self.report.budget_seconds, note)
 
     def _note(self, race: Race, known: list[Finding], **update: Any) -> None:
         """Put what the race knows into the report, and save it."""
+        search, runs = race.search, race.search.runs
         self.report = self.report.model_copy(
             update={
-                "findings": [race.findings.get(finding.candidate.name, finding) for finding in known],
+                "findings": [search.findings.get(finding.candidate.name, finding) for finding in known],
                 "whole": list(race.whole),
-                "runs": list(race.runs.values()),
-                "spent_seconds": race.spent,
+                "rate": search.rate,
+                "runs": list(runs.made.values()),
+                "spent_seconds": runs.aside + sum(run.wall_seconds for run in runs.made.values()),
                 "notes": list(race.notes),
                 **update,
             }
@@ -279,7 +309,33 @@ class _Session:
         if self.out is not None:
             self.report.save(report_path(self.out))
         last = self.report.runs[-1] if self.report.runs else None
-        self._spent(race.spent, "" if last is None else f"{last.name}, seed {last.seed}: {last.metric:.4g}")
+        said = "" if last is None else f"{last.name}, seed {last.seed}: {last.metric:.4g}"
+        self._spent(self.report.spent_seconds, said)
+
+
+def _as_given(candidate: Candidate) -> Candidate:
+    """Return a recipe as it was before its search."""
+    recipe = {key: value for key, value in candidate.recipe.items() if key != "rate"}
+    return candidate.model_copy(update={"recipe": recipe}).at(1.0)
+
+
+def _check_same_recipes(saved: list[Candidate], now: list[Candidate]) -> None:
+    """Raise ``ValueError`` if the recipes are not those of the report that is continued."""
+    if sorted(map(repr, saved)) != sorted(map(repr, now)):
+        known = ", ".join(repr(one.name) for one in saved)
+        raise ValueError(
+            f"the report was made with other candidates, or settings of them ({known}); give the same ones, or "
+            "choose another file."
+        )
+
+
+def _plan(report: TuneReport, recipes: int) -> str:
+    """Return which runs will be made, in words."""
+    return (
+        f"{recipes} recipes within {report.budget_seconds / 2:.0f} s, first stock and then by what they promise: 5 to "
+        "7 runs of half length each for its rate, up to 10 for its length; then pairs of whole runs with up to "
+        f"{report.most_seeds} fresh seeds"
+    )
 
 
 def _check_free(out: Path, resume: bool) -> None:

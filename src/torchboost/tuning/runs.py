@@ -1,0 +1,178 @@
+"""The runs of a tuning: which were made, whether the next one fits into the budget, and what the times tell."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torchboost.bench.factory import check_seeds
+from torchboost.errors import FactoryError
+from torchboost.tuning.report import FRESH_SEED, STOCK, Candidate, Outcome, Run
+
+__all__ = ["HALF", "EndedError", "RecipeEndedError", "Runs", "Watch"]
+
+HALF = 0.5
+"""Rates are compared at this share of the steps, with the schedule fitted to it."""
+
+LEAST_RUNS = 7
+"""A decision needs so many runs as long as stock's."""
+
+TOO_SLOW = 3.0
+"""A training is stopped if its steps take longer than this multiple of the time of stock's."""
+
+
+class EndedError(Exception):
+    """The next run does not fit into the budget, or there is nothing more to train."""
+
+
+class RecipeEndedError(Exception):
+    """A training of a recipe did not come to its end, so the recipe is out."""
+
+    outcome: Outcome
+    reason: str
+
+    def __init__(self, outcome: Outcome, reason: str) -> None:
+        super().__init__(reason)
+        self.outcome, self.reason = outcome, reason
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watch:
+    """How a training is watched: when it is stopped early, and what its metric is for.
+
+    Args:
+        chooses: Whether choices are made by its metric, which is then that of ``validate``, if the factory has it.
+        seconds: It is stopped if its steps take longer, without compilation.
+        losses: The curve of the best run of as many steps. It is stopped if after a third of them its loss has
+            fallen less than a third as far.
+    """
+
+    chooses: bool = False
+    seconds: float = math.inf
+    losses: Sequence[float] = ()
+
+
+@dataclass(kw_only=True)
+class Runs:
+    """Trains what is asked for, once, and keeps the budget.
+
+    What it tells depends on the runs that were asked for alone. So a tuning that was interrupted, which has more of
+    them from the beginning, goes the same way.
+
+    Args:
+        train: Trains a candidate with a seed.
+        budget: Seconds of all runs together.
+        total_steps: Steps of the run that the user has in mind, over which set-up is spread.
+        aside: Seconds that were spent on anything but runs.
+        made: Runs, by label and seed; those of an earlier session at first.
+        told: Called after every run that was made.
+        limit: Seconds that may be spent at present.
+    """
+
+    train: Callable[[Candidate, int, Watch], Run]
+    budget: float
+    total_steps: int
+    aside: float = 0.0
+    made: dict[tuple[str, int], Run] = field(default_factory=dict)
+    told: Callable[[], None] = lambda: None
+    limit: float = math.inf
+    asked: dict[tuple[str, int], Candidate] = field(default_factory=dict, init=False)
+
+    @property
+    def spent(self) -> float:
+        """Seconds of the runs that were asked for so far, and of what was none."""
+        return self.aside + sum(self.made[key].wall_seconds for key in self.asked)
+
+    def score(self, candidate: Candidate, seed: int) -> float:
+        """Train, and return the metric; minus infinity if the training diverged, or was stopped as hopeless.
+
+        Raises:
+            EndedError: The run does not fit into the budget.
+            RecipeEndedError: It failed, or its steps took too long.
+            FactoryError: Stock cannot be compared: it diverges, or it ignores its seed.
+        """
+        run = self.run(candidate, seed)
+        if run.failure:
+            raise RecipeEndedError("not usable", f"its training raised {run.failure}")
+        if run.too_slow:
+            reason = f"its steps took more than {TOO_SLOW:g} times as long as stock's, so its training was stopped"
+            raise RecipeEndedError("no gain", reason)
+        return run.metric if math.isfinite(run.metric) else -math.inf
+
+    def run(self, candidate: Candidate, seed: int) -> Run:
+        """Train, whatever becomes of it."""
+        key, is_first = (candidate.label, seed), not self.asked
+        new = key not in self.made
+        if new:
+            if self.spent + self.wall_seconds(candidate) > self.limit:
+                aside = self.budget - self.limit
+                rest = f"; {aside:.0f} s are set aside for what follows" if aside > 0 else ""
+                raise EndedError(f"the budget of {self.budget:.0f} s does not allow another run{rest}")
+            self.made[key] = self.train(candidate, seed, self._watch(candidate, seed))
+        self.asked[key] = candidate
+        if is_first and new:  # a tuning that is continued has shown that it has the time
+            self._check_first(key)
+        self._check_seeds(candidate)
+        if new:
+            self.told()
+        return self.made[key]
+
+    def of(self, name: str) -> list[tuple[Candidate, Run]]:
+        """Return the runs of a recipe that came to their end."""
+        found = ((one, self.made[key]) for key, one in self.asked.items() if one.name == name)
+        return [(one, run) for one, run in found if math.isfinite(run.metric)]
+
+    def steps(self, share: float) -> int:
+        """Return a share of the steps of the run that the user has in mind."""
+        return round(share * self.total_steps)
+
+    def seconds(self, recipe: Candidate, share: float) -> float:
+        """Return the seconds of a recipe for a share of the run that the user has in mind."""
+        times = [run.projected(self.steps(share)) for _, run in self.of(recipe.name)]
+        return statistics.median(times) if times else math.inf
+
+    def wall_seconds(self, candidate: Candidate) -> float:
+        """Return how long a run takes at most, by the runs of the recipe, or of stock."""
+        known = self.of(candidate.name) or self.of(STOCK)
+        longer = (run.wall_seconds + (candidate.share / one.share - 1) * run.seconds for one, run in known)
+        return max(longer, default=0.0)
+
+    def _watch(self, candidate: Candidate, seed: int) -> Watch:
+        if not self.asked:
+            return Watch(chooses=True, seconds=(self.budget - self.aside) * HALF / LEAST_RUNS)
+        slow = TOO_SLOW * candidate.share * max(run.seconds / one.share for one, run in self.of(STOCK))
+        alike = (key for key, one in self.asked.items() if one.share == HALF == candidate.share and key[1] == seed)
+        rivals = [self.made[key] for key in alike if math.isfinite(self.made[key].metric)]
+        best = max(rivals, key=lambda run: run.metric, default=None)
+        return Watch(
+            chooses=seed < FRESH_SEED,
+            seconds=math.inf if candidate.name == STOCK else slow,
+            losses=best.losses if best is not None and seed < FRESH_SEED else (),
+        )
+
+    def _check_first(self, key: tuple[str, int]) -> None:
+        """Refuse a training of stock that diverges, and a budget that leaves no time for a decision."""
+        run = self.made[key]
+        if run.too_slow or self.aside + LEAST_RUNS * run.wall_seconds / HALF > self.budget:
+            self.aside += run.wall_seconds
+            del self.made[key], self.asked[key]
+            raise EndedError(
+                f"half of a run takes {'more than ' if run.too_slow else ''}{run.wall_seconds:.0f} s, and a decision "
+                f"needs at least {LEAST_RUNS} runs; the budget is {self.budget:.0f} s. Shorten the run, or allow more "
+                "time"
+            )
+        if not math.isfinite(run.metric):
+            raise FactoryError(
+                f"the stock loop ended with the metric {run.metric} (seed {key[1]}); there is nothing to keep."
+            )
+
+    def _check_seeds(self, candidate: Candidate) -> None:
+        """Refuse a factory whose runs are the same for two seeds."""
+        runs = ((seed, self.made[label, seed]) for label, seed in self.asked if label == candidate.label)
+        check_seeds(
+            (seed, (run.first_loss, *run.losses, run.last_loss, run.metric))
+            for seed, run in runs
+            if run.first_loss is not None
+        )

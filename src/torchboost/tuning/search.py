@@ -1,0 +1,231 @@
+"""The search of a tuning: the best rate of every recipe, and the fewest steps with which it keeps the metric."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torchboost.measure.statistics import paired_ratio
+from torchboost.tuning.report import STOCK, Candidate, Finding, Outcome, Rate, Run
+from torchboost.tuning.runs import HALF, EndedError, RecipeEndedError, Runs
+
+__all__ = ["LEAST_GAIN", "MULTIPLES", "SHARES", "Search", "best_rate", "memory_ratio", "next_multiple", "next_share"]
+
+LEAST_GAIN = 1.03
+"""A gain of less than 3 % is not worth the complexity."""
+
+BUDGET = 0.5
+"""The search may take so much of the budget; the rest is for the confirmation."""
+
+MULTIPLES, MORE_MULTIPLES = (1.0, 0.5, 2.0, 0.25, 4.0), 2
+"""Multiples of its rate that every recipe gets, and how many more if the best of them is at an edge."""
+
+SHARES = tuple(round(0.05 * step, 2) for step in range(4, 21))
+"""Shares of the steps among which the fewest are found."""
+
+SEEDS = (0, 1)
+"""Rates are compared with the first of these seeds alone, lengths with both."""
+
+SLACK, HOPELESS = 2 / 3, 3.0
+"""A length passes if it loses at most this part of the accepted drop on average: a plan that loses all of it could not
+be confirmed. One that loses so many times the drop with the first seed gets no second one."""
+
+FIRST = 2
+"""So many recipes, stock and the one after it, get their lengths before the rates of the others are searched."""
+
+
+@dataclass(kw_only=True)
+class Search:
+    """Recipes against each other: each gets the same search of its rate, and then of its length.
+
+    Args:
+        runs: The trainings.
+        recipes: The first is stock with the levers, or :data:`~torchboost.tuning.report.STOCK` itself without any.
+        drop: Largest accepted drop of the metric.
+        rates: Whether the rates of recipes without a rate of their own are searched too.
+        findings: What is known about each recipe.
+        rate: What is known about the user's rate.
+        target: The metric of stock at its best rate, the mean of the seeds.
+    """
+
+    runs: Runs
+    recipes: Sequence[Candidate]
+    drop: float
+    rates: bool = True
+    findings: dict[str, Finding] = field(init=False)
+    rate: Rate | None = field(default=None, init=False)
+    target: float = field(default=math.nan, init=False)
+
+    def __post_init__(self) -> None:
+        self.findings = {one.name: Finding(candidate=one) for one in self.recipes}
+
+    @property
+    def levers(self) -> Candidate:
+        """Stock as the search trains it, at its best rate as far as that is known."""
+        return self.recipes[0].at(self.rate.best if self.rate else 1.0)
+
+    @property
+    def stock(self) -> Candidate:
+        """The plain loop at its best rate as far as that is known."""
+        return Candidate(name=STOCK, rate=self.levers.rate)
+
+    def plans(self) -> list[Candidate]:
+        """Return what keeps the metric in the search, the fastest first."""
+        found = [one.candidate for one in self.findings.values() if one.change is not None and one.outcome is None]
+        return sorted(found, key=lambda one: self.runs.seconds(one, one.share))
+
+    def make(self) -> None:
+        """Make the search as far as the budget allows."""
+        self.runs.limit = BUDGET * self.runs.budget
+        try:
+            self._all()
+        except EndedError as ended:
+            for name, finding in self.findings.items():
+                if finding.outcome is None and finding.change is None:
+                    self.end(name, "not tried", str(ended))
+
+    def end(self, name: str, outcome: Outcome, reason: str) -> None:
+        """Say what became of a recipe."""
+        self.findings[name] = self.findings[name].model_copy(update={"outcome": outcome, "reason": reason})
+
+    def _all(self) -> None:
+        self.runs.score(Candidate(name=STOCK, share=HALF), SEEDS[0])
+        self._tune(self.recipes[0])
+        self._aim()
+        for wave in (self.recipes[:FIRST], self.recipes[FIRST:]):
+            for recipe in wave:
+                if recipe.name != self.levers.name:
+                    self._tune(recipe)
+            found = (self.findings[recipe.name] for recipe in wave)
+            for finding in sorted((one for one in found if one.outcome is None), key=self._promise):
+                self._shorten(finding)
+
+    def _tune(self, recipe: Candidate) -> None:
+        """Find the best rate of a recipe at half of the steps."""
+        scores: dict[float, float] = {}
+        grid = MULTIPLES if self.rates or "lr" in recipe.recipe else (1.0,)
+        if recipe.recipe.get("optimizer") == "muon":  # the rest of the weights is trained as stock trains it best
+            recipe = recipe.model_copy(update={"recipe": {**recipe.recipe, "rate": self.levers.rate}})
+        try:
+            while (multiple := next_multiple(scores, grid)) is not None:
+                scores[multiple] = self.runs.score(recipe.at(multiple, HALF), SEEDS[0])
+        except RecipeEndedError as ended:
+            self.end(recipe.name, ended.outcome, ended.reason)
+            return
+        best = best_rate(scores)
+        self.findings[recipe.name] = Finding(candidate=recipe.at(best), rates=scores)
+        if scores[best] == -math.inf:
+            self.end(recipe.name, "lost", "its training diverged at every rate")
+        elif recipe.name != self.levers.name:
+            behind, slower = scores[best] - self._half(), self._slower(recipe)
+            if behind < 0 and slower * LEAST_GAIN > 1:
+                reason = f"at half of the steps it ends {behind:+.3g} from stock, in {slower:.2f} times the time"
+                self.end(recipe.name, "no gain", reason)
+
+    def _half(self) -> float:
+        return self.findings[self.levers.name].rates[self.levers.rate]
+
+    def _slower(self, recipe: Candidate) -> float:
+        return self.runs.seconds(recipe, HALF) / self.runs.seconds(self.levers, HALF)
+
+    def _aim(self) -> None:
+        """Compare stock's best rate with the user's at full length; the better one gives the target."""
+        finding = self.findings[self.levers.name]
+        if finding.outcome is not None:
+            raise EndedError(f"{self.levers.name}: {finding.reason}")
+        multiples = dict.fromkeys((1.0, finding.candidate.rate))
+        means = {multiple: self._mean(self.recipes[0].at(multiple)) for multiple in multiples}
+        best = best_rate(means)
+        if means[best] == -math.inf:
+            raise EndedError(f"{self.levers.name}: its training diverged at full length")
+        if self.rates:
+            self.rate = Rate(best=best, change=means[best] - means[1.0], seeds=len(SEEDS))
+        self.target = means[best]
+        self._note(finding, self.levers)
+
+    def _promise(self, finding: Finding) -> float:
+        """Return the seconds in which a recipe is expected to reach the target, by its metric at half of the steps."""
+        lacking = self.target - finding.rates[finding.candidate.rate]
+        slope = max(self.target - self._half(), self.drop)
+        share = min(1.0, max(SHARES[0], HALF + (1 - HALF) * lacking / slope))
+        return self.runs.seconds(finding.candidate, share)
+
+    def _shorten(self, finding: Finding) -> None:
+        """Find the fewest steps with which a recipe keeps the target, if that takes less time than any plan so far."""
+        plan, passed = finding.candidate, {}
+        fastest = self.plans()[0]
+        most = self.runs.seconds(fastest, fastest.share) / LEAST_GAIN
+        shares = [share for share in SHARES if self.runs.seconds(plan, share) <= most]
+        try:
+            while (share := next_share(shares, passed)) is not None:
+                trial = plan.at(plan.rate, share)
+                passed[share] = self._mean(trial) >= self.target - SLACK * self.drop
+                if passed[share]:
+                    self._note(self.findings[plan.name], trial)
+        except RecipeEndedError as ended:
+            self.end(plan.name, ended.outcome, ended.reason)
+            return
+        if self.findings[plan.name].change is None:
+            lost = f"with {shares[-1]:.0%} of the steps it does not keep the metric" if shares else ""
+            slow = "" if shares and shares[-1] == 1 else f"more steps take longer than {fastest.label}"
+            self.end(plan.name, "no gain", ", and ".join(filter(None, (lost, slow))))
+
+    def _mean(self, plan: Candidate) -> float:
+        """Return the mean metric of the seeds; minus infinity, after one of them, if the target is out of reach."""
+        first = self.runs.score(plan, SEEDS[0])
+        if first < self.target - HOPELESS * self.drop:
+            return -math.inf
+        return statistics.fmean([first, *(self.runs.score(plan, seed) for seed in SEEDS[1:])])
+
+    def _note(self, finding: Finding, plan: Candidate) -> None:
+        """Note that a plan keeps the metric, and what it saves."""
+        stock, ours = ([self.runs.made[one.label, seed] for seed in SEEDS] for one in (self.levers, plan))
+        times = [run.projected(self.runs.total_steps) for run in stock]
+        self.findings[plan.name] = finding.model_copy(
+            update={
+                "candidate": plan,
+                "seeds": len(SEEDS),
+                "speed": paired_ratio(times, [run.projected(self.runs.steps(plan.share)) for run in ours]),
+                "change": statistics.fmean(run.metric for run in ours) - self.target,
+                "memory": memory_ratio(stock, ours),
+            }
+        )
+
+
+def best_rate(scores: Mapping[float, float]) -> float:
+    """Return the multiple with the best metric; of equal ones that which changes the rate least."""
+    return max(scores, key=lambda multiple: (scores[multiple], -abs(math.log(multiple)), multiple))
+
+
+def next_multiple(scores: Mapping[float, float], grid: Sequence[float] = MULTIPLES) -> float | None:
+    """Return the multiple that is tried next: those of the grid, and if the best is at an edge, some beyond it."""
+    left = [multiple for multiple in grid if multiple not in scores]
+    if left:
+        return left[0]
+    best = best_rate(scores)
+    if len(grid) < 2 or len(scores) >= len(grid) + MORE_MULTIPLES or scores[best] == -math.inf:
+        return None
+    return {min(scores): best / 2, max(scores): best * 2}.get(best)
+
+
+def next_share(shares: Sequence[float], passed: Mapping[float, bool]) -> float | None:
+    """Return the share of the steps that is tried next, or None if the fewest are known. It halves what is open.
+
+    Args:
+        shares: Those that would save time, in ascending order.
+        passed: Whether those that were tried keep the metric. More steps than those that do keep it too.
+    """
+    low = max((place + 1 for place, share in enumerate(shares) if passed.get(share) is False), default=0)
+    high = min((place for place, share in enumerate(shares) if passed.get(share)), default=len(shares))
+    if low >= high:
+        return None
+    return shares[(low + high) // 2] if passed else min(shares, key=lambda share: abs(share - HALF))
+
+
+def memory_ratio(stock: Iterable[Run], ours: Iterable[Run]) -> float | None:
+    """Return the peak memory over that of stock, the median of the pairs; None if the system does not tell."""
+    pairs = ((one.peak_bytes, other.peak_bytes) for one, other in zip(stock, ours, strict=True))
+    ratios = [own / stock for stock, own in pairs if own is not None and stock]
+    return statistics.median(ratios) if ratios else None

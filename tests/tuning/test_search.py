@@ -1,0 +1,202 @@
+"""The search of rates and lengths, on planted trainings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from tests.support.planted import POINT, Effect, Planted, race
+from torchboost.tuning.report import STOCK, Candidate, Run
+from torchboost.tuning.search import MULTIPLES, SHARES, Search, best_rate, next_multiple, next_share
+
+NO_NUMBER = {"metric": math.nan}
+
+
+def searched(train: Planted, names: str = "", **more: Any) -> Search:
+    found = race(train, names, **more).search
+    found.make()
+    return found
+
+
+def multiples(train: Planted, name: str) -> list[str]:
+    """The labels of the runs of a recipe at half of the steps with the first seed."""
+    return [
+        label
+        for label, seed in train.trained
+        if label.startswith(name) and label.endswith("50% of the steps") and not seed
+    ]
+
+
+def test_the_multiples_go_beyond_an_edge_but_not_for_ever():
+    scores: dict[float, float] = {}
+    asked = []
+    while (multiple := next_multiple(scores)) is not None:
+        asked.append(multiple)
+        scores[multiple] = multiple
+    assert asked == [1.0, 0.5, 2.0, 0.25, 4.0, 8.0, 16.0]
+    inside = dict.fromkeys(MULTIPLES, 0.0) | {0.5: 1.0}
+    assert next_multiple(inside) is None
+    low = dict.fromkeys(MULTIPLES, 0.0) | {0.25: 1.0}
+    assert next_multiple(low) == 0.125
+    assert next_multiple({**low, 0.125: 0.9}) is None
+    assert next_multiple(dict.fromkeys(MULTIPLES, -math.inf)) is None
+    assert next_multiple({1.0: 0.5}, (1.0,)) is None
+
+
+def test_equal_rates_leave_the_users():
+    assert best_rate({1.0: 0.9, 0.5: 0.9, 4.0: 0.9}) == 1.0
+    assert best_rate({0.25: 0.9, 2.0: 0.9, 1.0: 0.8}) == 2.0
+
+
+@pytest.mark.parametrize("needed", [0.1, 0.2, 0.45, 0.5, 0.8, 0.95, 1.0, 2.0])
+def test_the_fewest_steps_are_found_in_few_trials(needed: float):
+    passed: dict[float, bool] = {}
+    while (share := next_share(SHARES, passed)) is not None:
+        passed[share] = share >= needed
+    assert min((share for share, passes in passed.items() if passes), default=None) == next(
+        (share for share in SHARES if share >= needed), None
+    )
+    assert next(iter(passed)) == 0.5
+    assert len(passed) <= 5
+    assert next_share([], {}) is None
+
+
+def test_every_recipe_gets_the_same_search_and_the_best_rate_of_it():
+    train = Planted({STOCK: Effect(best=0.25), "a": Effect(best=2.0, points=4), "b": Effect(best=16.0, points=1)})
+    found = searched(train, "ab")
+    assert [len(multiples(train, name)) for name in (STOCK, "a", "b")] == [6, 5, 7]
+    rates = {name: finding.candidate.rate for name, finding in found.findings.items()}
+    assert rates == {STOCK: 0.25, "a": 2.0, "b": 16.0}
+    assert found.rate is not None
+    assert found.rate.best == 0.25
+    assert found.rate.change == pytest.approx(8 * POINT, abs=POINT)
+    assert {seed for _, seed in train.trained} == {0, 1}
+
+
+def test_the_target_is_that_of_the_better_rate_at_full_length():
+    """At half of the steps a higher rate looks better; at full length the user's own is."""
+    early = lambda c, s, r: {"metric": r.metric + 9 * POINT * (c.share == 0.5 and c.rate == 2)}  # noqa: E731
+    found = searched(Planted(change=early))
+    assert found.findings[STOCK].rates[2.0] > found.findings[STOCK].rates[1.0]
+    assert found.rate is not None
+    assert (found.rate.best, found.levers.rate) == (1.0, 1.0)
+
+
+def test_a_fixed_rate_is_kept_but_not_for_an_optimizer_that_has_none_of_the_users():
+    muon = Candidate(name="Muon", recipe={"optimizer": "muon", "lr": 0.02})
+    other = Candidate(name="a", extra={"a": True})
+    for rates, stock, best in ((True, 6, 0.25), (False, 1, 1.0)):
+        train = Planted({STOCK: Effect(best=0.25), "Muon": Effect(best=0.5, points=3)})
+        found = searched(train, recipes=[Candidate(name=STOCK), muon, other], rates=rates)
+        assert [len(multiples(train, name)) for name in (STOCK, "Muon")] == [stock, 5]
+        assert found.levers.rate == best
+        assert found.rate is None if not rates else found.rate is not None
+        section = found.findings["Muon"].candidate.section
+        assert (section["optimizer"], section["lr"], section.get("rate", 1.0)) == ("muon", 0.01, best)
+
+
+def test_the_fewest_steps_of_stock_are_found_within_a_rung():
+    for needed in (0.3, 0.45, 0.7, 1.0):
+        found = searched(Planted({STOCK: Effect(needed=needed)}, noise=0.1))
+        assert found.findings[STOCK].candidate.share == pytest.approx(needed, abs=0.051)
+        assert found.plans() == [found.findings[STOCK].candidate]
+
+
+def test_a_recipe_is_only_shortened_as_far_as_it_can_be_the_fastest():
+    train = Planted(
+        {STOCK: Effect(needed=0.5), "a": Effect(needed=0.3, points=1), "b": Effect(needed=0.3, time=3.0, points=1)}
+    )
+    found = searched(train, "ab")
+    assert [plan.name for plan in found.plans()] == ["a", STOCK]
+    assert found.findings["b"].outcome == "no gain"
+    assert found.findings["b"].reason == f"more steps take longer than {found.findings['a'].candidate.label}"
+    assert not [label for label, seed in train.trained if label.startswith("b") and seed == 1]
+
+
+def test_a_recipe_that_is_behind_stock_at_half_of_the_steps_leaves_unless_it_is_faster():
+    for time, outcome in ((1.0, "no gain"), (0.99, "no gain"), (0.7, None)):
+        found = searched(
+            Planted({"a": Effect(points=-0.4, needed=0.9, time=time), STOCK: Effect(needed=0.5)}, noise=0.0), "a"
+        )
+        finding = found.findings["a"]
+        assert finding.outcome == (outcome or "no gain")
+        assert finding.reason.startswith("at half of the steps it ends -") == (outcome is not None)
+
+
+def test_the_recipes_that_promise_most_are_shortened_first():
+    """Stock and the next one first; of the others that which is better at half of the steps."""
+    effects = {"a": Effect(points=-9.0), "b": Effect(points=1.0, needed=0.8), "c": Effect(points=3.0, needed=0.7)}
+    train = Planted(effects, noise=0.1)
+    found = searched(train, "abc")
+    second = dict.fromkeys(label.split(",")[0] for label, seed in train.trained if seed == 1)
+    assert list(second) == [STOCK, "c"]
+    assert [plan.name for plan in found.plans()] == ["c", STOCK]
+    assert found.findings["b"].outcome == "no gain"
+
+
+def test_a_length_without_a_chance_gets_no_second_seed():
+    train = Planted({"a": Effect(points=9.0, needed=0.85, late=4.0)}, noise=0.1)
+    searched(train, "a")
+    seeds: dict[str, list[int]] = {}
+    for label, seed in train.trained:
+        seeds.setdefault(label, []).append(seed)
+    assert seeds["a, 50% of the steps"] == [0]  # it loses 19 points
+    assert seeds["a, 75% of the steps"] == [0, 1]  # it loses nothing
+
+
+def test_what_ends_a_recipe():
+    def ends(**change: Any):
+        return lambda c, s, r: {**NO_NUMBER, **change} if c.name == "a" else {}
+
+    for change, outcome, reason in (
+        (ends(failure="RuntimeError: boom"), "not usable", "its training raised RuntimeError: boom"),
+        (ends(too_slow=True), "no gain", "more than 3 times as long as stock's"),
+        (ends(), "lost", "diverged at every rate"),
+        (ends(hopeless=True), "lost", "diverged at every rate"),
+    ):
+        found = searched(Planted(change=change), "a")
+        assert found.findings["a"].outcome == outcome
+        assert reason in found.findings["a"].reason
+        assert found.findings[STOCK].outcome is None
+
+    late = lambda c, s, r: {**NO_NUMBER, "failure": "boom"} if (c.name, s) == ("a", 1) else {}  # noqa: E731
+    found = searched(Planted({"a": Effect(points=30.0)}, change=late), "a")
+    assert (found.findings["a"].outcome, found.findings["a"].change) == ("not usable", None)
+
+
+def test_levers_that_fail_end_the_search():
+    levers = Candidate(name="levers: fast", extra={"fast": True})
+    others = Candidate(name="a", extra={"fast": True, "a": True})
+    fails = lambda c, s, r: {**NO_NUMBER, "failure": "boom"} if c.name != STOCK else {}  # noqa: E731
+    found = searched(Planted(change=fails), recipes=[levers, others])
+    outcomes = {name: (finding.outcome, finding.reason) for name, finding in found.findings.items()}
+    assert outcomes["levers: fast"] == ("not usable", "its training raised boom")
+    assert outcomes["a"] == ("not tried", "levers: fast: its training raised boom")
+    assert found.plans() == []
+
+
+def test_the_search_takes_half_of_the_budget_and_keeps_what_it_found():
+    whole = Planted({STOCK: Effect(needed=0.5), "a": Effect(points=2, needed=0.4), "b": Effect(points=2, needed=0.3)})
+    all_of_it = searched(whole, "ab")
+    for share in (0.2, 0.4, 0.6, 0.8):
+        budget = 2 * share * all_of_it.runs.spent
+        train = Planted(whole.effects)
+        found = searched(train, "ab", budget=max(budget, 150.0))
+        assert found.runs.spent <= 0.5 * max(budget, 150.0)
+        assert train.trained == whole.trained[: len(train.trained)]
+        left = [finding for finding in found.findings.values() if finding.outcome == "not tried"]
+        assert left or budget > 1.5 * all_of_it.runs.spent
+        assert all("does not allow another run" in finding.reason for finding in left)
+
+
+def test_a_stopped_or_diverged_rate_is_not_the_best():
+    def stops(candidate: Candidate, seed: int, run: Run) -> Mapping[str, Any]:
+        return NO_NUMBER if candidate.rate > 1 else {}
+
+    found = searched(Planted({STOCK: Effect(best=2.0)}, change=stops))
+    assert found.findings[STOCK].rates[4.0] == -math.inf
+    assert found.rate is not None
+    assert found.rate.best == 1.0
