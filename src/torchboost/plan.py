@@ -96,7 +96,7 @@ class Plan:
             facts: By default measured on this machine, without a model.
             loop: The owner of the training loop. Overrides ``facts.loop``; see :class:`Facts`.
             total_steps: Number of updates in the whole run. Overrides ``facts.total_steps``. If the configuration has
-                ``grad_freeze.total_steps`` or ``extra.grad_freeze.total_steps``, both must be equal.
+                ``grad_freeze.total_steps``, or ``total_steps`` of an algorithm under ``extra``, all must be equal.
 
         Raises:
             ConfigError: A level, section, key or setting is unknown, or a value has the wrong type or is out of range.
@@ -333,8 +333,8 @@ def resolve(config: BoostConfig, level: str, facts: Facts) -> Plan:
     an algorithm come from the row of the level. Keys that the user wrote in the section of MindSpore's JSON override
     the row, and ``extra`` overrides both. A written key that holds MindSpore's default does not override a level,
     because the row of the level was chosen by measurement. Outside mode auto the defaults of the section replace the
-    row of the level. If the user wrote ``grad_freeze.total_steps``, in the section or under ``extra``, it is the length
-    of the run for every algorithm; ``common.device_number`` is the number of ranks on a node.
+    row of the level. If the user wrote ``total_steps``, in the section ``grad_freeze`` or under ``extra``, it is the
+    length of the run for every algorithm; ``common.device_number`` is the number of ranks on a node.
 
     Raises:
         ConfigError: The level is unknown, a name or setting under ``extra`` is unknown, or a setting has the wrong type
@@ -383,11 +383,7 @@ def _is_open(name: str, config: BoostConfig, level: str, facts: Facts) -> bool:
 
 
 def _check_one_length(given: int, config: BoostConfig) -> None:
-    section, extra = config.grad_freeze, config.extra.get("grad_freeze")
-    written = {f"grad_freeze.{_LENGTH}": section.total_steps} if _LENGTH in section.model_fields_set else {}
-    if isinstance(extra, dict) and _LENGTH in extra:
-        written[f"extra.grad_freeze.{_LENGTH}"] = extra[_LENGTH]
-    for path, length in written.items():
+    for path, length in _written_lengths(config).items():
         if length != given:
             raise ConfigError(
                 path,
@@ -397,12 +393,34 @@ def _check_one_length(given: int, config: BoostConfig) -> None:
             )
 
 
+def _written_lengths(config: BoostConfig) -> dict[str, Any]:
+    """Return what the configuration gives as the length of the run, by JSON path, the section last."""
+    extras = {name: config.extra.get(name) for name, entry in REGISTRY.items() if _LENGTH in entry.facts}
+    under = {name: extra for name, extra in extras.items() if isinstance(extra, dict) and _LENGTH in extra}
+    written = {f"extra.{name}.{_LENGTH}": extra[_LENGTH] for name, extra in under.items()}
+    if _LENGTH in config.grad_freeze.model_fields_set:
+        written[f"grad_freeze.{_LENGTH}"] = config.grad_freeze.total_steps
+    return written
+
+
 def _written_length(config: BoostConfig) -> int | None:
-    """Return the number of updates that the configuration gives. What else it may hold there is refused elsewhere."""
-    extra = config.extra.get("grad_freeze")
-    if isinstance(extra, dict) and type(extra.get(_LENGTH)) is int and extra[_LENGTH] >= 1:
-        return extra[_LENGTH]
-    return config.grad_freeze.total_steps if _LENGTH in config.grad_freeze.model_fields_set else None
+    """Return the number of updates that the configuration gives. What else it may hold there is refused elsewhere.
+
+    Raises:
+        ConfigError: Two algorithms have different ones.
+    """
+    lengths = {p: steps for p, steps in _written_lengths(config).items() if type(steps) is int and steps >= 1}
+    if f"extra.grad_freeze.{_LENGTH}" in lengths:
+        lengths.pop(f"grad_freeze.{_LENGTH}", None)  # overridden
+    if len(set(lengths.values())) > 1:
+        (_, one), (path, other) = lengths.items()
+        raise ConfigError(
+            path,
+            found=f"{shown(other)}, and {shown(one)} for another algorithm",
+            allowed="one length of the run",
+            hint="Leave one of them out.",
+        )
+    return next(iter(lengths.values()), None)
 
 
 def own_settings(algorithm: Algorithm) -> str:

@@ -222,6 +222,7 @@ def test_the_standard_candidates_are_the_settings_of_the_levels():
         assert one.skips_work
         assert one.extra[name] == LEVELS[level][name]
     assert "grad_freeze from 30 % on" in candidates
+    assert candidates["token_drop"].skips_work
     levers = [one for name, one in candidates.items() if name.startswith("levers")]
     assert [one.extra for one in levers] == [{"channels_last": True, "autocast": True}, {"channels_last": True}]
     assert not any(one.skips_work for one in levers)

@@ -170,7 +170,7 @@ LEVERS = tuple(name for name, entry in REGISTRY.items() if entry.lever)
 
 
 def standard_candidates(levers: Sequence[str]) -> list[Candidate]:
-    """Return the levers that a trial kept, LessBN as in the levels with centralised gradients, and freezing."""
+    """Return the levers that a trial kept, LessBN with centralised gradients, freezing, and dropping of tokens."""
     exact = [name for name in levers if name != "autocast"]
     sets = [list(levers), exact] if "autocast" in levers else [exact]
     levered = [Candidate(name="levers: " + ", ".join(one), extra=dict.fromkeys(one, True)) for one in sets if one]
@@ -181,6 +181,7 @@ def standard_candidates(levers: Sequence[str]) -> list[Candidate]:
         "less_bn and gradient_centralization as in O2": {"less_bn": dict(strong["less_bn"]), **centralized},
         "grad_freeze as in O2": {"grad_freeze": dict(strong["grad_freeze"])},
         "grad_freeze from 30 % on": {"grad_freeze": {"full_share": 0.3}},
+        "token_drop": {"token_drop": {}},
     }
     return levered + [Candidate(name=name, extra=extra, skips_work=True) for name, extra in algorithms.items()]
 
