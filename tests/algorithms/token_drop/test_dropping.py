@@ -30,9 +30,11 @@ from tests.algorithms.token_drop.nets import (
     weights,
 )
 from tests.support.ranks import run_ranks
-from torchboost import IncompatibleError, NoEffectWarning
+from torchboost import IncompatibleError, NoEffectWarning, boost
 from torchboost.algorithms import TokenDrop, drop_tokens
 from torchboost.core.torch_private import compiled_graphs
+from torchboost.registry import LEVELS
+from torchboost.tuning.training import looked_at, named_candidates
 
 # Dynamo itself looks at .grad of intermediate tensors.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -467,3 +469,36 @@ def test_the_outermost_list_counts():
     model(torch.randn(2, LENGTH, WIDTH))
     assert dropping.calls == 1
     assert "total_steps" in str(TokenDrop().idle(model, optimizer))
+
+
+def test_boost_with_the_length_of_the_run():
+    model = gpt()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    boosted = boost(model, optimizer, level="O0", config={"extra": {"token_drop": {}}}, total_steps=40)
+    assert boosted.plan.algorithms == (TokenDrop(total_steps=40),)
+    train(boosted.model, boosted.optimizer, range(2))
+    assert boosted.attached["token_drop"].figures() == {"tokens": 0.5}
+    alone = gpt()
+    optimizer, _ = start(alone)
+    train(alone, optimizer, range(2))
+    assert_equal(weights(alone), weights(model))
+    for level, row in LEVELS.items():
+        assert "token_drop" not in row, level
+    other = gpt()
+    sgd = torch.optim.SGD(other.parameters(), lr=0.1)
+    with pytest.warns(NoEffectWarning, match="token_drop, which must know the length of the run"):
+        without = boost(other, sgd, level="O0", config={"extra": {"token_drop": {}}})
+    assert "pass total_steps" in dict(without.plan.dropped)["token_drop"]
+
+
+def test_tune_tries_it_on_transformers():
+    def make(build: Any) -> Any:
+        model = build()
+        return lambda seed: (model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of, [], None)
+
+    candidates = named_candidates({"token_drop": {"token_drop": {}}})
+    (finding,) = looked_at(candidates, make(gpt), 100)
+    assert finding.outcome is None
+    (finding,) = looked_at(candidates, make(lambda: nn.Sequential(nn.Conv2d(2, 2, 1), nn.Linear(4, 4))), 100)
+    assert finding.outcome == "not usable"
+    assert "no list of 3 or more equal blocks" in finding.reason

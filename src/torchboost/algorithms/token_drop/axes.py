@@ -84,8 +84,8 @@ def only_tensor(output: Any) -> Tensor:
     Raises:
         Unclear: It returns something else.
     """
-    alone = isinstance(output, tuple) and len(output) > 0 and all(entry is None for entry in output[1:])
-    given = output[0] if alone else output
+    entries: list[Any] = list(output) if isinstance(output, tuple) else [output]
+    given = entries[0] if entries and all(entry is None for entry in entries[1:]) else output
     if not isinstance(given, Tensor):
         raise Unclear(f"its blocks return {type(given).__name__}, not hidden states alone")
     return given
