@@ -333,11 +333,32 @@ def test_gradients_are_centralised_only_in_networks_of_the_measured_kind(layers,
 
 
 @pytest.mark.parametrize(
-    "config", [{"grad_freeze": {"total_steps": 900}}, {"extra": {"grad_freeze": {"total_steps": 900}}}]
+    "config",
+    [
+        {"grad_freeze": {"total_steps": 900}},
+        {"extra": {"grad_freeze": {"total_steps": 900}}},
+        {"extra": {"token_drop": {"total_steps": 900}, "grad_freeze": True}},
+    ],
 )
 def test_the_length_in_the_configuration_is_that_of_the_plan(config):
     assert Plan.of("O1", config, Facts(convolutions=3)).total_steps == 900
     assert Plan.of("O1", facts=Facts(convolutions=3)).total_steps is None
+    lengths = {a.total_steps for a in Plan.of("O0", config, FAST).algorithms if hasattr(a, "total_steps")}
+    assert lengths <= {900}
+
+
+def test_two_algorithms_have_one_length():
+    dropping = {"token_drop": {"total_steps": 900}}
+    for config in (
+        {"extra": {**dropping, "grad_freeze": {"total_steps": 800}}},
+        {"extra": dropping, "grad_freeze": {"total_steps": 800}},
+    ):
+        with pytest.raises(ConfigError, match=r"found (800, and 900|900, and 800) for another algorithm"):
+            Plan.of("O0", config, FAST)
+    with pytest.raises(
+        ConfigError, match=r"extra\.token_drop\.total_steps: found 900, and total_steps=7 as an argument"
+    ):
+        Plan.of("O0", {"extra": dropping}, FAST, total_steps=7)
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "total_steps": st.integers(1, 2**53),
         "prefixes": st.none() | st.integers(2, 9),
     },
+    "token_drop": {
+        "keep": st.floats(0.01, 0.99),
+        "until": st.floats(0.01, 1),
+        "stages": st.integers(1, 9),
+        "total_steps": st.none() | st.integers(1, 2**53),
+    },
     "fused_optimizer": {},
     "compile": {
         "backend": st.just("inductor"),

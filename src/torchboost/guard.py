@@ -43,10 +43,11 @@ class Guard:
     The loss is averaged over blocks of steps. Each block gives its excess over a reference, as a share of the absolute
     loss there or of its mean over the whole reference, whichever is larger, minus ``tolerance``, at most 1 and at least
     -1. If a test that is valid at every
-    look finds that the mean is above 0, one algorithm is withdrawn: gradient freezing first, then reduced precision,
-    then centralised gradients. Further tests begin during the run, first after every 25 blocks and later at intervals
-    of about a tenth of the run so far, so harm that comes late is found too. They share the error, the k-th has 1 / (k
-    * (k + 1)) of it. What cannot be withdrawn, such as BatchNorm layers that were removed, is named in the log.
+    look finds that the mean is above 0, one algorithm is withdrawn: gradient freezing and dropped tokens first, then
+    reduced precision, then centralised gradients. Further tests begin during the run, first after every 25 blocks and
+    later at intervals of about a tenth of the run so far, so harm that comes late is found too. They share the error,
+    the k-th has 1 / (k * (k + 1)) of it. What cannot be withdrawn, such as BatchNorm layers that were removed, is named
+    in the log.
 
     After a withdrawal, 50 blocks are ignored, because the loss needs time to return. Then the tests begin again, with
     half of the error rate. A loss that is not finite withdraws at the end of its block, also then. If

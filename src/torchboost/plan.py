@@ -21,16 +21,15 @@ from torchboost.core.algorithm import Algorithm, AttachedAlgorithms, Target, att
 from torchboost.core.arguments import check_module, check_optimizer, check_pair, check_shapes, in_words
 from torchboost.core.files import write_whole
 from torchboost.core.wrapping import hookable, wrapper_of
-from torchboost.errors import ConfigError, IncompatibleError, nearest, shown
+from torchboost.errors import ConfigError, IncompatibleError, nearest
 from torchboost.graph.trace import shared_traces
 from torchboost.measure.stopwatch import package_version, processor_name
 from torchboost.registry import LEVELS, REGISTRY, Entry, Facts, Loop, build, place
+from torchboost.run_length import LENGTH, check_one_length, written_length
 
 __all__ = ["Dropped", "Plan", "own_settings", "resolve", "why_idle"]
 
 SWITCHES = tuple(name for name in BoostSwitches.model_fields if name != "mode")
-_LENGTH = "total_steps"
-"""A fact about the run, not a choice: the written value always counts."""
 _COMMON = {
     "gradient_split_groups": "AdaSum, which packs the updates by it, is off; DistributedDataParallel has bucket_cap_mb",
     "device_number": "AdaSum is off, and nothing else uses the number of ranks on a node",
@@ -103,8 +102,8 @@ class Plan:
             facts: By default measured on this machine, without a model.
             loop: The owner of the training loop. Overrides ``facts.loop``; see :class:`Facts`.
             total_steps: Number of updates in the whole run. Overrides ``facts.total_steps``. ``recipe.length`` takes
-                its share of either. If the configuration has ``grad_freeze.total_steps`` or
-                ``extra.grad_freeze.total_steps``, this must be the number that remains.
+                its share of either. If the configuration has ``grad_freeze.total_steps``, or ``total_steps`` of an
+                algorithm under ``extra``, all must be the number that remains.
 
         Raises:
             ConfigError: A level, section, key or setting is unknown, or a value has the wrong type or is out of range.
@@ -116,7 +115,7 @@ class Plan:
             facts = replace(facts, loop=loop)
         if total_steps is not None:
             facts = replace(facts, total_steps=total_steps)
-            _check_one_length(total_steps, loaded)
+            check_one_length(total_steps, loaded)
         return resolve(loaded, level, facts)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -361,8 +360,8 @@ def resolve(config: BoostConfig, level: str, facts: Facts) -> Plan:
     an algorithm come from the row of the level. Keys that the user wrote in the section of MindSpore's JSON override
     the row, and ``extra`` overrides both. A written key that holds MindSpore's default does not override a level,
     because the row of the level was chosen by measurement. Outside mode auto the defaults of the section replace the
-    row of the level. If the user wrote ``grad_freeze.total_steps``, in the section or under ``extra``, it is the length
-    of the run for every algorithm; ``common.device_number`` is the number of ranks on a node.
+    row of the level. If the user wrote ``total_steps``, in the section ``grad_freeze`` or under ``extra``, it is the
+    length of the run for every algorithm; ``common.device_number`` is the number of ranks on a node.
 
     Raises:
         ConfigError: The level is unknown, a name or setting under ``extra`` is unknown, or a setting has the wrong type
@@ -374,7 +373,7 @@ def resolve(config: BoostConfig, level: str, facts: Facts) -> Plan:
         if name not in REGISTRY:
             allowed, hint = ", ".join(REGISTRY), nearest(name, REGISTRY)
             raise ConfigError(f"extra.{name}", found="an unknown algorithm", allowed=allowed, hint=hint)
-    full, length = facts.total_steps, _written_length(config)
+    full, length = facts.total_steps, written_length(config)
     if length is not None:
         facts = replace(facts, total_steps=length)
     elif full is not None:
@@ -412,31 +411,6 @@ def _is_open(name: str, config: BoostConfig, level: str, facts: Facts) -> bool:
     entry = REGISTRY[name]
     by_level = config.boost.mode == "auto" and name in LEVELS[level] and name not in config.extra
     return entry.lever and by_level and entry.unusable(facts) is None
-
-
-def _check_one_length(given: int, config: BoostConfig) -> None:
-    section, extra = config.grad_freeze, config.extra.get("grad_freeze")
-    written = {f"grad_freeze.{_LENGTH}": section.total_steps} if _LENGTH in section.model_fields_set else {}
-    if isinstance(extra, dict) and _LENGTH in extra:
-        written[f"extra.grad_freeze.{_LENGTH}"] = extra[_LENGTH]
-    left = config.recipe.steps_of(given)
-    of_recipe = "" if left == given else f", of which recipe.length leaves {left}"
-    for path, length in written.items():
-        if length != left:
-            raise ConfigError(
-                path,
-                found=f"{shown(length)}, and {_LENGTH}={given} as an argument{of_recipe}",
-                allowed="one length of the run",
-                hint="Leave one of them out.",
-            )
-
-
-def _written_length(config: BoostConfig) -> int | None:
-    """Return the number of updates that the configuration gives. What else it may hold there is refused elsewhere."""
-    extra = config.extra.get("grad_freeze")
-    if isinstance(extra, dict) and type(extra.get(_LENGTH)) is int and extra[_LENGTH] >= 1:
-        return extra[_LENGTH]
-    return config.grad_freeze.total_steps if _LENGTH in config.grad_freeze.model_fields_set else None
 
 
 def own_settings(algorithm: Algorithm) -> str:
@@ -501,7 +475,7 @@ def _unread_by_levels(config: BoostConfig, level: str, requested: list[str], on:
             unread |= _measured_otherwise(REGISTRY[name], config, level) if name in on else {}
             continue
         section = getattr(config, name, None)
-        written = section is not None and any(_says(section, key) for key in section.model_fields_set - {_LENGTH})
+        written = section is not None and any(_says(section, key) for key in section.model_fields_set - {LENGTH})
         if written or getattr(config.boost, name):
             unread[name] = "mode auto follows the level and reads no switches; use mode manual, or extra"
             if REGISTRY[name].in_no_level:
@@ -518,7 +492,7 @@ def _measured_otherwise(entry: Entry, config: BoostConfig, level: str) -> dict[s
     measured = {field.name: field.default for field in fields(entry.algorithm)} | dict(row)  # pyright: ignore[reportArgumentType]
     unread = {}
     for key, ours in entry.words.items():
-        if key not in section.model_fields_set or _says(section, key) or key == _LENGTH:
+        if key not in section.model_fields_set or _says(section, key) or key == LENGTH:
             continue
         value, instead = _valued(entry, section, key), measured[ours]
         extra = config.extra.get(entry.name, True)
@@ -574,7 +548,7 @@ def _settings(entry: Entry, config: BoostConfig, level: str, facts: Facts) -> tu
         section = getattr(config, entry.section)
         for key, ours in entry.words.items():
             written = key in section.model_fields_set
-            if written and (row is None or _says(section, key) or key == _LENGTH):
+            if written and (row is None or _says(section, key) or key == LENGTH):
                 origins[ours] = f"{entry.section}.{key}"
             if ours in origins or not auto:
                 settings[ours] = _valued(entry, section, key)

@@ -27,6 +27,7 @@ from torchboost.algorithms.loss_scale_group.algorithm import LossScaleGroup
 from torchboost.algorithms.matmul_precision import MatmulPrecision
 from torchboost.algorithms.sparse_head import SparseHead
 from torchboost.algorithms.threads import Threads
+from torchboost.algorithms.token_drop.algorithm import TokenDrop
 from torchboost.algorithms.unpad import Unpad
 from torchboost.core.algorithm import Algorithm
 from torchboost.core.arguments import check_count, check_module
@@ -416,6 +417,11 @@ _ENTRIES = (
         facts=MappingProxyType({"total_steps": "total_steps"}),
         unproven=_freeze_unproven,
         removed=MappingProxyType({"costs": None, "step_seconds": 0, "recompile_seconds": 0, "cache_path": None}),
+    ),
+    Entry(
+        algorithm=TokenDrop,
+        summary="computes random tokens in the middle blocks of a transformer, fewer at first",
+        facts=MappingProxyType({"total_steps": "total_steps"}),
     ),
     Entry(algorithm=FusedOptimizer, summary="updates all parameters in one kernel", lever=True, of_optimizer=True),
     Entry(

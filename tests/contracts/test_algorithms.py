@@ -36,6 +36,7 @@ FAST_TO_BUILD: dict[str, dict[str, Any]] = {
     "compile": {"backend": "eager"},
     "dim_reduce": {"n_components": 2, "snapshot_every": 1, "alpha": 0.05},
     "grad_freeze": {"groups": 3, "full_share": 0.3, "total_steps": 12},
+    "token_drop": {"total_steps": 12},
 }
 NAMES = sorted(REGISTRY)
 
@@ -69,10 +70,37 @@ class Net(nn.Sequential):
         return input
 
 
-def build(seed: int = 0) -> tuple[Net, torch.optim.Optimizer]:
+class Patches(nn.Module):
+    """Images of 8 x 8 pixels as 16 tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Conv2d(3, 8, 2, stride=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.embed(x).flatten(2).transpose(1, 2)
+
+
+class Pooled(nn.Module):
+    """The mean over tokens."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean(1)
+
+
+OF_TOKENS = {"token_drop"}
+"""What acts on transformers alone."""
+
+
+def build(seed: int = 0, name: str = "") -> tuple[Net, torch.optim.Optimizer]:
     torch.manual_seed(seed)
-    stem = [nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()]
-    model = Net(*stem, Block(), Block(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
+    if name in OF_TOKENS:
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        model = Net(Patches(), encoder, Pooled(), nn.Linear(8, 4))
+    else:
+        stem = [nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()]
+        model = Net(*stem, Block(), Block(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
     return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
 
 
@@ -86,7 +114,7 @@ def algorithm(name: str) -> Algorithm:
 
 
 def start(name: str, seed: int = 0) -> tuple[Target, AttachedAlgorithms]:
-    target = Target(*build(seed))
+    target = Target(*build(seed, name))
     return target, attach_all(target, [algorithm(name)])
 
 
@@ -163,7 +191,7 @@ def test_resume_in_mid_run_is_bit_identical():
 
 def test_remove_leaves_no_trace():
     for name in NAMES:
-        model, optimizer = build()
+        model, optimizer = build(name=name)
         modules_before = [hooks(m) for m in model.modules()]
         strides_before = [p.stride() for p in model.parameters()]
         groups_before = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
@@ -178,7 +206,7 @@ def test_remove_leaves_no_trace():
         if name not in IRREVERSIBLE:
             assert [hooks(m) for m in model.modules()] == modules_before
             assert [p.stride() for p in model.parameters()] == strides_before
-            plain, plain_optimizer = build()
+            plain, plain_optimizer = build(name=name)
             plain.load_state_dict(model.state_dict())
             plain_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
             train(Target(model, optimizer), batches(2, seed=8))
@@ -188,7 +216,7 @@ def test_remove_leaves_no_trace():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_optimizer_stays_the_users_under_scheduler_and_scaler(name):
-    model, optimizer = build()
+    model, optimizer = build(name=name)
     target = Target(model, optimizer)
     attach_all(target, [algorithm(name)])
     assert (target.optimizer is optimizer) != REGISTRY[name].algorithm.traits.replaces_optimizer
@@ -224,7 +252,7 @@ def test_compiled_model_trains_alike():
 
 
 def _distributed(name: str, how: str) -> dict[str, torch.Tensor]:
-    model, _ = build()
+    model, _ = build(name=name)
     chosen = algorithm(name)
     # FSDP2 shards contiguous parameters only, so a change of memory format comes after it, surgery before.
     if chosen.needs_transform(model) and (how == "ddp" or name in IRREVERSIBLE):
@@ -259,8 +287,8 @@ def _all_distributed() -> dict[tuple[str, str], dict[str, torch.Tensor] | str]:
 @pytest.mark.dist
 def test_two_ranks_agree():
     first, second = run_ranks(_all_distributed, 2)
-    start_weights = dict(build()[0].named_parameters())
     for name in first:
+        start_weights = dict(build(name=name[0])[0].named_parameters())
         if isinstance(first[name], str):
             assert first[name] == second[name]
             assert re.search(r"; |\. [A-Z]", first[name]), "an error says what to do"

@@ -23,5 +23,7 @@ from .sparse_head import SparseHead as SparseHead
 from .sparse_head import sparse_head_forward as sparse_head_forward
 from .threads import Threads as Threads
 from .threads import compute_with_threads as compute_with_threads
+from .token_drop import TokenDrop as TokenDrop
+from .token_drop import drop_tokens as drop_tokens
 from .unpad import Unpad as Unpad
 from .unpad import unpad_forward as unpad_forward

@@ -17,7 +17,7 @@ from torchboost.core.algorithm import AttachedAlgorithms, MicroSteps, Target
 from torchboost.core.wrapping import unwrap
 from torchboost.errors import IncompatibleError, NoEffectWarning
 
-__all__ = ["ClosureOptimizer", "Replay", "StepOutput", "TrainStep", "after_closure"]
+__all__ = ["ClosureOptimizer", "Replay", "StepOutput", "TrainStep", "after_closure", "learns_nothing"]
 
 _SHOWN = 5
 """Most parameter names that a warning lists."""
@@ -347,3 +347,12 @@ def _announce_untrained(target: Target) -> None:
         NoEffectWarning,
         stacklevel=3,
     )
+
+
+def learns_nothing(optimizer: Optimizer) -> bool:
+    """Whether all rates and gradients are zero, as in the step by which DCP finds out what an optimizer keeps."""
+    rates = [group.get("lr", 1.0) for group in optimizer.param_groups]
+    if any((isinstance(rate, Tensor) and rate.device.type != "cpu") or rate != 0 for rate in rates):
+        return False  # a rate on an accelerator is not waited for
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return bool(gradients) and not any(bool(gradient.any()) for gradient in gradients)

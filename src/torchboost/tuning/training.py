@@ -202,7 +202,7 @@ MUON_LR, ADAMW_LR = 0.02, 1e-3
 
 
 def standard_recipes(levers: Sequence[str], optimizer: Optimizer) -> list[Candidate]:
-    """Return what a tuning tries: stock, Muon, schedule-free AdamW, LessBN as in the levels, and freezing.
+    """Return what a tuning tries: stock, Muon, schedule-free AdamW, LessBN as in the levels, freezing, and dropping of tokens.
 
     Args:
         levers: Those that a trial kept, which all recipes have; the first recipe has nothing else.
@@ -223,6 +223,7 @@ def standard_recipes(levers: Sequence[str], optimizer: Optimizer) -> list[Candid
         "less_bn and gradient_centralization as in O2": {"less_bn": dict(strong["less_bn"]), **centralized},
         "grad_freeze as in O2": {"grad_freeze": dict(strong["grad_freeze"])},
         "grad_freeze from 30 % on": {"grad_freeze": {"full_share": 0.3}},
+        "token_drop": {"token_drop": {}},
     }
     return [
         stock,

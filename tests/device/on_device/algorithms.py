@@ -42,9 +42,9 @@ ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
     "loss_scale_group": lambda: LossScaleGroup(groups=2),
     "dim_reduce": lambda: DimReduction(n_components=2, snapshot_every=1),
 }
-ELSEWHERE = {"adasum", "threads", "unpad", "sparse_head"}
+ELSEWHERE = {"adasum", "threads", "unpad", "sparse_head", "token_drop"}
 """AdaSum exchanges tensors between ranks, for which the pretend device has no backend. Threads are those of the CPU.
-What is left out of padded batches reads masks, and so waits."""
+What is left out of padded batches reads masks, and so waits. These networks have no tokens to drop."""
 FREEZING: dict[str, dict[str, Any]] = {
     "continuous": {"full_share": 0.3},
     "interval": {"full_share": 0.3},

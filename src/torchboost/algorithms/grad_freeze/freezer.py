@@ -18,6 +18,7 @@ from torchboost.algorithms.grad_freeze.checks import GradientChecks, Replicas, c
 from torchboost.algorithms.grad_freeze.schedule import Repeated
 from torchboost.core.algorithm import Attachment, Removable
 from torchboost.core.forward import plain_hook
+from torchboost.core.step import learns_nothing
 from torchboost.core.torch_private import AnyBatchNorm, recompile_limit, version
 from torchboost.core.wrapping import is_compiled
 from torchboost.distributed.agreement import several
@@ -237,7 +238,7 @@ class Freezing(Attachment):
         self._apply(index)
 
     def _updated(self, optimizer: Optimizer, *_: Any) -> None:
-        if _learns_nothing(optimizer):
+        if learns_nothing(optimizer):
             return
         self._watch()
         self._reach.observe(self.index)
@@ -385,15 +386,6 @@ def _release(parameters: Iterable[Tensor]) -> None:
             owner.remove()
         elif frozen:
             parameter.requires_grad_(True)
-
-
-def _learns_nothing(optimizer: Optimizer) -> bool:
-    """Whether all rates and gradients are zero, as in the step by which DCP finds out what an optimizer keeps."""
-    rates = [group.get("lr", 1.0) for group in optimizer.param_groups]
-    if any((isinstance(rate, Tensor) and rate.device.type != "cpu") or rate != 0 for rate in rates):
-        return False  # a rate on an accelerator is not waited for
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    return bool(gradients) and not any(bool(gradient.any()) for gradient in gradients)
 
 
 def _untraced(hook: Callable[..., None]) -> Callable[..., None]:

@@ -1,0 +1,311 @@
+"""Compute random tokens in some blocks of a model, in a running loop."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.optim import Optimizer
+
+from torchboost.algorithms.token_drop.axes import (
+    LEAST_LENGTH,
+    Call,
+    TokenAxes,
+    Unclear,
+    hidden_states,
+    kind_of,
+    only_tensor,
+    token_axes,
+)
+from torchboost.core.algorithm import Attachment
+from torchboost.core.forward import cover_forward, is_our_hook, with_tensors
+from torchboost.core.step import learns_nothing
+from torchboost.core.torch_private import (
+    inside_backward,
+    inside_function_transform,
+    inside_mode,
+    is_tracing,
+    module_hooks,
+)
+from torchboost.errors import IncompatibleError, NoEffectWarning
+from torchboost.tokens.rows import MissingRows, Rows
+
+__all__ = ["TokenDropping"]
+
+_REMEDY = "leave token_drop out of this model"
+_KEPT_DRAWS = 16
+"""Numbers of tokens whose draws are kept until the next update."""
+
+
+@dataclass(slots=True, eq=False)
+class _Known:
+    """What calls of one kind have shown.
+
+    Args:
+        axes: None if their tokens are not left out.
+        longest: The largest number of tokens that was looked at.
+    """
+
+    axes: TokenAxes | None
+    longest: int
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    """A block of the middle.
+
+    Args:
+        place: Among them.
+        module: The block.
+        known: By kind of call.
+        called_at: The update in which a pass with gradients last began.
+    """
+
+    place: int
+    module: nn.Module
+    known: dict[Any, _Known] = field(default_factory=dict)
+    called_at: int = -1
+
+    def check_hooks(self) -> None:
+        """Refuse hooks that read what is inside of the block.
+
+        Raises:
+            Unclear: There is one.
+        """
+        for part in self.module.modules():
+            hooks = module_hooks(part)[1] if part is not self.module else {}
+            if hooks and not all(map(is_our_hook, hooks.values())):
+                raise Unclear(
+                    f"a forward hook of a {type(part).__name__} reads what is inside of a block, and would see some "
+                    "tokens alone; remove it, or ask the model for no outputs of attention or routers"
+                )
+
+
+class TokenDropping(Attachment):
+    """Lets blocks compute random tokens of a training call. The others keep the values that they have.
+
+    The tokens are a function of the seed, the rank, the number of updates, the block and the number of tokens. So a
+    pass that is repeated, by gradient checkpointing for instance, computes the same tokens, and a checkpoint needs only
+    the number of updates.
+
+    Args:
+        optimizer: The optimizer whose updates are counted.
+        blocks: The blocks.
+        share: Maps an update, counted from 0, to the share of tokens that is computed. From 1.0 on the forward of the
+            blocks is that of their classes.
+        seed: Of the random tokens.
+        rank: Ranks draw other tokens.
+
+    Attributes:
+        step: Number of updates so far.
+        calls: How many calls of blocks have left tokens out.
+        reason: Why some calls compute all tokens; empty if none was found.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        blocks: Sequence[nn.Module],
+        share: Callable[[int], float],
+        *,
+        seed: int = 0,
+        rank: int = 0,
+    ) -> None:
+        self.step, self.calls, self.reason = 0, 0, ""
+        self._share, self._seed, self._rank = share, seed, rank
+        self._blocks = [_Block(place, block) for place, block in enumerate(blocks)]
+        self._covers: list[Attachment] = []
+        self._draws: dict[tuple[int, int], Tensor] = {}
+        self._guess: TokenAxes | None = None
+        self._updated_here, self._waiting = False, 0
+        count: Any = torch.compiler.disable(self._count)
+        super().__init__(optimizer.register_step_post_hook(count), undo=self._uncover)
+        self._follow()
+
+    @property
+    def share(self) -> float:
+        """The share of tokens that the blocks compute now."""
+        return self._share(self.step)
+
+    @property
+    def remark(self) -> str:
+        """Why some calls compute all tokens."""
+        return self.reason
+
+    def figures(self) -> dict[str, float]:
+        """Return the share of tokens that the blocks compute."""
+        return {"tokens": self.share}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of updates, the seed, and, as a check, the share of tokens."""
+        return {"step": self.step, "seed": self._seed, "share": self.share}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a checkpoint, with the tokens that the interrupted run would have had.
+
+        Raises:
+            ValueError: These settings compute another share of tokens at that update; nothing was changed.
+        """
+        step, seed, share = int(state["step"]), int(state["seed"]), float(state["share"])
+        if share != self._share(step):
+            raise ValueError(
+                f"the checkpoint computed {share:.0%} of the tokens at update {step}, but these settings compute "
+                f"{self._share(step):.0%}; attach with the settings that the checkpoint was saved with."
+            )
+        self.step, self._seed, self._waiting = step, seed, 0
+        self._follow()
+
+    def _follow(self) -> None:
+        """Cover the blocks if they leave tokens out, otherwise uncover them."""
+        self._draws.clear()
+        if self.share >= 1:
+            self._uncover()
+        elif not self._covers:
+            self._covers = [cover_forward(block.module, self._cover_of(block)) for block in self._blocks]
+
+    def _uncover(self) -> None:
+        while self._covers:
+            self._covers.pop().remove()
+
+    def _cover_of(self, block: _Block) -> Any:
+        """Return what is called instead of the forward of a block. The compiler does not trace it, but the block."""
+        before: Any = torch.compiler.disable(self._before)
+        after: Any = torch.compiler.disable(_put_back)
+
+        def around(
+            forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> Any:
+            ready = before(block, module, args, kwargs)
+            if ready is None:
+                return forward(module, *args, **kwargs)
+            (some_args, some_kwargs), put = ready
+            return after(forward(module, *some_args, **some_kwargs), *put)
+
+        return torch.compiler.disable(around, recursive=False)
+
+    def _before(
+        self, block: _Block, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Call, tuple[Tensor, int, Tensor]] | None:
+        """Return the arguments of some tokens, and where these belong; None if all tokens are computed."""
+        again = inside_backward()
+        if self._waiting and not again:
+            self._advance()
+        call = (args, kwargs)
+        if not (module.training and torch.is_grad_enabled()) or self.share >= 1 or _is_traced(call):
+            return None
+        if again and block.called_at != self.step:
+            raise IncompatibleError(
+                "token_drop: a backward pass computes a block of which there was no forward pass with gradients in "
+                "this update, as under torch.utils.checkpoint with use_reentrant=True. Pass use_reentrant=False to the "
+                "checkpointing, or leave token_drop out."
+            )
+        block.called_at = self.step
+        try:
+            axes = self._axes(block, call, again=again)
+        except Unclear as error:
+            self._leave_out(str(error))
+            return None
+        if axes is None:
+            return None
+        hidden = hidden_states(call)
+        kept = self._kept(block.place, hidden.shape[axes.hidden], hidden.device)
+        if kept is None:
+            return None
+        self.calls += not again
+        return axes.pick(call, kept), (hidden, axes.hidden, kept)
+
+    def _axes(self, block: _Block, call: Call, *, again: bool) -> TokenAxes | None:
+        """Return the axes of tokens; None if this call computes all of them.
+
+        A kind of call is looked at when it comes first, and when its sequences are longer than any before.
+
+        Raises:
+            Unclear: Why the tokens of the call cannot be left out. It is raised once for a kind of call.
+        """
+        hidden = hidden_states(call)
+        block.check_hooks()
+        if isinstance(hidden, Rows):
+            raise MissingRows("token_drop computes some tokens of a block alone", (hidden.positions.owner,))
+        kind = kind_of(call, hidden)
+        known = block.known.get(kind)
+        if known is not None and (known.axes is None or hidden.shape[known.axes.hidden] <= known.longest):
+            return known.axes
+        if again or max(hidden.shape[:2]) < LEAST_LENGTH or inside_mode():
+            return None
+        block.known[kind] = _Known(None, 0)
+        axes = token_axes(block.module, call, self._guess)
+        if axes is None:
+            del block.known[kind]
+            return None
+        block.known[kind] = _Known(axes, hidden.shape[axes.hidden])
+        self._guess = axes
+        return axes
+
+    def _kept(self, place: int, length: int, device: torch.device) -> Tensor | None:
+        """Return the tokens that a block computes in this update, in ascending order; None if it computes all.
+
+        The first and the last one are always among them, so that a sequence with padding on one side has a token.
+        """
+        count = round(self.share * length)
+        if length < LEAST_LENGTH or count >= length:
+            return None
+        if (place, length) not in self._draws:
+            if len(self._draws) >= _KEPT_DRAWS * len(self._blocks):
+                self._draws.clear()
+            self._draws[place, length] = _drawn(length, count, self._seed, self._rank, self.step, place).to(device)
+        return self._draws[place, length].to(device)
+
+    def _leave_out(self, reason: str) -> None:
+        """Raise in the first update, in which nothing was trained with dropped tokens. Later warn once."""
+        text = f"token_drop: {reason}"
+        if not self._updated_here:
+            raise IncompatibleError(f"{text}; {_REMEDY}.")
+        if not self.reason:
+            warnings.warn(f"{text}. Such calls compute all tokens.", NoEffectWarning, stacklevel=2)
+        self.reason = reason
+
+    def _count(self, optimizer: Optimizer, *_: Any) -> None:
+        if learns_nothing(optimizer):
+            return
+        if not (self._updated_here or self.calls or self.reason or self.share >= 1):
+            warnings.warn(
+                "token_drop had no effect: there was an update, but no block of the middle was called in training "
+                f"mode, with {LEAST_LENGTH} tokens or more and outside of modes of torch, before it. "
+                f"{_REMEDY.capitalize()}.",
+                NoEffectWarning,
+                stacklevel=2,
+            )
+        self._updated_here = True
+        self._waiting += 1
+        if not inside_backward():  # an update of a part of the parameters while others are still computed
+            self._advance()
+
+    def _advance(self) -> None:
+        self.step, self._waiting = self.step + self._waiting, 0
+        self._follow()
+
+
+def _is_traced(call: Call) -> bool:
+    args, kwargs = call
+    symbolic = issubclass(type(args[0] if args else next(iter(kwargs.values()), None)), fx.Proxy)
+    return symbolic or is_tracing() or inside_function_transform()
+
+
+def _put_back(output: Any, hidden: Tensor, axis: int, kept: Tensor) -> Any:
+    """Put the tokens that a block returns among those that it did not compute."""
+    computed = only_tensor(output)
+    whole = hidden.to(computed.dtype).index_copy(axis, kept, computed)
+    return with_tensors(output, lambda _: whole)
+
+
+def _drawn(length: int, count: int, *numbers: int) -> Tensor:
+    digest = hashlib.blake2b(repr((length, *numbers)).encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    inner = torch.randperm(length - 2, generator=generator, device="cpu")[: max(0, count - 2)].sort().values + 1
+    ends = torch.arange(0, length, length - 1, device="cpu")
+    return torch.cat([ends[:1], inner, ends[1:]])
