@@ -202,7 +202,7 @@ MUON_LR, ADAMW_LR = 0.02, 1e-3
 
 
 def standard_recipes(levers: Sequence[str], optimizer: Optimizer) -> list[Candidate]:
-    """Return what a tuning tries: stock, Muon, schedule-free AdamW, LessBN as in the levels, freezing, and dropping of tokens.
+    """Return what a tuning tries: stock, other optimizers, LessBN as in the levels, freezing, and dropping of tokens.
 
     Args:
         levers: Those that a trial kept, which all recipes have; the first recipe has nothing else.
