@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 
 import torchboost
+from tests.support.ranks import run_ranks
 from torchboost import (
     AutoBoost,
     Boosted,
@@ -432,3 +434,23 @@ def test_without_a_length_it_says_that_nothing_is_shortened():
     with pytest.warns(NoEffectWarning, match="recipe.length = 0.5 shortens nothing"):
         boosted = recipe(*pair(), total=None, length=0.5)
     assert boosted.steps is None
+
+
+def on_ranks() -> tuple[bool, list[float]]:
+    """Whether a boosted run equals the one by hand, each with a share of the batches, and the weights at the end."""
+    rank, ends = torch.distributed.get_rank(), []
+    for boosting in (True, False):
+        model, given = pair(lr=0.1 if boosting else 0.05)
+        optimizer = recipe(model, given, **MUON).optimizer if boosting else muon_from(given, model, lr=0.03)
+        wrapped, scheduler = DistributedDataParallel(model), CosineAnnealingLR(optimizer, 11)
+        for number in range(11):
+            train(wrapped, optimizer, range(2 * number + rank, 2 * number + rank + 1), scheduler)
+        ends.append([float(weight) for param in model.parameters() for weight in param.flatten()])
+    return ends[0] == ends[1], ends[0]
+
+
+@pytest.mark.dist
+def test_ranks_train_alike():
+    first, second = run_ranks(on_ranks, 2)
+    assert first == second
+    assert first[0]
