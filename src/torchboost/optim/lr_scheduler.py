@@ -106,7 +106,7 @@ class Shortened:
     ``k * total_steps // steps``, so after all of them exactly ``total_steps``. Use it if the length of a schedule
     cannot be changed where it is built. Otherwise build it for the shorter run.
 
-    It is no scheduler itself: a trainer that looks for one gets the scheduler, without this.
+    It is not a scheduler itself: a trainer that looks for one gets the scheduler, without this.
 
     Args:
         scheduler: Of torch or transformers, as it was built, for ``total_steps`` steps.
