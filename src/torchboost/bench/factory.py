@@ -36,6 +36,7 @@ __all__ = [
     "made_by",
     "metric_of",
     "one_epoch",
+    "score_of",
     "source_of",
 ]
 
@@ -44,7 +45,7 @@ SECONDS_OF_AN_EPOCH = 60.0
 MOST_KEPT = 100_000
 """Batches of a generator that are kept for further epochs."""
 
-RETURNS = "(model, optimizer, loss, batches), and after them, if you like, evaluate and schedule"
+RETURNS = "(model, optimizer, loss, batches), and after them, if you like, evaluate, schedule and validate"
 
 Metric = Literal["accuracy", "bits per character", "metric"]
 """``"metric"`` is a user's, in units of its own."""
@@ -64,6 +65,8 @@ class Parts(NamedTuple):
         evaluate: ``model -> metric``, higher is better. Without it only step times are measured.
         schedule: ``(optimizer, steps) -> torch scheduler`` for a run of ``steps`` steps, stepped after every update.
             Without it the learning rate is constant.
+        validate: Like ``evaluate``, on data that neither it nor the training uses. Choices, such as that of a learning
+            rate, are made by it. Without it they are made by ``evaluate``.
     """
 
     model: nn.Module
@@ -72,6 +75,7 @@ class Parts(NamedTuple):
     batches: Iterable[Any]
     evaluate: Callable[[Callable[..., Any]], float] | None = None
     schedule: Callable[[Optimizer, int], LRScheduler] | None = None
+    validate: Callable[[Callable[..., Any]], float] | None = None
 
 
 class Epoch(NamedTuple):
@@ -188,7 +192,7 @@ def made_by(make: Callable[[int], object], seed: int) -> Parts:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         result = make(seed)
-    if not isinstance(result, tuple) or len(result) not in (4, 5, 6):
+    if not isinstance(result, tuple) or not 4 <= len(result) <= 7:
         what = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
         raise FactoryError(f"the factory returned {what}; needed: {RETURNS}.")
     parts = Parts(*result)
@@ -199,6 +203,7 @@ def made_by(make: Callable[[int], object], seed: int) -> Parts:
         "batches": isinstance(parts.batches, Iterable),
         "evaluate": parts.evaluate is None or callable(parts.evaluate),
         "schedule": parts.schedule is None or callable(parts.schedule),
+        "validate": parts.validate is None or callable(parts.validate),
     }
     for name, fits in fitting.items():
         if not fits:
@@ -297,17 +302,30 @@ def metric_of(parts: Parts, model: Callable[..., Any]) -> float:
     Raises:
         FactoryError: It is not a number.
     """
-    assert parts.evaluate is not None
+    return _measured(parts, "evaluate", model)
+
+
+def score_of(parts: Parts, model: Callable[..., Any]) -> float:
+    """Compute what choices are made by: the metric on the data for validation, or without them as :func:`metric_of`.
+
+    Raises:
+        FactoryError: It is not a number.
+    """
+    return _measured(parts, "evaluate" if parts.validate is None else "validate", model)
+
+
+def _measured(parts: Parts, name: str, model: Callable[..., Any]) -> float:
+    measure = getattr(parts, name)
     parts.model.eval()
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            value = parts.evaluate(model)
+            value = measure(model)
     finally:
         parts.model.train()
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise FactoryError(f"the factory's evaluate returned a {type(value).__name__}; needed: a number.") from error
+        raise FactoryError(f"the factory's {name} returned a {type(value).__name__}; needed: a number.") from error
 
 
 def loop_body(
