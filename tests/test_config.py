@@ -38,7 +38,8 @@ def fault(source: Any) -> ConfigError:
 
 
 def test_defaults_are_the_reference_key_for_key():
-    assert BoostConfig().model_dump(mode="json") == DEFAULTS | {"extra": {}, "about": {}}
+    neutral = {"optimizer": None, "lr": None, "rate": 1.0, "length": 1.0}
+    assert BoostConfig().model_dump(mode="json") == DEFAULTS | {"extra": {}, "recipe": neutral, "about": {}}
     assert BoostConfig.load(REFERENCE) == BoostConfig()
 
 
@@ -256,7 +257,7 @@ def test_round_trip(document):
 
 def test_schema_lists_every_key_with_what_it_allows():
     schema = BoostConfig.model_json_schema()
-    assert set(schema["properties"]) == {*DEFAULTS, "extra", "about"}
+    assert set(schema["properties"]) == {*DEFAULTS, "extra", "recipe", "about"}
     assert schema["additionalProperties"] is False
     for section in BoostConfig.model_fields.values():
         kind = section.annotation
@@ -276,3 +277,36 @@ def test_needs_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_a_recipe():
+    assert BoostConfig().recipe.is_neutral
+    written = {"optimizer": "muon", "lr": 0.02, "rate": 2, "length": 1}
+    recipe = BoostConfig.load({"recipe": written}).recipe
+    assert recipe.model_dump() == written
+    assert not recipe.is_neutral
+    assert BoostConfig.load(json.dumps({"recipe": written})).recipe == recipe
+    assert [BoostConfig.load({"recipe": {"length": 0.55}}).recipe.steps_of(n) for n in (600, 601, 1)] == [330, 331, 1]
+
+
+@pytest.mark.parametrize(
+    ("section", "path", "found"),
+    [
+        ({"optimizer": "moun"}, "recipe.optimizer", "Did you mean 'muon'"),
+        ({"optimizer": "adamw"}, "recipe.optimizer", "'muon', 'schedule_free_adamw' or null"),
+        ({"lr": 0.02}, "recipe.lr", "a number above 0 if 'optimizer' is given"),
+        ({"optimizer": "muon", "lr": 0.0}, "recipe.lr", "a number above 0"),
+        ({"optimizer": "muon", "lr": "0.02"}, "recipe.lr", "a number above 0"),
+        ({"rate": 0}, "recipe.rate", "a number above 0"),
+        ({"rate": True}, "recipe.rate", "a number above 0"),
+        ({"rate": None}, "recipe.rate", "a number above 0"),
+        ({"length": 0.0}, "recipe.length", "above 0 and at most 1"),
+        ({"length": 1.1}, "recipe.length", "above 0 and at most 1"),
+        ({"steps": 3}, "recipe.steps", "optimizer, lr, rate, length"),
+        (3, "recipe", "an object with the keys optimizer, lr, rate, length"),
+    ],
+)
+def test_faults_of_a_recipe(section: Any, path: str, found: str):
+    error = fault({"recipe": section})
+    assert error.path == path
+    assert found in str(error)

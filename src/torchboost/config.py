@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 from typing_extensions import Self
 
@@ -27,6 +27,7 @@ __all__ = [
     "GradAccumulationSection",
     "GradFreezeSection",
     "LessBNSection",
+    "RecipeSection",
 ]
 
 _SWITCH = "true or false"
@@ -108,12 +109,85 @@ class DimReduceSection(_Section):
     timeout: int = Field(default=1800, ge=1, le=10**9, description="an integer, 1 or more and at most 10**9")
 
 
+class RecipeSection(_Section):
+    """Section ``recipe``: what a tuning found out about the optimizer, its rates and the length of the run.
+
+    :func:`torchboost.boost` applies it. The defaults change nothing.
+
+    Attributes:
+        optimizer: The optimizer that takes the place of the given one and is built from it: ``"muon"``
+            (:func:`torchboost.optim.muon_from`) or ``"schedule_free_adamw"``. None keeps the given one.
+        lr: Learning rate of the hidden matrices under Muon, 0.02 if it is None. Of all weights under schedule-free
+            AdamW, 0.001 if it is None.
+        rate: Multiplies the learning rates of the given optimizer, also where Muon leaves weights to its rule.
+        length: Share of the updates of the run that is trained.
+
+    Example:
+        >>> from torchboost.config import BoostConfig
+        >>> recipe = BoostConfig.load({"recipe": {"optimizer": "muon", "rate": 0.5, "length": 0.55}}).recipe
+        >>> recipe.steps_of(600)
+        330
+        >>> recipe.in_words(total_steps=600)
+        '0.55 of the steps (330 of 600), learning rates times 0.5, Muon at 0.02 for the hidden matrices'
+    """
+
+    optimizer: Literal["muon", "schedule_free_adamw"] | None = Field(
+        default=None, description="'muon', 'schedule_free_adamw' or null, which keeps the given optimizer"
+    )
+    lr: float | None = Field(
+        default=None, gt=0.0, description="a number above 0 if 'optimizer' is given, or null, which takes its default"
+    )
+    rate: float = Field(default=1.0, gt=0.0, description="a number above 0")
+    length: float = Field(default=1.0, gt=0.0, le=1.0, description="a number above 0 and at most 1")
+
+    @field_validator("lr")
+    @classmethod
+    def _of_an_optimizer(cls, value: float | None, found: ValidationInfo) -> float | None:
+        if value is not None and found.data.get("optimizer", "wrong") is None:
+            raise ValueError("without an optimizer")
+        return value
+
+    @property
+    def is_neutral(self) -> bool:
+        """Whether it changes nothing."""
+        return self == RecipeSection()
+
+    @property
+    def built_lr(self) -> float:
+        """The learning rate of the optimizer that is built."""
+        return self.lr if self.lr is not None else _RATES.get(self.optimizer or "", 0.001)
+
+    def steps_of(self, total_steps: int) -> int:
+        """Return the number of updates to train in place of ``total_steps``, at least 1."""
+        return max(1, round(self.length * total_steps))
+
+    def in_words(self, *, total_steps: int | None = None, built: str = "") -> str:
+        """Return what it changes, in words; empty if it changes nothing.
+
+        Args:
+            total_steps: The number of updates that it takes its share of, if known.
+            built: What was made of the given optimizer. By default that is said in general.
+        """
+        known = "" if total_steps is None else f" ({self.steps_of(total_steps):,} of {total_steps:,})"
+        parts = [f"{self.length:g} of the steps{known}"] if self.length < 1 else []
+        parts += [f"learning rates times {self.rate:g}"] if self.rate != 1 else []
+        general = {"muon": "Muon at {:g} for the hidden matrices", "schedule_free_adamw": "ScheduleFreeAdamW at {:g}"}
+        parts += [built or general[self.optimizer].format(self.built_lr)] if self.optimizer is not None else []
+        return ", ".join(parts)
+
+
+_RATES = {"muon": 0.02}
+"""Learning rates of the optimizers that a recipe builds, if it gives none and they are not 0.001."""
+
+
 class BoostConfig(_Section):
     """A whole configuration; a value that can be compared, printed and written back as JSON.
 
     ``extra`` holds, by name, the settings of algorithms that MindSpore's JSON does not have. ``false`` turns an
     algorithm off, ``true`` or ``{}`` turns it on with its defaults, and an object gives settings. The names and
     settings in it are checked when a plan is made, not here.
+
+    ``recipe`` is what a tuning found out about the optimizer, its rates and the length of the run.
 
     ``about`` is a note for people, in free strings. Nothing reads it; :meth:`torchboost.Plan.save` writes it.
 
@@ -135,6 +209,7 @@ class BoostConfig(_Section):
         default_factory=dict,
         description="an object of algorithm names (strings), each with true, false or an object of settings",
     )
+    recipe: RecipeSection = RecipeSection()
     about: dict[str, str] = Field(
         default_factory=dict, description="an object of free strings, a note for people that nothing reads"
     )
@@ -225,7 +300,8 @@ def _explained(config: type[BoostConfig], data: Any, error: ValidationError) -> 
             return _unknown(config, section, ".".join(names), str(name))
         section = _section_of(field)
         allowed = _keys(section) if section is not None else field.description or ""
-        choices = [choice for choice in get_args(field.annotation) if isinstance(choice, str)]
+        kinds = get_args(field.annotation)
+        choices = [choice for kind in kinds for choice in (kind, *get_args(kind)) if isinstance(choice, str)]
     hint = nearest(value, choices) if isinstance(value, str) else ""
     return ConfigError(".".join(names), found=_found(value), allowed=allowed, hint=hint)
 

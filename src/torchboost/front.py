@@ -18,7 +18,7 @@ from torchboost.algorithms.grad_accumulation.optimizer import AccumulatingOptimi
 from torchboost.calibration.calibration import Calibrate, resolved
 from torchboost.calibration.choice import Choice
 from torchboost.calibration.waste import WasteReport
-from torchboost.config import ConfigSource
+from torchboost.config import BoostConfig, ConfigSource
 from torchboost.core.algorithm import LEVERS, Algorithm, AttachedAlgorithms, Scaler, Target
 from torchboost.core.arguments import (
     check_loss_fn,
@@ -34,11 +34,12 @@ from torchboost.core.step import TrainStep
 from torchboost.core.torch_private import step_post_hooks
 from torchboost.core.wrapping import already_wrapped, hookable, wrapper_of
 from torchboost.distributed.agreement import from_first_rank
-from torchboost.errors import IncompatibleError, NoEffectWarning
+from torchboost.errors import ConfigError, IncompatibleError, NoEffectWarning
 from torchboost.graph.trace import shared_traces
 from torchboost.inference import fast_copy
 from torchboost.levers import Levers
 from torchboost.optim.groups import named_optimizer
+from torchboost.optim.recipe import apply_recipe
 from torchboost.optim.rules.schedule_free import warn_of_training_weights
 from torchboost.plan import Plan, why_idle
 from torchboost.registry import Facts, Loop
@@ -82,17 +83,25 @@ class Boosted:
 
     Attributes:
         model: The given model, changed in place.
-        optimizer: The optimizer to step. This is the given optimizer, unless gradient accumulation or dimension-reduced
-            training wraps it in another one. If a list was given, the list of its optimizers.
+        optimizer: The optimizer to schedule and to step. This is the given optimizer, unless a recipe has built another
+            one, or gradient accumulation or dimension-reduced training wraps it in another one. If a list was given,
+            the list of its optimizers.
         levers: What is attached, what has still to be decided, and who decided: see :class:`~torchboost.levers.Levers`.
         scaler: The loss scaler of the loop: the given one, or the one that group loss scaling adds. The loop uses
             either like a ``GradScaler``. None without loss scaling.
     """
 
     def __init__(
-        self, levers: Levers, target: Target, given: Optimizer, scaler: Scaler | None, *, listed: bool = False
+        self,
+        levers: Levers,
+        target: Target,
+        given: Optimizer,
+        scaler: Scaler | None,
+        *,
+        replaced: Sequence[Optimizer] = (),
+        listed: bool = False,
     ) -> None:
-        self.levers, self._target, self._given = levers, target, given
+        self.levers, self._target, self._given, self._replaced = levers, target, given, tuple(replaced)
         self.model, self.scaler = target.model, target.scaler
         self._called: nn.Module = target.model
         self._warned = False
@@ -103,14 +112,19 @@ class Boosted:
             self.attached[GradAccumulation.name].with_undo(front.direct.remove)
             self._first = front
         self.optimizer: Any = [self._first, *target.others] if listed else self._first
-        for optimizer in {id(o): o for o in map(hookable, (given, self._first, *target.others))}.values():
-            if len(self.attached) or levers.due:
+        for optimizer in {id(o): o for o in map(hookable, (given, self._first, *target.others, *replaced))}.values():
+            if len(self.attached) or levers.due or levers.asked.built:
                 self.attached.with_undo(optimizer.register_step_post_hook(_Mark(self)).remove)
 
     @property
     def plan(self) -> Plan:
         """What runs, and what was left out with the reason. Levers that wait for the trial are left out."""
         return self.levers.plan
+
+    @property
+    def steps(self) -> int | None:
+        """The number of updates to train: ``recipe.length`` of ``total_steps``. None without ``total_steps``."""
+        return self.levers.asked.total_steps
 
     @property
     def attached(self) -> AttachedAlgorithms:
@@ -294,7 +308,11 @@ class Boosted:
         return self.levers.waste((args, kwargs))
 
     def remove(self) -> None:
-        """Remove everything that was attached. BatchNorm layers that ``less_bn`` removed do not come back."""
+        """Remove everything that was attached. BatchNorm layers that ``less_bn`` removed do not come back.
+
+        Rates that a recipe has scaled are given back, unless they have changed since, as by a schedule. An optimizer
+        that a recipe has built stays as it is and may train on. The given one, which never moved, may be stepped again.
+        """
         self.attached.remove()
 
 
@@ -349,6 +367,9 @@ def boost(
         total_steps: Number of updates in the whole run. Gradient freezing and compilation need it. In a run of fewer
             than 1,000 the levels only use the speed levers. None counts as a long run.
         config: Settings that override the level: a dict, a path to a JSON file, JSON text, or a :class:`BoostConfig`.
+            If it has a recipe, as the result of :func:`torchboost.tune` may have, the optimizer is built and its rates
+            are scaled first. Build the schedule after this call, on ``boosted.optimizer``, for ``boosted.steps``
+            updates, and train as many.
         scaler: The ``GradScaler`` of the loop; autocast to float16 needs one.
         loop: Who owns the training loop: ``"own"``, or a trainer: ``"transformers"``, ``"lightning"`` or
             ``"accelerate"``. A trainer accumulates gradients and scales the loss itself, so both are left out.
@@ -374,10 +395,12 @@ def boost(
             given with an optimizer that has its own.
         ConfigError: An unknown level, section, key or setting, or a value of a wrong type or out of range.
         IncompatibleError: The model is already wrapped, the optimizer was boosted with another model, or an algorithm
-            cannot work on this pair. Nothing is changed, except that an earlier boost of the pair may be removed.
+            or the recipe cannot work on this pair, such as one with a schedule that was built before. Nothing is
+            changed, except that an earlier boost of the pair may be removed.
 
     Warns:
-        NoEffectWarning: Algorithms of the level were left out because ``total_steps`` is not given. Or the model was
+        NoEffectWarning: Algorithms of the level were left out, or the recipe does not shorten the run, because
+            ``total_steps`` is not given. Or the recipe finds no hidden matrix for Muon. Or the model was
             boosted with another optimizer, over other parameters, or with a list of which one is missing now, and that
             boost is removed.
 
@@ -392,6 +415,9 @@ def boost(
         >>> optimizer.step()
     """
     if isinstance(optimizer, str):
+        if (other := BoostConfig.load(config).recipe.optimizer) is not None:
+            found = f"{other!r}, and the optimizer {optimizer!r} by name"
+            raise ConfigError("recipe.optimizer", found=found, allowed="one of them", hint="Give the usual optimizer.")
         optimizer = named_optimizer(optimizer, model, lr)
     elif lr is not None:
         raise ValueError(f"lr: found {lr!r} next to {type(optimizer).__name__}, which has its own; leave lr out.")
@@ -449,7 +475,8 @@ def attach(
     for before in earlier.values():
         _check_one_model(before, model, name)
     # An optimizer that stands in front of the user's since an earlier boost gives way to it.
-    inner = {one: before._given for one, before in earlier.items() if not before._target.others}
+    fronts = {one: before for one, before in earlier.items() if one not in before._replaced}
+    inner = {one: before._given for one, before in fronts.items() if not before._target.others}
     given, *others = (inner.get(one, one) for one in optimizers)
     target = Target(model, given, scaler, others=tuple(others))
     at_work = (*(_BOOSTED.get(module, lambda: None)() for module in model.modules()), *earlier.values())
@@ -458,11 +485,20 @@ def attach(
         before.remove()
     if removed:
         plan = Plan.of(level, config, host.facts(model), total_steps=total_steps)
-    with shared_traces():
-        levers = Levers(
-            plan.without(idle), target, calibrate=calibrate, verify=verify, wrapper=wrapper, forward=host.forward
-        )
-    boosted = Boosted(levers, target, given, scaler, listed=listed)
+    asked = (given, *others)
+    applied = apply_recipe(plan.recipe, asked, model, total_steps=plan.total_steps)
+    given, *others = applied.optimizers
+    target = replace(target, optimizer=given, others=tuple(others))
+    plan = replace(plan.without(idle), built=applied.built)
+    try:
+        with shared_traces():
+            levers = Levers(plan, target, calibrate=calibrate, verify=verify, wrapper=wrapper, forward=host.forward)
+    except BaseException:
+        applied.undo()
+        raise
+    replaced = [one for one in asked if one not in applied.optimizers]
+    boosted = Boosted(levers, target, given, scaler, replaced=replaced, listed=listed)
+    boosted.attached.with_undo(applied.undo)
     _BOOSTED[model] = weakref.ref(boosted)
     return boosted
 
@@ -545,12 +581,14 @@ def prepare(
         config: Settings that override the level.
 
     Raises:
-        IncompatibleError: The model is already wrapped. Nothing is changed.
+        IncompatibleError: The model is already wrapped, or the configuration has a recipe, which only
+            :func:`torchboost.boost` applies. Nothing is changed.
     """
     check_module(model)
     if optimizer is not None:
         check_optimizer(optimizer)
     plan = Plan.of(level, config, Facts.measure(model, loop="own"), total_steps=total_steps)
+    plan.check_recipe()
     changing = [a for a in plan.algorithms if type(a).applied is not Algorithm.applied]
     idle = [a.name for a in changing if not (a.needs_transform(model) or a.applied(model))]
     plan = replace(plan.without(dict.fromkeys(idle, "it finds nothing to change in this model")), levers=())

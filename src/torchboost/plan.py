@@ -6,7 +6,7 @@ import json
 import os
 import reprlib
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchboost.algorithms.adaptive_sum import AdaptiveSum
-from torchboost.config import BoostConfig, BoostSwitches, ConfigSource
+from torchboost.config import BoostConfig, BoostSwitches, ConfigSource, RecipeSection
 from torchboost.core.algorithm import Algorithm, AttachedAlgorithms, Target, attach_all
 from torchboost.core.arguments import check_module, check_optimizer, check_pair, check_shapes, in_words
 from torchboost.core.files import write_whole
@@ -54,10 +54,14 @@ class Plan:
         algorithms: The algorithms that will run, with their settings, in attach order.
         dropped: The requested algorithms that were left out, with the reasons.
         levers: The algorithms of the level that only change the speed of a step. A trial may switch them on and off.
-        total_steps: Updates of the whole run, from the argument or the configuration; None if neither gives it.
+        total_steps: Updates of the whole run, from the argument or the configuration; None if neither gives it. If the
+            recipe shortens the run, those that it leaves.
         unmeasured: Algorithms that the configuration adds to the measured level, takes from it or sets otherwise.
         served: With several optimizers, name of an algorithm that changes the update alone -> those that it is on for,
             in words.
+        recipe: What the configuration says about the optimizer, its rates and the length of the run.
+        full_steps: Updates of the whole run before the recipe shortened it; None if that is not known.
+        built: What the recipe made of the optimizer, in words; empty before :func:`torchboost.boost` applied it.
 
     Example:
         >>> import torch, torchboost
@@ -77,6 +81,9 @@ class Plan:
     total_steps: int | None = None
     unmeasured: tuple[str, ...] = ()
     served: tuple[tuple[str, str], ...] = ()
+    recipe: RecipeSection = field(default_factory=RecipeSection)
+    full_steps: int | None = None
+    built: str = ""
 
     @classmethod
     def of(
@@ -95,8 +102,9 @@ class Plan:
             config: A dict, a path to a JSON file, JSON text, a :class:`BoostConfig`, or nothing.
             facts: By default measured on this machine, without a model.
             loop: The owner of the training loop. Overrides ``facts.loop``; see :class:`Facts`.
-            total_steps: Number of updates in the whole run. Overrides ``facts.total_steps``. If the configuration has
-                ``grad_freeze.total_steps`` or ``extra.grad_freeze.total_steps``, both must be equal.
+            total_steps: Number of updates in the whole run. Overrides ``facts.total_steps``. ``recipe.length`` takes
+                its share of either. If the configuration has ``grad_freeze.total_steps`` or
+                ``extra.grad_freeze.total_steps``, this must be the number that remains.
 
         Raises:
             ConfigError: A level, section, key or setting is unknown, or a value has the wrong type or is out of range.
@@ -107,8 +115,8 @@ class Plan:
         if loop is not None:
             facts = replace(facts, loop=loop)
         if total_steps is not None:
-            _check_one_length(total_steps, loaded)
             facts = replace(facts, total_steps=total_steps)
+            _check_one_length(total_steps, loaded)
         return resolve(loaded, level, facts)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -118,7 +126,8 @@ class Plan:
         :meth:`Plan.of`, and for :class:`torchboost.AutoBoost`. Its section ``extra`` names every algorithm of the
         registry, either with all of its settings or with false. An algorithm under ``extra`` is your decision: no level
         changes it, and no trial decides about it. What cannot run elsewhere, such as AdaSum on a single node, is
-        dropped there and listed in ``dropped`` with the reason, as always. The section ``about`` is a note with level,
+        dropped there and listed in ``dropped`` with the reason, as always. The section ``recipe`` is written if the
+        plan has one. The section ``about`` is a note with level,
         versions, machine and date. Nothing reads it.
 
         Save the plan of a :class:`torchboost.Boosted` after the first training call, when the trial has decided about
@@ -154,6 +163,8 @@ class Plan:
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         }
         content = {"about": about, "extra": _as_extra(self.algorithms)}
+        if not self.recipe.is_neutral:
+            content["recipe"] = self.recipe.model_dump(mode="json")
         write_whole(file, json.dumps(content, indent=2).encode() + b"\n")
 
     def fit(
@@ -251,15 +262,32 @@ class Plan:
             algorithm.transform(model, optimizer)
 
     def attach(self, target: Target) -> AttachedAlgorithms:
-        """Attach every algorithm to a loop. A bare model is transformed first, if that was not done before."""
+        """Attach every algorithm to a loop. A bare model is transformed first, if that was not done before.
+
+        Raises:
+            IncompatibleError: The plan has a recipe, which only :func:`torchboost.boost` applies; or as
+                :func:`torchboost.core.attach_all` raises it.
+        """
+        self.check_recipe()
         with torch.inference_mode(False), shared_traces():
             return attach_all(target, self.algorithms)
+
+    def check_recipe(self) -> None:
+        """Raise :class:`IncompatibleError` if the plan has a recipe that was not applied."""
+        if not (self.recipe.is_neutral or self.built):
+            raise IncompatibleError(
+                f"found a recipe ({self.recipe.in_words()}), which only torchboost.boost applies; call it with this "
+                "configuration, or change optimizer, rates and length yourself and leave the section out."
+            )
 
     def explain(self) -> str:
         """Return which algorithms are on, with settings other than the defaults, and what was left out and why."""
         lines = [f"level {self.level}, mode {self.mode}"]
         width = max((len(n) for n in [a.name for a in self.algorithms] + [d.name for d in self.dropped]), default=0)
-        lines.append("on:" if self.algorithms else "on: nothing, training is unchanged")
+        recipe = self.recipe.in_words(total_steps=self.full_steps, built=self.built)
+        lines += [f"recipe: {recipe}"] if recipe else []
+        unchanged = "on: nothing" if recipe else "on: nothing, training is unchanged"
+        lines.append("on:" if self.algorithms else unchanged)
         for a in self.algorithms:
             served = dict(self.served).get(a.name, "")
             settings = f": {text}" if (text := own_settings(a)) else ""
@@ -346,9 +374,11 @@ def resolve(config: BoostConfig, level: str, facts: Facts) -> Plan:
         if name not in REGISTRY:
             allowed, hint = ", ".join(REGISTRY), nearest(name, REGISTRY)
             raise ConfigError(f"extra.{name}", found="an unknown algorithm", allowed=allowed, hint=hint)
-    length = _written_length(config)
+    full, length = facts.total_steps, _written_length(config)
     if length is not None:
         facts = replace(facts, total_steps=length)
+    elif full is not None:
+        facts = replace(facts, total_steps=config.recipe.steps_of(full))
     per_node = _ranks_per_node(config)
     if per_node is not None:
         per_node = min(per_node, facts.world_size)
@@ -372,6 +402,8 @@ def resolve(config: BoostConfig, level: str, facts: Facts) -> Plan:
         levers=tuple(built.get(name) or made(name) for name in levers),
         total_steps=facts.total_steps,
         unmeasured=_unmeasured(config, level, kept, facts),
+        recipe=config.recipe,
+        full_steps=full,
     )
 
 
@@ -387,11 +419,13 @@ def _check_one_length(given: int, config: BoostConfig) -> None:
     written = {f"grad_freeze.{_LENGTH}": section.total_steps} if _LENGTH in section.model_fields_set else {}
     if isinstance(extra, dict) and _LENGTH in extra:
         written[f"extra.grad_freeze.{_LENGTH}"] = extra[_LENGTH]
+    left = config.recipe.steps_of(given)
+    of_recipe = "" if left == given else f", of which recipe.length leaves {left}"
     for path, length in written.items():
-        if length != given:
+        if length != left:
             raise ConfigError(
                 path,
-                found=f"{shown(length)}, and {_LENGTH}={given} as an argument",
+                found=f"{shown(length)}, and {_LENGTH}={given} as an argument{of_recipe}",
                 allowed="one length of the run",
                 hint="Leave one of them out.",
             )

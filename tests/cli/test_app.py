@@ -81,6 +81,9 @@ def test_explain(bfloat16, monkeypatch):
     assert "channels_last" in [d["name"] for d in found["dropped"]]
     assert {a["name"] for a in found["algorithms"]}.isdisjoint(d["name"] for d in found["dropped"])
     assert answer("explain", "--level", "O0", "--json")["algorithms"] == []
+    recipe = {"optimizer": "muon", "lr": None, "rate": 0.5, "length": 0.55}
+    found = json.loads(run("explain", "-", "--json", stdin=json.dumps({"recipe": recipe})).stdout)
+    assert found["recipe"] == recipe
     bfloat16(0.48, 2.0)  # it says what was measured
     shown = run("explain", "--level", "O1", "--convolutions", "0").stdout
     assert "a bfloat16 matrix product takes 2.1 times the time of a float32 one here" in shown

@@ -316,6 +316,13 @@ def test_hooks_before_a_step_are_listed_in_order():
     assert not any("hooks" in name for name in left)
 
 
+def test_a_schedule_marks_its_optimizer():
+    optimizer = torch.optim.SGD(adam().param_groups[0]["params"], lr=0.1)
+    assert not private.drives_schedule(optimizer)
+    torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    assert private.drives_schedule(optimizer)
+
+
 def test_a_fused_step_remembers_that_it_has_checked():
     optimizer = torch.optim.SGD(adam().param_groups[0]["params"], lr=0.1)
     assert not private.has_fused_mark(optimizer)

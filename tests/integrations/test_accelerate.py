@@ -184,3 +184,37 @@ def test_fsdp1_and_full_state_dicts_are_refused_unchanged():
         accelerator = Accelerator(fsdp_plugin=fsdp2("BertLayer", **options))
         with pytest.raises(IncompatibleError, match=said):
             prepare(accelerator, model, optimizer)
+
+
+def test_a_recipe_builds_the_optimizer_that_is_prepared():
+    kind, config = KINDS["bert"], {"recipe": {"optimizer": "muon", "lr": 0.02, "rate": 0.5, "length": 0.75}}
+
+    def train(optimizer: Any, model: Any, steps: int, schedule: Any) -> None:
+        for batch in [batch for _ in range(2) for batch in DataLoader(kind.data(), 4)][:steps]:
+            model(**batch).loss.backward()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+
+    accelerator, model = Accelerator(cpu=True), kind.seeded()
+    given = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    early = torch.optim.lr_scheduler.CosineAnnealingLR(torch.optim.SGD(model.parameters(), lr=0.1), STEPS)
+    with pytest.raises(IncompatibleError, match="found a schedule on the SGD"):
+        prepare(accelerator, model, early.optimizer, early, level="O0", total_steps=STEPS, config=config)
+    model, optimizer, boosted = prepare(accelerator, model, given, level="O0", total_steps=STEPS, config=config)
+    assert boosted.steps == round(0.75 * STEPS)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(boosted.optimizer, boosted.steps)
+    train(optimizer, model, boosted.steps, accelerator.prepare(schedule))
+    boosted.remove()
+    plain = kind.seeded()
+    mixed = torchboost.optim.muon_from(torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9), plain, lr=0.02)
+    train(mixed, plain, boosted.steps, torch.optim.lr_scheduler.CosineAnnealingLR(mixed, boosted.steps))
+    assert all(torch.equal(p, q) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
+
+
+def test_fsdp2_takes_no_built_optimizer():
+    accelerator = Accelerator(fsdp_plugin=fsdp2("BertLayer"))
+    model = KINDS["bert"].seeded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with pytest.raises(IncompatibleError, match=r"recipe.optimizer='muon' and FSDP2.*muon_from"):
+        prepare(accelerator, model, optimizer, total_steps=STEPS, config={"recipe": {"optimizer": "muon"}})

@@ -221,3 +221,40 @@ def sharded(folder: str) -> list[bool]:
 @pytest.mark.dist
 def test_a_resumed_run_under_fsdp2_equals_the_uninterrupted_one(tmp_path: Path):
     assert run_ranks(sharded, 2, str(tmp_path), timeout=300.0) == [[True] * 5] * 2
+
+
+class Scheduled(Lit):
+    """Notes its rates; may return a schedule."""
+
+    def __init__(self, net: nn.Module, *, scheduled: bool) -> None:
+        super().__init__(net)
+        self.scheduled, self.rates = scheduled, set[float]()
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        self.rates.add(optimizer.param_groups[0]["lr"])
+        return super().training_step(batch, _)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return ([optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 3)]) if self.scheduled else optimizer
+
+
+def test_of_a_recipe_only_the_rate_is_applied(tmp_path: Path):
+    for section, message in (
+        ({"optimizer": "muon"}, r"recipe.optimizer='muon'.*configure_optimizers.*muon_from"),
+        ({"length": 0.5}, r"recipe.length=0.5.*Trainer\(max_steps=...\)"),
+    ):
+        with pytest.raises(IncompatibleError, match=message):
+            Boost("O0", config={"recipe": section})
+    kind = KINDS["bert"]
+    for scheduled in (False, True):
+        boost = Boost("O0", module="net", config={"recipe": {"rate": 0.5}})
+        module = Scheduled(kind.seeded(), scheduled=scheduled)
+        trainer = lightning_of(tmp_path, boost)
+        if scheduled:
+            with pytest.raises(IncompatibleError, match=r"recipe.rate=0.5 and a schedule.*in configure_optimizers"):
+                trainer.fit(module, loader(kind))
+        else:
+            trainer.fit(module, loader(kind))
+            assert module.rates == {0.025}

@@ -217,3 +217,52 @@ def test_what_the_trial_chose_leaves_the_averages_of_a_trainer_alone(tmp_path: P
     logged = trainer.state.log_history
     assert [entry["steps_averaged"] for entry in logged if "loss" in entry] == [HALF, HALF]
     assert [entry["step"] for entry in logged if "boost/trial_seconds" in entry] == [0]
+
+
+RECIPE: dict[str, Any] = {"recipe": {"optimizer": "muon", "lr": 0.02, "rate": 0.5, "length": 0.75}}
+
+
+def with_recipe(folder: Path, config: dict[str, Any], **options: Any) -> BoostTrainer:
+    settings = {"learning_rate": 0.01, "lr_scheduler_type": "linear", "save_steps": 3, "logging_steps": 1}
+    model = options.pop("model", None) or KINDS["bert"].seeded()
+    data = KINDS["bert"].data()
+    args = arguments(folder, **settings)
+    return BoostTrainer(model, args, train_dataset=data, boost="O0", boost_config=config, **options)
+
+
+def test_a_recipe_shortens_the_run_and_builds_the_optimizer(tmp_path: Path):
+    trainer = with_recipe(tmp_path / "whole", RECIPE)
+    trainer.train()
+    left = round(0.75 * STEPS)
+    assert (trainer.state.max_steps, trainer.state.global_step, trainer.boosted.steps) == (left, left, left)
+    line = trainer.boosted.explain().splitlines()[2]
+    assert line.startswith(
+        f"recipe: 0.75 of the steps ({left} of {STEPS}), learning rates times 0.5, Muon at 0.02 for "
+    )
+    assert line.endswith(" matrices, AdamW for the rest")
+    groups = trainer.boosted.optimizer.param_groups
+    assert {group["initial_lr"] for group in groups} == {0.005, 0.02}
+    assert {group["lr"] for group in groups} == {0.0}  # the schedule of the trainer has ended
+    resumed = with_recipe(tmp_path / "resumed", RECIPE)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+    pairs = zip(trainer.model.parameters(), resumed.model.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+    with pytest.raises(IncompatibleError):
+        trainer.train()
+
+
+def test_a_neutral_recipe_trains_as_without(tmp_path: Path):
+    trainers = [with_recipe(tmp_path / str(n), config) for n, config in enumerate(({}, {"recipe": {"rate": 1.0}}))]
+    for trainer in trainers:
+        trainer.train()
+        assert trainer.state.global_step == STEPS
+    pairs = zip(trainers[0].model.parameters(), trainers[1].model.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_a_recipe_refuses_a_schedule_that_was_made_before(tmp_path: Path):
+    model = KINDS["bert"].seeded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 10)
+    with pytest.raises(IncompatibleError, match="found a schedule on the SGD"):
+        with_recipe(tmp_path, RECIPE, model=model, optimizers=(optimizer, schedule)).train()

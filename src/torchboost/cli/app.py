@@ -146,7 +146,8 @@ def explain(
         return
     on = [{"name": a.name, "summary": REGISTRY[a.name].summary, "settings": _settings_of(a)} for a in plan.algorithms]
     dropped = [{"name": d.name, "reason": d.reason} for d in plan.dropped]
-    print_json({"level": plan.level, "mode": plan.mode, "algorithms": on, "dropped": dropped})
+    recipe = plan.recipe.model_dump(mode="json")
+    print_json({"level": plan.level, "mode": plan.mode, "recipe": recipe, "algorithms": on, "dropped": dropped})
 
 
 def _facts(config: BoostConfig, nodes: int, device: str, convolutions: int | None) -> Facts:

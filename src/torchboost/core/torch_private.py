@@ -366,6 +366,14 @@ def hooks_of_optimizer(optimizer: Optimizer) -> list[dict[int, Any]]:
     return [vars(optimizer)[name] for name in _REGISTRIES if name in vars(optimizer)]
 
 
+def drives_schedule(optimizer: Optimizer) -> bool:
+    """Whether a learning-rate schedule was built on an optimizer: it marks ``step`` with ``_wrapped_by_lr_sched``.
+
+    ``ReduceLROnPlateau`` leaves no mark.
+    """
+    return hasattr(optimizer.step, "_wrapped_by_lr_sched")
+
+
 def without_hooks(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the attributes of an optimizer but for its hooks, all of which begin with ``_optimizer_``."""
     return {key: value for key, value in attributes.items() if key[:11] != "_optimizer_"}

@@ -60,7 +60,8 @@ def prepare(
         *others: What else the accelerator prepares: data loaders, schedulers.
         level: ``"O0"``, ``"O1"`` or ``"O2"``; see :func:`torchboost.boost`.
         total_steps: Number of updates in the whole run, not of batches.
-        config: See :func:`torchboost.boost`.
+        config: See :func:`torchboost.boost`. If it has a recipe, build the schedule afterwards, on
+            ``boosted.optimizer``, for ``boosted.steps`` updates, and prepare it then.
         calibrate: See :func:`torchboost.boost`.
         verify: Whether the speed levers are compared with a plain step; see :func:`torchboost.boost`.
 
@@ -71,7 +72,7 @@ def prepare(
     Raises:
         TypeError: An argument is not an accelerator, a module or an optimizer.
         IncompatibleError: The pair is prepared or wrapped already, or the accelerator uses DeepSpeed,
-            Megatron-LM, FSDP1, or FSDP2 with full state dicts. Nothing is changed.
+            Megatron-LM, FSDP1, or FSDP2 with full state dicts or a recipe that builds an optimizer. Nothing is changed.
         ValueError, ConfigError: See :func:`torchboost.boost`.
 
     Example:
@@ -93,6 +94,12 @@ def prepare(
     prepared: tuple[Any, ...] = (model, optimizer)
     if accelerator.is_fsdp2:
         plan = Plan.of(level, config, host.facts(model), total_steps=total_steps)
+        if plan.recipe.optimizer is not None:
+            raise IncompatibleError(
+                f"found recipe.optimizer={plan.recipe.optimizer!r} and FSDP2, which takes the optimizer before the "
+                "recipe is applied. Build it yourself, as with torchboost.optim.muon_from, and leave it out of the "
+                "recipe."
+            )
         plan.without({name: "" for name, entry in REGISTRY.items() if entry.lever}).transform(model, optimizer)
         prepared = accelerator.prepare(model, optimizer, *others)
     boosted = attach(

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchboost.calibration.calibration import Calibrate, check_calibrate
-from torchboost.config import ConfigSource
+from torchboost.config import ConfigSource, RecipeSection
 from torchboost.errors import IncompatibleError
 from torchboost.front import Boosted, Host, attach, warn_of_missing_state
 from torchboost.plan import Plan
@@ -49,8 +49,9 @@ class Boost(Callback):
     Raises:
         ValueError: ``calibrate`` is not valid.
         ConfigError: ``level`` or ``config`` is not valid.
-        IncompatibleError: In ``fit``: no single network or optimizer, or a strategy other than one device, DDP and
-            FSDP2. Nothing is changed.
+        IncompatibleError: ``config`` has a recipe that builds an optimizer or shortens the run: Lightning owns both.
+            In ``fit``: a recipe scales rates, and ``configure_optimizers`` returned a schedule; no single network or
+            optimizer; or a strategy other than one device, DDP and FSDP2. Nothing is changed.
 
     Example:
         >>> from torchboost.integrations.lightning import Boost
@@ -68,7 +69,9 @@ class Boost(Callback):
         verify: bool = True,
     ) -> None:
         check_calibrate(calibrate)
-        Plan.of(level, config, loop="lightning")
+        recipe = Plan.of(level, config, loop="lightning").recipe
+        _check_recipe(recipe)
+        self._rate = recipe.rate
         self.level, self.module, self.config = level, module, config
         self.calibrate: Calibrate = calibrate
         self.verify = verify
@@ -99,6 +102,11 @@ class Boost(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach the algorithms to the network and its optimizer."""
         network = self._network(pl_module)
+        if trainer.lr_scheduler_configs and self._rate != 1:
+            raise IncompatibleError(
+                f"found recipe.rate={self._rate:g} and a schedule, which was made before; multiply the rates by it in "
+                "configure_optimizers, and leave it out of the recipe."
+            )
         self.boosted = attach(
             network,
             self._optimizer(trainer, network),
@@ -200,6 +208,20 @@ class Boost(Callback):
                 return
             if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
                 callback.setup(trainer, pl_module, "fit")
+
+
+def _check_recipe(recipe: RecipeSection) -> None:
+    """Refuse what Lightning decides before a callback can."""
+    if recipe.optimizer is not None:
+        raise IncompatibleError(
+            f"found recipe.optimizer={recipe.optimizer!r}, but Lightning makes the optimizer; return it from "
+            "configure_optimizers, as with torchboost.optim.muon_from, and leave it out of the recipe."
+        )
+    if recipe.length < 1:
+        raise IncompatibleError(
+            f"found recipe.length={recipe.length:g}, but Lightning sets the length; give Trainer(max_steps=...) this "
+            "share of the updates, fit the schedule to them, and leave it out of the recipe."
+        )
 
 
 def _sharded(trainer: Trainer) -> bool:

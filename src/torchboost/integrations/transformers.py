@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from transformers import Trainer
 
 from torchboost.calibration.calibration import Calibrate, check_calibrate
-from torchboost.config import ConfigSource
+from torchboost.config import ConfigSource, RecipeSection
 from torchboost.core.files import write_whole
 from torchboost.errors import IncompatibleError
 from torchboost.front import Boosted, Host, attach, warn_of_missing_state
@@ -36,7 +36,9 @@ class BoostMixin(_Base):
     """Boosts the training of a ``Trainer`` class that it is put in front of, as in ``class Mine(BoostMixin, Trainer)``.
 
     The pair of model and optimizer is boosted in each call of ``train``, after the trainer has made the optimizer and
-    before it wraps the model. The number of updates comes from the trainer. What was attached is removed when ``train``
+    before it wraps the model. The number of updates comes from the trainer. If ``boost_config`` has a recipe, the
+    optimizer is built from that of the trainer, its rates are scaled, and ``recipe.length`` of the updates are trained,
+    with the trainer's schedule fitted to them. What was attached is removed when ``train``
     ends, also by an error. Weights are saved for the original architecture, so ``from_pretrained`` loads them without
     this package. Each checkpoint has an additional file ``torchboost.pt``, from which a resumed run continues exactly.
 
@@ -57,8 +59,8 @@ class BoostMixin(_Base):
     Raises:
         ValueError: ``calibrate`` is not valid.
         ConfigError: ``boost`` or ``boost_config`` is not valid.
-        IncompatibleError: In ``train``, if the trainer shards the model, as DeepSpeed and FSDP do. Nothing is
-            changed.
+        IncompatibleError: In ``train``, if the trainer shards the model, as DeepSpeed and FSDP do, or if a recipe
+            meets a schedule that was given to the trainer, or a second call of ``train``. Nothing is changed.
     """
 
     boosted: Boosted | None
@@ -66,6 +68,8 @@ class BoostMixin(_Base):
     _config: ConfigSource | None
     _calibrate: Calibrate
     _verify: bool
+    _recipe: RecipeSection
+    _full_steps: int | None
     _stage: Stage
     _awaited: str | None
     _logged: bool
@@ -84,7 +88,7 @@ class BoostMixin(_Base):
 
     def _set_boost(self, level: str, config: ConfigSource | None, calibrate: Calibrate, verify: bool) -> None:
         check_calibrate(calibrate)
-        Plan.of(level, config, loop="transformers")
+        self._recipe, self._full_steps = Plan.of(level, config, loop="transformers").recipe, None
         self._level, self._config, self._calibrate, self._verify = level, config, calibrate, verify
         self.boosted, self._stage, self._awaited, self._logged = None, "outside", None, False
 
@@ -103,6 +107,13 @@ class BoostMixin(_Base):
             self._stage, self._awaited = "outside", None
             if self.boosted is not None:
                 self.boosted.remove()
+
+    def set_initial_training_values(self, *args: Any, **kwargs: Any) -> Any:
+        """Count samples and updates as the trainer does, and shorten the run as the recipe says."""
+        values = super().set_initial_training_values(*args, **kwargs)
+        epochs, of_epoch, examples, samples, *others, steps = values
+        self._full_steps, left = steps, self._recipe.steps_of(steps)
+        return values if left == steps else (epochs, of_epoch, examples, round(samples * left / steps), *others, left)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:
         """Make the optimizer as the trainer does. During ``train`` the pair is then boosted."""
@@ -127,7 +138,7 @@ class BoostMixin(_Base):
             cast(torch.nn.Module, self.model),
             cast(Optimizer, self.optimizer),
             level=self._level,
-            total_steps=self.state.max_steps,
+            total_steps=self._full_steps or self.state.max_steps,
             config=self._config,
             scaler=accelerator.scaler,
             host=Host(

@@ -7,9 +7,11 @@ from .groups import named_optimizer as named_optimizer
 from .groups import no_decay as no_decay
 from .groups import param_groups as param_groups
 from .lr_scheduler import ScheduleLR as ScheduleLR
+from .lr_scheduler import Shortened as Shortened
 from .pipeline import GradientPipeline as GradientPipeline
 from .pipeline import Gradients as Gradients
 from .pipeline import GradientTransform as GradientTransform
+from .recipe import muon_from as muon_from
 from .rules.adam import Adam as Adam
 from .rules.adam import AdamW as AdamW
 from .rules.adam import AdamWeightDecay as AdamWeightDecay

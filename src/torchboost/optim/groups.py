@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import re
 import warnings
-import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from torchboost.core.arguments import check_module, check_number, check_shapes
@@ -20,7 +18,7 @@ from torchboost.graph.blocks import blocks_of
 from torchboost.graph.matrix_uses import Place, Use, matrix_uses
 from torchboost.optim.rules.base import UpdateRule
 from torchboost.optim.rules.mixed import MixedOptimizer
-from torchboost.optim.rules.schedule_free import ScheduleFreeAdamW, warn_of_training_weights
+from torchboost.optim.rules.schedule_free import ScheduleFreeAdamW, warn_if_evaluated
 from torchboost.optim.transforms import CENTRALIZE
 
 __all__ = [
@@ -542,25 +540,8 @@ def _muon(model: nn.Module, lr: float) -> MixedOptimizer:
 
 def _schedule_free(model: nn.Module, lr: float) -> ScheduleFreeAdamW:
     optimizer = ScheduleFreeAdamW(model.parameters(), lr=lr, weight_decay=0.01)
-    model.register_forward_pre_hook(_Evaluated(optimizer))
+    warn_if_evaluated(model, optimizer)
     return optimizer
-
-
-class _Evaluated:
-    """Warns once if a trained model is evaluated on the weights of training. A copy of the model does not warn."""
-
-    def __init__(self, optimizer: ScheduleFreeAdamW) -> None:
-        self._optimizer: weakref.ref[ScheduleFreeAdamW] | None = weakref.ref(optimizer)
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or module.training or torch.is_grad_enabled() or self._optimizer is None:
-            return
-        optimizer = self._optimizer()
-        if optimizer is not None and warn_of_training_weights(optimizer, "the model is evaluated on", stacklevel=6):
-            self._optimizer = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_optimizer": None}
 
 
 _NAMED: dict[str, Callable[[nn.Module, float], UpdateRule]] = {"muon": _muon, "schedule_free_adamw": _schedule_free}

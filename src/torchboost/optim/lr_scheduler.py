@@ -1,4 +1,4 @@
-"""torch's learning-rate schedulers under torch's module name, with :class:`ScheduleLR`.
+"""torch's learning-rate schedulers under torch's module name, with :class:`ScheduleLR` and :class:`Shortened`.
 
 With ``from torchboost import optim`` in place of ``from torch import optim``, ``optim.lr_scheduler.OneCycleLR`` still
 resolves. These are torch's own classes, which work with the optimizers of both packages. Schedules as functions of the
@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import lr_scheduler as _torchs
 from torch.optim.lr_scheduler import *  # noqa: F403  # pyright: ignore[reportWildcardImportFromLibrary]
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from torchboost.core.arguments import check_count
 from torchboost.optim.schedules import CheckedRate, Schedule, each, function, whole
 
-__all__ = ["ScheduleLR"]
+__all__ = ["ScheduleLR", "Shortened"]
 __all__ += _torchs.__all__
 
 
@@ -96,6 +97,90 @@ class ScheduleLR(LRScheduler):
             else:
                 group["lr"] = rate
         self._last_lr = [_copied(group["lr"]) for group in self.optimizer.param_groups]
+
+
+class Shortened:
+    """Drives a scheduler that was built for a longer run, so that it ends with a shorter one.
+
+    Each :meth:`step` makes one or more steps of the scheduler. After ``k`` of ``steps`` updates it has made
+    ``k * total_steps // steps``, so after all of them exactly ``total_steps``. Use it if the length of a schedule
+    cannot be changed where it is built. Otherwise build it for the shorter run.
+
+    It is no scheduler itself: a trainer that looks for one gets the scheduler, without this.
+
+    Args:
+        scheduler: Of torch or transformers, as it was built, for ``total_steps`` steps.
+        steps: Updates of the shorter run, such as ``boosted.steps``; at most ``total_steps``.
+        total_steps: Updates that the scheduler was built for.
+
+    Attributes:
+        scheduler: The given one.
+
+    Raises:
+        TypeError: ``scheduler`` is not a scheduler, or decides by a metric, as ``ReduceLROnPlateau`` does.
+        ValueError: A number is below 1, ``steps`` is above ``total_steps``, or the scheduler has made steps already.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+        >>> whole = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=8)
+        >>> scheduler = Shortened(whole, steps=4, total_steps=8)
+        >>> for _ in range(4):
+        ...     print(scheduler.get_last_lr())
+        ...     optimizer.step()
+        ...     scheduler.step()
+        [1.0]
+        [0.75]
+        [0.5]
+        [0.25]
+    """
+
+    def __init__(self, scheduler: LRScheduler, *, steps: int, total_steps: int) -> None:
+        if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
+            raise TypeError(
+                f"scheduler: found {type(scheduler).__name__}; give an LRScheduler of torch that follows the number of "
+                "updates. One that decides by a metric needs no shortening: build it for the shorter run."
+            )
+        check_count("steps", steps, of="updates of the shorter run")
+        check_count("total_steps", total_steps, of="updates that the scheduler was built for")
+        if steps > total_steps:
+            raise ValueError(f"steps: found {steps}, more than total_steps={total_steps}; give at most as many.")
+        if (made := getattr(scheduler, "last_epoch", 0)) > 0:
+            raise ValueError(f"scheduler: found one that has made {made} steps; give it as it was built.")
+        self.scheduler = scheduler
+        self._steps, self._total_steps, self._updates = steps, total_steps, 0
+
+    def step(self) -> None:
+        """Make the steps that belong to one update. Call it after each update that was not skipped."""
+        done = self._made()
+        self._updates += 1
+        for _ in range(self._made() - done):
+            self.scheduler.step()
+
+    def get_last_lr(self) -> list[float | Tensor]:
+        """Return the learning rate of every group, as the scheduler does."""
+        return self.scheduler.get_last_lr()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of updates, both lengths and the state of the scheduler."""
+        own = {"updates": self._updates, "steps": self._steps, "total_steps": self._total_steps}
+        return {**own, "scheduler": self.scheduler.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from what :meth:`state_dict` returned. The rates come with the state of the optimizer, as in torch.
+
+        Raises:
+            ValueError: The state is of another class or of a run of another length; nothing is loaded.
+        """
+        own = {"steps": self._steps, "total_steps": self._total_steps}
+        found = {name: state_dict.get(name) for name in own}
+        if found != own or not {"updates", "scheduler"} <= state_dict.keys():
+            raise ValueError(f"state_dict: found {found}, here it is {own}; shorten it as when the state was saved.")
+        self.scheduler.load_state_dict(state_dict["scheduler"])
+        self._updates = state_dict["updates"]
+
+    def _made(self) -> int:
+        return self._updates * self._total_steps // self._steps
 
 
 def _one_or_each(schedule: Any) -> Schedule | tuple[Schedule, ...]:

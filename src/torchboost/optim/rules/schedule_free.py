@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import Unpack
 
 from torchboost.core.torch_private import foreach
@@ -18,7 +20,7 @@ from torchboost.optim.rules.masters import IN_CACHE, pieces
 from torchboost.optim.rules.options import Common, rule_arguments
 from torchboost.optim.schedules import whole
 
-__all__ = ["ScheduleFreeAdamW", "ScheduleFreeSGD", "warn_of_training_weights"]
+__all__ = ["ScheduleFreeAdamW", "ScheduleFreeSGD", "warn_if_evaluated", "warn_of_training_weights"]
 
 
 class _ScheduleFree(UpdateRule):
@@ -284,6 +286,26 @@ def warn_of_training_weights(optimizer: Optimizer, what: str, *, stacklevel: int
         stacklevel=stacklevel,
     )
     return True
+
+
+def warn_if_evaluated(model: nn.Module, optimizer: Optimizer) -> RemovableHandle:
+    """Let a model warn once if it is evaluated on the weights of training. A copy of the model does not warn."""
+    return model.register_forward_pre_hook(_Evaluated(optimizer))
+
+
+class _Evaluated:
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer: weakref.ref[Optimizer] | None = weakref.ref(optimizer)
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling() or module.training or torch.is_grad_enabled() or self._optimizer is None:
+            return
+        optimizer = self._optimizer()
+        if optimizer is not None and warn_of_training_weights(optimizer, "the model is evaluated on", stacklevel=6):
+            self._optimizer = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_optimizer": None}
 
 
 def _alike(batch: Batch) -> Iterator[tuple[float, Batch]]:
