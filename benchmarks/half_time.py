@@ -1,6 +1,6 @@
 """Claim: what one ``tune`` finds from the factory alone reaches the metric of tuned stock in half of the time.
 
-On each of nine workloads ``tune`` first finds the best learning rate of stock, then what reaches its metric soonest.
+On each of eight workloads ``tune`` first finds the best learning rate of stock, then what reaches its metric soonest.
 What it found is then confirmed with seeds that it has not seen: plain stock at the rate that ``tune`` found for it,
 against what ``boost`` makes of ``boost.json``. The rival is the best loop by hand, at the same rate of stock: a fused
 optimizer, channels-last, bfloat16 autocast if it is fast here, texts padded to the longest of their batch; once with
@@ -79,7 +79,6 @@ CASES = {
     "text-gpt": Case(),
     "docstrings-transformer": Case(),
     "pieces-gpt": Case(),
-    "docstrings-finetune": Case(),
 }
 
 
@@ -152,7 +151,7 @@ class Bench:
         if way == TUNED:
             parts = made_by(self.factory.make, seed)
             boosted = torchboost.boost(parts.model, parts.optimizer, config=self.config, total_steps=steps)
-            steps = getattr(boosted, "steps", None) or steps
+            steps = boosted.steps or steps
             parts = parts._replace(optimizer=boosted.optimizer)
             return loop_body(parts, boosted.model, boosted.optimizer, steps), parts, steps
         optimizer = None if way != HAND_MUON else partial(with_muon, self.sample, muon)

@@ -20,9 +20,8 @@ from torchboost.bench.factory import Factory, loop_body, made_by, one_epoch, sco
 from torchboost.workloads.data import Documents, Images, Text, as_text, augment, cifar10, digits, text, to_longest
 from torchboost.workloads.docstrings import PACKAGES, docstrings
 from torchboost.workloads.models import GPT, VGG, BasicBlock, Bottleneck, ResNet, TextClassifier
-from torchboost.workloads.named import LABELS, WORKLOADS, accuracy, bits_per_character, find_workload, one_cycle
+from torchboost.workloads.named import WORKLOADS, accuracy, bits_per_character, find_workload, one_cycle
 from torchboost.workloads.pieces import _joined, pieces
-from torchboost.workloads.pretraining import encoder, pretrained
 
 
 def write(folder: Path, *, wrap: bool, columns: tuple[str, str] = ("img", "label")) -> Path:
@@ -224,44 +223,6 @@ def test_a_text_is_cut_into_frequent_pieces_of_words(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="word pieces; a context of 128 needs 2580"):
         pieces(file)
     assert _joined(["a", "a", "a", "b", "a", "a"], ("a", "a")) == ["aa", "a", "b", "aa"]
-
-
-def test_the_trunk_of_a_fine_tuning_is_pretrained_on_training_texts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = small_documents(200).held_out()
-    before, state = encoder(data), torch.random.get_rng_state()
-    after = pretrained(data, steps=3)
-    assert torch.equal(state, torch.random.get_rng_state())
-    assert {name for name in before.state_dict() if not name.startswith("head.")} == set(after.trunk)
-    assert torch.equal(after.trunk["words.weight"], pretrained(data, steps=3).trunk["words.weight"])
-    changed = small_documents(200)
-    changed.train_ids[180:] = 39  # held out
-    assert torch.equal(pretrained(changed.held_out(), steps=3).trunk["words.weight"], after.trunk["words.weight"])
-    first, second = (find_workload("docstrings-finetune").model(after, seed) for seed in (0, 1))
-    assert torch.equal(first.words.weight, second.words.weight)  # type: ignore[union-attr]
-    assert not torch.equal(first.head.weight, second.head.weight)  # type: ignore[union-attr]
-    monkeypatch.setattr("torchboost.workloads.named.docstrings", lambda: small_documents(1000))
-    monkeypatch.setattr("torchboost.workloads.named.pretrained", lambda found: pretrained(found, steps=1))
-    loaded = find_workload("docstrings-finetune").load(None, None)
-    assert isinstance(loaded, Documents)
-    assert loaded.validation is not None
-    assert (loaded.samples, len(loaded.validation.test_labels)) == (LABELS, 100)
-    assert find_workload("docstrings-finetune").load(None, 30).samples == 30
-
-
-def test_a_pretrained_trunk_guesses_hidden_words() -> None:
-    """Each text is one word, again and again, so that a hidden word is that of its neighbours."""
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(1, 20, (400, 1), generator=generator).expand(400, 16).contiguous()
-    parts = {"train_ids": ids, "train_labels": ids[:, 0], "test_ids": ids[:5], "test_labels": ids[:5, 0]}
-    data = Documents(**parts, words=tuple(map(str, range(20))), classes=PACKAGES)
-
-    def guessed(found: Documents) -> float:
-        model = encoder(found).eval()
-        hidden = ids.masked_fill(torch.arange(16) % 4 == 1, 20)
-        scores = F.linear(model.encode(hidden)[:, 1::4], model.words.weight)
-        return float((scores.argmax(2) == ids[:, 1::4]).float().mean().detach())
-
-    assert guessed(pretrained(data, steps=60)) > 0.5 > 0.2 > guessed(data)
 
 
 def test_docstrings_are_real_texts_of_equal_classes_without_the_names_of_the_packages() -> None:

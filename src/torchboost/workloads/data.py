@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import io
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -195,7 +195,6 @@ class Documents:
         words: The words in the order of their numbers. The first one stands for padding.
         classes: Names of the labels.
         validation: The same with texts for tests that were held out from training, see :meth:`held_out`.
-        trunk: Weights of a pretrained encoder, by their names in the classifier.
     """
 
     train_ids: Tensor
@@ -205,7 +204,6 @@ class Documents:
     words: tuple[str, ...]
     classes: tuple[str, ...]
     validation: Self | None = None
-    trunk: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def samples(self) -> int:

@@ -211,15 +211,13 @@ class TextClassifier(nn.Module):
         for embedding in (self.words, self.positions):
             nn.init.normal_(embedding.weight, std=0.02)
 
-    def encode(self, ids: Tensor) -> Tensor:
-        """Map numbers of words (N, T) to vectors (N, T, width)."""
-        places = torch.arange(ids.shape[1], device=ids.device)
-        return self.encoder(self.words(ids) + self.positions(places), src_key_padding_mask=ids == 0)
-
     def forward(self, ids: Tensor) -> Tensor:
         """Map numbers of words (N, T) to scores (N, classes)."""
-        words = (ids != 0).unsqueeze(2)
-        return self.head((self.encode(ids) * words).sum(1) / words.sum(1))
+        padding = ids == 0
+        places = torch.arange(ids.shape[1], device=ids.device)
+        hidden = self.encoder(self.words(ids) + self.positions(places), src_key_padding_mask=padding)
+        words = (~padding).unsqueeze(2)
+        return self.head((hidden * words).sum(1) / words.sum(1))
 
 
 class TransformerBlock(nn.Module):

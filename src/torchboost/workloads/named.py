@@ -21,15 +21,11 @@ from torchboost.workloads.data import Documents, Images, Text, cifar10, digits, 
 from torchboost.workloads.docstrings import docstrings
 from torchboost.workloads.models import GPT, VGG, BasicBlock, Bottleneck, ResNet, TextClassifier
 from torchboost.workloads.pieces import pieces
-from torchboost.workloads.pretraining import encoder, pretrained
 
 __all__ = ["WORKLOADS", "Workload", "accuracy", "bits_per_character", "find_workload", "one_cycle"]
 
 Predict = Callable[[Tensor], Tensor]
 Data = Images | Text | Documents
-
-LABELS = 640
-"""Labelled texts of the fine-tuning."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,10 +190,6 @@ def _docstrings(path: str | Path | None, limit: int | None) -> Documents:
     return docstrings().held_out().limited(limit)
 
 
-def _few_docstrings(path: str | Path | None, limit: int | None) -> Documents:
-    return pretrained(_docstrings(path, None)).limited(LABELS if limit is None else min(limit, LABELS))
-
-
 def _resnet(block: type[BasicBlock | Bottleneck], layers: tuple[int, ...], data: Images) -> nn.Module:
     return ResNet(block, layers, width=16, classes=data.classes, in_channels=data.train_images.shape[1])
 
@@ -283,21 +275,9 @@ WORKLOADS: tuple[Workload, ...] = (
         optimizer=functools.partial(AdamW, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1),
         loss=_of_tokens,
         batch=8,
-        epochs=2,
+        epochs=3,
         metric="bits per character",
         drops=(0.02, 0.1),
-    ),
-    Workload(
-        name="docstrings-finetune",
-        title="fine-tuning on 640 docstrings, padded to 128 words",
-        model_name="pretrained transformer encoder, 3 layers, width 128",
-        load=_few_docstrings,
-        build=encoder,
-        optimizer=functools.partial(AdamW, lr=5e-4, weight_decay=0.01),
-        loss=F.cross_entropy,
-        batch=16,
-        epochs=8,
-        shorten=to_longest,
     ),
 )
 """All workloads. A prefix of a name selects the first match."""
