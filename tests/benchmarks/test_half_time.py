@@ -32,13 +32,18 @@ def small(*_: Any) -> Images:
     return Images(**parts, classes=3, mean=(0.5,), std=(0.3,)).held_out()
 
 
+def network(data: Images) -> nn.Module:
+    middle = [nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, data.classes)]
+    return nn.Sequential(nn.Flatten(), *middle)
+
+
 @pytest.fixture
 def workload(monkeypatch: pytest.MonkeyPatch) -> Workload:
     job = replace(
         find_workload("digits-resnet"),
         name="digits-resnet",
         load=small,
-        build=lambda data: nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, data.classes)),
+        build=network,
         batch=8,
     )
     monkeypatch.setattr(half_time, "find_workload", lambda name: job)
@@ -47,19 +52,17 @@ def workload(monkeypatch: pytest.MonkeyPatch) -> Workload:
 
 @pytest.fixture
 def tuned(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Stand in for the tuning, and for the optimizer by hand, of which only the rate counts here."""
+    """Stand in for the tuning."""
     asked: list[dict[str, Any]] = []
 
     def tune(make: Any, **given: Any) -> SimpleNamespace:
         asked.append(given)
-        given["out"].write_text('{"extra": {"fused_optimizer": true}}')
-        return SimpleNamespace(title=given["title"], rate=0.5, spent_seconds=3.0, runs=[0] * 9)
+        recipe = '{"optimizer": "muon", "lr": 0.02, "rate": 0.5, "length": 0.75}'
+        given["out"].write_text(f'{{"extra": {{"fused_optimizer": true}}, "recipe": {recipe}}}')
+        stock = SimpleNamespace(rate=0.5)
+        return SimpleNamespace(title=given["title"], stock=stock, spent_seconds=3.0, runs=[0] * 9)
 
     monkeypatch.setattr(torchboost, "tune", tune)
-    monkeypatch.setattr(half_time, "stock_rate", lambda report: report.rate)
-    monkeypatch.setattr(
-        half_time, "with_muon", lambda sample, rate, parts: torch.optim.SGD(parts.model.parameters(), rate)
-    )
     return asked
 
 
@@ -80,6 +83,7 @@ def test_fresh_seeds_of_every_way_are_trained_and_kept(
     assert {run["steps"] for run in result["runs"] if run["way"] == half_time.STOCK} == {8}
     best = max((run["score"], -run["muon"]) for run in searched if run.get("share") == 0.5)
     assert result["muon"]["muon"] == -best[1]
+    assert {run["steps"] for run in result["runs"] if run["way"] == half_time.TUNED} == {6}
     assert result["rate"] * result["lr"] == pytest.approx(0.05)
     gone = result["runs"].pop()
     path.write_text(json.dumps(result))
