@@ -24,4 +24,5 @@ def of_classes(data: Images, first: int, count: int) -> Images:
         test_images=test[0],
         test_labels=test[1],
         classes=count,
+        validation=None if data.validation is None else of_classes(data.validation, first, count),
     )

@@ -34,7 +34,9 @@ class Options:
         return self.out / f"{claim}-{part}{'-smoke' if self.smoke else ''}.json"
 
     def path_for(self, job_name: str) -> Path | None:
-        return self.text if job_name.startswith("text") else self.data
+        if job_name.startswith(("text", "pieces")):
+            return self.text
+        return self.data if job_name.startswith("cifar10") else None
 
     def progress(self, phase: str, done: int, total: int, note: str = "") -> None:
         """Write a line when a phase begins or ends, and at most every ten seconds in between."""

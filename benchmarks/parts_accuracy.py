@@ -27,7 +27,6 @@ from torchboost.measure.statistics import paired_difference
 from torchboost.measure.stopwatch import environment
 from torchboost.tuning.report import STOCK, Candidate
 from torchboost.tuning.training import Training
-from torchboost.workloads.data import cifar10
 from torchboost.workloads.named import Workload, find_workload, one_cycle
 
 SEEDS = 6
@@ -52,7 +51,7 @@ class Case:
 
 def _cifar(options: Options, job: Workload) -> Case:
     job = replace(job, batch=32, epochs=2)
-    data = cifar10(options.data, train_limit=320 if options.smoke else 16_000)
+    data = job.load(options.data, 320 if options.smoke else 16_000)
     return Case(f"{job.model_name} on CIFAR-10", job.factory(data).make, job.epochs * data.steps(job.batch))
 
 

@@ -88,7 +88,7 @@ def small_mobilenet() -> Workload:
 
 def images(options: Options, job: Workload) -> Case:
     job = replace(job, batch=32, epochs=2)
-    data = cifar10(options.data, train_limit=320 if options.smoke else 16_000)
+    data = job.load(options.data, 320 if options.smoke else 16_000)
     return Case(f"{job.model_name} on CIFAR-10", job, data, budget=6200.0)
 
 
@@ -106,7 +106,7 @@ def gpt(options: Options) -> Case:
 def fine_tuning(options: Options) -> Case:
     """A network that has learned classes 0 to 4 learns classes 5 to 9, of which it has seen none."""
     job = replace(find_workload("cifar10-resnet-basic"), batch=32, epochs=2)
-    every = cifar10(options.data, train_limit=320 if options.smoke else 32_000)
+    every = cifar10(options.data).held_out().limited(320 if options.smoke else 32_000)
     before, after = of_classes(every, 0, 5), of_classes(every, 5, 5)
     network = _trained(replace(job, batch=64), before)
 

@@ -17,6 +17,7 @@ import fewer_steps_table
 import fine_tunings
 import freeze_rival
 import gpu_tables
+import half_time
 import headline
 import muon_split
 import padding_table
@@ -90,6 +91,8 @@ WHOLE: dict[str, Callable[[str], str]] = {
     "ranks": lambda folder: rows(ranks.table(RESULTS / "ranks-counts.json")),
     "planted_effects": lambda folder: rows(planted_effects.table(RESULTS / "planted_effects-tune.json")),
     "freeze_rival": lambda folder: own(freeze_rival.table(RESULTS)),
+    "half_time": lambda folder: own(half_time.table(RESULTS)),
+    "half_time_rival": lambda folder: own(half_time.rival_table(RESULTS)),
     "padding": lambda folder: own(padding_table.table(RESULTS)),
     "padding_short": lambda folder: own(padding_table.summary(RESULTS)),
     "parts_accuracy": lambda folder: own(parts_accuracy.table(RESULTS)),

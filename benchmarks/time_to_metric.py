@@ -53,9 +53,9 @@ def measure(name: str, options: Options) -> Path:
         for seed in range(seeds):
             for way in due:
                 if seed not in _of(result, way, share):
-                    began = _cpu_seconds()
+                    began = cpu_seconds()
                     run = train(Candidate(name=way, extra=result["ways"][way], share=share), seed)
-                    told = {"metric": run.metric, "seconds": _cpu_seconds() - began, "failure": run.failure}
+                    told = {"metric": run.metric, "seconds": cpu_seconds() - began, "failure": run.failure}
                     result["runs"].append({"way": way, "seed": seed, "share": share, **told})
                     file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
                     print(json.dumps(result["runs"][-1]), flush=True)
@@ -71,7 +71,7 @@ def _ways(make: Any, steps: int, trial: float) -> dict[str, Any]:
     return {STOCK: {}, **joined({**levels, f"levers: {', '.join(levers)}": levers}, make)}
 
 
-def _cpu_seconds() -> float:
+def cpu_seconds() -> float:
     """Return the CPU time of this process and of those that it started and that have ended, such as a compiler."""
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(one.ru_utime + one.ru_stime for one in used)

@@ -12,7 +12,7 @@ import torch
 
 from torchboost.bench import factory as module
 from torchboost.bench.contestants import Recipe, build_loop
-from torchboost.bench.factory import Epoch, Factory, function_at, loop_body, metric_of, one_epoch, source_of
+from torchboost.bench.factory import Epoch, Factory, function_at, loop_body, metric_of, one_epoch, score_of, source_of
 from torchboost.errors import FactoryError
 
 GOOD = """
@@ -32,8 +32,8 @@ GOOD = """
 """
 ODD = """
     def changed(**given):
-        names = ("model", "optimizer", "loss", "batches", "evaluate", "schedule")
-        return lambda seed: tuple(given.get(name, part) for name, part in zip(names, (*make(seed), None)))
+        names = ("model", "optimizer", "loss", "batches", "evaluate", "schedule", "validate")
+        return lambda seed: tuple(given.get(name, part) for name, part in zip(names, (*make(seed), None, None)))
 
     class Stream(torch.utils.data.IterableDataset):
         def __init__(self, count):
@@ -56,6 +56,10 @@ ODD = """
     number = changed(loss=lambda outputs, targets: 0.5)
     words = changed(evaluate=lambda model: "good")
     negative = changed(evaluate=lambda model: -0.5)
+    validated = changed(validate=lambda model: 0.25 if not model.training else 0.0)
+    unvalidated = changed(validate=0.5)
+    wordy = changed(validate=lambda model: "good")
+    longer = lambda seed: (*validated(seed), None)
     stepless = changed(schedule=lambda optimizer, steps: None)
     loader = changed(batches=torch.utils.data.DataLoader(Stream(-1), batch_size=5))
     sized = changed(batches=torch.utils.data.DataLoader(Sized(20), batch_size=5))
@@ -151,6 +155,16 @@ def test_the_metric_of_a_factory_is_an_accuracy_only_if_that_is_said(at):
     assert at("negative").evaluate(parts, parts.model) == -0.5
 
 
+def test_choices_are_made_on_the_data_for_validation_if_there_are_some(at):
+    parts = at("validated").build(0)
+    assert score_of(parts, parts.model) == 0.25
+    assert metric_of(parts, parts.model) != 0.25
+    assert parts.model.training
+    parts = at("make").build(0)
+    assert parts.validate is None
+    assert score_of(parts, parts.model) == metric_of(parts, parts.model)
+
+
 def test_the_batches_of_a_generator_are_there_in_every_epoch(at):
     batches = at("once").build(0).batches
     assert [len(list(one_epoch(batches, seed=0, epoch=e, device=CPU))) for e in range(3)] == [4, 4, 4]
@@ -170,6 +184,9 @@ def test_what_does_not_fit_is_named(at):
         "normed": r"returned the same buffer twice \(1.running_mean\)",
         "number": "loss returned a float",
         "words": "evaluate returned a str",
+        "unvalidated": r"validate is a float; needed: .*evaluate, schedule and validate",
+        "wordy": "validate returned a str",
+        "longer": "returned a tuple of 8",
         "stepless": "schedule returned a NoneType, which has no step",
     }.items():
         with pytest.raises(ValueError, match=message):  # noqa: PT012
@@ -178,6 +195,7 @@ def test_what_does_not_fit_is_named(at):
             factory.measured(parts)
             loop_body(parts, parts.model, parts.optimizer, 9)(*next(iter(parts.batches)))
             metric_of(parts, parts.model)
+            score_of(parts, parts.model)
             factory.build(1)
 
 

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchboost import boost
-from torchboost.bench.factory import Factory, loop_body, made_by, one_epoch
-from torchboost.workloads.data import Documents, Images, Text, augment, cifar10, digits, text, to_longest
+from torchboost.bench.factory import Factory, loop_body, made_by, one_epoch, score_of
+from torchboost.workloads.data import Documents, Images, Text, as_text, augment, cifar10, digits, text, to_longest
 from torchboost.workloads.docstrings import PACKAGES, docstrings
 from torchboost.workloads.models import GPT, VGG, BasicBlock, Bottleneck, ResNet, TextClassifier
 from torchboost.workloads.named import WORKLOADS, accuracy, bits_per_character, find_workload, one_cycle
+from torchboost.workloads.pieces import _joined, pieces
 
 
 def write(folder: Path, *, wrap: bool, columns: tuple[str, str] = ("img", "label")) -> Path:
@@ -132,6 +133,36 @@ def test_samples_can_be_picked_without_augmentation_and_limited() -> None:
     assert (words.limited(7).samples, words.limited(None).samples) == (7, words.samples)
 
 
+def test_the_last_tenth_of_the_training_data_is_held_out_for_validation() -> None:
+    images = small_images(25).held_out()
+    documents = small_documents(25).held_out()
+    for data, name in ((images, "images"), (documents, "ids")):
+        every = small_images(25).train_images if name == "images" else small_documents(25).train_ids
+        assert data.validation is not None
+        assert torch.equal(getattr(data, f"train_{name}"), every[:22])
+        assert torch.equal(getattr(data.validation, f"test_{name}"), every[22:])
+        assert len(data.validation.test_labels) == 3
+        assert data.held_out() is data
+        assert len(getattr(data.limited(5).validation, f"test_{name}")) == 3  # a limit is one of training
+        assert getattr(data.to("meta").validation, f"test_{name}").device.type == "meta"
+    words = text(context=16)
+    held = words.held_out()
+    assert held.validation is not None
+    assert torch.equal(torch.cat([held.train_tokens, held.validation.test_tokens]), words.train_tokens)
+    assert len(held.train_tokens) == len(words.train_tokens) * 9 // 10
+    assert torch.equal(held.test_tokens, words.test_tokens)
+    few = words.limited(3).held_out()  # a tenth is no window
+    assert few.validation is not None
+    assert (few.samples, len(list(few.validation.test(1)))) == (1, 1)
+    for least, message in (
+        (words.limited(1), "17 tokens; 34 are needed"),
+        (small_images(1), "1 training images; at least 2"),
+        (small_documents(1), "1 training texts; at least 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            least.held_out()
+
+
 def test_cifar10_from_parquet_with_dicts_or_bytes(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"train\.parquet; give the path of a folder"):
         cifar10(tmp_path)
@@ -167,6 +198,31 @@ def test_text_windows_are_one_character_apart(tmp_path: Path) -> None:
     file.write_text("too short", encoding="utf-8")
     with pytest.raises(ValueError, match="found a text of 9 characters"):
         text(file)
+
+
+def test_a_text_is_cut_into_frequent_pieces_of_words(tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    content = "the cat and the hat, the bat:\n\n    that is all; " * 60
+    file.write_text(content, encoding="utf-8")
+    data = pieces(file, context=8, vocabulary=25)
+    names = data.characters
+    train, test = ("".join(names[token] for token in part) for part in (data.train_tokens, data.test_tokens))
+    assert train + test == content
+    assert len(train) == len(content) * 9 // 10
+    assert len(names) <= 25
+    assert any(len(name) > 1 for name in names)
+    assert not any(" " in name.strip() for name in names)
+    assert torch.equal(data.train_tokens, pieces(file, context=8, vocabulary=25).train_tokens)
+    whole = pieces(file, context=8)  # pairs that are there once only are not joined
+    assert len(whole.train_tokens) < len(data.train_tokens)
+    assert " the" in whole.characters
+    assert len(pieces(file, context=8, vocabulary=1).train_tokens) == len(train)
+    inputs, targets = next(data.train(4, seed=0, epoch=0))
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    file.write_text("too short", encoding="utf-8")
+    with pytest.raises(ValueError, match="word pieces; a context of 128 needs 2580"):
+        pieces(file)
+    assert _joined(["a", "a", "a", "b", "a", "a"], ("a", "a")) == ["aa", "a", "b", "aa"]
 
 
 def test_docstrings_are_real_texts_of_equal_classes_without_the_names_of_the_packages() -> None:
@@ -263,9 +319,13 @@ def test_gpt_sees_only_the_past_and_starts_near_the_uniform_loss() -> None:
 
 
 def test_every_workload_trains_and_is_decided_by_its_seed() -> None:
-    sets = {"text": text(context=128).limited(64), "docstrings": small_documents(64)}
+    sets = {
+        "text": text(context=128).held_out().limited(64),
+        "pieces": as_text([0, 1, 2] * 4000, [2, 1, 0] * 200, ["a", "b", "ab"], context=128, unit="").limited(72),
+        "docstrings": small_documents(72),
+    }
     for workload in WORKLOADS:
-        data = sets.get(workload.name.partition("-")[0], small_images(64, size=32, classes=10))
+        data = sets.get(workload.name.partition("-")[0], small_images(72, size=32, classes=10))
         factory = workload.factory(data)
 
         def first_losses(seed: int, factory: Factory = factory) -> list[float]:
@@ -279,12 +339,18 @@ def test_every_workload_trains_and_is_decided_by_its_seed() -> None:
         parts = made_by(factory.make, 0)
         assert torch.equal(before, torch.random.get_rng_state())
         assert len(list(parts.batches)) == len(parts.batches) == 64 // workload.batch  # type: ignore[arg-type]
+        assert parts.evaluate is not None
+        held = data.held_out().validation
+        assert held is not None
+        score = score_of(parts, parts.model)
+        assert score == workload.evaluate(parts.model.eval(), held) == workload.validate(parts.model, data)
         assert torch.equal(next(parts.model.parameters()), next(workload.model(data, 0).parameters()))
 
 
 def test_the_batches_of_a_factory_are_those_of_the_next_epoch_in_each_pass() -> None:
-    data = small_images(128, classes=10, shift=1)
+    data = small_images(150, classes=10, shift=1)
     parts = find_workload("cifar10-vgg").factory(data).build(3)
+    data = data.limited(135)
     for epoch in range(2):
         ours, own = list(parts.batches), list(data.train(64, seed=3, epoch=epoch))
         assert all(
@@ -313,9 +379,10 @@ def test_names_are_unique_and_found_by_their_start_and_load_their_data(tmp_path:
     assert words.samples == 100
     with pytest.raises(ValueError, match="leave it out"):
         find_workload("docstrings").load(tmp_path, None)
-    data = find_workload("text-gpt").load(None, 20)
-    assert isinstance(data, Text)
-    assert data.samples == 20
+    for name in ("text-gpt", "pieces-gpt"):
+        data = find_workload(name).load(None, 20)
+        assert isinstance(data, Text)
+        assert data.samples == 20
     assert find_workload("cifar10-vgg").load(write(tmp_path, wrap=True), 2).samples == 2
 
 
@@ -339,6 +406,9 @@ def test_metrics_by_hand() -> None:
     def uniform(inputs: Tensor) -> Tensor:
         return torch.zeros(*inputs.shape, len(data.characters))
 
+    long = as_text([0, 1] * 200, [1] * 200, ["a", "bcd"], context=8, unit="")
+    even = bits_per_character(lambda inputs: torch.zeros(*inputs.shape, 2), long)
+    assert even == pytest.approx(1 / 3)  # a bit for three characters
     bits = math.log2(len(data.characters))
     assert bits_per_character(uniform, data, batch=1000) == pytest.approx(bits)
     factory = find_workload("text-gpt").factory(data)

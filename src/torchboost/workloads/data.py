@@ -11,7 +11,7 @@ import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,12 +19,15 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import Self
 
-__all__ = ["Documents", "Images", "Text", "cifar10", "digits", "text", "to_longest"]
+__all__ = ["Documents", "Images", "Text", "as_text", "cifar10", "content_of", "digits", "text", "to_longest"]
 
 Batch = tuple[Tensor, Tensor]
+Data = TypeVar("Data", "Images", "Text", "Documents")
 
 CIFAR10_ON_THE_HUB = "uoft-cs/cifar10"
 COLUMNS = ("img", "label")
+HELD_OUT = 10
+"""One of so many training samples, the last ones, is for validation."""
 EXTRA = "from the folder of the project: pip install '.[workloads]'"
 
 
@@ -42,6 +45,7 @@ class Images:
         std: Per channel, of pixels in [0, 1].
         shift: Training images are moved by up to this number of pixels in each direction and padded with zeros.
         flip: Training images are mirrored with probability 0.5.
+        validation: The same with images for tests that were held out from training, see :meth:`held_out`.
     """
 
     train_images: Tensor
@@ -53,6 +57,7 @@ class Images:
     std: tuple[float, ...]
     shift: int = 0
     flip: bool = False
+    validation: Self | None = None
 
     @property
     def samples(self) -> int:
@@ -85,10 +90,22 @@ class Images:
         """Return the same data with only the first ``count`` training images; all of them for None."""
         return replace(self, train_images=self.train_images[:count], train_labels=self.train_labels[:count])
 
+    def held_out(self) -> Self:
+        """Return the data without the last tenth of the training images, which are for validation then.
+
+        Raises:
+            ValueError: There are fewer than two.
+        """
+        if self.validation is not None:
+            return self
+        border = _border(self.samples, "training images")
+        images, labels = self.train_images, self.train_labels
+        validation = replace(self.limited(0), test_images=images[border:], test_labels=labels[border:])
+        return replace(self.limited(border), validation=validation)
+
     def to(self, device: torch.device | str) -> Self:
         """Return the same data on ``device``."""
-        names = ("train_images", "train_labels", "test_images", "test_labels")
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+        return _moved(self, device, ("train_images", "train_labels", "test_images", "test_labels"))
 
     def _normalize(self, images: Tensor) -> Tensor:
         shape = (1, -1, 1, 1)
@@ -99,19 +116,21 @@ class Images:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Text:
-    """Characters as numbers. A sample is a window; its target is the window shifted by one character.
+    """Characters or word pieces as numbers. A sample is a window; its target is the window shifted by one token.
 
     Args:
         train_tokens: int64, shape (N,).
         test_tokens: int64, shape (M,).
-        characters: The characters in the order of their numbers.
+        characters: The characters, or word pieces, in the order of their numbers.
         context: Length of a window.
+        validation: The same with a text for tests that was held out from training, see :meth:`held_out`.
     """
 
     train_tokens: Tensor
     test_tokens: Tensor
-    characters: str
+    characters: Sequence[str]
     context: int
+    validation: Self | None = None
 
     @property
     def samples(self) -> int:
@@ -139,9 +158,24 @@ class Text:
         """Return the same data with a training text of ``count`` windows; all of it for None."""
         return self if count is None else replace(self, train_tokens=self.train_tokens[: count * self.context + 1])
 
+    def held_out(self) -> Self:
+        """Return the data without the last tenth of the training text, at least a window, which is for validation then.
+
+        Raises:
+            ValueError: The training text has not a window for each part.
+        """
+        if self.validation is not None:
+            return self
+        tokens, window = self.train_tokens, self.context + 1
+        if len(tokens) < 2 * window:
+            raise ValueError(f"found a training text of {len(tokens)} tokens; {2 * window} are needed, two windows.")
+        border = min(_border(len(tokens), "tokens"), len(tokens) - window)
+        validation = replace(self.limited(0), test_tokens=tokens[border:])
+        return replace(self, train_tokens=tokens[:border], validation=validation)
+
     def to(self, device: torch.device | str) -> Self:
         """Return the same data on ``device``."""
-        return replace(self, train_tokens=self.train_tokens.to(device), test_tokens=self.test_tokens.to(device))
+        return _moved(self, device, ("train_tokens", "test_tokens"))
 
     def _windows(self, tokens: Tensor, starts: Tensor) -> Batch:
         where = (starts[:, None] + torch.arange(self.context + 1)).to(tokens.device)
@@ -160,6 +194,7 @@ class Documents:
         test_labels: int64, shape (M,).
         words: The words in the order of their numbers. The first one stands for padding.
         classes: Names of the labels.
+        validation: The same with texts for tests that were held out from training, see :meth:`held_out`.
     """
 
     train_ids: Tensor
@@ -168,6 +203,7 @@ class Documents:
     test_labels: Tensor
     words: tuple[str, ...]
     classes: tuple[str, ...]
+    validation: Self | None = None
 
     @property
     def samples(self) -> int:
@@ -197,10 +233,22 @@ class Documents:
         """Return the same data with only the first ``count`` training texts; all of them for None."""
         return replace(self, train_ids=self.train_ids[:count], train_labels=self.train_labels[:count])
 
+    def held_out(self) -> Self:
+        """Return the data without the last tenth of the training texts, which are for validation then.
+
+        Raises:
+            ValueError: There are fewer than two.
+        """
+        if self.validation is not None:
+            return self
+        border = _border(self.samples, "training texts")
+        ids, labels = self.train_ids, self.train_labels
+        validation = replace(self.limited(0), test_ids=ids[border:], test_labels=labels[border:])
+        return replace(self.limited(border), validation=validation)
+
     def to(self, device: torch.device | str) -> Self:
         """Return the same data on ``device``."""
-        names = ("train_ids", "train_labels", "test_ids", "test_labels")
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+        return _moved(self, device, ("train_ids", "train_labels", "test_ids", "test_labels"))
 
 
 def to_longest(ids: Tensor) -> Tensor:
@@ -312,25 +360,58 @@ def text(path: str | Path | None = None, *, context: int = 128) -> Text:
         FileNotFoundError: The file does not exist.
         ValueError: The text is too short for one window in each part.
     """
-    if path is None:
-        from pydoc_data.topics import topics
-
-        content = "\n".join(topics[name] for name in sorted(topics))
-    else:
-        content = _existing(Path(path), "a UTF-8 text file").read_text(encoding="utf-8")
-    if len(content) < 20 * (context + 1):
-        raise ValueError(
-            f"found a text of {len(content)} characters; a context of {context} needs {20 * (context + 1)}."
-        )
+    content = content_of(path)
     characters = "".join(sorted(set(content)))
     number = {character: index for index, character in enumerate(characters)}
-    tokens = torch.tensor([number[character] for character in content])
-    border = len(tokens) * 9 // 10
-    return Text(train_tokens=tokens[:border], test_tokens=tokens[border:], characters=characters, context=context)
+    border = len(content) * 9 // 10
+    train, test = ([number[one] for one in part] for part in (content[:border], content[border:]))
+    return as_text(train, test, characters, context=context, unit="characters")
+
+
+def content_of(path: str | Path | None) -> str:
+    """Return the content of a UTF-8 text file, or for None of the language reference that ships with Python."""
+    if path is not None:
+        return _existing(Path(path), "a UTF-8 text file").read_text(encoding="utf-8")
+    from pydoc_data.topics import topics
+
+    return "\n".join(topics[name] for name in sorted(topics))
+
+
+def as_text(train: Sequence[int], test: Sequence[int], characters: Sequence[str], *, context: int, unit: str) -> Text:
+    """Return numbers of characters or word pieces as data.
+
+    Args:
+        train: Numbers of the training text.
+        test: Numbers of the test text.
+        characters: See :class:`Text`.
+        context: Tokens per sample.
+        unit: What the numbers stand for, in the plural.
+
+    Raises:
+        ValueError: The text is too short for one window in each part.
+    """
+    found, needed = len(train) + len(test), 20 * (context + 1)
+    if found < needed:
+        raise ValueError(f"found a text of {found} {unit}; a context of {context} needs {needed}.")
+    return Text(
+        train_tokens=torch.tensor(train), test_tokens=torch.tensor(test), characters=characters, context=context
+    )
 
 
 def _generator(seed: int, epoch: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+
+
+def _border(samples: int, noun: str) -> int:
+    """Return how many of the samples stay for training if the last tenth is held out, at least one."""
+    if samples < 2:
+        raise ValueError(f"found {samples} {noun}; at least 2 are needed, one of them for validation.")
+    return samples * (HELD_OUT - 1) // HELD_OUT
+
+
+def _moved(data: Data, device: torch.device | str, names: Sequence[str]) -> Data:
+    validation = None if data.validation is None else data.validation.to(device)
+    return replace(data, validation=validation, **{name: getattr(data, name).to(device) for name in names})
 
 
 def _whole_batches(samples: int, batch: int) -> int:

@@ -20,6 +20,7 @@ from torchboost.errors import nearest
 from torchboost.workloads.data import Documents, Images, Text, cifar10, digits, text, to_longest
 from torchboost.workloads.docstrings import docstrings
 from torchboost.workloads.models import GPT, VGG, BasicBlock, Bottleneck, ResNet, TextClassifier
+from torchboost.workloads.pieces import pieces
 
 __all__ = ["WORKLOADS", "Workload", "accuracy", "bits_per_character", "find_workload", "one_cycle"]
 
@@ -35,7 +36,7 @@ class Workload:
         name: Name on the command line.
         title: Title in reports.
         model_name: Name of the model in reports.
-        load: ``(path or None, train_limit or None) -> data``.
+        load: ``(path or None, train_limit or None) -> data``. The last tenth of the training data is for validation.
         build: ``data -> model``, drawing its weights from torch's global generator.
         optimizer: ``(parameters, **flags) -> optimizer`` with the rates of this workload.
         loss: ``(outputs, targets) -> scalar``.
@@ -71,15 +72,23 @@ class Workload:
 
     def evaluate(self, predict: Predict, data: Data) -> float:
         """Return the metric on the test set; higher is better. ``predict`` maps inputs to outputs."""
-        return accuracy(predict, data) if self.metric == "accuracy" else -bits_per_character(predict, data)
+        return -bits_per_character(predict, data) if isinstance(data, Text) else accuracy(predict, data)
+
+    def validate(self, predict: Predict, data: Data) -> float:
+        """Return the metric on what is held out from training; higher is better. Choices are made by it."""
+        validation = data.held_out().validation
+        assert validation is not None
+        return self.evaluate(predict, validation)
 
     def factory(self, data: Data, device: torch.device | str = "cpu") -> Factory:
         """Return the workload as a factory.
 
         Args:
-            data: Its data, on ``device``.
+            data: Its data, on ``device``. If they have no part for validation, the last tenth of the training data
+                becomes it.
             device: Device of the model.
         """
+        data = data.held_out()
 
         def make(seed: int) -> Parts:
             model = self.model(data, seed).to(device)
@@ -90,6 +99,7 @@ class Workload:
                 batches=Epochs(data, self.batch, seed),
                 evaluate=functools.partial(self.evaluate, data=data),
                 schedule=self.schedule,
+                validate=functools.partial(self.validate, data=data),
             )
 
         return Factory(
@@ -144,13 +154,14 @@ def accuracy(predict: Predict, data: Data, *, batch: int = 64) -> float:
 
 
 @torch.no_grad()
-def bits_per_character(predict: Predict, data: Data, *, batch: int = 64) -> float:
-    """Return the mean cross-entropy of the test text in bits per character. Lower is better."""
+def bits_per_character(predict: Predict, data: Text, *, batch: int = 64) -> float:
+    """Return the cross-entropy of the test text in bits per character, also of word pieces. Lower is better."""
     total, count = 0.0, 0
+    lengths = torch.tensor([len(piece) for piece in data.characters], device=data.test_tokens.device)
     for inputs, targets in data.test(batch):
         scores = predict(inputs).float().flatten(0, 1)
         total += float(F.cross_entropy(scores, targets.flatten(), reduction="sum"))
-        count += targets.numel()
+        count += int(lengths[targets].sum())
     return total / count / math.log(2)
 
 
@@ -170,23 +181,31 @@ def find_workload(name: str) -> Workload:
 def _digits(path: str | Path | None, limit: int | None) -> Images:
     if path is not None:
         raise ValueError(f"found the path {path}; leave it out, since the digits come with scikit-learn.")
-    return digits(16).limited(limit)
+    return digits(16).held_out().limited(limit)
 
 
 def _docstrings(path: str | Path | None, limit: int | None) -> Documents:
     if path is not None:
         raise ValueError(f"found the path {path}; leave it out, since the texts are those of installed packages.")
-    return docstrings().limited(limit)
+    return docstrings().held_out().limited(limit)
 
 
 def _resnet(block: type[BasicBlock | Bottleneck], layers: tuple[int, ...], data: Images) -> nn.Module:
     return ResNet(block, layers, width=16, classes=data.classes, in_channels=data.train_images.shape[1])
 
 
+def _gpt(width: int, data: Text) -> nn.Module:
+    return GPT(len(data.characters), context=data.context, layers=4, heads=4, width=width)
+
+
+def _of_tokens(scores: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(scores.flatten(0, 1), targets.flatten())
+
+
 _images = functools.partial(
     Workload,
     title="CIFAR-10",
-    load=lambda path, limit: cifar10(path, train_limit=limit),
+    load=lambda path, limit: cifar10(path).held_out().limited(limit),
     optimizer=functools.partial(SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=5e-4),
     loss=F.cross_entropy,
     batch=64,
@@ -226,10 +245,10 @@ WORKLOADS: tuple[Workload, ...] = (
         name="text-gpt",
         title="English text, character by character",
         model_name="GPT, 4 layers, width 128, context 128",
-        load=lambda path, limit: text(path, context=128).limited(limit),
-        build=lambda data: GPT(len(data.characters), context=data.context, layers=4, heads=4, width=128),
+        load=lambda path, limit: text(path, context=128).held_out().limited(limit),
+        build=functools.partial(_gpt, 128),
         optimizer=functools.partial(AdamW, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1),
-        loss=lambda scores, targets: F.cross_entropy(scores.flatten(0, 1), targets.flatten()),
+        loss=_of_tokens,
         batch=32,
         epochs=2,
         metric="bits per character",
@@ -246,6 +265,19 @@ WORKLOADS: tuple[Workload, ...] = (
         batch=16,
         epochs=1,
         shorten=to_longest,
+    ),
+    Workload(
+        name="pieces-gpt",
+        title="English text by word pieces",
+        model_name="GPT, 4 layers, width 192, context 128",
+        load=lambda path, limit: pieces(path, context=128).held_out().limited(limit),
+        build=functools.partial(_gpt, 192),
+        optimizer=functools.partial(AdamW, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1),
+        loss=_of_tokens,
+        batch=8,
+        epochs=3,
+        metric="bits per character",
+        drops=(0.02, 0.1),
     ),
 )
 """All workloads. A prefix of a name selects the first match."""

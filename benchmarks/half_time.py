@@ -1,0 +1,384 @@
+"""Claim: what one ``tune`` finds from the factory alone reaches the metric of tuned stock in half of the time.
+
+On each of eight workloads ``tune`` first finds the best learning rate of stock, then what reaches its metric soonest.
+What it found is then confirmed with seeds that it has not seen: plain stock at the rate that ``tune`` found for it,
+against what ``boost`` makes of ``boost.json``. The rival is the best loop by hand, at the same rate of stock: a fused
+optimizer, channels-last, bfloat16 autocast if it is fast here, texts padded to the longest of their batch; once with
+the optimizer of stock, and once with Muon for the matrices, its rate and its length chosen by hand on the validation
+data. Nothing is compiled by hand, since the runs take less than three minutes.
+
+Seconds are processor time from the construction of the model to the last update. What both have in common, the load of
+the data and the evaluation, does not count. Use one thread and one core: ``OMP_NUM_THREADS=1 taskset -c 0 python
+half_time.py``. Each run is saved when it ends; ``--resume`` continues where the script stopped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from options import Options, options_of, parser
+from promises import final, machine, signed
+from time_to_metric import cpu_seconds
+
+import torchboost
+from torchboost.bench.contestants import Recipe, build_loop
+from torchboost.bench.factory import Factory, Parts, loop_body, made_by, metric_of, one_epoch, score_of
+from torchboost.bench.report import wording
+from torchboost.bench.report.table import Table
+from torchboost.core.torch_private import forget_compiled
+from torchboost.measure.evidence import Environment
+from torchboost.measure.statistics import mean_of, paired_difference, paired_ratio
+from torchboost.measure.stopwatch import environment
+from torchboost.optim import ScheduleFreeAdamW
+from torchboost.tuning.report import TuneReport
+from torchboost.workloads.data import Images
+from torchboost.workloads.named import Workload, find_workload
+
+STOCK, TUNED, HAND, HAND_MUON = "stock", "tuned", "by hand", "by hand, Muon"
+SEEDS, FRESH = 8, 2000
+"""Seeds of the confirmation, and the first one. Those of ``tune`` begin at 0 and at 1000."""
+MUON_RATES, MUON_SHARES = (0.01, 0.02, 0.04, 0.08, 0.16), (0.5, 0.7, 1.0)
+"""Rates by hand, tried with half of the steps; then lengths, of which the first one is taken that is good enough."""
+MOST_TEST, MOST_VALIDATION = 4_000, 2_000
+"""Images for tests and for validation. More of them would take longer than the training."""
+
+Make = Callable[[int], Any]
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """The size of a run of stock, and the time for its tuning.
+
+    Args:
+        samples: Training samples; None for all.
+        epochs: Passes over them; None for those of the workload.
+        minutes: Of the tuning.
+    """
+
+    samples: int | None = None
+    epochs: int | None = None
+    minutes: float = 30.0
+
+
+CASES = {
+    "digits-resnet": Case(minutes=5.0),
+    "cifar10-resnet-bottleneck": Case(samples=6_400, epochs=2),
+    "cifar10-resnet-bottleneck-small": Case(samples=12_800, epochs=2),
+    "cifar10-resnet-basic": Case(samples=16_000, epochs=2),
+    "cifar10-vgg": Case(samples=16_000, epochs=2),
+    "text-gpt": Case(),
+    "docstrings-transformer": Case(),
+    "pieces-gpt": Case(),
+}
+
+
+def loaded(name: str, options: Options) -> tuple[Workload, Factory, int]:
+    """Return a workload at its size, its factory, and the steps of a run of stock."""
+    job, case = find_workload(name), CASES[name]
+    data = job.load(options.path_for(name), 4 * job.batch if options.smoke else case.samples)
+    if isinstance(data, Images):
+        data = replace(_shorter(data, MOST_TEST), validation=_shorter(data.validation, MOST_VALIDATION))
+    job = replace(job, epochs=1 if options.smoke else case.epochs or job.epochs)
+    return job, job.factory(data), job.epochs * data.steps(job.batch)
+
+
+def _shorter(data: Any, most: int) -> Any:
+    return replace(data, test_images=data.test_images[:most], test_labels=data.test_labels[:most])
+
+
+def scaled(make: Make, rate: float, optimizer: Callable[[Parts], Any] | None = None) -> Make:
+    """Return a factory with the learning rates times ``rate``, and then another optimizer made of its own."""
+
+    def made(seed: int) -> Parts:
+        parts = Parts(*make(seed))
+        for group in parts.optimizer.param_groups:
+            group["lr"] = rate * group["lr"]
+        return parts if optimizer is None else parts._replace(optimizer=optimizer(parts))
+
+    return made
+
+
+def with_muon(sample: Any, rate: float, parts: Parts) -> Any:
+    return torchboost.optim.muon_from(parts.optimizer, parts.model, lr=rate, sample=sample)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A workload with what was found for it.
+
+    Args:
+        factory: Of stock.
+        steps: Of a run of stock.
+        config: What ``tune`` wrote.
+        rate: What ``tune`` found as the best multiple of stock's learning rate.
+        sample: Inputs of a batch.
+    """
+
+    factory: Factory
+    steps: int
+    config: Path
+    rate: float
+    sample: Any
+
+    def run(self, way: str, seed: int, **chosen: float) -> Result:
+        """Train once, and return its processor time, the metric and the score on the validation data."""
+        forget_compiled()
+        torch.manual_seed(seed)
+        wall, began = time.perf_counter(), cpu_seconds()
+        step, parts, steps = self._loop(way, seed, **chosen)
+        for inputs, targets in itertools.islice(_batches(parts, seed), steps):
+            step(inputs, targets)
+        seconds, wall = cpu_seconds() - began, time.perf_counter() - wall
+        if isinstance(parts.optimizer, ScheduleFreeAdamW):
+            parts.optimizer.eval()
+        scores = {"metric": metric_of(parts, parts.model), "score": score_of(parts, parts.model)}
+        return {"way": way, "seed": seed, **chosen, "steps": steps, "seconds": seconds, "wall": wall, **scores}
+
+    def _loop(
+        self, way: str, seed: int, share: float = 1.0, muon: float = 0.0
+    ) -> tuple[Callable[[Any, Any], Any], Parts, int]:
+        steps = max(2, round(share * self.steps))
+        if way == TUNED:
+            parts = made_by(self.factory.make, seed)
+            boosted = torchboost.boost(parts.model, parts.optimizer, config=self.config, total_steps=steps)
+            steps = boosted.steps or steps
+            parts = parts._replace(optimizer=boosted.optimizer)
+            return loop_body(parts, boosted.model, boosted.optimizer, steps), parts, steps
+        optimizer = None if way != HAND_MUON else partial(with_muon, self.sample, muon)
+        factory = replace(self.factory, make=scaled(self.factory.make, self.rate, optimizer))
+        loop = build_loop(Recipe.parse("stock" if way == STOCK else "hand"), factory, seed=seed, steps=steps)
+        return loop.step, loop.parts, steps
+
+
+def _batches(parts: Parts, seed: int) -> Iterator[tuple[Any, Any]]:
+    for epoch in itertools.count():
+        yield from one_epoch(parts.batches, seed=seed, epoch=epoch, device=torch.device("cpu"))
+
+
+class Runs:
+    """The runs of one workload, in a file that grows with each."""
+
+    def __init__(self, file: Path, about: Result, *, resume: bool) -> None:
+        self.file, self.result = file, {**about, "runs": []}
+        if not (resume and file.is_file()):
+            return
+        saved: Result = json.loads(file.read_text(encoding="utf-8"))
+        before, now = saved["environment"], about["environment"]
+        same = all(before[key] == now[key] for key in ("torch", "processor", "threads"))
+        if not same or any(saved[key] != about[key] for key in ("title", "steps", "rate", "config")):
+            raise SystemExit(f"{file} holds runs of another size, tuning, version or machine; leave out --resume.")
+        self.result = saved
+
+    def get(self, bench: Bench, way: str, seed: int, **chosen: float) -> Result:
+        """Return a run that was made before, or make it."""
+        wanted = {"way": way, "seed": seed, "share": chosen.get("share", 1.0), "muon": chosen.get("muon", 0.0)}
+        for run in self.result["runs"]:
+            if {"share": 1.0, "muon": 0.0, **run}.items() >= wanted.items():
+                return run
+        run = bench.run(way, seed, **chosen)
+        self.result["runs"].append(run)
+        self.save()
+        print(json.dumps({"workload": self.result["name"], **run}), flush=True)
+        return run
+
+    def note(self, key: str, value: Any) -> None:
+        self.result[key] = value
+        self.save()
+
+    def save(self) -> None:
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        self.file.write_text(json.dumps(self.result, indent=1) + "\n", encoding="utf-8")
+
+
+def muon_by_hand(bench: Bench, runs: Runs, drop: float) -> dict[str, float]:
+    """Return Muon's rate and share of the steps as they are found by hand, on the validation data, with one seed."""
+    tried = {
+        rate: _or_worst(runs.get(bench, HAND_MUON, 0, muon=rate, share=MUON_SHARES[0])["score"]) for rate in MUON_RATES
+    }
+    best = max(MUON_RATES, key=tried.__getitem__)
+    target = runs.get(bench, STOCK, 0)["score"] - drop
+    for share in MUON_SHARES[:-1]:
+        if _or_worst(runs.get(bench, HAND_MUON, 0, muon=best, share=share)["score"]) >= target:
+            return {"muon": best, "share": share}
+    return {"muon": best, "share": MUON_SHARES[-1]}
+
+
+def _or_worst(score: float) -> float:
+    return score if math.isfinite(score) else -math.inf
+
+
+def measure(name: str, options: Options, *, budget: str | None = None, seeds: int = SEEDS, hand: bool = True) -> Path:
+    job, factory, steps = loaded(name, options)
+    file = options.file("half_time", name)
+    config = file.with_name(f"{file.stem}.boost.json")
+    report = torchboost.tune(
+        factory.make,
+        drop=job.drops[0],
+        budget=budget or (20.0 if options.smoke else 60 * CASES[name].minutes),
+        epochs=job.epochs,
+        title=f"{job.model_name}: {job.title}",
+        out=config,
+        resume=options.resume,
+        progress=options.progress,
+    )
+    parts = factory.build(0)
+    bench = Bench(factory, steps, config, stock_rate(report), next(iter(parts.batches))[0])
+    about = {
+        "name": name,
+        "title": report.title,
+        "steps": steps,
+        "drop": job.drops[0],
+        "lr": parts.optimizer.param_groups[0]["lr"],
+        "rate": bench.rate,
+        "config": json.loads(config.read_text(encoding="utf-8")),
+        "tuning": {"seconds": report.spent_seconds, "runs": len(report.runs)},
+        "environment": environment().model_dump(),
+    }
+    about["config"].pop("about", None)
+    runs = Runs(file, about, resume=options.resume)
+    muon = muon_by_hand(bench, runs, job.drops[0]) if hand else {}
+    runs.note("muon", muon)
+    ways: list[tuple[str, dict[str, float]]] = [(STOCK, {}), (TUNED, {})]
+    ways += [(HAND, {}), (HAND_MUON, muon)] if hand else []
+    for number, seed in enumerate(range(FRESH, FRESH + seeds)):
+        turn = number % len(ways)
+        for way, chosen in (*ways[turn:], *ways[:turn]):
+            runs.get(bench, way, seed, **chosen)
+    return file
+
+
+def stock_rate(report: TuneReport) -> float:
+    """Return what the learning rates of stock are multiplied by when it is tuned."""
+    return report.stock.rate
+
+
+def results(folder: Path) -> list[Result]:
+    """Return the workloads that were run with at least two fresh seeds, in their order."""
+    files = [folder / f"half_time-{name}.json" for name in CASES]
+    found = [json.loads(file.read_text(encoding="utf-8")) for file in files if file.is_file()]
+    return [result for result in found if len(_fresh(result, TUNED)) > 1]
+
+
+def table(folder: Path) -> tuple[Table, str]:
+    """Return how soon what was tuned reaches the metric of tuned stock, what it costs to find it, and a note."""
+    found = results(folder)
+    lines = []
+    for result in found:
+        job, stock = find_workload(result["name"]), _fresh(result, STOCK)
+        metric = final([run["metric"] for run in stock.values()], job)
+        seconds = mean_of(run["seconds"] for run in stock.values())
+        cost = result["tuning"]["seconds"] / mean_of(run["wall"] for run in stock.values())
+        lines.append(
+            (
+                f"{result['title']}, {result['steps']:,} steps",
+                f"{result['rate'] * result['lr']:g}, {_times(result['rate'])} its own",
+                f"{metric}, {wording.seconds(seconds)}",
+                chosen_in(result["config"]),
+                *_against_stock(result, TUNED, job),
+                f"{cost:.0f}",
+            )
+        )
+    head = (
+        *("workload", "stock's rate found", "stock tuned: metric, seconds", "what tune chose"),
+        *("metric, against stock", "time, times stock's", "cost of tuning, in runs of stock"),
+    )
+    return Table(headings=head, rows=tuple(lines)), _said(found)
+
+
+def rival_table(folder: Path) -> tuple[Table, str]:
+    """Return the same of the best loops by hand, and the time of what was tuned in units of theirs."""
+    found, lines = results(folder), []
+    for result in found:
+        job, cells = find_workload(result["name"]), []
+        for way in (HAND, HAND_MUON):
+            ours, theirs = _fresh(result, TUNED), _fresh(result, way)
+            seeds = sorted(ours.keys() & theirs.keys())
+            if len(seeds) < 2:
+                cells += ["", "", ""]
+                continue
+            left = paired_ratio(*([one[seed]["seconds"] for seed in seeds] for one in (ours, theirs)))
+            cells += [*_against_stock(result, way, job), wording.ratio_interval(left)]
+        muon = result.get("muon") or {}
+        rate = f"{muon['muon']:g}, {muon['share']:.0%} of the steps" if muon else ""
+        lines.append((result["title"], *cells[:3], rate, *cells[3:]))
+    head = (
+        *("workload", "by hand: metric, against stock", "time, times stock's", "time of the tuned run, times its"),
+        *("Muon by hand: rate, length", "metric, against stock", "time, times stock's"),
+        "time of the tuned run, times its",
+    )
+    return Table(headings=head, rows=tuple(lines)), _said(found)
+
+
+def _fresh(result: Result, way: str) -> dict[int, Result]:
+    return {run["seed"]: run for run in result["runs"] if run["way"] == way and run["seed"] >= FRESH}
+
+
+def _against_stock(result: Result, way: str, job: Workload) -> tuple[str, str]:
+    """Return the difference in the metric and the time of runs, or that the metric of stock is not reached."""
+    stock, own = _fresh(result, STOCK), _fresh(result, way)
+    seeds = sorted(stock.keys() & own.keys())
+    if len(seeds) < 2:
+        return "", ""
+    pairs = [(stock[seed]["metric"], own[seed]["metric"]) for seed in seeds]
+    if not all(math.isfinite(metric) for _, metric in pairs):
+        return "diverged", "not reached"
+    gap = paired_difference(*zip(*pairs, strict=True))
+    ratio = paired_ratio(*([one[seed]["seconds"] for seed in seeds] for one in (own, stock)))
+    reached = gap.mid >= -result["drop"]
+    time = wording.ratio_interval(ratio)
+    return signed(gap, job.metric == "accuracy"), time if reached else f"not reached; a run takes {time}"
+
+
+def _times(rate: float) -> str:
+    return "as" if rate == 1 else f"{rate:g} times"
+
+
+def chosen_in(config: Result) -> str:
+    """Return in words what a configuration turns on."""
+    recipe = config.get("recipe") or {}
+    optimizer, length, rate = recipe.get("optimizer"), recipe.get("length", 1.0), recipe.get("rate", 1.0)
+    names = {"muon": "Muon", "schedule_free_adamw": "schedule-free AdamW"}
+    said = [f"{names.get(optimizer, optimizer)} at {recipe.get('lr'):g}"] if optimizer else []
+    said += [f"{length:.0%} of the steps"] if length != 1 else []
+    said += [f"rates times {rate:g}"] if rate != 1 else []
+    said += [name for name, value in config.get("extra", {}).items() if value is not False]
+    return ", ".join(said) or "nothing"
+
+
+def _said(found: list[Result]) -> str:
+    seeds = sorted({len(_fresh(result, TUNED)) for result in found})
+    many = " to ".join(str(count) for count in dict.fromkeys((seeds[0], seeds[-1]))) if seeds else "0"
+    machines = sorted({machine(Environment(**result["environment"])) for result in found})
+    return (
+        f"{many} seeds that no choice has seen. Each bound of a difference in the metric holds with 95 %; intervals of "
+        "times are those of the median, with 95 %. Times are processor time of whole runs, with set-up. The metric of "
+        "stock is reached if the mean difference is within the accepted drop. Texts have bits per character as "
+        f"their metric, with the sign turned. {'; '.join(machines)}. All runs: `benchmarks/results/half_time-*.json`."
+    )
+
+
+def main(argv: list[str] | None = None) -> None:
+    made = parser(__doc__)
+    made.add_argument("workload", nargs="*", default=[], help=f"any of {', '.join(CASES)}; all without one")
+    made.add_argument("--budget", help="time of each tuning, such as 30m; default: by workload")
+    made.add_argument("--seeds", type=int, default=SEEDS, help="seeds of the confirmation (default: %(default)s)")
+    made.add_argument("--no-hand", dest="hand", action="store_false", help="leave out the loops by hand")
+    given = made.parse_args(argv)
+    options = options_of(given)
+    seeds = 2 if options.smoke else given.seeds
+    for name in given.workload or CASES:
+        print(f"wrote {measure(name, options, budget=given.budget, seeds=seeds, hand=given.hand)}")
+
+
+if __name__ == "__main__":
+    main()
