@@ -296,7 +296,7 @@ def table(folder: Path) -> tuple[Table, str]:
 
 
 def rival_table(folder: Path) -> tuple[Table, str]:
-    """Return the same of the best loops by hand, and the time of what was tuned in units of theirs."""
+    """Return the same of the best loops by hand, and the time of what was tuned against each of these."""
     found, lines = results(folder), []
     for result in found:
         job, cells = find_workload(result["name"]), []
