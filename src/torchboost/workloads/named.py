@@ -262,7 +262,7 @@ WORKLOADS: tuple[Workload, ...] = (
         build=lambda data: TextClassifier(len(data.words), len(data.classes), context=data.train_ids.shape[1]),
         optimizer=functools.partial(AdamW, lr=1e-3, weight_decay=0.01),
         loss=F.cross_entropy,
-        batch=16,
+        batch=15,
         epochs=1,
         shorten=to_longest,
     ),
