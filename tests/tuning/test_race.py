@@ -74,7 +74,7 @@ def test_a_plan_must_also_keep_the_metric_at_the_users_rate():
     assert ended.search.rate is not None
     assert ended.search.rate.change is not None
     assert ended.search.rate.change < 0
-    # One that diverges is no rival.
+    # One that diverges is not a rival.
     diverges = lambda c, s, r: NO_NUMBER if (c.label, s >= FRESH_SEED) == (STOCK, True) else {}  # noqa: E731
     ended, chosen = decided(Planted({STOCK: Effect(best=0.25), "a": FAST}, change=diverges))
     assert name_of(chosen) == "a"
@@ -115,7 +115,7 @@ def test_the_attempts_without_levers_and_with_nothing_else():
         (
             {STOCK: Effect(needed=0.7), "a": Effect(needed=0.5, points=1.0)},
             ["a", "a"],
-        ),  # stock with all steps is no plan
+        ),  # stock with all steps is not a plan
         ({"a": Effect(time=0.7)}, ["a"]),  # all of its steps
     ):
         ended = race(Planted(effects, noise=0.05), "a")
