@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 from torchboost import boost
 from torchboost.bench.factory import made_by
 from torchboost.errors import ConfigError
+from torchboost.measure.machine import PeakMemory
 from torchboost.measure.stopwatch import Clock
 from torchboost.registry import LEVELS, REGISTRY
 from torchboost.tuning import training as module
@@ -108,6 +110,16 @@ def test_stock_is_the_plain_loop_and_leaves_the_random_generators_where_they_wer
     assert 0 < run.seconds < run.wall_seconds
     run = trained(make, Candidate(name="stock", share=0.5))  # fewer steps have a schedule of their own
     assert (run.name, run.steps, lengths[-1]) == ("stock, 50% of the steps", 6, 6)
+
+
+def test_the_budget_pays_for_all_that_a_run_does(monkeypatch):
+    class Slow(PeakMemory):
+        def __enter__(self) -> Any:
+            time.sleep(0.2)
+            return super().__enter__()
+
+    monkeypatch.setattr("torchboost.tuning.training.PeakMemory", Slow)
+    assert trained(make, STOCK).wall_seconds >= 0.2
 
 
 def test_a_candidate_gets_the_same_weights_and_batches_and_its_algorithms():

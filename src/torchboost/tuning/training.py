@@ -76,7 +76,8 @@ class Training:
             try:
                 with PeakMemory(self.device) as peak:
                     run = self._run(candidate, seed, watch)
-                run = run.model_copy(update={"peak_bytes": peak.bytes})
+                spent = time.perf_counter() - started
+                run = run.model_copy(update={"peak_bytes": peak.bytes, "wall_seconds": spent})
             except Exception as error:
                 if not candidate.extra and not candidate.recipe:
                     raise
