@@ -3,8 +3,10 @@
 Each architecture is built small, with random weights and without dropout, for each task that it has. Its batch is
 padded on the right, on the left or not at all. The gradients of a plain step and of one with both algorithms are
 compared. Each row says what was left out, the relative difference of the gradient, and why something was computed.
+With ``--half`` all steps run under autocast to bfloat16, whose rounding differs from one order of sums to another; then
+each row also has the relative differences of both to the gradient in float32.
 
-Run: ``python benchmarks/exactness.py`` (about two minutes; ``--only bert llama`` for some).
+Run: ``python benchmarks/exactness.py`` (about two minutes; ``--only bert llama`` for some; ``--device cuda``).
 """
 
 from __future__ import annotations
@@ -167,6 +169,14 @@ class Row(NamedTuple):
     left_out: list[str]
     gradient: float
     reason: str
+    rounding: tuple[float, float] | None = None
+
+
+class Place(NamedTuple):
+    """Where the steps run, and whether under autocast."""
+
+    device: torch.device
+    half: bool = False
 
 
 def config_of(name: str) -> Any:
@@ -229,8 +239,9 @@ def batch(config: Any, task: str, side: str) -> dict[str, Tensor]:
     return inputs
 
 
-def gradient(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-    outputs = model(**inputs)
+def gradient(model: nn.Module, inputs: dict[str, Tensor], place: Place) -> Tensor:
+    with torch.autocast(place.device.type, torch.bfloat16, enabled=place.half):
+        outputs = model(**inputs)
     loss = getattr(outputs, "loss", None)
     (outputs.pooler_output.square().sum() if loss is None else loss).backward()
     parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
@@ -238,31 +249,38 @@ def gradient(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     return torch.cat([part.flatten() for part in parts]).double()
 
 
-def compared(name: str, task: str, side: str) -> Row | None:
+def compared(name: str, task: str, side: str, place: Place) -> Row | None:
     config = config_of(name)
     model = built(config, task)
     if model is None:
         return None
-    inputs = batch(config, task, side)
-    plain = gradient(model, inputs)
-    again = gradient(model, inputs)
-    if not torch.allclose(plain, again, rtol=1e-4, atol=1e-7):
+    model.to(place.device)
+    inputs = {key: value.to(place.device) for key, value in batch(config, task, side).items()}
+    full = gradient(model, inputs, Place(place.device))
+    plain = gradient(model, inputs, place)
+    again = gradient(model, inputs, place)
+    if not torch.allclose(plain, again, rtol=1e-4, atol=1e-2 * float(plain.abs().max()) if place.half else 1e-7):
         raise RuntimeError(f"{name}: two plain passes differ")
     with unpad_forward(model) as padding, sparse_head_forward(model) as head:
-        gradient(model, inputs)  # the first call computes everything
-        difference = gradient(model, inputs) - plain
+        gradient(model, inputs, place)  # the first call computes everything
+        own = gradient(model, inputs, place)
     has_head = task in ("LM", "sequences")
     parts = {"padding": padding, **({"head": head} if has_head else {})}
     on = [what for what, live in parts.items() if live.calls and not live.remark]
     reasons = dict.fromkeys(live.remark for live in parts.values() if live.remark)
-    return Row(name, task, side, on, float(difference.norm() / plain.norm()), "; ".join(reasons))
+    rounding = (apart(own, full), apart(plain, full)) if place.half else None
+    return Row(name, task, side, on, apart(own, plain), "; ".join(reasons), rounding)
 
 
-def rows(names: list[str]) -> Iterator[Row]:
+def apart(own: Tensor, other: Tensor) -> float:
+    return float((own - other).norm() / other.norm())
+
+
+def rows(names: list[str], place: Place) -> Iterator[Row]:
     for name in names:
         for task in tasks_of(config_of(name)):
             for side in SIDES if CONFIGS[name][0] not in ("ViTConfig", "WhisperConfig") else ("none",):
-                row = compared(name, task, side)
+                row = compared(name, task, side, place)
                 if row is not None:
                     yield row
 
@@ -271,19 +289,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=list(CONFIGS), help="Names of architectures.")
     parser.add_argument("--out", type=Path, help="File for the result.")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="Default: the CPU.")
+    parser.add_argument("--half", action="store_true", help="Autocast to bfloat16.")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     results = []
-    for row in rows(options.only):
+    for row in rows(options.only, Place(options.device, options.half)):
         results.append(row._asdict())
         step = f"{row.architecture:12} {row.task:14} {row.padding:6}"
-        print(f"{step} {row.gradient:.0e} {','.join(row.left_out):13} {row.reason}", flush=True)
+        half = "" if row.rounding is None else " ({:.0e}, plain {:.0e} from float32)".format(*row.rounding)
+        print(f"{step} {row.gradient:.0e}{half} {','.join(row.left_out):13} {row.reason}", flush=True)
     worst = max(row["gradient"] for row in results)
     print(f"{len(results)} steps, the largest difference of a gradient is {worst:.0e}")
     if options.out is not None:
         options.out.write_text(
-            json.dumps({"environment": environment().model_dump(), "rows": results}, indent=1) + "\n"
+            json.dumps({"environment": environment(options.device).model_dump(), "rows": results}, indent=1) + "\n"
         )
 
 

@@ -74,6 +74,7 @@ PLAN: Mapping[str, Call] = {
     "5": Call(590, (*lengths("resnet50"), *lengths("gpt2"))),
     "6": Call(590, (Part("freezing", 200, "resnet50"), Part("freezing", 200, "gpt2"), Part("offload", 190, "gpt-1b"))),
     "7": Call(590, (Part("levels", 295, "llama"), Part("levels", 295, "convnext"))),
+    "8": Call(590, (Part("padding", 295, "bert-classifier"), Part("padding", 295, "llama-instructions"))),
 }
 
 

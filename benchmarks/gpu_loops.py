@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from gpu_networks import network
+from gpu_networks import network, to_the_longest
 from gpu_record import DEVICE, Results, Row, Task, Turn, apart, figures, host
 from ratios import total_ratio
 from torch import nn
@@ -240,6 +240,23 @@ def levels(task: Task, results: Results) -> Mapping[str, Turn]:
     turns |= {name: hand[name] for name in last}
     shown = {f"O1, {steps:,} steps": by_level(f"O1, {steps:,} steps", "O1", steps) for steps in (10_000, 450_000)}
     return {**turns, **shown} if task.only else turns
+
+
+def padding(task: Task, results: Results) -> Mapping[str, Turn]:
+    """Return O1 on padded batches, against loops by hand: padded to the longest text of a batch, and compiled."""
+    net = network(task.subject, tiny=task.tiny)
+    longest, levers = to_the_longest(net), ("autocast", "fused_optimizer", "tf32")
+    loops = Loops(task, results, partial(cell, net, ()))
+    cells: dict[str, Build] = {"by hand, to the longest": partial(cell, longest, levers)}
+    if task.compiled:
+        torch._dynamo.config.recompile_limit = 64
+        cells["by hand, compiled"] = partial(cell, net, (*levers, "compile"))
+    best, config = partial(loops.best_by_hand, cells), no_freezing(task.compiled)
+    turns = {name: Turn(partial(loops.measure, name, build), seconds_of(name)) for name, build in cells.items()}
+    for name, given in (("O1", net), ("O1, to the longest", longest)):
+        build = partial(level, given, "O1", PLANNED_STEPS, config)
+        turns[name] = Turn(partial(loops.measure, name, build, best), LEVEL_SECONDS)
+    return {**turns, AGAIN: Turn(partial(loops.measure, AGAIN, loops.build_stock))}
 
 
 def seconds_of(name: str) -> float:

@@ -5,12 +5,15 @@ ResNet-50 and MobileNetV2 are plain torch, the others come from ``transformers``
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from inference import MOBILENET, VOCABULARY, mobilenet
 from zoo_networks import (
+    Batch,
     Network,
     adamw,
     cross_entropy,
@@ -61,7 +64,40 @@ def convolutions(title: str, build: Callable[[], torch.nn.Module], count: int, s
 
 GPT2, LLAMA = ("GPT2Config", "GPT2LMHeadModel"), ("LlamaConfig", "LlamaForCausalLM")
 BERT, VIT = ("BertConfig", "BertForMaskedLM"), ("ViTConfig", "ViTForImageClassification")
+CLASSIFIER = ("BertConfig", "BertForSequenceClassification")
 CONVNEXT = ("ConvNextConfig", "ConvNextForImageClassification")
+
+
+def padded(net: Network, classes: int = 0) -> Network:
+    """Return a network whose batches are padded: lengths are log-normal, about a third of the width.
+
+    Args:
+        net: A language model, or with ``classes`` a classifier of texts.
+        classes: Of the labels. If 0, the second half of each text is the labels, as after a prompt.
+    """
+
+    def draw() -> Batch:
+        ids = net.draw().kwargs["input_ids"]
+        count, width = ids.shape
+        lengths = (torch.randn(count) * 0.5 + math.log(0.28 * width)).exp().long().clamp(8, width)
+        places = torch.arange(width)
+        mask = places < lengths[:, None]
+        answer = mask & (places >= lengths[:, None] // 2)
+        labels = torch.randint(classes, (count,)) if classes else ids.masked_fill(~answer, -100)
+        return Batch(kwargs={"input_ids": ids * mask, "attention_mask": mask.long(), "labels": labels})
+
+    return replace(net, title=f"{net.title}, padded", draw=draw)
+
+
+def to_the_longest(net: Network) -> Network:
+    """Return a network whose batches end where their longest text ends."""
+
+    def draw() -> Batch:
+        given = net.draw().kwargs
+        width = int(given["attention_mask"].sum(1).max())
+        return Batch(kwargs={name: rows[:, :width] if rows.ndim == 2 else rows for name, rows in given.items()})
+
+    return replace(net, draw=draw)
 
 
 def resnet50(count: int) -> Network:
@@ -76,6 +112,14 @@ def gpt2(count: int) -> Network:
     return language("GPT-2 small", GPT2, count, 1024, VOCABULARY, use_cache=False)
 
 
+_LLAMA = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "use_cache": False,
+}
 NETWORKS: Mapping[str, Network] = {
     "resnet50": resnet50(256),
     "resnet50-short": resnet50(64),
@@ -83,15 +127,9 @@ NETWORKS: Mapping[str, Network] = {
     "gpt2-short": gpt2(4),
     "bert": language("BERT base", BERT, 64, 256, 30_522),
     "vit": pictures("ViT base at 224 pixels", VIT, 128, 224, 1000),
-    "llama": language(
-        *("Llama, 16 layers of width 1024", LLAMA, 8, 1024, 32_000),
-        hidden_size=1024,
-        intermediate_size=2816,
-        num_hidden_layers=16,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        use_cache=False,
-    ),
+    "llama": language("Llama, 16 layers of width 1024", LLAMA, 8, 1024, 32_000, **_LLAMA),
+    "bert-classifier": padded(language("BERT base", CLASSIFIER, 64, 256, 30_522), classes=2),
+    "llama-instructions": padded(language("Llama, 16 layers of width 1024", LLAMA, 16, 1024, 32_000, **_LLAMA)),
     "convnext": pictures("ConvNeXt tiny at 224 pixels", CONVNEXT, 128, 224, 1000),
     "mobilenet": convolutions("MobileNetV2 at 224 pixels", lambda: mobilenet(MOBILENET), 256, 224, 1000),
     "gpt-1b": language(
@@ -112,6 +150,10 @@ TINY: Mapping[str, Network] = {
     "gpt2-short": _TINY_GPT,
     "gpt-1b": _TINY_GPT,
     "bert": language("tiny BERT", BERT, 2, 16, 64, max_position_embeddings=16, **_ONE_LAYER),
+    "bert-classifier": padded(
+        language("tiny BERT", CLASSIFIER, 4, 64, 64, max_position_embeddings=64, **_ONE_LAYER), classes=2
+    ),
+    "llama-instructions": padded(language("tiny Llama", LLAMA, 4, 64, 64, use_cache=False, **_ONE_LAYER)),
     "vit": pictures("tiny ViT", VIT, 2, 16, 10, image_size=16, patch_size=4, **_ONE_LAYER),
     "llama": language("tiny Llama", LLAMA, 2, 16, 64, use_cache=False, **_ONE_LAYER),
     "convnext": pictures("tiny ConvNeXt", CONVNEXT, 2, 32, 10, depths=[1, 1, 1, 1], hidden_sizes=[8, 8, 8, 8]),

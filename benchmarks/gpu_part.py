@@ -30,6 +30,7 @@ KINDS: Mapping[str, Kind] = {
     "tests": gpu_checks.tests,
     "rules": gpu_rules.rules,
     "levels": gpu_loops.levels,
+    "padding": gpu_loops.padding,
     "freezing": gpu_loops.freezing,
     "offload": gpu_loops.offload,
 }

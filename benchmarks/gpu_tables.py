@@ -112,6 +112,7 @@ MAKERS: Mapping[str, Callable[[Rows], Table]] = {
     "tests": tests,
     "rules": rules,
     "levels": loops,
+    "padding": loops,
     "freezing": loops,
     "offload": loops,
 }
