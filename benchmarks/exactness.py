@@ -257,7 +257,11 @@ def compared(name: str, task: str, side: str, place: Place) -> Row | None:
     model.to(place.device)
     inputs = {key: value.to(place.device) for key, value in batch(config, task, side).items()}
     full = gradient(model, inputs, Place(place.device))
-    plain = gradient(model, inputs, place)
+    try:
+        plain = gradient(model, inputs, place)
+    except RuntimeError as error:  # no kernel for bfloat16, such as that of cuFFT
+        print(f"{name}: the plain step fails: {error}", flush=True)
+        return None
     again = gradient(model, inputs, place)
     if not torch.allclose(plain, again, rtol=1e-4, atol=1e-2 * float(plain.abs().max()) if place.half else 1e-7):
         raise RuntimeError(f"{name}: two plain passes differ")

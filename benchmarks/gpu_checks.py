@@ -24,7 +24,7 @@ from torchboost.measure.stopwatch import Clock
 
 PACKAGES = ("torch", "numpy", "triton", "transformers", "accelerate", "timm", "peft", "lightning", "pytest", "pydantic")
 NVIDIA = ("name", "driver_version", "clocks.sm", "clocks.max.sm", "power.draw", "power.limit", "temperature.gpu")
-WORKERS = 8
+WORKERS = 16
 FILE_SECONDS = 180.0
 MARK = "@pytest.mark.gpu"
 ON_DEVICE = "tests/device/on_device"

@@ -128,7 +128,7 @@ NETWORKS: Mapping[str, Network] = {
     "bert": language("BERT base", BERT, 64, 256, 30_522),
     "vit": pictures("ViT base at 224 pixels", VIT, 128, 224, 1000),
     "llama": language("Llama, 16 layers of width 1024", LLAMA, 8, 1024, 32_000, **_LLAMA),
-    "bert-classifier": padded(language("BERT base", CLASSIFIER, 64, 256, 30_522), classes=2),
+    "bert-classifier": padded(language("BERT base", CLASSIFIER, 64, 512, 30_522), classes=2),
     "llama-instructions": padded(language("Llama, 16 layers of width 1024", LLAMA, 16, 1024, 32_000, **_LLAMA)),
     "convnext": pictures("ConvNeXt tiny at 224 pixels", CONVNEXT, 128, 224, 1000),
     "mobilenet": convolutions("MobileNetV2 at 224 pixels", lambda: mobilenet(MOBILENET), 256, 224, 1000),
