@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import itertools
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from tests.tokens.test_scores import rows_of
-from torchboost.core.torch_private import attention_of_packed_rows
+from torchboost.core.torch_private import Packed, attention_of_packed_rows
 from torchboost.tokens.layout import Layout
 from torchboost.tokens.operations import PaddedRows
 from torchboost.tokens.rows import BATCH, TOKEN
@@ -149,7 +150,10 @@ def test_a_kernel_for_packed_rows_gets_what_it_takes(causal: bool, autocast: boo
     torch.manual_seed(0)
     query, key, value = (torch.randn(sum(one), 2, 8).as_subclass(OnCuda) for one in ([5, 4, 7], keys, keys))
     options: dict[str, Any] = {"dropout_p": 0.0, "scale": None, "enable_gqa": False, "causal": causal}
-    found: Any = attention_of_packed_rows(query, key, value, [5, 4, 7], keys, **options)
+    packed = [
+        Packed(torch.tensor([0, *itertools.accumulate(one)], dtype=torch.int32), max(one)) for one in ([5, 4, 7], keys)
+    ]
+    found: Any = attention_of_packed_rows(query, key, value, *packed, **options)
     assert found.dtype is (torch.float64 if autocast else torch.float32)
     for place, one in enumerate(found.split([5, 4, 7])):
         parts = [query.split([5, 4, 7])[place], key.split(keys)[place], value.split(keys)[place]]
@@ -160,4 +164,4 @@ def test_a_kernel_for_packed_rows_gets_what_it_takes(causal: bool, autocast: boo
     assert (given["max_q"], given["max_k"]) == (7, max(keys))
     assert given["cu_seq_q"].dtype is given["cu_seq_k"].dtype is torch.int32
     options["dropout_p"] = 0.1  # which the kernel lacks
-    assert attention_of_packed_rows(query, key, value, [5, 4, 7], keys, **options) is None
+    assert attention_of_packed_rows(query, key, value, *packed, **options) is None

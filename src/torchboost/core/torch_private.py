@@ -15,10 +15,9 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from itertools import accumulate
 from operator import attrgetter, methodcaller
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -740,12 +739,24 @@ def _parameter_groups(unit: Any) -> list[Any]:
 # Attention
 
 
+class Packed(NamedTuple):
+    """Where the rows of each sequence lie, one sequence after the other.
+
+    Args:
+        starts: The first row of each sequence, and the number of all rows. int32. Shape (sequences + 1,).
+        longest: The most rows of a sequence.
+    """
+
+    starts: Tensor
+    longest: int
+
+
 def attention_of_packed_rows(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    queries: Sequence[int],
-    keys: Sequence[int],
+    queries: Packed,
+    keys: Packed,
     *,
     causal: bool,
     dropout_p: float,
@@ -758,8 +769,8 @@ def attention_of_packed_rows(
         query: Rows of all sequences, one after the other. Shape (rows, heads, width).
         key: Shape (rows of keys, heads, width).
         value: Shape (rows of keys, heads, width).
-        queries: The number of rows of each sequence.
-        keys: The number of rows of keys of each sequence.
+        queries: The sequences of the queries.
+        keys: The sequences of the keys.
         causal: Whether a query sees the keys up to its own place alone.
         dropout_p: As of ``scaled_dot_product_attention``, like those that follow.
         scale: See ``dropout_p``.
@@ -787,11 +798,8 @@ def attention_of_packed_rows(
     options = options if "window_size" in accepted else {"is_causal": causal}
     options |= {} if scale is None else {"scale": scale}
     options |= {"enable_gqa": True} if enable_gqa else {}
-    starts, key_starts = (
-        torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=query.device) for lengths in (queries, keys)
-    )
     attend: Any = varlen_attn
-    return attend(query, key, value, starts, key_starts, max(queries), max(keys), **options)
+    return attend(query, key, value, queries.starts, keys.starts, queries.longest, keys.longest, **options)
 
 
 # Data loaders

@@ -97,7 +97,7 @@ class _Groups(NamedTuple):
 def _together(query: Rows, key: Rows, value: Rows, causal: bool, options: dict[str, Any]) -> Tensor:
     """Return the rows of attention in which a query sees all keys of its sequence, or those before it."""
     packed = attention_of_packed_rows(
-        query.rows, key.rows, value.rows, query.positions.lengths, key.positions.lengths, causal=causal, **options
+        query.rows, key.rows, value.rows, query.positions.packed, key.positions.packed, causal=causal, **options
     )
     if packed is not None:
         return packed

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from torchboost.core.torch_private import version
+from torchboost.core.torch_private import Packed, version
 
 __all__ = ["Layout"]
 
@@ -26,6 +27,8 @@ class Layout:
     def __init__(self, mask: Tensor, owner: object = None, forced: Callable[[], None] | None = None) -> None:
         self.mask, self.owner, self.forced = mask, owner, forced
         self.batch, self.length = mask.shape
+        self.on_host = mask.cpu()
+        """The mask where the host reads it. A read of the device in the middle of a model waits for all before it."""
         self.index = mask.flatten().nonzero().squeeze(1)
         self._rows_of: dict[tuple[int, tuple[int, ...], int], tuple[Tensor, int, Tensor]] = {}
         self._results: dict[tuple[int, Any], tuple[Tensor, int, Any]] = {}
@@ -49,12 +52,17 @@ class Layout:
     @cached_property
     def lengths(self) -> list[int]:
         """The number of rows of each sequence."""
-        return self.mask.sum(1).tolist()
+        return self.on_host.sum(1).tolist()
+
+    @cached_property
+    def packed(self) -> Packed:
+        """The rows as those of sequences that lie one after the other."""
+        return Packed(F.pad(self.mask.sum(1).cumsum(0), (1, 0)).int(), max(self.lengths, default=0))
 
     @cached_property
     def begins_with_rows(self) -> bool:
         """Whether every sequence has its padding at the end."""
-        return not bool((self.mask[:, 1:] & ~self.mask[:, :-1]).any())
+        return not bool((self.on_host[:, 1:] & ~self.on_host[:, :-1]).any())
 
     @cached_property
     def row_of(self) -> Tensor:

@@ -170,7 +170,9 @@ def selected(x: Rows, place: int, number: int) -> Tensor:
         return x.of(x.rows.select(dim + 1, number), numbered([*x.dims[:place], *x.dims[place + 1 :]]), x.fill)
     if dim != TOKEN:
         raise MissingRows("it takes one sequence")
-    taken = x.picked(_present(x.positions.row_of[:, number]))  # (batch, features...)
+    if not x.positions.on_host[:, number].all():
+        raise MissingRows("it reads padded positions")
+    taken = x.picked(x.positions.row_of[:, number])  # (batch, features...)
     rest = [dim for dim in x.dims if dim != TOKEN]
     taken = taken.movedim(0, rest.index(BATCH))
     x.memory.copied(taken)
