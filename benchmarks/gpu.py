@@ -64,17 +64,29 @@ def lengths(network: str) -> tuple[Part, ...]:
     return tuple(Part("levels", 145, network, (f"O1, {steps:,} steps",), cold=True) for steps in (10_000, 450_000))
 
 
-EAGER = ("channels_last+autocast+fused_optimizer+tf32", "autocast+fused_optimizer+tf32", "O1", "O2")
+USUAL = "autocast+fused_optimizer+tf32"
+TEXTS = (USUAL, f"{USUAL}+compile", "O1")
+IMAGES = tuple(f"channels_last+{name}" if name != "O1" else name for name in TEXTS)
+EAGER = (f"channels_last+{USUAL}", USUAL, "O1", "O2")
 PLAN: Mapping[str, Call] = {
     "1": Call(420, (Part("machine", 60), Part("tests", 190), Part("rules", 170))),
-    "2": Call(590, (Part("levels", 295, "resnet50"), Part("levels", 295, "gpt2"))),
+    "2": Call(
+        590,
+        (
+            Part("padding", 200, "bert-classifier"),
+            Part("levels", 200, "gpt2", TEXTS),
+            Part("levels", 190, "resnet50", IMAGES),
+        ),
+    ),
     "3": Call(590, (Part("levels", 295, "bert"), Part("levels", 295, "vit"))),
     "4": Call(100, (Part("levels", 100, "mobilenet", EAGER),)),
     # The second half hour.
     "5": Call(590, (*lengths("resnet50"), *lengths("gpt2"))),
     "6": Call(590, (Part("freezing", 200, "resnet50"), Part("freezing", 200, "gpt2"), Part("offload", 190, "gpt-1b"))),
     "7": Call(590, (Part("levels", 295, "llama"), Part("levels", 295, "convnext"))),
-    "8": Call(590, (Part("padding", 295, "bert-classifier"), Part("padding", 295, "llama-instructions"))),
+    "8": Call(
+        590, (*(Part("levels", 195, name) for name in ("resnet50", "gpt2")), Part("padding", 200, "llama-instructions"))
+    ),
 }
 
 

@@ -35,8 +35,8 @@ COMPARED_LOSSES = 8
 SAMPLE_SECONDS = 0.25
 """A sample has so many steps that stock takes about so long."""
 MOST_CALLS = 20
-LEVEL_SECONDS = 60.0
-"""A level does not begin with less: its trial may take a minute, and the price of a compilation."""
+LEVEL_SECONDS = 110.0
+"""A level does not begin with less: its trial may take a minute, and the price of a compilation. Then it is timed."""
 MODES: Mapping[str, str | None] = {
     "compile": None,
     "compile reduce-overhead": "reduce-overhead",
