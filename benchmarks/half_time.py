@@ -152,6 +152,8 @@ class Bench:
             parts = made_by(self.factory.make, seed)
             boosted = torchboost.boost(parts.model, parts.optimizer, config=self.config, total_steps=steps)
             steps = boosted.steps or steps
+            if isinstance(boosted.optimizer, ScheduleFreeAdamW):
+                parts = parts._replace(schedule=None)
             parts = parts._replace(optimizer=boosted.optimizer)
             return loop_body(parts, boosted.model, boosted.optimizer, steps), parts, steps
         optimizer = None if way != HAND_MUON else partial(with_muon, self.sample, muon)
