@@ -36,12 +36,12 @@ def test_the_multiples_go_beyond_an_edge_but_not_for_ever():
     while (multiple := next_multiple(scores)) is not None:
         asked.append(multiple)
         scores[multiple] = multiple
-    assert asked == [1.0, 0.5, 2.0, 0.25, 4.0, 8.0, 16.0]
-    inside = dict.fromkeys(MULTIPLES, 0.0) | {0.5: 1.0}
+    assert asked == [1.0, 0.5, 2.0, 4.0, 8.0, 16.0, 32.0]
+    inside = dict.fromkeys(MULTIPLES, 0.0) | {1.0: 1.0}
     assert next_multiple(inside) is None
-    low = dict.fromkeys(MULTIPLES, 0.0) | {0.25: 1.0}
-    assert next_multiple(low) == 0.125
-    assert next_multiple({**low, 0.125: 0.9}) is None
+    low = dict.fromkeys(MULTIPLES, 0.0) | {0.5: 1.0}
+    assert next_multiple(low) == 0.25
+    assert next_multiple({**low, 0.25: 0.9}) is None
     assert next_multiple(dict.fromkeys(MULTIPLES, -math.inf)) is None
     assert next_multiple({1.0: 0.5}, (1.0,)) is None
 
@@ -67,7 +67,7 @@ def test_the_fewest_steps_are_found_in_few_trials(needed: float):
 def test_every_recipe_gets_the_same_search_and_the_best_rate_of_it():
     train = Planted({STOCK: Effect(best=0.25), "a": Effect(best=2.0, points=4), "b": Effect(best=16.0, points=1)})
     found = searched(train, "ab")
-    assert [len(multiples(train, name)) for name in (STOCK, "a", "b")] == [6, 5, 7]
+    assert [len(multiples(train, name)) for name in (STOCK, "a", "b")] == [5, 4, 7]
     rates = {name: finding.candidate.rate for name, finding in found.findings.items()}
     assert rates == {STOCK: 0.25, "a": 2.0, "b": 16.0}
     assert found.rate is not None
@@ -88,10 +88,10 @@ def test_the_target_is_that_of_the_better_rate_at_full_length():
 def test_a_fixed_rate_is_kept_but_not_for_an_optimizer_that_has_none_of_the_users():
     muon = Candidate(name="Muon", recipe={"optimizer": "muon", "lr": 0.02})
     other = Candidate(name="a", extra={"a": True})
-    for rates, stock, best in ((True, 6, 0.25), (False, 1, 1.0)):
+    for rates, stock, best in ((True, 5, 0.25), (False, 1, 1.0)):
         train = Planted({STOCK: Effect(best=0.25), "Muon": Effect(best=0.5, points=3)})
         found = searched(train, recipes=[Candidate(name=STOCK), muon, other], rates=rates)
-        assert [len(multiples(train, name)) for name in (STOCK, "Muon")] == [stock, 5]
+        assert [len(multiples(train, name)) for name in (STOCK, "Muon")] == [stock, 4]
         assert found.levers.rate == best
         assert found.rate is None if not rates else found.rate is not None
         section = found.findings["Muon"].candidate.section
@@ -192,11 +192,28 @@ def test_the_search_takes_half_of_the_budget_and_keeps_what_it_found():
         assert all("does not allow another run" in finding.reason for finding in left)
 
 
+def test_a_recipe_that_reaches_the_target_at_half_of_the_steps_is_a_plan_although_the_search_is_cut_short():
+    effects = {"a": Effect(points=5.0, needed=0.4)}
+    runs = [*searched(Planted(effects), "a").runs.made.values()]
+    first = next(place for place, run in enumerate(runs) if run.name == "a, 50% of the steps")
+    for count in range(first + 1, len(runs)):
+        spent = sum(run.wall_seconds for run in runs[:count])
+        found = searched(Planted(effects), "a", budget=2 * spent + 0.1)
+        assert found.plans()[0].name == "a"
+
+
+def test_a_recipe_whose_second_seed_misses_the_target_is_no_plan():
+    late = lambda c, s, r: {"metric": 0.0} if (c.name, s) == ("a", 1) else {}  # noqa: E731
+    found = searched(Planted({"a": Effect(points=5.0, needed=0.4)}, change=late), "a")
+    assert [plan.name for plan in found.plans()] == [STOCK]
+    assert found.findings["a"].outcome == "no gain"
+
+
 def test_a_stopped_or_diverged_rate_is_not_the_best():
     def stops(candidate: Candidate, seed: int, run: Run) -> Mapping[str, Any]:
         return NO_NUMBER if candidate.rate > 1 else {}
 
     found = searched(Planted({STOCK: Effect(best=2.0)}, change=stops))
-    assert found.findings[STOCK].rates[4.0] == -math.inf
+    assert found.findings[STOCK].rates[2.0] == -math.inf
     assert found.rate is not None
     assert found.rate.best == 1.0

@@ -19,8 +19,8 @@ LEAST_GAIN = 1.03
 BUDGET = 0.5
 """The search may take so much of the budget; the rest is for the confirmation."""
 
-MULTIPLES, MORE_MULTIPLES = (1.0, 0.5, 2.0, 0.25, 4.0), 2
-"""Multiples of its rate that every recipe gets, and how many more if the best of them is at an edge."""
+MULTIPLES, MORE_MULTIPLES = (1.0, 0.5, 2.0), 4
+"""Multiples of its rate that every recipe gets, and how many more at most while the best of them is at an edge."""
 
 SHARES = tuple(round(0.05 * step, 2) for step in range(4, 21))
 """Shares of the steps among which the fewest are found."""
@@ -103,7 +103,7 @@ class Search:
                 self._shorten(finding)
 
     def _tune(self, recipe: Candidate) -> None:
-        """Find the best rate of a recipe at half of the steps."""
+        """Find the best rate of a recipe at half of the steps. If that reaches the target, it is a plan at once."""
         scores: dict[float, float] = {}
         grid = MULTIPLES if self.rates or "lr" in recipe.recipe else (1.0,)
         if recipe.recipe.get("optimizer") == "muon":  # the rest of the weights is trained as stock trains it best
@@ -111,11 +111,15 @@ class Search:
         try:
             while (multiple := next_multiple(scores, grid)) is not None:
                 scores[multiple] = self.runs.score(recipe.at(multiple, HALF), SEEDS[0])
+                best = best_rate(scores)
+                self.findings[recipe.name] = Finding(candidate=recipe.at(best), rates=dict(scores))
+                if scores[best] >= self.target - SLACK * self.drop and self._slower(recipe) * HALF * LEAST_GAIN <= 1:
+                    self._note(self.findings[recipe.name], recipe.at(best, HALF))
         except RecipeEndedError as ended:
+            self._withdraw(recipe.name)
             self.end(recipe.name, ended.outcome, ended.reason)
             return
         best = best_rate(scores)
-        self.findings[recipe.name] = Finding(candidate=recipe.at(best), rates=scores)
         if scores[best] == -math.inf:
             self.end(recipe.name, "lost", "its training diverged at every rate")
         elif recipe.name != self.levers.name:
@@ -147,7 +151,7 @@ class Search:
 
     def _promise(self, finding: Finding) -> float:
         """Return the seconds in which a recipe is expected to reach the target, by its metric at half of the steps."""
-        lacking = self.target - finding.rates[finding.candidate.rate]
+        lacking = self.target - max(finding.rates.values())
         slope = max(self.target - self._half(), self.drop)
         share = min(1.0, max(SHARES[0], HALF + (1 - HALF) * lacking / slope))
         return self.runs.seconds(finding.candidate, share)
@@ -155,22 +159,32 @@ class Search:
     def _shorten(self, finding: Finding) -> None:
         """Find the fewest steps with which a recipe keeps the target, if that takes less time than any plan so far."""
         plan, passed = finding.candidate, {}
-        fastest = self.plans()[0]
+        fastest = next(one for one in self.plans() if one.name != plan.name or one.share == 1)
         most = self.runs.seconds(fastest, fastest.share) / LEAST_GAIN
         shares = [share for share in SHARES if self.runs.seconds(plan, share) <= most]
+        if HALF not in shares and plan.share == HALF:
+            self._withdraw(plan.name)
         try:
             while (share := next_share(shares, passed)) is not None:
                 trial = plan.at(plan.rate, share)
                 passed[share] = self._mean(trial) >= self.target - SLACK * self.drop
                 if passed[share]:
                     self._note(self.findings[plan.name], trial)
+                elif self.findings[plan.name].candidate.share == share:  # one seed alone had reached the target
+                    self._withdraw(plan.name)
         except RecipeEndedError as ended:
+            if self.findings[plan.name].seeds < len(SEEDS):
+                self._withdraw(plan.name)
             self.end(plan.name, ended.outcome, ended.reason)
             return
         if self.findings[plan.name].change is None:
             lost = f"with {shares[-1]:.0%} of the steps it does not keep the metric" if shares else ""
             slow = "" if shares and shares[-1] == 1 else f"more steps take longer than {fastest.label}"
             self.end(plan.name, "no gain", ", and ".join(filter(None, (lost, slow))))
+
+    def _withdraw(self, name: str) -> None:
+        """A recipe is no plan any more."""
+        self.findings[name] = self.findings[name].model_copy(update={"change": None})
 
     def _mean(self, plan: Candidate) -> float:
         """Return the mean metric of the seeds; minus infinity, after one of them, if the target is out of reach."""
@@ -181,12 +195,13 @@ class Search:
 
     def _note(self, finding: Finding, plan: Candidate) -> None:
         """Note that a plan keeps the metric, and what it saves."""
-        stock, ours = ([self.runs.made[one.label, seed] for seed in SEEDS] for one in (self.levers, plan))
+        both = [seed for seed in SEEDS if (plan.label, seed) in self.runs.asked]
+        stock, ours = ([self.runs.made[one.label, seed] for seed in both] for one in (self.levers, plan))
         times = [run.projected(self.runs.total_steps) for run in stock]
         self.findings[plan.name] = finding.model_copy(
             update={
                 "candidate": plan,
-                "seeds": len(SEEDS),
+                "seeds": len(both),
                 "speed": paired_ratio(times, [run.projected(self.runs.steps(plan.share)) for run in ours]),
                 "change": statistics.fmean(run.metric for run in ours) - self.target,
                 "memory": memory_ratio(stock, ours),
