@@ -137,6 +137,7 @@ def measure(options: Options) -> Path:
         }
         print(f"{title}: {found[title]}", flush=True)
     file = options.file("planted_effects", "tune")
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps({"spread": SPREAD, "drop": POINT, "cases": found}, indent=1) + "\n", encoding="utf-8")
     return file
 
