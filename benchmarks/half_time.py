@@ -1,6 +1,6 @@
 """Claim: what one ``tune`` finds from the factory alone reaches the metric of tuned stock in half of the time.
 
-On each of eight workloads ``tune`` first finds the best learning rate of stock, then what reaches its metric soonest.
+On each of nine workloads ``tune`` first finds the best learning rate of stock, then what reaches its metric soonest.
 What it found is then confirmed with seeds that it has not seen: plain stock at the rate that ``tune`` found for it,
 against what ``boost`` makes of ``boost.json``. The rival is the best loop by hand, at the same rate of stock: a fused
 optimizer, channels-last, bfloat16 autocast if it is fast here, texts padded to the longest of their batch; once with
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fine_tuned_llama import FineTunedLlama
 from options import Options, options_of, parser
 from promises import final, machine, signed
 from time_to_metric import cpu_seconds
@@ -79,12 +80,17 @@ CASES = {
     "text-gpt": Case(),
     "docstrings-transformer": Case(),
     "pieces-gpt": Case(),
+    FineTunedLlama.name: Case(),
 }
 
 
-def loaded(name: str, options: Options) -> tuple[Workload, Factory, int]:
+def workload(name: str) -> Workload | FineTunedLlama:
+    return FineTunedLlama() if name == FineTunedLlama.name else find_workload(name)
+
+
+def loaded(name: str, options: Options) -> tuple[Workload | FineTunedLlama, Factory, int]:
     """Return a workload at its size, its factory, and the steps of a run of stock."""
-    job, case = find_workload(name), CASES[name]
+    job, case = workload(name), CASES[name]
     data = job.load(options.path_for(name), 4 * job.batch if options.smoke else case.samples)
     if isinstance(data, Images):
         data = replace(_shorter(data, MOST_TEST), validation=_shorter(data.validation, MOST_VALIDATION))
@@ -276,7 +282,7 @@ def table(folder: Path) -> tuple[Table, str]:
     found = results(folder)
     lines = []
     for result in found:
-        job, stock = find_workload(result["name"]), _fresh(result, STOCK)
+        job, stock = workload(result["name"]), _fresh(result, STOCK)
         metric = final([run["metric"] for run in stock.values()], job)
         seconds = mean_of(run["seconds"] for run in stock.values())
         cost = result["tuning"]["seconds"] / mean_of(run["wall"] for run in stock.values())
@@ -301,7 +307,7 @@ def rival_table(folder: Path) -> tuple[Table, str]:
     """Return the same of the best loops by hand, and the time of what was tuned against each of these."""
     found, lines = results(folder), []
     for result in found:
-        job, cells = find_workload(result["name"]), []
+        job, cells = workload(result["name"]), []
         for way in (HAND, HAND_MUON):
             ours, theirs = _fresh(result, TUNED), _fresh(result, way)
             seeds = sorted(ours.keys() & theirs.keys())
@@ -325,7 +331,7 @@ def _fresh(result: Result, way: str) -> dict[int, Result]:
     return {run["seed"]: run for run in result["runs"] if run["way"] == way and run["seed"] >= FRESH}
 
 
-def _against_stock(result: Result, way: str, job: Workload) -> tuple[str, str]:
+def _against_stock(result: Result, way: str, job: Workload | FineTunedLlama) -> tuple[str, str]:
     """Return the difference in the metric and the time of runs, or that the metric of stock is not reached."""
     stock, own = _fresh(result, STOCK), _fresh(result, way)
     seeds = sorted(stock.keys() & own.keys())
