@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from torchboost import Target
+from torchboost.algorithms import DimReduction
 from torchboost.bench import factory as module
 from torchboost.bench.contestants import Recipe, build_loop
 from torchboost.bench.factory import Epoch, Factory, function_at, loop_body, metric_of, one_epoch, score_of, source_of
+from torchboost.core import attach_all
 from torchboost.errors import FactoryError
 
 GOOD = """
@@ -51,7 +54,7 @@ ODD = """
 
     wrong = lambda seed: 3
     empty = changed(batches=[])
-    unpaired = changed(batches=[{"inputs": torch.zeros(5, 2)}])
+    unpaired = changed(batches=[torch.zeros(5, 2)])
     other = changed(model=nn.Linear(2, 2))
     number = changed(loss=lambda outputs, targets: 0.5)
     words = changed(evaluate=lambda model: "good")
@@ -86,6 +89,15 @@ ODD = """
         model = Named()
         batches = [({"x": x, "more": [x]}, y) for x, y in make(seed)[3]]
         return model, torch.optim.SGD(model.parameters(), lr=0.1), make(seed)[2], batches
+
+    class ByName(Named):
+        def forward(self, *, x, more=None, labels=None):
+            return nn.functional.cross_entropy(self.layer(x), labels)
+
+    def by_name(seed):
+        model = ByName()
+        batches = [{"x": x, "labels": y} for x, y in make(seed)[3]]
+        return model, torch.optim.SGD(model.parameters(), lr=0.1), lambda loss, batch: loss, batches
 
     model, norm = None, nn.BatchNorm1d(2, affine=False)
 
@@ -177,7 +189,7 @@ def test_what_does_not_fit_is_named(at):
         "wrong": "returned int",
         "swapped": "model is a SGD",
         "empty": "batches are empty",
-        "unpaired": "found dict; needed: pairs",
+        "unpaired": "found Tensor; needed: pairs",
         "other": "optimizer has no parameter of its model",
         "gone": "does not define a function 'gone'; it defines: make, changed",
         "shared": r"returned the same parameter twice \(weight\)",
@@ -205,6 +217,26 @@ def test_inputs_may_be_named_tensors(at):
     assert factory.measured(parts).batch == 5
     ((inputs, targets), *_) = one_epoch(parts.batches, seed=0, epoch=0, device=torch.device("meta"))
     assert {inputs["x"].device.type, inputs["more"][0].device.type, targets.device.type} == {"meta"}
+
+
+def test_a_model_gets_the_entries_of_a_dict_by_name_if_it_takes_them(at):
+    for name in ("named", "by_name"):
+        factory = at(name)
+        parts = factory.build(0)
+        assert factory.measured(parts).batch == 5
+        loss = loop_body(parts, parts.model, parts.optimizer, 9)(
+            *next(iter(one_epoch(parts.batches, seed=0, epoch=0, device=CPU)))
+        )
+        assert loss.shape == ()
+
+
+def test_an_optimizer_that_evaluates_the_loss_again_gets_it(at):
+    parts = at("make").build(0)
+    target = Target(parts.model, parts.optimizer)
+    attach_all(target, [DimReduction(n_components=2, snapshot_every=1)])
+    step, batch = loop_body(parts, target.model, target.optimizer, 40), next(iter(parts.batches))
+    losses = [float(step(*batch)) for _ in range(40)]
+    assert losses[-1] < losses[0]
 
 
 def test_every_run_has_the_loss_of_its_own_model(at):

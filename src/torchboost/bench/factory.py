@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from torchboost.core.step import ClosureOptimizer
 from torchboost.errors import FactoryError
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "made_by",
     "metric_of",
     "one_epoch",
+    "outputs_of",
     "score_of",
     "source_of",
 ]
@@ -61,7 +63,8 @@ class Parts(NamedTuple):
         model: The model to train. Its output is passed to ``loss``.
         optimizer: Optimizer of its parameters.
         loss: ``(outputs, targets) -> scalar``.
-        batches: ``(inputs, targets)`` pairs of one epoch. Iterated again for every epoch.
+        batches: ``(inputs, targets)`` pairs of one epoch, or dicts, which are inputs and targets at once. Iterated
+            again for every epoch. If inputs are a dict, the model gets its entries by name, if it takes these names.
         evaluate: ``model -> metric``, higher is better. Without it only step times are measured.
         schedule: ``(optimizer, steps) -> torch scheduler`` for a run of ``steps`` steps, stepped after every update.
             Without it the learning rate is constant.
@@ -354,13 +357,20 @@ def loop_body(
             "torch that is stepped after every update."
         )
 
-    def step(inputs: Any, targets: Any) -> Tensor:
+    def loss_of(inputs: Any, targets: Any) -> Tensor:
         with precision():
-            loss: object = parts.loss(model(inputs), targets)
+            loss: object = parts.loss(outputs_of(parts, model, inputs), targets)
         if not isinstance(loss, Tensor):
             raise FactoryError(f"the factory's loss returned a {type(loss).__name__}; needed: a tensor of one number.")
-        loss.backward()
-        optimizer.step()
+        return loss
+
+    def step(inputs: Any, targets: Any) -> Tensor:
+        if isinstance(optimizer, ClosureOptimizer):  # it evaluates the loss more than once
+            loss: Tensor = optimizer.step(lambda: loss_of(inputs, targets))
+        else:
+            loss = loss_of(inputs, targets)
+            loss.backward()
+            optimizer.step()
         if schedule is not None:
             schedule.step()
         optimizer.zero_grad()
@@ -369,14 +379,32 @@ def loop_body(
     return step
 
 
+def outputs_of(parts: Parts, model: Callable[..., Any], inputs: Any) -> Any:
+    """Call a model with the inputs of a batch: the entries of a dict by name, if the factory's model takes them."""
+    if isinstance(inputs, Mapping) and _takes(parts.model, inputs):
+        return model(**inputs)
+    return model(inputs)
+
+
+def _takes(model: nn.Module, named: Mapping[Any, Any]) -> bool:
+    try:
+        inspect.signature(model.forward).bind(**named)
+    except TypeError:
+        return False
+    return True
+
+
 def _pair(batch: Any) -> tuple[Any, Any]:
-    """Return the inputs and targets of a batch, or raise ``FactoryError`` unless it is a pair."""
+    """Return the inputs and targets of a batch, or raise ``FactoryError`` unless it is a pair or a dict."""
+    if isinstance(batch, Mapping):
+        return batch, batch
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
     what = f"a {type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
     raise FactoryError(
-        f"the factory's batches: found {what}; needed: pairs (inputs, targets). The model is called with the inputs, "
-        "as one argument, and loss with its output and the targets."
+        f"the factory's batches: found {what}; needed: pairs (inputs, targets), or dicts. The model is called with the "
+        "inputs as one argument, or with the entries of a dict by name, and loss with its output and the targets, or "
+        "the dict."
     )
 
 

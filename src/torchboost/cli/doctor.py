@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.collect_env import get_env_info
 from torch.utils.data import DataLoader
 
-from torchboost.bench.factory import Factory, Parts, one_epoch
+from torchboost.bench.factory import Factory, Parts, one_epoch, outputs_of
 from torchboost.calibration.choice import in_a_line
 from torchboost.calibration.waste import waste_of
 from torchboost.cli.shared import (
@@ -178,7 +178,7 @@ def measure_step(
         marks = [clock()]
         inputs, targets = next(batches)
         marks.append(clock())
-        loss = parts.loss(parts.model(inputs), targets)
+        loss = parts.loss(outputs_of(parts, parts.model, inputs), targets)
         marks.append(clock())
         loss.backward()
         marks.append(clock())
@@ -208,7 +208,7 @@ class _WithLoss(nn.Module):
 
     def __init__(self, parts: Parts) -> None:
         super().__init__()
-        self.model, self._loss = parts.model, parts.loss
+        self.model, self._parts = parts.model, parts
         named: Any = (getattr(module, "get_output_embeddings", None) for module in parts.model.modules())
         heads = [each for each in named if callable(each) and isinstance(each(), nn.Linear)]
         if heads:
@@ -216,7 +216,7 @@ class _WithLoss(nn.Module):
 
     def forward(self, inputs: Any, targets: Any) -> Any:
         """Return the loss of a batch."""
-        return self._loss(self.model(inputs), targets)
+        return self._parts.loss(outputs_of(self._parts, self.model, inputs), targets)
 
 
 def measure_waste(
