@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torchboost.algorithms.unpad import Unpad
 from torchboost.calibration.calibration import (
     UNSEEN,
+    WORTH_A_WORD,
     Calibrate,
     Calibration,
     changes_model,
@@ -23,6 +24,7 @@ from torchboost.calibration.calibration import (
     deciding_ranks,
     device_of,
     obstacle_to_passes,
+    tell,
 )
 from torchboost.calibration.choice import Choice, Verdict
 from torchboost.calibration.snapshot import streams_kept
@@ -267,7 +269,11 @@ class Levers:
         self.choice = choice
         self._decisions |= {v.lever: (v.kept, v.reason) for v in choice.verdicts}
         self._forms = calibration.in_form(choice, device_of(target.model)).levers
-        _LOG.info("%s: %s", self.asked.level, choice.explain())
+        details = f"{self.asked.level}: {choice.explain()}"
+        if choice.source == "trial" and choice.budget >= WORTH_A_WORD:
+            tell(f"{self.asked.level}: {choice.summary}", details)
+        else:
+            _LOG.info(details)
 
     def _meet_other_shapes(self, call: Call) -> bool:
         """Check the levers that are on once more, on the first inputs of other shapes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import random
 import warnings
 from typing import Any
@@ -138,9 +139,20 @@ def test_the_choice_is_logged(monkeypatch, caplog):
     choose(monkeypatch, {"autocast"})
     with caplog.at_level("INFO", logger="torchboost"):
         train(*boosted(), steps=1)
-    (record,) = caplog.records
+    record = caplog.records[-1]
     assert "autocast  on: planted" in record.message
     assert "channels_last  off: planted" in record.message
+
+
+def test_the_first_step_speaks_unless_logging_says_otherwise(monkeypatch, capsys):
+    """A line before the trial and one after it on stderr; with a level of the logger, none there."""
+    logger = logging.getLogger("torchboost")
+    monkeypatch.setattr(type(logger), "hasHandlers", lambda self: False)
+    for level, lines in ((logging.NOTSET, 2), (logging.WARNING, 0)):
+        monkeypatch.setattr(logger, "level", level)
+        train(*boosted(calibrate=3.0, steps=10_000), steps=1)
+        said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("torchboost: ")]
+        assert len(said) == lines
 
 
 def test_calls_without_training_are_not_the_first_call(monkeypatch):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -37,6 +39,7 @@ from torchboost.registry import REGISTRY
 
 __all__ = [
     "UNSEEN",
+    "WORTH_A_WORD",
     "Calibrate",
     "Calibration",
     "changes_model",
@@ -46,6 +49,7 @@ __all__ = [
     "device_of",
     "obstacle_to_passes",
     "resolved",
+    "tell",
 ]
 
 Calibrate = bool | float | Literal["auto"]
@@ -71,6 +75,8 @@ _MOST_SECONDS = 60.0
 _STEPS_WITHOUT_LENGTH = 30
 _LEAST_STEPS = 12
 """A trial of fewer steps could not decide about any lever."""
+WORTH_A_WORD = 2.0
+"""A trial that may take so many seconds is announced."""
 _COMPILE_SECONDS, _COMPILE_SECONDS_PER_MODULE = 8.0, 0.15
 """Expected price of a compilation, before it is measured."""
 _COMPILE_RATIO = 1.5
@@ -279,6 +285,9 @@ class Calibration:
             options: dict[str, Any] = {"scaler": target.scaler, "reduce": reduce, "interrupt": not self.sharded}
             with closing(Trial(passes, target.optimizers, tried, base=base, **options)) as trial:
                 budgets.append(self.seconds(trial.step_seconds, granted))
+                if budgets[0] >= WORTH_A_WORD:
+                    names = ", ".join(levers)
+                    tell(f"trying what makes a step of your model faster ({names}), at most {budgets[0]:.0f} s")
                 verdicts, ratio = search(
                     sorted(levers, key=lambda name: name not in self.prior),  # what may take long comes last
                     trial,
@@ -366,6 +375,15 @@ class Calibration:
         asked = [Verdict(lever=lever.name, kept=True, reason="asked for") for lever in self.asked]
         verdicts = (*(v for v in choice.verdicts if v.lever not in names), *asked)
         return choice.model_copy(update={"verdicts": verdicts})
+
+
+def tell(text: str, details: str = "") -> None:
+    """Tell the user what the first step does: details by the logger, or if logging is not set up, a line on stderr."""
+    log = logging.getLogger("torchboost")
+    if log.hasHandlers() or log.level:
+        log.info(details or text)
+    elif Topology.current().rank == 0:
+        print(f"torchboost: {text}", file=sys.stderr, flush=True)
 
 
 def decide(

@@ -153,6 +153,13 @@ class Choice(_Record):
             lines.append(f"  {verdict.lever}  {'on' if verdict.kept else 'off'}: {verdict.reason}{figure}")
         return "\n".join([*lines, *([f"  {self.gain}"] if self.gain else [])])
 
+    @property
+    def summary(self) -> str:
+        """What a trial found, in a line."""
+        on = ", ".join(verdict.lever for verdict in self.verdicts if verdict.kept) or "nothing"
+        gain = f"; {self.gain}" if self.gain else ""
+        return f"on after {self.seconds:.0f} s of measuring: {on}{gain}. boosted.explain() says why"
+
     def measured_elsewhere(self, device: torch.device) -> str:
         """Return how the machine of a checkpoint's choice differs from this one, and what to do. Empty if it is not."""
         here, there = machine_of(device), self.machine or {}

@@ -213,7 +213,7 @@ def test_a_compiled_step_of_a_split_equals_the_plain_one():
         give_grads(params, number)
         step()
         train(other, plain, [number])
-    assert same(params, plain)
+    torch.testing.assert_close(params, plain, rtol=1e-5, atol=1e-6)  # before torch 2.13 it rounds a step otherwise
 
 
 def test_a_split_leaves_the_state_as_it_is_and_checkpoints_without_one_continue_without():
