@@ -183,7 +183,7 @@ class Search:
             self.end(plan.name, "no gain", ", and ".join(filter(None, (lost, slow))))
 
     def _withdraw(self, name: str) -> None:
-        """A recipe is no plan any more."""
+        """Take a recipe off the plans."""
         self.findings[name] = self.findings[name].model_copy(update={"change": None})
 
     def _mean(self, plan: Candidate) -> float:
