@@ -105,7 +105,7 @@ CASES: dict[str, Case] = {
         _only("a", 0.4, 0.6),
         budget=30.0,
     ),
-    "the same, where the best is tried as the last": Case(
+    "the same, with the best tried as the last": Case(
         {
             **{name: Planted(-1.0 - place, time=0.9) for place, name in enumerate("bcdef")},
             "a": Planted(0.5, needed=0.45, time=1.1),

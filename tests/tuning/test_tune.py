@@ -155,7 +155,7 @@ def test_a_tuning_begins_where_an_earlier_one_ended(tmp_path, fake):
     assert second.starts["memory"].model_dump() == {"rate": 1.0, "share": 0.5}
     fresh = [{seed for _, seed in runs if seed >= 1000} for runs in (usual, fake.trained)]
     assert fresh[0] & fresh[1] == set()
-    assert "the search began where that of 'a model' ended; the seeds of the confirmation are others" in second.notes
+    assert "the search began from 'a model'; the seeds of the confirmation are others" in second.notes
     # It is continued without its prior and with it, not with another.
     fake.trained.clear()
     for prior in ((), first):
@@ -167,7 +167,7 @@ def test_a_tuning_begins_where_an_earlier_one_ended(tmp_path, fake):
         tuned(out, prior=second, title="other", resume=True)
     assert fake.trained == []
     none = tuned(prior=first.model_copy(update={"findings": []}))
-    assert "nothing was taken from 'a model', where no recipe is searched" in none.notes
+    assert "nothing was taken from 'a model', in which no recipe was searched" in none.notes
 
 
 def test_ctrl_c_inside_the_garbage_collector_ends_a_tuning(tmp_path, fake, monkeypatch):

@@ -258,7 +258,7 @@ def tune(
     rate: Annotated[str, typer.Option(help="search: also your learning rate. fixed: keep it.")] = "search",
     prior: Annotated[
         list[Path] | None,
-        typer.Option(help="Begin where this report of a similar training ended. May be repeated; the last one counts."),
+        typer.Option(help="Begin from this report of a similar training. May be repeated; the last one counts."),
     ] = None,
     seeds: Annotated[int, typer.Option(min=3, max=100, help="Most seeds of a test.")] = 12,
     data: Data = None,

@@ -1,4 +1,4 @@
-"""Where a tuning begins if others came before it: the order of the recipes, their first rates and lengths."""
+"""What a tuning takes from earlier ones: the order of the recipes, their first rates and lengths."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def fresh_after(reports: Sequence[TuneReport]) -> int:
 def ordered(
     recipes: Sequence[Candidate], reports: Sequence[TuneReport], lr: float
 ) -> tuple[list[Candidate], dict[str, Start]]:
-    """Return the recipes, those first that earlier tunings ended with, and where the search of each begins.
+    """Return the recipes, those first that earlier tunings ended with, and the start of each search.
 
     The last report in which the rates of a recipe were compared counts for it. All rates of stock are tried whatever a
     report says, because the others are compared with the best of them.
@@ -59,7 +59,7 @@ def ordered(
 
 
 def _start(report: TuneReport, finding: Finding, lr: float | None) -> Start:
-    """Return where the search of a recipe begins, whose rate is ``lr``. A report of another rate counts its size."""
+    """Return the start of the search of a recipe whose rate is ``lr``. A report of another rate counts its size."""
     found, rate = finding.candidate, None
     before = found.recipe.get("lr", report.lr)
     if before and lr and len(finding.rates) > 1 and finding.rates.get(found.rate, -math.inf) > -math.inf:

@@ -197,7 +197,7 @@ class Rate(Record):
 
 
 class Start(Record):
-    """Where the search of a recipe begins, because an earlier tuning ended there.
+    """The start of the search of a recipe, at which an earlier tuning ended.
 
     Args:
         rate: The multiple of its rate in the middle of those that are tried; None for the usual ones.

@@ -46,7 +46,7 @@ class Search:
         recipes: The first is stock with the levers, or :data:`~torchboost.tuning.report.STOCK` itself without any.
         drop: Largest accepted drop of the metric.
         rates: Whether the rates of recipes without a rate of their own are searched too.
-        starts: Where the search of a recipe begins, by its name.
+        starts: The starts of the searches, by the names of the recipes.
         findings: What is known about each recipe.
         rate: What is known about the user's rate.
         target: The metric of stock at its best rate, the mean of the seeds.

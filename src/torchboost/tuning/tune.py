@@ -100,8 +100,7 @@ def tune(
         rate: ``"search"``, or ``"fixed"``, which keeps the learning rate of your optimizer. Optimizers that take its
             place are still searched, because for them you have none.
         prior: Reports of tunings of similar trainings, or their files, the most similar one last. The search begins
-            where they ended: with their recipes, rates and lengths. The test is the same, with seeds that they have not
-            used.
+            from their recipes, rates and lengths. The test is the same, with seeds that they have not used.
         seeds: Most seeds of a test, from 3 to 100.
         error: Probability of a wrong decision, in all attempts of the confirmation together.
         device: Where the batches go.
@@ -313,8 +312,8 @@ class _Session:
         """Return how the search was made, if not as usual."""
         earlier, begins = " and ".join(map(repr, self.report.prior)), bool(self.report.starts)
         said = {
-            f"the search began where that of {earlier} ended; the seeds of the confirmation are others": begins,
-            f"nothing was taken from {earlier}, where no recipe is searched": bool(earlier) and not begins,
+            f"the search began from {earlier}; the seeds of the confirmation are others": begins,
+            f"nothing was taken from {earlier}, in which no recipe was searched": bool(earlier) and not begins,
             "the learning rate was kept as it is, as asked": not self.report.rate_search,
             f"the learning rate was not searched, because {ABSOLUTE}": self.report.rate_search and self.absolute,
             "the factory has no validate, so the search chose by evaluate, and only the seeds of the confirmation are "
