@@ -158,6 +158,13 @@ def test_a_tuning_begins_where_an_earlier_one_ended(tmp_path, fake):
     assert "the search began from 'a model'; the seeds of the confirmation are others" in second.notes
     # It is continued without its prior and with it, not with another.
     fake.trained.clear()
+    fake.stop, cut = 5, tmp_path / "cut.json"
+    with pytest.raises(KeyboardInterrupt):
+        tuned(cut, prior=first, title="other")
+    fake.stop = None
+    again = tuned(cut, title="other", resume=True)
+    assert (again.runs, again.findings, again.whole) == (second.runs, second.findings, second.whole)
+    fake.trained.clear()
     for prior in ((), first):
         assert tuned(out, prior=prior, title="other", resume=True).recipe == second.recipe
     less = first.model_copy(update={"findings": first.findings[:1]})
