@@ -90,6 +90,7 @@ WHOLE: dict[str, Callable[[str], str]] = {
     "certificate": lambda folder: rows(certificate.table(RESULTS / "certificate-price.json")),
     "ranks": lambda folder: rows(ranks.table(RESULTS / "ranks-counts.json")),
     "planted_effects": lambda folder: rows(planted_effects.table(RESULTS / "planted_effects-tune.json")),
+    "planted_priors": lambda folder: rows(planted_effects.prior_table(RESULTS / "planted_effects-tune.json")),
     "freeze_rival": lambda folder: own(freeze_rival.table(RESULTS)),
     "half_time": lambda folder: own(half_time.table(RESULTS)),
     "half_time_rival": lambda folder: own(half_time.rival_table(RESULTS)),

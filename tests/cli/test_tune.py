@@ -63,6 +63,31 @@ def test_a_factory_is_tuned_and_the_configuration_written(factory, tmp_path):
     assert shown in result.stdout
 
 
+def test_what_was_tuned_is_listed_and_begun_from(factory, tmp_path, monkeypatch):
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    words = (factory, "--budget", "3s", "--drop", "20", "--seeds", "3", "--no-html")
+    assert run(*words, "--out", str(first)).exit_code == 0
+    assert run(*words, "--out", str(second), "--prior", str(tmp_path / "first.report.json")).exit_code == 0
+    assert TuneReport.load(tmp_path / "second.report.json").prior == [factory]
+    monkeypatch.chdir(tmp_path)
+    shown = CliRunner().invoke(app, ["results"]).stdout
+    assert [line for line in shown.splitlines() if line.startswith("recipe ")]
+    found = json.loads(CliRunner().invoke(app, ["results", "--json", "first.report.json", "second.report.json"]).stdout)
+    assert [(one["path"], one["sealed"]) for one in found] == [(f"{n}.report.json", True) for n in ("first", "second")]
+    assert found[0]["training"] == found[1]["training"]
+    report = tmp_path / "first.report.json"
+    report.write_text(report.read_text().replace('"steps": 8', '"steps": 9'), encoding="utf-8")
+    assert "its seal does not fit" in CliRunner().invoke(app, ["results"]).stdout
+    third = ("--out", str(tmp_path / "third.json"), "--prior", str(report))
+    for command in (["tune", *words, *third], ["report", str(report)], ["results", "none.json"]):
+        refused = CliRunner().invoke(app, command)
+        assert refused.exit_code == 1
+        assert "Error: " in refused.stderr
+    assert not (tmp_path / "third.json").exists()
+    (tmp_path / "empty").mkdir()
+    assert "No report of a tuning" in CliRunner().invoke(app, ["results", "empty"]).stdout
+
+
 def test_mistakes_are_one_line_and_nothing_of_others_is_overwritten(factory, tmp_path):
     out, page = tmp_path / "boost.json", tmp_path / "boost.report.html"
     before = sorted(tmp_path.iterdir())

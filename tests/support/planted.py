@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from torchboost.tuning.race import Race
-from torchboost.tuning.report import FRESH_SEED, STOCK, Candidate, Run
+from torchboost.tuning.report import FRESH_SEED, STOCK, Candidate, Run, Start
 from torchboost.tuning.runs import Runs, Watch
 from torchboost.tuning.search import Search
 
@@ -92,10 +92,12 @@ def race(
     rates: bool = True,
     most: int = 12,
     error: float = 0.05,
+    starts: Mapping[str, Start] = NOTHING,
+    fresh: int = FRESH_SEED,
     **more: Any,
 ) -> Race:
     """Return a race of stock and recipes with names of one letter, or of the given ones, with a drop of one point."""
     known = [Candidate(name=STOCK), *(Candidate(name=name, extra={name: True}) for name in names)]
     runs = Runs(**({"train": train, "budget": budget, "total_steps": 101} | more))
-    search = Search(runs=runs, recipes=recipes or known, drop=POINT, rates=rates)
-    return Race(search=search, most=most, error=error)
+    search = Search(runs=runs, recipes=recipes or known, drop=POINT, rates=rates, starts=starts)
+    return Race(search=search, most=most, error=error, fresh=fresh)

@@ -126,6 +126,13 @@ def test_the_attempts_without_levers_and_with_nothing_else():
     assert [one.label for one in ended.attempts()] == ["levers: fast"]
 
 
+def test_the_seeds_of_a_prior_are_not_used_again():
+    train = Planted({STOCK: Effect(best=0.5), "a": FAST}, noise=0.1)
+    _, chosen = decided(train, fresh=1040)
+    assert name_of(chosen) == "a"
+    assert min(seed for _, seed in train.trained if seed > 1) == 1040
+
+
 def test_what_harms_at_the_accepted_drop_seldom_passes_any_attempt():
     """The search sees nothing of it; all three attempts cost the accepted drop with fresh seeds."""
     effects = {"a": Effect(needed=0.3, points=1.0, fresh=-1.0), "levers: fast": Effect(time=0.6, fresh=-1.0)}

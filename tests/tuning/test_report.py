@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from pydantic import ValidationError
 
 from tests.support.pages import HOSTILE, Page, looked_at
 from tests.support.planted import Effect, Planted, race
+from torchboost.errors import ConfigError
 from torchboost.measure.evidence import Interval
 from torchboost.measure.stopwatch import environment
 from torchboost.tuning.report import (
@@ -219,6 +221,23 @@ def test_a_report_is_written_and_read(tmp_path: Path) -> None:
     path.write_text('{"format": 2}', encoding="utf-8")
     with pytest.raises(ValidationError):
         TuneReport.load(path)
+
+
+def test_a_report_that_was_edited_is_refused(tmp_path: Path) -> None:
+    made = tuned()
+    path = made.save(tmp_path / "boost.report.json")
+    content = json.loads(path.read_text(encoding="utf-8"))
+    content["runs"][0]["losses"] = [0.1]
+    path.write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"boost\.report\.json.* was changed after it was written"):
+        TuneReport.load(path)
+    made.save(path)
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(dict(reversed(saved.items()))), encoding="utf-8")  # in another order and layout
+    assert TuneReport.load(path) == made
+    del saved["seal"], saved["lr"], saved["starts"]  # as of an earlier version
+    path.write_text(json.dumps(saved), encoding="utf-8")
+    assert TuneReport.load(path) == made
 
 
 def test_set_up_is_paid_once_and_the_rest_per_step() -> None:

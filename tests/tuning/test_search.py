@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.planted import POINT, Effect, Planted, race
-from torchboost.tuning.report import STOCK, Candidate, Run
+from torchboost.tuning.report import STOCK, Candidate, Run, Start
 from torchboost.tuning.search import MULTIPLES, SHARES, Search, best_rate, next_multiple, next_share
 
 NO_NUMBER = {"metric": math.nan}
@@ -46,21 +46,39 @@ def test_the_multiples_go_beyond_an_edge_but_not_for_ever():
     assert next_multiple({1.0: 0.5}, (1.0,)) is None
 
 
+@pytest.mark.parametrize("best", [1 / 8, 0.25, 0.5, 1.0, 2.0, 8.0, 16.0])
+@pytest.mark.parametrize("start", [None, 1 / 64, 1 / 16, 0.5, 1.0, 4.0, 16.0, 64.0])
+def test_a_start_shortens_the_search_of_a_rate_and_never_narrows_it(best: float, start: float | None):
+    scores: dict[float, float] = {}
+    while (multiple := next_multiple(scores, start=start)) is not None:
+        scores[multiple] = -(math.log2(multiple / best) ** 2)
+    assert best_rate(scores) == best
+    assert len(scores) <= (7 if start is None else 4 if start == best else 10)
+
+
+def test_a_start_at_which_nothing_is_learned_is_left():
+    dead = {16.0: -math.inf, 1.0: -math.inf}
+    assert next_multiple({**dead}, start=16.0) == 0.5
+    assert next_multiple(dict.fromkeys((16.0, *MULTIPLES), -math.inf), start=16.0) is None
+    assert next_multiple({1.0: 0.5}, (1.0,), 16.0) is None
+
+
 def test_equal_rates_leave_the_users():
     assert best_rate({1.0: 0.9, 0.5: 0.9, 4.0: 0.9}) == 1.0
     assert best_rate({0.25: 0.9, 2.0: 0.9, 1.0: 0.8}) == 2.0
 
 
 @pytest.mark.parametrize("needed", [0.1, 0.2, 0.45, 0.5, 0.8, 0.95, 1.0, 2.0])
-def test_the_fewest_steps_are_found_in_few_trials(needed: float):
+@pytest.mark.parametrize("start", [None, 0.2, 0.45, 0.81, 1.0])
+def test_the_fewest_steps_are_found_in_few_trials(needed: float, start: float | None):
     passed: dict[float, bool] = {}
-    while (share := next_share(SHARES, passed)) is not None:
+    while (share := next_share(SHARES, passed, start)) is not None:
         passed[share] = share >= needed
     assert min((share for share, passes in passed.items() if passes), default=None) == next(
         (share for share in SHARES if share >= needed), None
     )
-    assert next(iter(passed)) == 0.5
-    assert len(passed) <= 5
+    assert next(iter(passed)) == (0.5 if start is None else 0.8 if start == 0.81 else start)
+    assert len(passed) <= (5 if start is None else 2 if start == needed else 6)
     assert next_share([], {}) is None
 
 
@@ -74,6 +92,18 @@ def test_every_recipe_gets_the_same_search_and_the_best_rate_of_it():
     assert found.rate.best == 0.25
     assert found.rate.change == pytest.approx(8 * POINT, abs=POINT)
     assert {seed for _, seed in train.trained} == {0, 1}
+
+
+def test_the_search_begins_where_it_is_told_and_tries_all_rates_of_stock():
+    effects = {STOCK: Effect(best=0.25, needed=0.8), "a": Effect(best=2.0, needed=0.3, points=1)}
+    starts = {STOCK: Start(share=0.8), "a": Start(rate=2.0, share=0.3)}
+    train, usual = Planted(effects, noise=0.1), Planted(effects, noise=0.1)
+    found, wanted = searched(train, "ab", starts=starts), searched(usual, "ab")
+    assert found.plans() == wanted.plans()
+    assert [len(multiples(train, name)) for name in (STOCK, "a", "b")] == [5, 3, 3]
+    lengths = [label for label, seed in train.trained if label.startswith("a") and seed == 1]
+    assert lengths[0] == "a, 2 times the rate, 30% of the steps"
+    assert len(train.trained) < len(usual.trained)
 
 
 def test_the_target_is_that_of_the_better_rate_at_full_length():

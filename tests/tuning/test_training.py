@@ -23,6 +23,7 @@ from torchboost.tuning.report import Candidate, Finding, Run
 from torchboost.tuning.runs import Watch
 from torchboost.tuning.training import (
     Training,
+    data_of,
     fingerprint_of,
     looked_at,
     named_candidates,
@@ -438,3 +439,19 @@ def test_the_fingerprint_sees_modules_and_buffers():
         lambda model: model.register_buffer("phase", torch.ones(3, dtype=torch.complex64)),
     ):
         assert changed(change) != same
+
+
+def test_data_are_told_apart_by_their_first_batch():
+    def changed(change: Callable[[Tensor], Any]) -> str:
+        def factory(seed: int) -> Any:
+            batches = [({"x": [change(inputs)]}, targets) for inputs, targets in make(0)[3]]
+            return (*make(seed)[:3], batches)
+
+        return data_of(factory)
+
+    before = torch.get_rng_state()
+    same = changed(lambda inputs: inputs)
+    assert data_of(make) == data_of(make)
+    assert torch.equal(before, torch.get_rng_state())
+    ways = (lambda x: x, lambda x: x + 1e-6, lambda x: x.half(), lambda x: x.flatten(), lambda x: x * 1j)
+    assert [changed(way) == same for way in ways] == [True, False, False, False, False]

@@ -145,6 +145,38 @@ def test_every_interruption_leaves_a_report_that_is_resumed_without_repetition(t
         assert {key: value for key, value in found.items() if value != wanted[key]} == {}
 
 
+def test_a_tuning_begins_where_an_earlier_one_ended(tmp_path, fake):
+    first, out = tuned(tmp_path / "first.json"), tmp_path / "second.json"
+    usual = list(fake.trained)
+    fake.trained.clear()
+    second = tuned(out, prior=[tmp_path / "first.report.json"], title="other")
+    assert (second.extra, second.recipe) == (first.extra, first.recipe)
+    assert len(fake.trained) < len(usual)
+    assert second.starts["memory"].model_dump() == {"rate": 1.0, "share": 0.5}
+    fresh = [{seed for _, seed in runs if seed >= 1000} for runs in (usual, fake.trained)]
+    assert fresh[0] & fresh[1] == set()
+    assert "the search began from 'a model'; the seeds of the confirmation are others" in second.notes
+    # It is continued without its prior and with it, not with another.
+    fake.trained.clear()
+    fake.stop, cut = 5, tmp_path / "cut.json"
+    with pytest.raises(KeyboardInterrupt):
+        tuned(cut, prior=first, title="other")
+    fake.stop = None
+    again = tuned(cut, title="other", resume=True)
+    assert (again.runs, again.findings, again.whole) == (second.runs, second.findings, second.whole)
+    fake.trained.clear()
+    for prior in ((), first):
+        assert tuned(out, prior=prior, title="other", resume=True).recipe == second.recipe
+    less = first.model_copy(update={"findings": first.findings[:1]})
+    with pytest.raises(ValueError, match="prior: found other reports"):
+        tuned(out, prior=less, title="other", resume=True)
+    with pytest.raises(ValueError, match=r"made with prior \['a model'\], but now it is \['other'\]"):
+        tuned(out, prior=second, title="other", resume=True)
+    assert fake.trained == []
+    none = tuned(prior=first.model_copy(update={"findings": []}))
+    assert "nothing was taken from 'a model', in which no recipe was searched" in none.notes
+
+
 def test_ctrl_c_inside_the_garbage_collector_ends_a_tuning(tmp_path, fake, monkeypatch):
     def collected(self: Fake, *_: Any) -> None:
         part = Fake(steps=0)  # with a cycle

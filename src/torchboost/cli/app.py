@@ -44,6 +44,7 @@ from torchboost.measure.evidence import BenchReport
 from torchboost.plan import Plan
 from torchboost.registry import LEVELS, REGISTRY, Facts
 from torchboost.tuning.report import TuneReport, tune_page
+from torchboost.tuning.results import RESULTS, data_of_results, machines, recipe_rows, result_rows, results_in
 from torchboost.tuning.tune import report_path
 from torchboost.tuning.tune import tune as run_tune
 from torchboost.workloads.named import WORKLOADS
@@ -60,6 +61,8 @@ app.command()(doctor)
 
 NAMES = ", ".join(dict.fromkeys(workload.name.partition("-")[0] for workload in WORKLOADS))
 POINT = 0.01
+MOST_COMPARED = 6
+"""Reports whose recipes are shown side by side."""
 
 
 def _print_version(asked: bool) -> None:
@@ -253,6 +256,10 @@ def tune(
         int | None, typer.Option(min=1, help="Updates of the training that the answer is for. Default: those of a run.")
     ] = None,
     rate: Annotated[str, typer.Option(help="search: also your learning rate. fixed: keep it.")] = "search",
+    prior: Annotated[
+        list[Path] | None,
+        typer.Option(help="Begin from this report of a similar training. May be repeated; the last one counts."),
+    ] = None,
     seeds: Annotated[int, typer.Option(min=3, max=100, help="Most seeds of a test.")] = 12,
     data: Data = None,
     train_limit: TrainLimit = None,
@@ -284,6 +291,7 @@ def tune(
                 epochs=epochs or factory.epochs,
                 total_steps=total_steps,
                 rate=rate,
+                prior=prior or (),
                 seeds=seeds,
                 device=place,
                 title=workload,
@@ -304,6 +312,31 @@ def tune(
     else:
         print_tuning(report)
         typer.echo("\n".join(f"wrote {file}" for file in files))
+
+
+@app.command()
+def results(
+    sources: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Reports of `torchboost tune`, or folders with them. Default: this folder."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """List the tunings that were made, and compare what they found."""
+    with user_errors():
+        found = results_in(sources or [Path()])
+    if json:
+        print_json(data_of_results(found))
+    elif not found:
+        typer.echo("No report of a tuning was found; their names end with .report.json.")
+    else:
+        print_table(RESULTS, result_rows(found))
+        head, *compared = recipe_rows(found)
+        if len(head) <= 1 + MOST_COMPARED:
+            print_table(head, compared)
+        else:
+            typer.echo(f"Name at most {MOST_COMPARED} reports to compare their recipes.")
+        typer.echo("\n".join(machines(found)))
 
 
 @app.command()

@@ -42,8 +42,12 @@ class SavedRecord(Record):
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(path.suffix + ".partial")
-        partial.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        partial.write_text(self.text() + "\n", encoding="utf-8")
         return partial.replace(path)
+
+    def text(self) -> str:
+        """Return what :meth:`save` writes."""
+        return self.model_dump_json(indent=1)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

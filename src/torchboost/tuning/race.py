@@ -39,6 +39,7 @@ class Race:
         search: The recipes, the runs and the accepted drop.
         most: Largest number of seeds of a test.
         error: Probability that something is turned on that costs more than the accepted drop.
+        fresh: The first seed of the tests, with which no run was made before.
         whole: What the tests found.
         notes: What else a reader must know.
     """
@@ -46,6 +47,7 @@ class Race:
     search: Search
     most: int = 12
     error: float = 0.05
+    fresh: int = FRESH_SEED
     whole: list[Finding] = field(default_factory=list, init=False)
     notes: list[str] = field(default_factory=list)
 
@@ -114,7 +116,7 @@ class Race:
         test = SequentialTest(margin=self.search.drop, most=self.most, error=error)
         is_best = stock.rate == self.search.stock.rate
         look = test.look([])
-        for seed in range(FRESH_SEED, FRESH_SEED + self.most):
+        for seed in range(self.fresh, self.fresh + self.most):
             baseline = runs.run(stock, seed)
             if not is_best and not math.isfinite(baseline.metric):
                 return "kept", "it keeps the metric; stock at your rate diverges"
@@ -177,7 +179,8 @@ class Race:
         if best.rate == own.rate:
             return
         try:
-            pairs = [[self.search.runs.run(one, FRESH_SEED + seed) for one in (best, own)] for seed in range(OWN_SEEDS)]
+            seeds = range(self.fresh, self.fresh + OWN_SEEDS)
+            pairs = [[self.search.runs.run(one, seed) for one in (best, own)] for seed in seeds]
         except EndedError:
             return
         change = statistics.fmean(first.metric - second.metric for first, second in pairs)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import statistics
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
+from typing_extensions import Self
 
 from torchboost.bench.report.page import Scale, Tick, render, ticks
+from torchboost.errors import ConfigError
 from torchboost.measure.evidence import Environment, Interval, Record, SavedRecord
 
 __all__ = [
@@ -21,6 +26,7 @@ __all__ = [
     "Outcome",
     "Rate",
     "Run",
+    "Start",
     "TuneReport",
     "cost",
     "headline",
@@ -29,6 +35,7 @@ __all__ = [
     "rate_rows",
     "rate_words",
     "rows",
+    "seal_of",
     "tune_page",
 ]
 
@@ -189,11 +196,29 @@ class Rate(Record):
     fresh: bool = False
 
 
+class Start(Record):
+    """The start of the search of a recipe, at which an earlier tuning ended.
+
+    Args:
+        rate: The multiple of its rate in the middle of those that are tried; None for the usual ones.
+        share: The share of the steps that is tried first; None for a half.
+    """
+
+    rate: float | None = None
+    share: float | None = None
+
+
 class TuneReport(SavedRecord):
     """The result of a tuning, complete or as far as it came.
 
+    The file has a seal, a hash of its content, which is compared when it is read.
+
     ``fingerprint`` tells trainings apart: the optimizer's settings, the modules, and the start weights and buffers of
-    seed 0. ``source`` tells apart the versions of the file that defines the factory; it is empty if there is none.
+    seed 0. ``data`` tells data apart by the first batch of seed 0. ``lr`` is the user's learning rate, the largest of
+    the groups. Earlier files do not tell them.
+    ``source`` tells apart the versions of the file that defines the factory; it is empty if there is none.
+    ``prior`` has the titles of the reports that the search began from, ``starts`` what they said about each recipe, and
+    ``fresh_seed`` the first seed of the confirmation, which none of them has used.
     ``rate_search`` is whether the user's learning rate was to be searched.
     ``left_out`` has the levers that the trial did not keep, with the reasons. ``levers`` are those that every recipe of
     the search has. ``extra`` and ``recipe`` are what the final configuration turns on: the plan that was confirmed.
@@ -223,7 +248,41 @@ class TuneReport(SavedRecord):
     notes: list[str] = Field(default_factory=list)
     environment: Environment
     fingerprint: str = ""
+    data: str = ""
+    lr: float | None = None
     source: str = ""
+    prior: list[str] = Field(default_factory=list)
+    starts: dict[str, Start] = Field(default_factory=dict)
+    fresh_seed: int = FRESH_SEED
+
+    def text(self) -> str:
+        """Return what :meth:`save` writes: the report, after its seal."""
+        content = json.loads(self.model_dump_json())
+        return json.dumps({"seal": seal_of(content), **content}, indent=1, ensure_ascii=False)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read what :meth:`save` wrote. A file of an earlier version has no seal.
+
+        Raises:
+            ConfigError: The file was changed after it was written.
+            pydantic.ValidationError: It is not a report of a tuning.
+        """
+        raw = Path(path).read_bytes()
+        try:
+            content = json.loads(raw)
+        except ValueError:
+            content = None
+        if not isinstance(content, dict):
+            return cls.model_validate_json(raw)  # which says what is wrong
+        if content.pop("seal", None) not in (None, seal_of(content)):
+            raise ConfigError(
+                "seal",
+                found=f"that of another content in {path}",
+                allowed="that of the content",
+                hint="The report was changed after it was written. Restore it, or tune again.",
+            )
+        return cls.model_validate_json(json.dumps(content))
 
     @property
     def stock(self) -> Candidate:
@@ -247,6 +306,12 @@ class TuneReport(SavedRecord):
                 f"needs at least {BLOCK} steps."
             )
         return [sum(block) / len(block) for block in zip(*curves, strict=True) for _ in range(BLOCK)]
+
+
+def seal_of(content: dict[str, Any]) -> str:
+    """Return a hash of the content of a report, whatever the order and the layout of its JSON."""
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 HEADINGS = ("recipe", "outcome", "rate", "steps", "speed", "memory", "metric against stock", "seeds", "why")

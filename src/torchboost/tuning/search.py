@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torchboost.measure.statistics import paired_ratio
-from torchboost.tuning.report import STOCK, Candidate, Finding, Outcome, Rate, Run
+from torchboost.tuning.report import STOCK, Candidate, Finding, Outcome, Rate, Run, Start
 from torchboost.tuning.runs import HALF, EndedError, RecipeEndedError, Runs
 
 __all__ = ["LEAST_GAIN", "MULTIPLES", "SHARES", "Search", "best_rate", "memory_ratio", "next_multiple", "next_share"]
@@ -33,7 +33,8 @@ SLACK, HOPELESS = 2 / 3, 3.0
 be confirmed. One that loses so many times the drop with the first seed gets no second one."""
 
 FIRST = 2
-"""So many recipes, stock and the one after it, get their lengths before the rates of the others are searched."""
+"""So many recipes, stock and the one after it, get their lengths before the rates of the others are searched; with a
+prior those for which it has a plan."""
 
 
 @dataclass(kw_only=True)
@@ -45,6 +46,7 @@ class Search:
         recipes: The first is stock with the levers, or :data:`~torchboost.tuning.report.STOCK` itself without any.
         drop: Largest accepted drop of the metric.
         rates: Whether the rates of recipes without a rate of their own are searched too.
+        starts: The starts of the searches, by the names of the recipes.
         findings: What is known about each recipe.
         rate: What is known about the user's rate.
         target: The metric of stock at its best rate, the mean of the seeds.
@@ -54,6 +56,7 @@ class Search:
     recipes: Sequence[Candidate]
     drop: float
     rates: bool = True
+    starts: Mapping[str, Start] = field(default_factory=dict)
     findings: dict[str, Finding] = field(init=False)
     rate: Rate | None = field(default=None, init=False)
     target: float = field(default=math.nan, init=False)
@@ -94,7 +97,8 @@ class Search:
         self.runs.score(Candidate(name=STOCK, share=HALF), SEEDS[0])
         self._tune(self.recipes[0])
         self._aim()
-        for wave in (self.recipes[:FIRST], self.recipes[FIRST:]):
+        first = max(FIRST, 1 + sum(self._start(recipe).share is not None for recipe in self.recipes[1:]))
+        for wave in (self.recipes[:first], self.recipes[first:]):
             for recipe in wave:
                 if recipe.name != self.levers.name:
                     self._tune(recipe)
@@ -106,10 +110,11 @@ class Search:
         """Find the best rate of a recipe at half of the steps. If that reaches the target, it is a plan at once."""
         scores: dict[float, float] = {}
         grid = MULTIPLES if self.rates or "lr" in recipe.recipe else (1.0,)
+        start = self._start(recipe).rate
         if recipe.recipe.get("optimizer") == "muon":  # the rest of the weights is trained as stock trains it best
             recipe = recipe.model_copy(update={"recipe": {**recipe.recipe, "rate": self.levers.rate}})
         try:
-            while (multiple := next_multiple(scores, grid)) is not None:
+            while (multiple := next_multiple(scores, grid, start)) is not None:
                 scores[multiple] = self.runs.score(recipe.at(multiple, HALF), SEEDS[0])
                 best = best_rate(scores)
                 self.findings[recipe.name] = Finding(candidate=recipe.at(best), rates=dict(scores))
@@ -127,6 +132,9 @@ class Search:
             if behind < 0 and slower * LEAST_GAIN > 1:
                 reason = f"at half of the steps it ends {behind:+.3g} from stock, in {slower:.2f} times the time"
                 self.end(recipe.name, "no gain", reason)
+
+    def _start(self, recipe: Candidate) -> Start:
+        return self.starts.get(recipe.name, Start())
 
     def _half(self) -> float:
         return self.findings[self.levers.name].rates[self.levers.rate]
@@ -159,13 +167,14 @@ class Search:
     def _shorten(self, finding: Finding) -> None:
         """Find the fewest steps with which a recipe keeps the target, if that takes less time than any plan so far."""
         plan, passed = finding.candidate, {}
+        start = self._start(plan).share
         fastest = next(one for one in self.plans() if one.name != plan.name or one.share == 1)
         most = self.runs.seconds(fastest, fastest.share) / LEAST_GAIN
         shares = [share for share in SHARES if self.runs.seconds(plan, share) <= most]
         if HALF not in shares and plan.share == HALF:
             self._withdraw(plan.name)
         try:
-            while (share := next_share(shares, passed)) is not None:
+            while (share := next_share(shares, passed, start)) is not None:
                 trial = plan.at(plan.rate, share)
                 passed[share] = self._mean(trial) >= self.target - SLACK * self.drop
                 if passed[share]:
@@ -214,29 +223,52 @@ def best_rate(scores: Mapping[float, float]) -> float:
     return max(scores, key=lambda multiple: (scores[multiple], -abs(math.log(multiple)), multiple))
 
 
-def next_multiple(scores: Mapping[float, float], grid: Sequence[float] = MULTIPLES) -> float | None:
-    """Return the multiple that is tried next: those of the grid, and if the best is at an edge, some beyond it."""
-    left = [multiple for multiple in grid if multiple not in scores]
+def next_multiple(
+    scores: Mapping[float, float], grid: Sequence[float] = MULTIPLES, start: float | None = None
+) -> float | None:
+    """Return the multiple that is tried next: those of the grid, and if the best is at an edge, some beyond it.
+
+    Args:
+        scores: The metric at the multiples that were tried.
+        grid: The usual ones.
+        start: The best one of an earlier tuning. It is compared with 1, and if it is better, with its neighbours. The
+            grid is left out only if it is the best of all. So a wrong one makes the search longer, and no narrower.
+    """
+    near: tuple[float, ...] = ()
+    wanted = grid
+    if start is not None and len(grid) > 1:
+        near = start, start / 2, start * 2
+        if not {start, 1.0} <= scores.keys():
+            wanted = start, 1.0
+        elif best_rate(scores) == start and scores[start] > -math.inf:
+            wanted = near
+    left = [multiple for multiple in wanted if multiple not in scores]
     if left:
         return left[0]
     best = best_rate(scores)
-    if len(grid) < 2 or len(scores) >= len(grid) + MORE_MULTIPLES or scores[best] == -math.inf:
+    beyond = scores.keys() - {*grid, *near}
+    if len(grid) < 2 or len(beyond) >= MORE_MULTIPLES or scores[best] == -math.inf:
         return None
-    return {min(scores): best / 2, max(scores): best * 2}.get(best)
+    return next((multiple for multiple in (best / 2, best * 2) if multiple not in scores), None)
 
 
-def next_share(shares: Sequence[float], passed: Mapping[float, bool]) -> float | None:
+def next_share(shares: Sequence[float], passed: Mapping[float, bool], start: float | None = None) -> float | None:
     """Return the share of the steps that is tried next, or None if the fewest are known. It halves what is open.
 
     Args:
         shares: Those that would save time, in ascending order.
         passed: Whether those that were tried keep the metric. More steps than those that do keep it too.
+        start: The fewest of an earlier tuning. It is tried first, and if it passes, the share below it.
     """
     low = max((place + 1 for place, share in enumerate(shares) if passed.get(share) is False), default=0)
     high = min((place for place, share in enumerate(shares) if passed.get(share)), default=len(shares))
     if low >= high:
         return None
-    return shares[(low + high) // 2] if passed else min(shares, key=lambda share: abs(share - HALF))
+    if not passed:
+        return min(shares, key=lambda share: abs(share - (HALF if start is None else start)))
+    if start is not None and len(passed) == 1 and high < len(shares):
+        return shares[high - 1]
+    return shares[(low + high) // 2]
 
 
 def memory_ratio(stock: Iterable[Run], ours: Iterable[Run]) -> float | None:

@@ -31,6 +31,7 @@ __all__ = [
     "LEAST_STEPS",
     "Training",
     "boosted_by",
+    "data_of",
     "fingerprint_of",
     "fresh",
     "looked_at",
@@ -316,9 +317,38 @@ def fingerprint_of(parts: Parts) -> str:
         digest.update(repr(sorted((key, str(value)) for key, value in group.items() if key != "params")).encode())
     digest.update(type(parts.optimizer).__name__.encode())
     for tensor in (*parts.model.parameters(), *parts.model.buffers()):
-        real = tensor.detach().abs() if tensor.is_complex() else tensor.detach()
-        digest.update(f"{float(real.double().abs().sum()):.12e}".encode())
+        digest.update(_size_of(tensor.detach()).encode())
     return digest.hexdigest()[:16]
+
+
+def data_of(make: Make) -> str:
+    """Return a text that tells data apart by the first batch of seed 0: its shapes, types and sums.
+
+    Data that a factory draws at random, without the seed, differ in every call.
+
+    Raises:
+        FactoryError: There is no batch, or it is not a pair.
+    """
+    digest = hashlib.sha256()
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        batch = next(one_epoch(made_by(make, 0).batches, seed=0, epoch=0, device=torch.device("cpu")))
+    for value in _leaves(batch):
+        told = f"{value.dtype} {tuple(value.shape)} {_size_of(value)}" if isinstance(value, Tensor) else repr(value)
+        digest.update(re.sub(r"0x[0-9a-f]+", "", told).encode())
+    return digest.hexdigest()[:16]
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, (Mapping, tuple, list)):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _leaves(each)
+    else:
+        yield value
+
+
+def _size_of(tensor: Tensor) -> str:
+    real = tensor.abs() if tensor.is_complex() else tensor
+    return f"{float(real.double().abs().sum()):.12e}"
 
 
 def looked_at(candidates: Sequence[Candidate], make: Make, steps: int, levers: Sequence[str] = ()) -> list[Finding]:

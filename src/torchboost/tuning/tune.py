@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torchboost.core.arguments import check_count, check_number, is_number, seco
 from torchboost.distributed.topology import Topology
 from torchboost.errors import FactoryError, IncompatibleError
 from torchboost.measure.stopwatch import Progress, environment, interrupts_kept
+from torchboost.tuning.prior import Prior, fresh_after, ordered, reports_of
 from torchboost.tuning.race import Race
 from torchboost.tuning.report import STOCK, Candidate, Finding, TuneReport
 from torchboost.tuning.runs import Runs
@@ -25,6 +26,7 @@ from torchboost.tuning.training import (
     LEAST_STEPS,
     Training,
     boosted_by,
+    data_of,
     fingerprint_of,
     fresh,
     looked_at,
@@ -60,6 +62,7 @@ def tune(
     total_steps: int | None = None,
     candidates: Mapping[str, Mapping[str, Any]] | None = None,
     rate: str = "search",
+    prior: Sequence[Prior] | Prior = (),
     seeds: int = 12,
     error: float = 0.05,
     device: torch.device | str = "cpu",
@@ -96,6 +99,8 @@ def tune(
         candidates: Name -> section ``extra`` of a configuration, in place of the standard recipes and the levers.
         rate: ``"search"``, or ``"fixed"``, which keeps the learning rate of your optimizer. Optimizers that take its
             place are still searched, because for them you have none.
+        prior: Reports of tunings of similar trainings, or their files, the most similar one last. The search begins
+            from their recipes, rates and lengths. The test is the same, with seeds that they have not used.
         seeds: Most seeds of a test, from 3 to 100.
         error: Probability of a wrong decision, in all attempts of the confirmation together.
         device: Where the batches go.
@@ -110,7 +115,8 @@ def tune(
             it diverges, or has the same losses and metric for two seeds.
         IncompatibleError: ``torch.distributed`` has several ranks, or :func:`torchboost.boost` cannot take the pair.
         TypeError: An argument has the wrong type.
-        ValueError: An argument is out of range, or the report belongs to another tuning.
+        ValueError: An argument is out of range, the report belongs to another tuning, or the file of a report was
+            changed after it was written.
         KeyboardInterrupt: Passed on. The report holds all finished runs.
 
     Example:
@@ -134,6 +140,7 @@ def tune(
     started, seconds, path = time.perf_counter(), seconds_of(budget), None if out is None else Path(out)
     if path is not None:
         _check_free(path, resume)
+    earlier = reports_of(prior)
     parts = fresh(make)
     if parts.evaluate is None:
         raise FactoryError(
@@ -159,7 +166,11 @@ def tune(
         rate_search=rate == "search",
         environment=environment(device),
         fingerprint=fingerprint_of(parts),
+        data=data_of(make),
+        lr=max(float(group["lr"]) for group in parts.optimizer.param_groups),
         source=source_of(make),
+        prior=[one.title for one in earlier],
+        fresh_seed=fresh_after(earlier),
     )
     session = _Session(
         started=started,
@@ -168,6 +179,7 @@ def tune(
         out=path,
         progress=(lambda phase, done, total, note="": None) if progress is None else progress,
         report=report,
+        earlier=earlier,
         absolute=schedule_sets_rates(make, steps),
     )
     del parts  # a model less in memory during the runs
@@ -190,7 +202,10 @@ def report_path(out: str | Path) -> Path:
 
 @dataclass(kw_only=True)
 class _Session:
-    """A tuning under way: what was asked, whether the schedule sets its own rates, and the report as far as it came."""
+    """A tuning under way: what was asked, reports of earlier ones, and the report as far as it came.
+
+    ``absolute`` is whether the schedule sets its own rates.
+    """
 
     started: float
     make: Callable[[int], object]
@@ -198,6 +213,7 @@ class _Session:
     out: Path | None
     progress: Progress
     report: TuneReport
+    earlier: Sequence[TuneReport]
     absolute: bool
 
     def tell(self, phase: str, done: float, total: float, note: str = "") -> None:
@@ -216,6 +232,8 @@ class _Session:
         saved = TuneReport.load(path)
         names = ("title", "model", "parameters", "drop", "steps", "total_steps", "most_seeds", "error", "rate_search")
         check_same(path, saved, now, (*names, "fingerprint"), "was made with")
+        if self.earlier:
+            check_same(path, saved, now, ("prior", "fresh_seed"), "was made with")
         aside = saved.spent_seconds - sum(run.wall_seconds for run in saved.runs)
         self.started -= max(0.0, aside)
         update = {"budget_seconds": now.budget_seconds, "state": "running", "whole": [], "notes": [], "rate": None}
@@ -241,8 +259,16 @@ class _Session:
             recipes=recipes,
             drop=self.report.drop,
             rates=self.report.rate_search and not self.absolute,
+            starts=self.report.starts,
         )
-        race = Race(search=search, most=self.report.most_seeds, error=self.report.error, notes=self._notes())
+        report = self.report
+        race = Race(
+            search=search,
+            most=report.most_seeds,
+            error=report.error,
+            fresh=report.fresh_seed,
+            notes=self._notes(),
+        )
         self.tell("plan", 0, 1, _plan(self.report, len(recipes)))
         try:
             chosen = race.decide()
@@ -260,7 +286,8 @@ class _Session:
     def _findings(self, extras: Mapping[str, Mapping[str, Any]] | None) -> list[Finding]:
         """Return a finding for each recipe, with an outcome for those that cannot work here. Stock comes first."""
         named = None if extras is None else [Candidate(name=STOCK), *named_candidates(extras)]
-        if self.report.findings:
+        resumed = bool(self.report.findings)
+        if resumed:
             recipes = [_as_given(finding.candidate) for finding in self.report.findings]
             _check_same_recipes(recipes, recipes if named is None else named)
         elif named is None:
@@ -272,13 +299,21 @@ class _Session:
             self.tell("trial of the levers", 1, 1)
         else:
             recipes = named
+        if self.earlier:
+            recipes, starts = ordered(recipes, self.earlier, self.report.lr or 0.0)
+            if resumed and starts != self.report.starts:
+                raise ValueError("prior: found other reports than those that this tuning began from; leave them out.")
+            self.report = self.report.model_copy(update={"starts": starts})
         usable = [one for one in recipes if not (self.absolute and one.recipe.get("optimizer") == "muon")]
         found = {one.candidate.name: one for one in looked_at(usable, self.make, self.report.steps, self.report.levers)}
         return [found.get(one.name, Finding(candidate=one, outcome="not usable", reason=ABSOLUTE)) for one in recipes]
 
     def _notes(self) -> list[str]:
         """Return how the search was made, if not as usual."""
+        earlier, begins = " and ".join(map(repr, self.report.prior)), bool(self.report.starts)
         said = {
+            f"the search began from {earlier}; the seeds of the confirmation are others": begins,
+            f"nothing was taken from {earlier}, in which no recipe was searched": bool(earlier) and not begins,
             "the learning rate was kept as it is, as asked": not self.report.rate_search,
             f"the learning rate was not searched, because {ABSOLUTE}": self.report.rate_search and self.absolute,
             "the factory has no validate, so the search chose by evaluate, and only the seeds of the confirmation are "

@@ -1,0 +1,134 @@
+"""The tunings that were made before: their reports side by side."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from torchboost.errors import ConfigError
+from torchboost.tuning.report import Finding, TuneReport, headline, proven_whole, words_of
+
+__all__ = ["RESULTS", "Result", "data_of_results", "machines", "recipe_rows", "result_rows", "results_in"]
+
+RESULTS = ("", "report", "training", "date", "drop", "turned on", "time", "metric against stock", "your rate", "tuning")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """A file of a report.
+
+    Args:
+        path: The file.
+        report: What it holds; None if it cannot be used.
+        sealed: Whether it has a seal. Reports of earlier versions have none.
+        fault: Why it cannot be used.
+    """
+
+    path: Path
+    report: TuneReport | None = None
+    sealed: bool = False
+    fault: str = ""
+
+
+def results_in(paths: Sequence[Path]) -> list[Result]:
+    """Return the reports in files, and in folders with all that is below them, those of one training together.
+
+    Raises:
+        OSError: A file or folder is not there, or cannot be read.
+    """
+    inside = {path: sorted(filter(Path.is_file, path.rglob("*.report.json"))) for path in paths if path.is_dir()}
+    files = dict.fromkeys(file for path in paths for file in inside.get(path, [path]))
+    return sorted(map(_read, files), key=lambda one: _order(one.report))
+
+
+def _order(report: TuneReport | None) -> tuple[str, ...]:
+    return ("~",) if report is None else (report.title, _training(report), report.environment.date)
+
+
+def _read(path: Path) -> Result:
+    try:
+        return Result(path=path, report=TuneReport.load(path), sealed="seal" in json.loads(path.read_bytes()))
+    except ConfigError:
+        return Result(path=path, fault="changed after it was written: its seal does not fit", sealed=True)
+    except ValidationError:
+        return Result(path=path, fault="not a report of torchboost tune")
+
+
+def _training(report: TuneReport) -> str:
+    """Return a name that two reports share if model, optimizer, first batch and length are the same."""
+    return f"{report.fingerprint[:4] or '?'}-{report.data[:4] or '?'}-{report.steps}"
+
+
+def result_rows(results: Sequence[Result]) -> list[list[str]]:
+    """Return a line of text per report, see :data:`RESULTS`."""
+
+    def row(number: int, one: Result) -> list[str]:
+        if one.report is None:
+            return [str(number), str(one.path), "", "", "", one.fault, "", "", "", ""]
+        report, proven = one.report, proven_whole(one.report)
+        answer = "nothing" if report.state == "complete" else "not finished"
+        time = metric = rate = ""
+        if proven is not None and report.state == "complete":
+            answer = words_of(proven.candidate)
+            time = "" if proven.speed is None else f"{1 / proven.speed.mid:.0%}"
+            change = proven.difference
+            metric = "" if change is None else f"{change.mid:+.4f} ({change.low:+.4f} to {change.high:+.4f})"
+        if report.rate is not None:
+            rate = "at its best" if report.rate.best == 1 else f"best at {report.rate.best:g}x"
+        seal = "" if one.sealed else " (no seal)"
+        cells = [f"{report.drop:g}", answer, time, metric, rate, f"{report.spent_seconds / 60:.1f} min"]
+        return [str(number), f"{one.path}{seal}", _training(report), report.environment.date[:16], *cells]
+
+    return [row(number, one) for number, one in enumerate(results, start=1)]
+
+
+def recipe_rows(results: Sequence[Result]) -> list[list[str]]:
+    """Return a line per recipe with what became of it in each report, after a line of headings.
+
+    The levers, which are others on another machine, have one line.
+    """
+    columns = [
+        {finding.candidate.name.partition(": ")[0]: _became(finding) for finding in one.report.findings}
+        for one in results
+        if one.report is not None
+    ]
+    numbers = [str(number) for number, one in enumerate(results, start=1) if one.report is not None]
+    names = dict.fromkeys(name for column in columns for name in column)
+    return [["recipe", *numbers], *([name, *(column.get(name, "") for column in columns)] for name in names)]
+
+
+def _became(finding: Finding) -> str:
+    if finding.speed is None:
+        return finding.outcome or "open"
+    share = "" if finding.candidate.share == 1 else f" in {finding.candidate.share:.0%} of the steps"
+    return f"{finding.outcome or 'open'}, {finding.speed.mid:.2f}x{share}"
+
+
+def machines(results: Sequence[Result]) -> list[str]:
+    """Return on which machines, and with which versions, the reports were made."""
+    known: dict[str, list[str]] = {}
+    for number, one in enumerate(results, start=1):
+        if one.report is not None:
+            env = one.report.environment
+            words = f"torchboost {env.torchboost}, torch {env.torch}, {env.device}, {env.processor}"
+            known.setdefault(f"{words}, {env.threads} threads", []).append(str(number))
+    return [f"{', '.join(numbers)}: {words}." for words, numbers in known.items()]
+
+
+def data_of_results(results: Sequence[Result]) -> list[dict[str, Any]]:
+    """Return the reports as data, without their runs."""
+    return [
+        {
+            "path": str(one.path),
+            "sealed": one.sealed,
+            "fault": one.fault,
+            **({} if one.report is None else {"training": _training(one.report), "headline": headline(one.report)}),
+            **({} if one.report is None else one.report.model_dump(mode="json", exclude={"runs"})),
+        }
+        for one in results
+    ]
