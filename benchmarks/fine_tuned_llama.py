@@ -1,4 +1,4 @@
-"""A workload without a name on the command line: a language model, trained on some texts before, is fine-tuned on others.
+"""A workload without a name on the command line: a language model that knows some texts is fine-tuned on others.
 
 A small Llama of ``transformers`` first learns the docstrings of Python's standard library, scikit-learn and torch, with
 AdamW. Then it learns those of SymPy. Texts are padded to 128 words, and padding has no label.
