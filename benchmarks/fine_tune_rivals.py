@@ -70,7 +70,7 @@ WAYS: dict[str, Way] = {
     "task, 5 of 10 blocks frozen": Way(frozen=5),
     "task, 7 of 10 blocks frozen": Way(frozen=7),
     "task, head only": Way(frozen=9),
-    "LoRA, rank 8": Way(lora=True),
+    "LoRA, rank 8, 1/2 of the steps": Way(lora=True, steps=1 / 2),
     "task, 5 frozen, bfloat16": Way(frozen=5, dtype="bfloat16"),
     "task, 5 frozen, rates by layer": Way(frozen=5, layer_wise=True),
 }
@@ -147,13 +147,14 @@ def fine_tuned(
     }
 
 
-def searched(run: Callable[[float], dict[str, Any]], known: list[dict[str, Any]]) -> None:
+def searched(run: Callable[[float], dict[str, Any]], known: list[dict[str, Any]], save: Callable[[], None]) -> None:
     """Run three rates, and more while the best one is at an edge."""
     rates = list(RATES)
     while True:
         for lr in rates:
             if not any(one["lr"] == lr for one in known):
                 known.append(run(lr))
+                save()
         best, tried = best_rate(known), sorted(one["lr"] for one in known)
         if len(tried) >= MOST_RATES or tried[0] < best < tried[-1]:
             return
@@ -198,8 +199,7 @@ def measure(options: Options, trunk: Path | None) -> Path:
             options.progress(f"rate {lr}", 0, 1, name)
             return fine_tuned(way, job, network, validation, lr, SEARCH_SEED, epochs)
 
-        searched(search, runs["search"])
-        save()
+        searched(search, runs["search"], save)
         for seed in range(len(runs["runs"]), 1 if options.smoke else SEEDS):
             options.progress("seed", seed, SEEDS, name)
             runs["runs"].append(fine_tuned(way, job, network, data, best_rate(runs["search"]), seed, epochs))
@@ -207,9 +207,11 @@ def measure(options: Options, trunk: Path | None) -> Path:
     return path
 
 
-def table(path: Path) -> tuple[Table, list[str]]:
+def table(folder: Path) -> tuple[Table, str]:
     """The table of the pages."""
+    path = folder / f"{FILE}-cifar10.json"
     report = json.loads(path.read_text())
+    env = report["environment"]
     stock, rows = report["ways"][EVERYTHING]["runs"], []
     base = statistics.mean(run["seconds"] for run in stock)
     for name, found in report["ways"].items():
@@ -225,10 +227,11 @@ def table(path: Path) -> tuple[Table, list[str]]:
         )
     headings = ("way", "rate", "a run", "of the time", "accuracy, %", "points against everything", "cache")
     sizes = f"{report['images']:,} images, {report['epochs']} epochs, batch {report['batch']}, {len(stock)} seeds"
-    said = [
-        f"{report['model']}, {report['parameters']:,} parameters, {sizes}, {report['tests']:,} test images, "
-        "one thread, processor time"
-    ]
+    said = (
+        f"{report['model']}, {report['parameters']:,} parameters, {sizes}, {report['tests']:,} test images. "
+        f"{env['processor']}, 1 thread, processor time, torch {env['torch']}. "
+        f"Raw figures: `benchmarks/results/{path.name}`."
+    )
     return Table(headings=headings, rows=tuple(rows)), said
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import torchboost
+from torchboost.tuning.training import looked_at, named_candidates
 from torchboost.workloads.models import BasicBlock, ResNet
 
 
@@ -46,7 +47,7 @@ def test_a_fine_tuning_is_the_same_bit_for_bit_with_and_without_the_cache_and_re
     cached, computed, first = (boosted(copy.deepcopy(model), cache) for cache in (64, 0, 64))
     losses = train(cached, x, y, range(4))
     assert losses == train(computed, x, y, range(4))
-    assert cached.attached["grad_freeze"].fast.report().hit_rate == pytest.approx(3 / 4)
+    assert cached.figures()["boost/grad_freeze/cached"] == pytest.approx(3 / 4)
     begun = train(first, x, y, range(2))
     saved = copy.deepcopy((first.model.state_dict(), first.optimizer.state_dict(), first.state_dict()))
     second = boosted(copy.deepcopy(model))
@@ -71,3 +72,13 @@ def test_the_choices_of_the_task_give_way_to_those_of_the_user() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(torchboost.ConfigError, match="'fine_tune'"):
         torchboost.boost(model, optimizer, task="fine_tuning")  # pyright: ignore[reportArgumentType]
+
+
+def test_a_tuning_takes_numbers_of_frozen_blocks_as_candidates() -> None:
+    def make(seed: int) -> tuple[Any, ...]:
+        model, x, y = trained_before()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, [(x, y)], lambda predict: 0.0
+
+    extras = {f"{count} frozen": torchboost.fine_tuning(trained_before()[0], frozen=count) for count in (1, 3)}
+    findings = looked_at(named_candidates(extras), make, 20)
+    assert [(one.candidate.name, one.reason) for one in findings] == [("1 frozen", ""), ("3 frozen", "")]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchboost.algorithms.grad_freeze.cut import Halves, halves_of, mode_of_torch
 from torchboost.core.algorithm import Attachment
 from torchboost.core.forward import cover_forward, own_forward
-from torchboost.core.torch_private import versions
+from torchboost.core.torch_private import inside_function_transform, inside_mode, is_tracing, versions
 from torchboost.core.wrapping import wrapper_of
 from torchboost.errors import IncompatibleError, NoEffectWarning
 
@@ -188,7 +188,10 @@ class FastPrefix(Attachment):
         # A deep copy of the model calls this too, with itself as the module.
         if not (ids or self._by_content) or module is not self._model or not module.training:
             return forward(module, *args, **kwargs)
-        if torch.compiler.is_compiling() or (not ids and not torch.is_grad_enabled()):
+        if torch.compiler.is_compiling() or not (ids or _is_readable(args)):
+            return forward(module, *args, **kwargs)
+        if not ids and inside_mode():
+            self._tell("the forward runs inside a mode of torch, such as that of the lever unpad")
             return forward(module, *args, **kwargs)
         if kwargs or not args or not all(isinstance(argument, Tensor) for argument in args):
             self._tell("an argument of the forward is not a positional tensor")
@@ -199,9 +202,11 @@ class FastPrefix(Attachment):
                 f"samples: found {len(ids)} ids for inputs of shapes {[tuple(tensor.shape) for tensor in args]}."
             )
         else:
-            count = len(ids) or max(len(tensor) if tensor.ndim else 0 for tensor in args)
+            count = len(ids) or len(args[0])
             halves = self._current(args, count, named=bool(ids))
-            if halves is not None and halves.accepts(args, count):
+            if halves is not None and self._by_content and not halves.accepts(args, count):
+                self._tell("inputs of another shape or type than the first ones are computed in every step")
+            elif halves is not None and halves.accepts(args, count):
                 names = ids or _contents([args[at] for at in halves.inputs])
                 values = self._border(halves, args, names)
                 if not ids:
@@ -229,7 +234,7 @@ class FastPrefix(Attachment):
         return self._halves
 
     def _tell(self, note: str) -> None:
-        """Keep a note for the report. Without names nobody asked for it, so it is a warning too."""
+        """Keep a note for the report. If the loop names no samples, warn too: it does not ask for the report."""
         if self._by_content and note and note != self._note:
             warnings.warn(f"grad_freeze: the frozen part is not fully cached: {note}", NoEffectWarning, stacklevel=2)
         self._note = note
@@ -272,12 +277,21 @@ class FastPrefix(Attachment):
         return value.to(self._dtype) if self._dtype is not None and value.is_floating_point() else value
 
 
+def _is_readable(args: Sequence[Any]) -> bool:
+    """Whether the content of a training call can be read: not under a tracer or a transform."""
+    if not torch.is_grad_enabled() or is_tracing() or inside_function_transform():
+        return False
+    tensors = [argument for argument in args if isinstance(argument, Tensor)]
+    plain = all(type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided and not t.is_nested for t in tensors)
+    return plain and (not tensors or tensors[0].ndim > 0 < len(tensors[0]))
+
+
 def _contents(tensors: Sequence[Tensor]) -> list[bytes]:
     """Return a hash of each sample: of its entries in all tensors, shape (n, ...)."""
     digests = [blake2b(digest_size=16) for _ in tensors[0]]
     for tensor in tensors:
         plain = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-        rows = plain.detach().cpu().reshape(len(tensor), -1).contiguous().view(torch.uint8).numpy()
+        rows = plain.detach().resolve_neg().cpu().reshape(len(tensor), -1).contiguous().view(torch.uint8).numpy()
         for digest, row in zip(digests, rows, strict=True):
             digest.update(row)
     return [digest.digest() for digest in digests]

@@ -194,9 +194,10 @@ class Freezing(Attachment):
         return getattr(self._few if self._for_compiled else self._schedule, "prefixes", len(self._prefixes))
 
     def figures(self) -> dict[str, float]:
-        """Return the share of the optimizer's weights that are frozen now."""
+        """Return the share of the optimizer's weights that are frozen now, and of samples that the cache has found."""
         sizes = sum(parameter.numel() for parameter in self._reach.parameters)
-        return {"frozen": sum(parameter.numel() for parameter in self.frozen) / max(1, sizes)}
+        found = {} if self.fast is None else {"cached": self.fast.report().hit_rate}
+        return {"frozen": sum(parameter.numel() for parameter in self.frozen) / max(1, sizes), **found}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of updates, the unusable indices, and, as a check, the frozen parameters."""
