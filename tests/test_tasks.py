@@ -60,6 +60,21 @@ def test_a_fine_tuning_is_the_same_bit_for_bit_with_and_without_the_cache_and_re
         assert not frozen or torch.equal(value, before[name]), name  # BatchNorm statistics too
 
 
+def test_augmentation_before_the_trunk_ends_the_cache_in_words_after_two_thirds_of_the_run() -> None:
+    model, x, y = trained_before()
+    pair = boosted(model)
+    train(pair, x, y, range(2))
+    for _ in range(6):  # two micro-batches an update do not count as two updates
+        pair.model(x[:8])
+    train(pair, x, y, range(2))
+    assert pair.figures()["boost/grad_freeze/cached"] > 0.5
+    pair = boosted(model)
+    train(pair, x, y, range(1))
+    train(pair, x + 1, y, range(1))
+    with pytest.warns(torchboost.NoEffectWarning, match="Leave random augmentation out"):
+        train(pair, x + 2, y, range(1))
+
+
 def test_the_choices_of_the_task_give_way_to_those_of_the_user() -> None:
     model, _, _ = trained_before()
     pair = boosted(model, frozen=3, cache_dtype="bfloat16")

@@ -205,7 +205,6 @@ def freeze_blocks(model: nn.Module, optimizer: Optimizer, settings: GradFreeze, 
             settings.cache_mebibytes * 2**20,
             by_content=settings.cache_by == "content",
             dtype=torch.bfloat16 if settings.cache_dtype else None,
-            passes=None if settings.total_steps is None else -(-2 * settings.total_steps // 3),
         )
     alike = {"seed": seed, "checksum of the settings": _fingerprint(settings)}
     shares = (1 / len(blocks),) * len(blocks)
@@ -220,6 +219,7 @@ def freeze_blocks(model: nn.Module, optimizer: Optimizer, settings: GradFreeze, 
         norms=settings.norms,
         fast=fast,
         total_steps=None if settings.pattern == "fixed" else settings.total_steps,
+        judged_at=None if settings.total_steps is None else -(-2 * settings.total_steps // 3),
         alike=alike,
         agree_within=settings.agree_within,
     )

@@ -105,8 +105,6 @@ class FastPrefix(Attachment):
         budget_bytes: Most bytes of cached rows; none is evicted.
         by_content: Whether samples that are not named are known by their content.
         dtype: Type to which floating-point border values are rounded, cached or not; None keeps theirs.
-        passes: Number of forwards by content after which the cache ends if it has found less than a tenth of the
-            samples. It also ends if more than twice as many as the budget holds have come.
 
     Raises:
         IncompatibleError: See :func:`check_cacheable`. The first training step raises it if the forward cannot be
@@ -131,11 +129,10 @@ class FastPrefix(Attachment):
         *,
         by_content: bool = False,
         dtype: torch.dtype | None = None,
-        passes: int | None = None,
     ) -> None:
         check_cacheable(model)
         self._model, self._budget, self._dtype = model, budget_bytes, dtype
-        self._by_content, self._passes, self._passed = by_content, passes, 0
+        self._by_content = by_content
         self._ids: list[int] = []
         self._note = "no training step has run yet"
         self.update()
@@ -209,8 +206,8 @@ class FastPrefix(Attachment):
             elif halves is not None and halves.accepts(args, count):
                 names = ids or _contents([args[at] for at in halves.inputs])
                 values = self._border(halves, args, names)
-                if not ids:
-                    self._judge()
+                if self._misses > 2 * len(self._rows):  # by content more than twice as many as there is room for
+                    self.judge()
                 return halves.suffix.forward(*args, *values)
         return forward(module, *args, **kwargs)
 
@@ -239,12 +236,13 @@ class FastPrefix(Attachment):
             warnings.warn(f"grad_freeze: the frozen part is not fully cached: {note}", NoEffectWarning, stacklevel=2)
         self._note = note
 
-    def _judge(self) -> None:
-        """End the cache if no sample has come twice, though it should have."""
-        self._passed += 1
-        late = self._passes is not None and self._passed >= self._passes
+    def judge(self) -> None:
+        """End a cache by content if it has found less than a tenth of the samples, and warn.
+
+        The cache calls this itself when more than twice as many samples as it has room for have come.
+        """
         few = 10 * self._hits < self._hits + self._misses  # a trial of levers repeats a batch
-        if few and (late or self._misses > 2 * len(self._rows)):
+        if self._by_content and few and self._misses:
             self._by_content, rows, self._rows = False, len(self._rows), {}
             self._note = "off, because hardly a sample came twice"
             warnings.warn(
