@@ -71,6 +71,8 @@ WAYS: dict[str, Way] = {
     "task, 7 of 10 blocks frozen": Way(frozen=7),
     "task, head only": Way(frozen=9),
     "LoRA, rank 8, 1/2 of the steps": Way(lora=True, steps=1 / 2),
+    "task, 7 frozen, twice the steps": Way(frozen=7, steps=2),
+    "task, 5 frozen, twice the steps": Way(frozen=5, steps=2),
     "task, 5 frozen, bfloat16": Way(frozen=5, dtype="bfloat16"),
     "task, 5 frozen, rates by layer": Way(frozen=5, layer_wise=True),
 }
@@ -213,10 +215,14 @@ def table(folder: Path) -> tuple[Table, str]:
     report = json.loads(path.read_text())
     env = report["environment"]
     stock, rows = report["ways"][EVERYTHING]["runs"], []
-    base = statistics.mean(run["seconds"] for run in stock)
+
+    def time_of(found: dict[str, Any]) -> float:
+        return statistics.median(run["seconds"] for run in (*found["search"], *found["runs"]))
+
+    base = time_of(report["ways"][EVERYTHING])
     for name, found in report["ways"].items():
         runs = found["runs"]
-        seconds = statistics.mean(run["seconds"] for run in runs)
+        seconds = time_of(found)
         points = [100 * (one["accuracy"] - other["accuracy"]) for one, other in zip(runs, stock, strict=True)]
         against = paired_difference([0.0] * len(points), points) if name != EVERYTHING and len(points) > 1 else None
         span = "" if against is None else f"{against.mid:+.1f} ({against.low:+.1f} to {against.high:+.1f})"
@@ -229,7 +235,7 @@ def table(folder: Path) -> tuple[Table, str]:
     sizes = f"{report['images']:,} images, {report['epochs']} epochs, batch {report['batch']}, {len(stock)} seeds"
     said = (
         f"{report['model']}, {report['parameters']:,} parameters, {sizes}, {report['tests']:,} test images. "
-        f"{env['processor']}, 1 thread, processor time, torch {env['torch']}. "
+        f"{env['processor']}, 1 thread, median processor time of all runs of a way, torch {env['torch']}. "
         f"Raw figures: `benchmarks/results/{path.name}`."
     )
     return Table(headings=headings, rows=tuple(rows)), said
