@@ -137,7 +137,8 @@ def fine_tuned(
         epoch += 1
     seconds = time.process_time() - began
     boosted = boosted_of(optimizer)
-    kept = boosted.attached["grad_freeze"].fast.report().bytes if boosted is not None else 0
+    freezing: Any = None if boosted is None else boosted.attached["grad_freeze"]
+    kept = 0 if freezing is None else freezing.fast.report().bytes
     network.eval()
     return {
         "lr": lr,
