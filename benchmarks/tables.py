@@ -14,6 +14,7 @@ from pathlib import Path
 import adasum_convergence
 import certificate
 import fewer_steps_table
+import fine_tune_rivals
 import fine_tunings
 import freeze_rival
 import gpu_tables
@@ -87,6 +88,7 @@ WHOLE: dict[str, Callable[[str], str]] = {
     "fewer_steps_rates": lambda folder: own(fewer_steps_table.rates_table(RESULTS)),
     "muon_split": lambda folder: own(muon_split.table(RESULTS)),
     "fine_tunings": lambda folder: own(fine_tunings.table(RESULTS)),
+    "fine_tune_rivals": lambda folder: own(fine_tune_rivals.table(RESULTS)),
     "certificate": lambda folder: rows(certificate.table(RESULTS / "certificate-price.json")),
     "ranks": lambda folder: rows(ranks.table(RESULTS / "ranks-counts.json")),
     "planted_effects": lambda folder: rows(planted_effects.table(RESULTS / "planted_effects-tune.json")),

@@ -43,6 +43,7 @@ from torchboost.optim.recipe import apply_recipe
 from torchboost.optim.rules.schedule_free import warn_of_training_weights
 from torchboost.plan import Plan, why_idle
 from torchboost.registry import Facts, Loop
+from torchboost.tasks import Task, with_task
 
 __all__ = ["Boosted", "Host", "boost", "boosted_of", "prepare"]
 
@@ -341,6 +342,7 @@ def boost(
     *,
     lr: float | None = None,
     level: str = "O1",
+    task: Task | None = None,
     total_steps: int | None = None,
     config: ConfigSource | None = None,
     scaler: Scaler | None = None,
@@ -364,6 +366,7 @@ def boost(
         lr: Learning rate of an optimizer that is given by name, in the size of AdamW's. None takes 0.001.
         level: ``"O0"`` changes nothing, ``"O1"`` keeps the accuracy within 0.5 points, ``"O2"`` within 3 points. See
             ``docs/levels.md`` for what each level turns on, and for the measurements.
+        task: ``"fine_tune"`` freezes and caches the first half of the blocks (:func:`torchboost.fine_tuning`).
         total_steps: Number of updates in the whole run. Gradient freezing and compilation need it. In a run of fewer
             than 1,000 the levels only use the speed levers. None counts as a long run.
         config: Settings that override the level: a dict, a path to a JSON file, JSON text, or a :class:`BoostConfig`.
@@ -411,8 +414,8 @@ def boost(
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> model, optimizer = torchboost.boost(model, optimizer, level="O1", total_steps=10_000)
         >>> loss = torch.nn.functional.cross_entropy(model(torch.randn(4, 3, 8, 8)), torch.tensor([0, 1, 0, 1]))
-        >>> loss.backward()
-        >>> optimizer.step()
+        >>> loss.backward(), optimizer.step()
+        (None, None)
     """
     if isinstance(optimizer, str):
         if (other := BoostConfig.load(config).recipe.optimizer) is not None:
@@ -421,6 +424,7 @@ def boost(
         optimizer = named_optimizer(optimizer, model, lr)
     elif lr is not None:
         raise ValueError(f"lr: found {lr!r} next to {type(optimizer).__name__}, which has its own; leave lr out.")
+    config = with_task(config, task, model)
     boosted = attach(
         model,
         optimizer,

@@ -25,7 +25,7 @@ from tests.support.frozen_nets import (
     with_rows,
 )
 from tests.support.models import mlp
-from torchboost import IncompatibleError
+from torchboost import IncompatibleError, NoEffectWarning
 from torchboost.algorithms.autocast import autocast_forward
 from torchboost.algorithms.grad_freeze.cache import FastPrefix
 
@@ -392,3 +392,84 @@ def test_ids_are_integers_that_match_the_batch_and_name_one_forward() -> None:
         pass
     model(x)
     assert (fast.report().hit_rate, fast.report().rows) == (0.0, len(x))
+
+
+def test_by_content_each_sample_gets_its_own_rows_in_any_order_and_batch() -> None:
+    model = frozen_cnn()
+    plain = copy.deepcopy(model)
+    x, y = torch.randn(24, *inputs_for(model)[0].shape[1:]), torch.randint(0, 2, (24,))
+    with FastPrefix(model, 2**24, by_content=True) as fast:
+        for _ in range(3):
+            for ids in torch.randperm(24).split(8):
+                (loss, gradients), (expected, others) = step(model, x[ids], y[ids]), step(plain, x[ids], y[ids])
+                assert torch.equal(loss, expected)
+                assert all(torch.equal(a, b) for a, b in zip(gradients, others, strict=True) if a is not None)
+        assert (fast.report().rows, fast.report().note) == (24, "")
+        assert fast.report().hit_rate == pytest.approx(2 / 3)
+        with torch.no_grad():
+            torch.testing.assert_close(model(x[[3, 3, 0]]), plain(x[[3, 3, 0]]))
+
+
+def test_by_content_random_augmentation_is_computed_and_ends_the_cache_in_words() -> None:
+    model = frozen_cnn()
+    plain = copy.deepcopy(model)
+    x, y = inputs_for(model)
+    fast = FastPrefix(model, 2**13, by_content=True)
+
+    def augmented() -> None:
+        for _ in range(40):
+            changed = x + torch.randn_like(x)
+            assert torch.equal(step(model, changed, y)[0], step(plain, changed, y)[0])
+
+    with pytest.warns(NoEffectWarning, match="hardly one came again. Leave random augmentation out"):
+        augmented()
+    assert fast.report().rows == 0
+    assert "off" in str(fast.report())
+
+
+def test_by_content_dropout_in_the_frozen_part_is_named_and_drawn_as_without_the_cache() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    freeze(model[0], model[2])
+    plain, x, y = copy.deepcopy(model), torch.randn(6, 4), torch.randint(0, 2, (6,))
+    with FastPrefix(model, 2**20, by_content=True) as fast:
+        for seed in range(3):
+            torch.manual_seed(seed)
+            if seed == 0:
+                with pytest.warns(NoEffectWarning, match="'1' draws random numbers.*72 frozen weights behind it"):
+                    loss, _ = step(model, x, y)
+            else:
+                loss, _ = step(model, x, y)
+            torch.manual_seed(seed)
+            assert torch.equal(loss, step(plain, x, y)[0])
+        assert fast.report().parameters == 40
+
+
+def test_by_content_a_forward_that_cannot_be_cut_trains_on_with_a_sentence() -> None:
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.front, self.head = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.front(x) if x.sum() > 0 else x)
+
+    model, x = Branching(), torch.ones(2, 4)
+    with FastPrefix(model, 2**20, by_content=True) as fast:
+        with pytest.warns(NoEffectWarning, match="torch.fx cannot trace it"):
+            model(x)
+        assert torch.equal(model(x), copy.deepcopy(model)(x))
+        assert "cannot be split" in fast.report().note
+
+
+def test_bfloat16_rows_take_half_the_memory_and_round_alike_whether_cached_or_not() -> None:
+    model, exact = frozen_cnn(), 0
+    x, y = inputs_for(model)
+    expected, _ = step(copy.deepcopy(model), x, y)
+    for dtype in (None, torch.bfloat16):
+        with FastPrefix(model, 2**24, by_content=True, dtype=dtype) as fast:
+            first, again = step(model, x, y)[0], step(model, x, y)[0]
+            assert torch.equal(first, again)
+            assert first.dtype is torch.float32
+            torch.testing.assert_close(first, expected, rtol=2e-2 if dtype else 0, atol=0)
+            exact = exact or 2 * fast.report().bytes
+            assert fast.report().bytes == (exact // 4 if dtype else exact // 2)

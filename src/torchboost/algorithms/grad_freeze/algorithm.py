@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, get_args
 from zlib import crc32
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -51,9 +52,12 @@ class GradFreeze(Algorithm):
             compiled model. The default is 3 for a compiled model, 7 for the progressive pattern, otherwise unlimited.
         frozen: Number of frozen groups, for the fixed pattern.
         cache_mebibytes: Memory for caching the output of the frozen part per sample, which is then computed once; 0
-            disables the cache. The loop names its samples: ``with attached["grad_freeze"].fast.samples(ids): ...``. The
-            cache is correct only if a sample is the same tensor in every epoch. It needs ``norms="eval"`` and a model
-            that is not compiled; see :class:`torchboost.algorithms.grad_freeze.cache.FastPrefix`.
+            disables the cache. It needs ``norms="eval"`` and a model that is not compiled; see
+            :class:`torchboost.algorithms.grad_freeze.cache.FastPrefix`.
+        cache_by: Whether the loop names its samples (``"name"``), ``with attached["grad_freeze"].fast.samples(ids):
+            ...``, which is correct only if a sample is the same tensor in every epoch; or samples are known by a hash
+            of their content (``"content"``), so that the loop stays as it is.
+        cache_dtype: ``"bfloat16"`` rounds the output of the frozen part to half the memory; None keeps it exact.
         agree_within: Seconds that the ranks of one model wait for each other before a pass; if a rank does not arrive,
             all others raise :class:`torchboost.errors.RankDisagreementError`. Increase it if one rank evaluates or
             saves alone for longer; 0 disables the comparison.
@@ -71,6 +75,8 @@ class GradFreeze(Algorithm):
     prefixes: int | None = None
     frozen: int = 0
     cache_mebibytes: int = 0
+    cache_by: Literal["name", "content"] = "name"
+    cache_dtype: Literal["bfloat16"] | None = None
     agree_within: float = 600.0
 
     def __post_init__(self) -> None:
@@ -98,6 +104,10 @@ class GradFreeze(Algorithm):
             raise ValueError(f"frozen={self.frozen} with pattern={self.pattern!r}: only 'fixed' reads it.")
         if self.cache_mebibytes < 0:
             raise ValueError(f"cache_mebibytes={self.cache_mebibytes}: pass 0 or more.")
+        if self.cache_by not in ("name", "content"):
+            raise ValueError(f"cache_by={self.cache_by!r}: allowed are 'name' and 'content'.")
+        if self.cache_dtype not in (None, "bfloat16"):
+            raise ValueError(f"cache_dtype={self.cache_dtype!r}: allowed are 'bfloat16' and None.")
         if self.cache_mebibytes and self.norms != "eval":
             raise ValueError(
                 "cache_mebibytes with norms='update': BatchNorms that keep updating change the result of a sample in "
@@ -190,7 +200,12 @@ def freeze_blocks(model: nn.Module, optimizer: Optimizer, settings: GradFreeze, 
     prefixes = prefixes_of(blocks, starts)
     fast = None
     if settings.cache_mebibytes:
-        fast = FastPrefix(model, settings.cache_mebibytes * 2**20)
+        fast = FastPrefix(
+            model,
+            settings.cache_mebibytes * 2**20,
+            by_content=settings.cache_by == "content",
+            dtype=torch.bfloat16 if settings.cache_dtype else None,
+        )
     alike = {"seed": seed, "checksum of the settings": _fingerprint(settings)}
     shares = (1 / len(blocks),) * len(blocks)
     costs = [sum(shares[a:b]) for a, b in zip(starts, [*starts[1:], len(blocks)], strict=True)]
@@ -204,6 +219,7 @@ def freeze_blocks(model: nn.Module, optimizer: Optimizer, settings: GradFreeze, 
         norms=settings.norms,
         fast=fast,
         total_steps=None if settings.pattern == "fixed" else settings.total_steps,
+        judged_at=None if settings.total_steps is None else -(-2 * settings.total_steps // 3),
         alike=alike,
         agree_within=settings.agree_within,
     )
@@ -211,7 +227,7 @@ def freeze_blocks(model: nn.Module, optimizer: Optimizer, settings: GradFreeze, 
 
 def _fingerprint(settings: GradFreeze) -> int:
     """A number that differs between ranks whose flags may differ; cache settings may differ per rank."""
-    return crc32(repr(replace(settings, cache_mebibytes=0)).encode())
+    return crc32(repr(replace(settings, cache_mebibytes=0, cache_by="name", cache_dtype=None)).encode())
 
 
 def _check_length(settings: GradFreeze) -> None:

@@ -106,6 +106,8 @@ class Freezing(Attachment):
         norms: Whether BatchNorms in the frozen part keep updating their statistics or run in eval mode.
         fast: Runs the frozen part; it detects what is frozen, and is removed with this.
         total_steps: Number of updates after which everything is thawed; later updates warn once. None never ends.
+        judged_at: Number of updates of this process after which ``fast`` ends if it has found next to nothing. None
+            leaves that to it.
         alike: Further numbers that must be equal on all ranks, such as the seed of the schedule.
         agree_within: Seconds to wait for a rank before a pass; then an error is raised. 0 disables the comparison.
 
@@ -129,16 +131,17 @@ class Freezing(Attachment):
         norms: Norms = "update",
         fast: FastPrefix | None = None,
         total_steps: int | None = None,
+        judged_at: int | None = None,
         alike: Mapping[str, int] | None = None,
         agree_within: float = 600.0,
     ) -> None:
         check_freezable(model, optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         _release(parameters)
-        self.step = self.index = 0
+        self.step = self.index = self._seen = 0
         self.fast = fast
         self._model, self._prefixes, self._total = model, tuple(prefixes), total_steps
-        self._schedule, self._few = schedule, compiled
+        self._schedule, self._few, self._judged_at = schedule, compiled, judged_at
         self._for_compiled = None if compiled else False  # None until the first update that freezes
         self._counted = model is None or is_compiled(model)  # the caller knew of the compiler
         self._settles = norms == "eval"
@@ -194,9 +197,10 @@ class Freezing(Attachment):
         return getattr(self._few if self._for_compiled else self._schedule, "prefixes", len(self._prefixes))
 
     def figures(self) -> dict[str, float]:
-        """Return the share of the optimizer's weights that are frozen now."""
+        """Return the share of the optimizer's weights that are frozen now, and of samples that the cache has found."""
         sizes = sum(parameter.numel() for parameter in self._reach.parameters)
-        return {"frozen": sum(parameter.numel() for parameter in self.frozen) / max(1, sizes)}
+        found = {} if self.fast is None else {"cached": self.fast.report().hit_rate}
+        return {"frozen": sum(parameter.numel() for parameter in self.frozen) / max(1, sizes), **found}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of updates, the unusable indices, and, as a check, the frozen parameters."""
@@ -255,6 +259,9 @@ class Freezing(Attachment):
                 stacklevel=2,
             )
         self.step += 1
+        self._seen += 1
+        if self.fast is not None and self._seen == self._judged_at:
+            self.fast.judge()
         self._follow()
         if self._total is not None and self.step > self._total and not self._overran:
             self._overran = True
