@@ -53,4 +53,5 @@ from .plan import Plan as Plan
 from .registry import LEVELS as LEVELS
 from .registry import REGISTRY as REGISTRY
 from .registry import Facts as Facts
+from .tuning.goal import Goal as Goal
 from .tuning.tune import tune as tune
