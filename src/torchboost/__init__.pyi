@@ -54,4 +54,5 @@ from .registry import LEVELS as LEVELS
 from .registry import REGISTRY as REGISTRY
 from .registry import Facts as Facts
 from .tasks import fine_tuning as fine_tuning
+from .tuning.goal import Goal as Goal
 from .tuning.tune import tune as tune

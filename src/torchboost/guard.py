@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from pydantic import TypeAdapter
@@ -20,7 +20,9 @@ from torchboost.distributed.agreement import mean_over_ranks
 from torchboost.front import Boosted
 from torchboost.measure.statistics import ChangeTest
 
-__all__ = ["Guard"]
+__all__ = ["Guard", "checked_state"]
+
+T = TypeVar("T")
 
 _LOG = logging.getLogger("torchboost")
 
@@ -178,16 +180,7 @@ class Guard:
         Raises:
             ValueError: The state is not complete, or a part of it is damaged. Nothing is loaded.
         """
-        try:
-            state = {key: value for key, value in dict(state).items() if key not in _EARLIER}
-            loaded = TypeAdapter(_State).validate_python(state)
-            if json.dumps(asdict(loaded), sort_keys=True) != json.dumps(state, sort_keys=True):
-                raise ValueError(f"it has the parts {sorted(state)}, or parts of another form")
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"the state of the guard is not complete, or damaged: found {error}; load what Guard.state_dict() of "
-                "this version returned, or begin with a new guard."
-            ) from error
+        loaded = checked_state(_State, state, of="Guard", ignored=_EARLIER)
         for name in loaded.withdrawn:
             self._boosted.withdraw(name, "it had been withdrawn when the checkpoint was written")
         self._state = loaded
@@ -287,6 +280,25 @@ class _State:
     excess: float = 0.0
     ended: bool = False
     withdrawn: list[str] = field(default_factory=list)
+
+
+def checked_state(kind: type[T], state: Mapping[str, Any], *, of: str, ignored: Sequence[str] = ()) -> T:
+    """Return a dataclass from what ``asdict`` made of it, for the class ``of`` whose state it is.
+
+    Raises:
+        ValueError: It is not complete, or it has other parts, or parts of another form.
+    """
+    try:
+        parts = {key: value for key, value in dict(state).items() if key not in ignored}
+        loaded: Any = TypeAdapter(kind).validate_python(parts)
+        if json.dumps(asdict(loaded), sort_keys=True) != json.dumps(parts, sort_keys=True):
+            raise ValueError(f"it has the parts {sorted(parts)}, or parts of another form")
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"the state of the {of.lower()} is not complete, or damaged: found {error}; load what {of}.state_dict() of "
+            f"this version returned, or begin with a new {of.lower()}."
+        ) from error
+    return loaded
 
 
 def _percent(share: float) -> str:

@@ -307,6 +307,13 @@ class TuneReport(SavedRecord):
             )
         return [sum(block) / len(block) for block in zip(*curves, strict=True) for _ in range(BLOCK)]
 
+    def stock_finals(self) -> list[float]:
+        """Return the metric of stock at its best rate at the end of each run of the confirmation.
+
+        The runs of the search are left out: their metric may be that of ``validate``.
+        """
+        return [run.metric for run in self.runs if run.name == self.stock.label and run.seed >= FRESH_SEED]
+
 
 def seal_of(content: dict[str, Any]) -> str:
     """Return a hash of the content of a report, whatever the order and the layout of its JSON."""
