@@ -102,11 +102,13 @@ def elastic(script: Path, *arguments: object, written: Path, restarts: int, time
     call = (written, {**os.environ, **_environment()}, store.port, restarts, [str(script), *map(str, arguments)])
     agent = server_of_forks().Process(target=_agent, args=call)
     agent.start()
-    agent.join(timeout)
-    if agent.is_alive():
-        assert agent.pid is not None
-        os.killpg(agent.pid, signal.SIGKILL)
-        agent.join()
+    try:
+        agent.join(timeout)
+    finally:
+        if agent.is_alive():
+            assert agent.pid is not None
+            os.killpg(agent.pid, signal.SIGKILL)
+            agent.join()
     if agent.exitcode:
         raise TorchrunError(f"the agent ended with {agent.exitcode}:\n{written.read_text()}")
     return written.read_text()
