@@ -10,7 +10,8 @@ BENCH_ARGS ?=
 
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.torchboost-stamp
-PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --max-worker-restart 0
+# A worker gets the tests of a file together, in the order of tests/conftest.py.
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 .PHONY: setup demo test test-torch test-all lint format type layers docs check bench bench-gpu bench-gpu-files package clean
 

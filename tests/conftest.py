@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +30,23 @@ if importlib.util.find_spec("hypothesis") is not None:  # the tests on a GPU do 
     # The same examples on every run and machine; nothing written into the checkout.
     settings.register_profile("torchboost", derandomize=True, database=None, deadline=None)
     settings.load_profile("torchboost")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Look for no garbage while modules are imported, which stay."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files marked ``long``, then those of many tests. A worker that is given one late runs alone."""
+    counts = Counter(item.path for item in items)
+    items.sort(key=lambda item: (item.get_closest_marker("long") is None, -counts[item.path]))
 
 
 class Case(NamedTuple):
@@ -74,6 +93,16 @@ def ctrl_c() -> None:
     """Let Ctrl-C interrupt, as in a terminal. Programs that a shell starts in the background ignore it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_heap() -> None:
+    """Let no search of the heap visit what is alive at the start of a file, mostly imported modules.
+
+    There is one in every full collection, and one for averages of the weights whenever BatchNorms go.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

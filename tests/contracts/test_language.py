@@ -7,6 +7,7 @@ import io
 import re
 import tokenize
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -114,21 +115,24 @@ def files(part: str) -> list[Path]:
     return [path for path in found if path.suffix in (".py", ".md")]
 
 
+@cache
+def prose() -> list[Passage]:
+    return [passage for part in PARTS for file in files(part) for passage in passages(file)]
+
+
 def test_no_turn_of_phrase_that_is_always_wrong() -> None:
     pattern = re.compile("|".join(rf"(?P<t{i}>\b(?:{turn})\b)" for i, turn in enumerate(TURNS)), re.IGNORECASE)
     instead = list(TURNS.values())
     found = [
         f"{path.relative_to(ROOT)}:{line}: '{hit.group()}': write {instead[int(str(hit.lastgroup)[1:])]}"
-        for part in PARTS
-        for file in files(part)
-        for path, line, text in passages(file)
+        for path, line, text in prose()
         for hit in pattern.finditer(text)
     ]
     assert not found, "\n".join(found)
 
 
 def test_where_is_rare() -> None:
-    texts = [passage.text for part in PARTS for file in files(part) for passage in passages(file)]
+    texts = [passage.text for passage in prose()]
     words = sum(len(text.split()) for text in texts)
     where = sum(len(re.findall(r"\bwhere\b", text, re.IGNORECASE)) for text in texts)
     assert 10_000 * where / words <= WHERE_PER_10_000, "write 'if' for a condition, 'when' for a time"

@@ -32,7 +32,7 @@ from torchboost.data.loader import Loader, loader
 from torchboost.data.pipes import OWN
 from torchboost.data.sameness import same
 
-EPOCHS = 7
+EPOCHS = 5
 Pair = namedtuple("Pair", "image label")
 
 

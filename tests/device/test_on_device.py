@@ -18,7 +18,7 @@ from tests.support.pretend_device.build import built, compiler
 FILES = sorted(str(path) for path in Path(__file__).with_name("on_device").glob("[!_]*.py"))
 LIMIT = 600.0
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+pytestmark = [pytest.mark.long, pytest.mark.skipif(compiler() is None, reason="no C++ compiler")]
 
 
 def test_on_device(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,9 @@ import torch
 
 import torchboost
 import torchboost.registry
-from tests.integrations.trainers import WAYS, forget_accelerator, run
-from tests.support.ranks import run_ranks
-from tests.support.trainer_models import FORMS, KINDS, SPEED, differences, has_plain_layout, trained_alike
+from tests.integrations.trainers import WAYS, run
+from tests.support.trainer_models import FORMS, KINDS, SPEED, has_plain_layout, trained_alike
 from torchboost.calibration.choice import Choice, Verdict
-from torchboost.core.hardware import HalfPrecision
 from torchboost.core.torch_private import module_hooks, step_pre_hooks
 from torchboost.front import warn_of_missing_state
 from torchboost.graph.removed_norm import RemovedNorm
@@ -41,35 +38,6 @@ def test_a_resumed_run_equals_the_uninterrupted_one(trainer: str, kind: str, set
     assert trained_alike(whole.net, resumed.net)
     assert resumed.boosted.plan.total_steps == 8
     assert has_removed(whole.net) == (kind == "resnet")
-
-
-def resumed_on_ranks(folder: str) -> list[Any]:
-    """Train whole and resumed. The speed of bfloat16 is measured on each rank; here the ranks find different ones."""
-    results = []
-    measured = HalfPrecision(torch.distributed.get_rank() == 1, "found by this rank")
-    for trainer, kind in itertools.product(WAYS, ("bert", "resnet")):
-        calibrate = "1" if (trainer, kind) == ("lightning", "bert") else "0"
-        forget_accelerator()
-        first = Path(folder) / f"{trainer}-{kind}-{calibrate}"
-        options = {} if trainer == "accelerate" else {"setting": "two ranks"}
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TORCHBOOST_CALIBRATE", calibrate)
-            if trainer == "lightning":
-                patch.setattr(torchboost.registry, "half_precision", lambda *_: measured)
-            whole = run(trainer, kind, first, **options)
-            torch.distributed.barrier()
-            resumed = run(trainer, kind, first / "resumed", resumed=first, **options)
-        weights = float(sum(p.detach().double().abs().sum() for p in whole.net.parameters()))
-        results.append((trainer, kind, differences(whole.net, resumed.net), has_removed(whole.net), weights))
-    return results
-
-
-@pytest.mark.dist
-def test_a_resumed_run_on_two_ranks_equals_the_uninterrupted_one(tmp_path: Path):
-    first, second = run_ranks(resumed_on_ranks, 2, str(tmp_path), timeout=400.0)
-    assert first == second
-    for trainer, kind, different, removed, _ in first:
-        assert (different, removed) == ({}, kind == "resnet"), trainer
 
 
 @TRAINER

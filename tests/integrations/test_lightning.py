@@ -10,15 +10,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, EMAWeightAveraging, StochasticWeightAveraging
-from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 
 import torchboost
-from tests.integrations.trainers import EPOCH, HALF, STEPS, Lit, TwoRanks, lightning_of, loader, run
-from tests.support.ranks import run_ranks
+from tests.integrations.trainers import EPOCH, HALF, STEPS, Lit, lightning_of, loader, run
 from tests.support.trainer_models import KINDS, Kind, trained_alike
-from tests.support.wrapped import all_weights
 from torchboost import ConfigError, IncompatibleError, NoEffectWarning
 from torchboost.graph.removed_norm import RemovedNorm
 from torchboost.integrations.lightning import Boost
@@ -169,58 +165,6 @@ def test_the_choice_of_the_trial_is_logged(tmp_path: Path):
         run("lightning", "bert", tmp_path, setting=setting, logger=logger, calibrate=3.0)
         assert logger.figures["boost/trial_seconds"] > 0
         assert ("boost/autocast" in logger.figures) == (setting == "plain")
-
-
-class Sharded(Lit):
-    """The same, sharded by FSDP2, with a rule that keeps moments."""
-
-    def configure_model(self) -> None:
-        for block in [module for module in self.net.modules() if type(module).__name__ == "BertLayer"]:
-            fully_shard(block, mesh=self.device_mesh["data_parallel"])
-        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2) if self.momentum else super().configure_optimizers()
-
-
-def fit_sharded(
-    name: str, momentum: float, folder: Path, *, whole: bool, level: str = "O1", resume: str | None = None
-) -> list[float]:
-    config = {"extra": {"less_bn": {}, "grad_freeze": {"pattern": "progressive"}}} if level == "O1" else None
-    strategy = ModelParallelStrategy(2, 1, save_distributed_checkpoint=not whole)
-    settings = {"strategy": strategy, "devices": 2, "plugins": [TwoRanks()], "use_distributed_sampler": False}
-    boost, module = Boost(level or "O0", module="net", config=config), Sharded(KINDS[name].seeded(), momentum=momentum)
-    lightning_of(folder, *([boost] if level else []), **settings).fit(module, loader(KINDS[name]), ckpt_path=resume)
-    if level == "O1":
-        assert "grad_freeze" in {algorithm.name for algorithm in boost.plan.algorithms}
-        assert any(isinstance(m, RemovedNorm) for m in module.modules()) == (name == "resnet")
-    return all_weights(module)
-
-
-def sharded(folder: str) -> list[bool]:
-    """Whole and resumed with moments, without and in one file; level O0 against Lightning alone."""
-    results = []
-    for number, (name, momentum, whole) in enumerate(
-        (("bert", 0.9, False), ("bert", 0.0, False), ("bert", 0.9, True), ("resnet", 0.9, False))
-    ):
-        first = Path(folder) / str(number)
-        uninterrupted = fit_sharded(name, momentum, first, whole=whole)
-        torch.distributed.barrier()
-        checkpoint = str(first / f"step={STEPS // 2}.ckpt")
-        resumed = fit_sharded(name, momentum, first / "resumed", whole=whole, resume=checkpoint)
-        results.append(uninterrupted == resumed)
-    boosted, alone = (
-        fit_sharded("bert", 0.9, Path(folder) / f"level{level}", whole=False, level=level) for level in ("O0", "")
-    )
-    settings = {"strategy": ModelParallelStrategy(1, 2), "devices": 2, "plugins": [TwoRanks()]}
-    with pytest.raises(IncompatibleError, match="tensor parallelism"):
-        lightning_of(Path(), Boost("O1"), **settings).fit(Sharded(KINDS["bert"].seeded()), loader(KINDS["bert"]))
-    return [*results, boosted == alone]
-
-
-@pytest.mark.dist
-def test_a_resumed_run_under_fsdp2_equals_the_uninterrupted_one(tmp_path: Path):
-    assert run_ranks(sharded, 2, str(tmp_path), timeout=300.0) == [[True] * 5] * 2
 
 
 class Scheduled(Lit):

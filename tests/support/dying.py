@@ -2,7 +2,7 @@
 
 The plan has an entry per start of the ranks, ``RANK:step:K`` or ``RANK:write:K``: the rank kills itself after its
 K-th update since that start, or in its K-th write of a checkpoint, when a part of the files is there. Further starts
-are left alone. The script itself knows nothing of it.
+are left alone. A rank says ``SAID`` before. The script itself knows nothing of it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+SAID = "this rank is killed"
+
 
 def _dying_at(count: int) -> Callable[..., None]:
     calls = iter(range(1, count))
 
     def hook(*_: Any) -> None:
         if next(calls, None) is None:
+            print(SAID, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
 
     return hook

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing as mp
 import os
 import pickle
@@ -23,7 +24,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-__all__ = ["RankError", "RankKilledError", "run_ranks"]
+__all__ = ["RankError", "RankKilledError", "run_ranks", "server_of_forks"]
 
 
 class RankError(AssertionError):
@@ -57,7 +58,7 @@ def run_ranks(
 
 
 def _run_once(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float, dying: Collection[int]) -> list[Any]:
-    context = _context()
+    context = server_of_forks()
     # The server binds a port of the system's choice before the ranks start, so that no other process can take it.
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
     pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
@@ -134,6 +135,7 @@ def _run(
     some_die: bool,
 ) -> None:
     faulthandler.enable()
+    gc.freeze()  # what the server has imported is never garbage
     os.environ.update(environment)  # the server that forked this process has that of its first call
     rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     torch.set_num_threads(1)
@@ -164,7 +166,7 @@ def _launcher(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 @cache
-def _context() -> ForkServerContext:
+def server_of_forks() -> ForkServerContext:
     """Start the process that ranks are forked from: it has imported torch, which takes longer than most tests.
 
     It is single-threaded, so a fork is safe; OpenMP reads its variable when torch is loaded, that is here.

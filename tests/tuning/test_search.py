@@ -239,6 +239,17 @@ def test_a_recipe_whose_second_seed_misses_the_target_is_no_plan():
     assert found.findings["a"].outcome == "no gain"
 
 
+def test_a_failure_in_fewer_steps_leaves_the_plans_that_were_found():
+    """Even those of stock, without which no other recipe could be compared."""
+    fails = lambda c, s, r: {**NO_NUMBER, "failure": "boom"} if (c.name, c.share, s) == ("levers: fast", 0.5, 1) else {}  # noqa: E731
+    levers = Candidate(name="levers: fast", extra={"fast": True})
+    found = searched(
+        Planted({levers.name: Effect(needed=0.4)}, change=fails),
+        recipes=[levers, Candidate(name="a", extra={"a": True})],
+    )
+    assert levers.name in [plan.name for plan in found.plans()]
+
+
 def test_a_stopped_or_diverged_rate_is_not_the_best():
     def stops(candidate: Candidate, seed: int, run: Run) -> Mapping[str, Any]:
         return NO_NUMBER if candidate.rate > 1 else {}

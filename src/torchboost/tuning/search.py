@@ -184,7 +184,8 @@ class Search:
         except RecipeEndedError as ended:
             if self.findings[plan.name].seeds < len(SEEDS):
                 self._withdraw(plan.name)
-            self.end(plan.name, ended.outcome, ended.reason)
+            if self.findings[plan.name].change is None:
+                self.end(plan.name, ended.outcome, ended.reason)
             return
         if self.findings[plan.name].change is None:
             lost = f"with {shares[-1]:.0%} of the steps it does not keep the metric" if shares else ""

@@ -92,7 +92,12 @@ def _trained(how: str, schedule: tuple[int, ...]) -> list[float]:
 
 def _trained_all(ways: Sequence[str]) -> dict[str, list[float]]:
     with flags_are_followed():
-        return {f"{how} {schedule}": _trained(how, schedule) for how in ways for schedule in SCHEDULES}
+        return {f"{how} {schedule}": _trained(how, schedule) for how in ways for schedule in _schedules(how)}
+
+
+def _schedules(how: str) -> tuple[tuple[int, ...], ...]:
+    """Compilation takes long, and the first schedule has every number of frozen groups, most of them twice."""
+    return SCHEDULES[:1] if how in COMPILED else SCHEDULES
 
 
 WAYS = (*DDP, "late plain", "late unused", "late views", "group", "sharded", "sharded by block", "replicate")
@@ -110,7 +115,7 @@ def test_ranks_train_like_one_process(ranks: int, ways: Sequence[str], two: list
         assert all(other[key] == weights for other in found)
     for schedule in SCHEDULES:
         alone = _trained("bare", schedule)
-        for how in ways:
+        for how in [how for how in ways if schedule in _schedules(how)]:
             tolerance = 1e-5 if how in COMPILED else 1e-6
             torch.testing.assert_close(found[0][f"{how} {schedule}"], alone, rtol=0, atol=tolerance, msg=how)
 

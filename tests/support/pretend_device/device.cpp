@@ -4,9 +4,10 @@
 // kernel of the CPU on views of the same memory. Before that it is checked as a real device checks it: tensors of the
 // CPU that have dimensions, and generators of the CPU, are refused. There are no sparse tensors.
 
-#include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/CPUAllocator.h>
