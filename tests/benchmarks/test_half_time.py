@@ -177,10 +177,11 @@ def test_the_tables_count_fresh_seeds_alone_and_say_what_is_not_reached(tmp_path
     given = options.Options(data=tmp_path / "images", text=tmp_path / "text")
     paths = {name.partition("-")[0]: given.path_for(name) for name in half_time.CASES}
     assert paths == {
+        "fine": None,
         "digits": None,
         "cifar10": given.data,
         "text": given.text,
         "docstrings": None,
         "pieces": given.text,
     }
-    assert set(half_time.CASES) == {workload.name for workload in WORKLOADS}
+    assert set(half_time.CASES) == {workload.name for workload in WORKLOADS} | {half_time.FineTunedLlama.name}
