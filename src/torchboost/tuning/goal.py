@@ -225,7 +225,7 @@ def _read(path: Path) -> tuple[list[Any], bool | None]:
             finals = [curve.final for curve in stock.curves] if stock else []
             return finals, report.metric_higher_is_better
         if isinstance(data, dict) and "runs" in data:
-            return TuneReport.model_validate_json(text).stock_finals(), True
+            return TuneReport.load(path).stock_finals(), True
     except ValueError as error:  # of JSON, of the encoding or of a report
         raise ValueError(f"like: {str(path)!r} cannot be read: {error}; {_FILES}") from error
     raise ValueError(f"like: {str(path)!r} holds no finals of stock; {_FILES}")
