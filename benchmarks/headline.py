@@ -194,12 +194,11 @@ FIGURES: Mapping[str, Callable[[], str]] = MappingProxyType(
 """Algorithm -> its one figure. An algorithm that is not in here has none, and is not in the README."""
 
 
-def algorithms(folder: str, *, with_figure_only: bool) -> Table:
+def algorithms(folder: str) -> Table:
     """Return a line and a figure for each algorithm; ``folder`` leads from the page to the cards."""
     rows = [
         (f"[{name}]({folder}{name}.md)", entry.summary, FIGURES[name]() if name in FIGURES else UNMEASURED)
         for name, entry in REGISTRY.items()
-        if name in FIGURES or not with_figure_only
     ]
     return Table(headings=("algorithm", "what it does", "one figure"), rows=tuple(rows))
 

@@ -251,22 +251,6 @@ def load(folder: Path, ending: str = "") -> dict[str, TuneReport]:
     return {name: TuneReport.load(path) for name, path in found.items() if path.is_file()}
 
 
-def summary(folder: Path) -> tuple[Table, str]:
-    """Return for every workload that was run what each level brings, whether it keeps its promise, and a note."""
-    lines = []
-    for name, report in load(folder).items():
-        job = job_of(name)
-        cells = [f"{report.title}, {report.steps:,} steps", stock_metric(report, job)]
-        for level in MARGINS:
-            found = next(one for one in report.findings if level in one.candidate.name.split(SAME))
-            speed, metric, seeds, _ = _cells(found, job.metric == "accuracy")
-            said = promised(found, level, job)[1]
-            cells += [speed, f"{metric}, {seeds} seeds: {said}" if metric else said]
-        lines.append(tuple(cells))
-    columns = [f"{level}: {what}" for level in MARGINS for what in ("speed of a run", "metric, against stock")]
-    return Table(headings=("workload", "stock", *columns), rows=tuple(lines)), UNTUNED
-
-
 def stock_metric(report: TuneReport, job: Workload) -> str:
     """Return the final metric of stock, the mean of its seeds."""
     return final([run.metric for run in report.runs if (run.name, run.steps) == (STOCK, report.steps)], job)

@@ -100,10 +100,8 @@ WHOLE: dict[str, Callable[[str], str]] = {
     "parts_accuracy": lambda folder: own(parts_accuracy.table(RESULTS)),
     "promises": lambda folder: own(promises.table(RESULTS)),
     "promises_avx2": lambda folder: own(promises.table(RESULTS, promises.NARROW)),
-    "promises_short": lambda folder: own(promises.summary(RESULTS)),
     "time_to_metric": lambda folder: own(time_to_metric.table(RESULTS)),
-    "algorithms": lambda folder: rows(headline.algorithms(folder, with_figure_only=False)),
-    "measured_algorithms": lambda folder: rows(headline.algorithms(folder, with_figure_only=True)),
+    "algorithms": lambda folder: rows(headline.algorithms(folder)),
 }
 
 

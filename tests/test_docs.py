@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 import yaml
 
 from tests.conftest import ROOT
@@ -65,23 +67,28 @@ def test_snippets_end_process_groups_by_shutdown():
     assert all("shutdown()" in texts[page] for page in started)
 
 
-def test_the_readme_has_a_snippet_that_trains_boosted():
-    page = ROOT / "README.md"
-    (snippet,) = snippets(page)
-    assert "loss.backward()" in snippet
-    boosted = boosted_of(run(page, snippet)["optimizer"])
-    assert boosted is not None
-    assert "gradient_centralization" in [algorithm.name for algorithm in boosted.plan.algorithms]
-
-
-def test_the_readme_begins_with_what_was_measured():
+def test_the_diffs_of_the_readme_train_boosted():
+    """What is left after the first diff is a program, given a model and its loader."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    headings = re.findall(r"^## (.*)", text, re.MULTILINE)
-    wanted = ["Results", "In your own loop", "When not to use it", "Algorithms", "Install", "Migrating from MindSpore"]
-    assert headings == wanted
-    assert re.findall(r"<!-- table: (\w+) -->", text) == [
-        *("results", "padding_short", "promises_short", "measured_algorithms")
-    ]
+    diff = re.findall(r"```diff\n(.*?)```", text, re.DOTALL)[0]
+    lines = [line[2:] for line in diff.splitlines() if not line.startswith("-")]
+    size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=20, **size))
+    ids = torch.tensor([[3, 4, 5, 6], [7, 8, 0, 0]])
+    batch = {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": torch.tensor([0, 1])}
+    names: dict[str, Any] = {"torch": torch, "model": model, "loader": [batch, batch]}
+    exec(compile("\n".join(lines), "README.md", "exec"), names)
+    boosted = boosted_of(names["optimizer"])
+    assert boosted is not None
+    assert boosted.plan.level == "O1"
+
+
+def test_the_readme_is_short_and_says_what_for_whom():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    wanted = ["Install", "Use", "Is it for you?", "Results", "Levels", "What you should know", "In a trainer"]
+    assert re.findall(r"^## (.*)", text, re.MULTILINE) == [*wanted, "Measure yours", "Limits", "Muon", "More"]
+    prose = re.sub(r"<!-- table.*?<!-- end -->|```.*?```", "", text, flags=re.DOTALL)
+    assert len(prose.split()) <= 900
 
 
 MINDSPORE = (
