@@ -308,7 +308,8 @@ def test_a_schedule_that_writes_its_own_rates_is_seen():
 
 
 def test_the_standard_recipes_have_the_levers_and_the_settings_of_the_levels():
-    kept, left_out = try_levers(make, steps=2000, seconds=0.5)
+    kept, exact, left_out = try_levers(make, steps=2000, seconds=0.5)
+    assert set(exact) <= set(kept) - {"autocast", "matmul_precision", "compile"}
     assert {*kept, *left_out} == {name for name, entry in REGISTRY.items() if entry.lever}
     assert all(left_out.values())
     sgd = make(0)[1]

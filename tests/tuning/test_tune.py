@@ -20,8 +20,9 @@ from tests.tuning.test_training import make
 from torchboost import boost, tune
 from torchboost.errors import IncompatibleError
 from torchboost.tuning import tune as tuning
-from torchboost.tuning.report import STOCK, Candidate, Run, TuneReport
+from torchboost.tuning.report import STOCK, Candidate, Run, TuneReport, headline
 from torchboost.tuning.runs import Watch
+from torchboost.tuning.training import TriedLevers
 from torchboost.tuning.tune import report_path
 
 CANDIDATES = {"memory": {"channels_last": True}, "norms": {"gradient_centralization": True}}
@@ -71,6 +72,18 @@ def changed(place: int, value: Callable[[], Any]) -> Callable[[int], Any]:
         return tuple(parts if parts[4] is not None else parts[:4])
 
     return factory
+
+
+def test_levers_that_change_no_number_need_no_test(fake, monkeypatch, tmp_path):
+    """Nothing saves time here, so nothing is confirmed. The exact ones are on all the same."""
+    found = TriedLevers(["autocast", "fused_optimizer"], ["fused_optimizer"], {})
+    monkeypatch.setattr(tuning, "try_levers", lambda *args, **kwargs: found)
+    report = tuned(tmp_path / "boost.json", candidates=None)
+    assert report.whole == [] or report.whole[-1].outcome != "kept"
+    assert report.extra == {"fused_optimizer": True}
+    assert headline(report).startswith("Turn on fused_optimizer: a step is faster and the same but for rounding.")
+    model, optimizer = make(0)[:2]
+    assert list(boost(model, optimizer, config=tmp_path / "boost.json").attached) == ["fused_optimizer"]
 
 
 def test_the_configuration_turns_on_what_passed(tmp_path, fake):

@@ -221,7 +221,8 @@ class TuneReport(SavedRecord):
     ``fresh_seed`` the first seed of the confirmation, which none of them has used.
     ``rate_search`` is whether the user's learning rate was to be searched.
     ``left_out`` has the levers that the trial did not keep, with the reasons. ``levers`` are those that every recipe of
-    the search has. ``extra`` and ``recipe`` are what the final configuration turns on: the plan that was confirmed.
+    the search has, ``exact`` those of them whose step is the plain one but for rounding. ``extra`` and ``recipe`` are
+    what the final configuration turns on: the plan that was confirmed, without one the exact levers.
     """
 
     format: Literal[1] = 1
@@ -241,6 +242,7 @@ class TuneReport(SavedRecord):
     whole: list[Finding] = Field(default_factory=list)
     rate: Rate | None = None
     levers: list[str] = Field(default_factory=list)
+    exact: list[str] = Field(default_factory=list)
     left_out: dict[str, str] = Field(default_factory=dict)
     extra: dict[str, Any] = Field(default_factory=dict)
     recipe: dict[str, Any] = Field(default_factory=dict)
@@ -332,12 +334,13 @@ def headline(report: TuneReport) -> str:
     if proven is not None:
         gain = "" if proven.speed is None else f" A training then takes {1 / proven.speed.mid:.0%} of the time."
         return f"Turn on {words_of(proven.candidate)}.{gain}"
+    on = [name for name, value in report.extra.items() if value is not False]
+    nothing = f"{'Nothing else' if on else 'Nothing'} is turned on"
+    said = f"Turn on {', '.join(on)}: a step is faster and the same but for rounding. " if on else ""
     if report.whole:
         reason = report.whole[-1].reason
-        return (
-            f"Nothing is turned on: what the search found was not shown to keep the metric with fresh seeds ({reason})."
-        )
-    return f"Nothing is turned on: no recipe was found that saves time and keeps the metric within {report.drop:g}."
+        return f"{said}{nothing}: what the search found was not shown to keep the metric with fresh seeds ({reason})."
+    return f"{said}{nothing}: no recipe was found that saves time and keeps the metric within {report.drop:g}."
 
 
 def words_of(candidate: Candidate) -> str:

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -254,16 +254,27 @@ def schedule_sets_rates(make: Make, steps: int) -> bool:
     return any(one == other != 0 for one, other in zip(*found, strict=True))
 
 
-def try_levers(make: Make, *, steps: int, seconds: float) -> tuple[list[str], dict[str, str]]:
+class TriedLevers(NamedTuple):
+    """What the trial says of the levers.
+
+    Args:
+        kept: Those that make a step faster.
+        exact: Those of them whose step is the plain one but for rounding, at the precision of the plain one.
+        reasons: The reason against each of the others.
+    """
+
+    kept: list[str]
+    exact: list[str]
+    reasons: dict[str, str]
+
+
+def try_levers(make: Make, *, steps: int, seconds: float) -> TriedLevers:
     """Make the trial of :func:`torchboost.boost`, which takes one training step.
 
     Args:
         make: The factory.
         steps: Updates of the run over which the levers must pay.
         seconds: Length of the trial.
-
-    Returns:
-        The levers that the trial kept, and the reason against each of the others.
     """
     parts = made_by(make, 0)
     others = {name: False for name in LEVELS["O1"] if name not in LEVERS}
@@ -271,10 +282,12 @@ def try_levers(make: Make, *, steps: int, seconds: float) -> tuple[list[str], di
     boosted = boost(model, optimizer, level="O1", config={"extra": others}, total_steps=steps, calibrate=seconds)
     batches = one_epoch(parts.batches, seed=0, epoch=0, device=next(model.parameters()).device)
     loop_body(parts, boosted.model, boosted.optimizer, steps)(*next(batches))
-    kept = [name for name in LEVERS if name in boosted.attached]
+    on = {one.name: one for one in boosted.attached.algorithms}
+    kept = [name for name in LEVERS if name in on]
+    exact = [name for name in kept if not on[name].rounding and not REGISTRY[name].once]
     reasons = {one.name: one.reason for one in boosted.plan.dropped}
     boosted.remove()
-    return kept, {name: reasons.get(name, "left out") for name in LEVERS if name not in kept}
+    return TriedLevers(kept, exact, {name: reasons.get(name, "left out") for name in LEVERS if name not in kept})
 
 
 def named_candidates(extras: Mapping[str, Mapping[str, Any]]) -> list[Candidate]:

@@ -275,7 +275,8 @@ class _Session:
         except KeyboardInterrupt:
             self._note(race, findings, state="interrupted")
             raise
-        chosen = Candidate(name=STOCK) if chosen is None else chosen
+        if chosen is None:
+            chosen = Candidate(name=STOCK, extra=dict.fromkeys(self.report.exact, True))
         self._note(race, findings, state="complete", extra=chosen.extra, recipe=chosen.section)
         if self.out is not None:
             boosted = boosted_by(made_by(self.make, 0), chosen, self.report.total_steps)
@@ -293,8 +294,9 @@ class _Session:
         elif named is None:
             self.tell("trial of the levers", 0, 1)
             seconds = min(TRIAL_MOST, TRIAL_SHARE * self.report.budget_seconds)
-            levers, left_out = try_levers(self.make, steps=self.report.total_steps, seconds=seconds)
-            self.report = self.report.model_copy(update={"levers": levers, "left_out": left_out})
+            levers, exact, left_out = try_levers(self.make, steps=self.report.total_steps, seconds=seconds)
+            found = {"levers": levers, "exact": exact, "left_out": left_out}
+            self.report = self.report.model_copy(update=found)
             recipes = standard_recipes(levers, made_by(self.make, 0).optimizer)
             self.tell("trial of the levers", 1, 1)
         else:
