@@ -115,6 +115,15 @@ def test_the_target_is_that_of_the_better_rate_at_full_length():
     assert (found.rate.best, found.levers.rate) == (1.0, 1.0)
 
 
+def test_fewer_steps_have_the_rate_that_is_best_for_them():
+    """At half of the steps twice the rate keeps the metric; at full length the user's own is the best."""
+    early = lambda c, s, r: {"metric": r.metric + 4 * POINT * (c.share <= 0.5 and c.rate == 2)}  # noqa: E731
+    found = searched(Planted({STOCK: Effect(needed=0.55, late=2.0)}, change=early, noise=0.05))
+    assert found.rate is not None
+    assert found.rate.best == 1.0
+    assert [(plan.rate, plan.share) for plan in found.plans()] == [(2.0, 0.5)]
+
+
 def test_a_fixed_rate_is_kept_but_not_for_an_optimizer_that_has_none_of_the_users():
     muon = Candidate(name="Muon", recipe={"optimizer": "muon", "lr": 0.02})
     other = Candidate(name="a", extra={"a": True})

@@ -25,6 +25,9 @@ MULTIPLES, MORE_MULTIPLES = (1.0, 0.5, 2.0), 4
 SHARES = tuple(round(0.05 * step, 2) for step in range(4, 21))
 """Shares of the steps among which the fewest are found."""
 
+MOSTLY = 0.75
+"""Up to this share of the steps a recipe has the rate that was best at half of them, beyond it that of all of them."""
+
 SEEDS = (0, 1)
 """Rates are compared with the first of these seeds alone, lengths with both."""
 
@@ -175,7 +178,7 @@ class Search:
             self._withdraw(plan.name)
         try:
             while (share := next_share(shares, passed, start)) is not None:
-                trial = plan.at(plan.rate, share)
+                trial = plan.at(plan.rate if share > MOSTLY else best_rate(finding.rates), share)
                 passed[share] = self._mean(trial) >= self.target - SLACK * self.drop
                 if passed[share]:
                     self._note(self.findings[plan.name], trial)
