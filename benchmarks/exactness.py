@@ -173,7 +173,7 @@ class Row(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where the steps run, and whether under autocast."""
+    """The device of the steps, and whether they run under autocast to bfloat16."""
 
     device: torch.device
     half: bool = False

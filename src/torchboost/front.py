@@ -403,9 +403,8 @@ def boost(
 
     Warns:
         NoEffectWarning: Algorithms of the level were left out, or the recipe does not shorten the run, because
-            ``total_steps`` is not given. Or the recipe finds no hidden matrix for Muon. Or the model was
-            boosted with another optimizer, over other parameters, or with a list of which one is missing now, and that
-            boost is removed.
+            ``total_steps`` is not given. Or the recipe finds no hidden matrix for Muon. Or the model was boosted with
+            another optimizer, over other parameters, or with a list that now lacks one, and that boost is removed.
 
     Example:
         >>> import torch, torchboost
@@ -414,8 +413,8 @@ def boost(
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> model, optimizer = torchboost.boost(model, optimizer, level="O1", total_steps=10_000)
         >>> loss = torch.nn.functional.cross_entropy(model(torch.randn(4, 3, 8, 8)), torch.tensor([0, 1, 0, 1]))
-        >>> loss.backward(), optimizer.step()
-        (None, None)
+        >>> loss.backward()
+        >>> optimizer.step()
     """
     if isinstance(optimizer, str):
         if (other := BoostConfig.load(config).recipe.optimizer) is not None:

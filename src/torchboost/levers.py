@@ -269,11 +269,8 @@ class Levers:
         self.choice = choice
         self._decisions |= {v.lever: (v.kept, v.reason) for v in choice.verdicts}
         self._forms = calibration.in_form(choice, device_of(target.model)).levers
-        details = f"{self.asked.level}: {choice.explain()}"
-        if choice.source == "trial" and choice.budget >= WORTH_A_WORD:
-            tell(f"{self.asked.level}: {choice.summary}", details)
-        else:
-            _LOG.info(details)
+        announced = choice.source == "trial" and choice.budget >= WORTH_A_WORD
+        tell(f"{self.asked.level}: {choice.summary}" if announced else "", f"{self.asked.level}: {choice.explain()}")
 
     def _meet_other_shapes(self, call: Call) -> bool:
         """Check the levers that are on once more, on the first inputs of other shapes."""

@@ -21,6 +21,7 @@ from torchboost import boost, tune
 from torchboost.errors import IncompatibleError
 from torchboost.tuning import tune as tuning
 from torchboost.tuning.report import STOCK, Candidate, Run, TuneReport, headline
+from torchboost.tuning.results import RESULTS, result_rows, results_in
 from torchboost.tuning.runs import Watch
 from torchboost.tuning.training import TriedLevers
 from torchboost.tuning.tune import report_path
@@ -82,6 +83,8 @@ def test_levers_that_change_no_number_need_no_test(fake, monkeypatch, tmp_path):
     assert report.whole == [] or report.whole[-1].outcome != "kept"
     assert report.extra == {"fused_optimizer": True}
     assert headline(report).startswith("Turn on fused_optimizer: a step is faster and the same but for rounding.")
+    (line,) = result_rows(results_in([tmp_path]))
+    assert line[RESULTS.index("turned on")] == "fused_optimizer"
     model, optimizer = make(0)[:2]
     assert list(boost(model, optimizer, config=tmp_path / "boost.json").attached) == ["fused_optimizer"]
 

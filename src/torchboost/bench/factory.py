@@ -251,7 +251,7 @@ def one_epoch(batches: Iterable[Any], *, seed: int, epoch: int, device: torch.de
     A shuffling loader draws its order from torch's global generator, which is therefore seeded.
 
     Raises:
-        FactoryError: The loader yields no batch, or a batch is not a pair.
+        FactoryError: The loader yields no batch, or one is neither a pair nor a dict.
     """
     torch.manual_seed(1_000_003 * seed + epoch)
     empty = True

@@ -382,7 +382,7 @@ def tell(text: str, details: str = "") -> None:
     log = logging.getLogger("torchboost")
     if log.hasHandlers() or log.level:
         log.info(details or text)
-    elif Topology.current().rank == 0:
+    elif text and Topology.current().rank == 0:
         print(f"torchboost: {text}", file=sys.stderr, flush=True)
 
 

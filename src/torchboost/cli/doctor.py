@@ -167,7 +167,7 @@ def measure_step(
     The device is waited for after each part. The steps of the warm-up are not timed. To move a batch is to load it.
 
     Raises:
-        FactoryError: There is no batch, or a batch is not a pair.
+        FactoryError: There is no batch, or one is neither a pair nor a dict.
     """
     clock = clock if clock is not None else Clock.of(device)
     parts.model.to(device).train()

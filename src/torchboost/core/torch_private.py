@@ -740,7 +740,7 @@ def _parameter_groups(unit: Any) -> list[Any]:
 
 
 class Packed(NamedTuple):
-    """Where the rows of each sequence lie, one sequence after the other.
+    """The places of sequences whose rows lie one after the other.
 
     Args:
         starts: The first row of each sequence, and the number of all rows. int32. Shape (sequences + 1,).

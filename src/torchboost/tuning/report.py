@@ -37,6 +37,7 @@ __all__ = [
     "rows",
     "seal_of",
     "tune_page",
+    "turned_on",
 ]
 
 STOCK = "stock"
@@ -333,14 +334,22 @@ def headline(report: TuneReport) -> str:
     proven = proven_whole(report)
     if proven is not None:
         gain = "" if proven.speed is None else f" A training then takes {1 / proven.speed.mid:.0%} of the time."
-        return f"Turn on {words_of(proven.candidate)}.{gain}"
-    on = [name for name, value in report.extra.items() if value is not False]
+        return f"Turn on {turned_on(report)}.{gain}"
+    on = turned_on(report)
     nothing = f"{'Nothing else' if on else 'Nothing'} is turned on"
-    said = f"Turn on {', '.join(on)}: a step is faster and the same but for rounding. " if on else ""
+    said = f"Turn on {on}: a step is faster and the same but for rounding. " if on else ""
     if report.whole:
         reason = report.whole[-1].reason
         return f"{said}{nothing}: what the search found was not shown to keep the metric with fresh seeds ({reason})."
     return f"{said}{nothing}: no recipe was found that saves time and keeps the metric within {report.drop:g}."
+
+
+def turned_on(report: TuneReport) -> str:
+    """Return what the final configuration turns on, in words; empty if that is nothing."""
+    proven = proven_whole(report)
+    if proven is not None:
+        return words_of(proven.candidate)
+    return ", ".join(name for name, value in report.extra.items() if value is not False)
 
 
 def words_of(candidate: Candidate) -> str:

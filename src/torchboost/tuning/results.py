@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from torchboost.errors import ConfigError
-from torchboost.tuning.report import Finding, TuneReport, headline, proven_whole, words_of
+from torchboost.tuning.report import Finding, TuneReport, headline, proven_whole, turned_on
 
 __all__ = ["RESULTS", "Result", "data_of_results", "machines", "recipe_rows", "result_rows", "results_in"]
 
@@ -71,10 +71,9 @@ def result_rows(results: Sequence[Result]) -> list[list[str]]:
         if one.report is None:
             return [str(number), str(one.path), "", "", "", one.fault, "", "", "", ""]
         report, proven = one.report, proven_whole(one.report)
-        answer = "nothing" if report.state == "complete" else "not finished"
+        answer = (turned_on(report) or "nothing") if report.state == "complete" else "not finished"
         time = metric = rate = ""
         if proven is not None and report.state == "complete":
-            answer = words_of(proven.candidate)
             time = "" if proven.speed is None else f"{1 / proven.speed.mid:.0%}"
             change = proven.difference
             metric = "" if change is None else f"{change.mid:+.4f} ({change.low:+.4f} to {change.high:+.4f})"

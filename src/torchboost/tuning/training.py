@@ -340,7 +340,7 @@ def data_of(make: Make) -> str:
     Data that a factory draws at random, without the seed, differ in every call.
 
     Raises:
-        FactoryError: There is no batch, or it is not a pair.
+        FactoryError: There is no batch, or it is neither a pair nor a dict.
     """
     digest = hashlib.sha256()
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
