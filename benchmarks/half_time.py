@@ -183,9 +183,10 @@ class Runs:
         saved: Result = json.loads(file.read_text(encoding="utf-8"))
         before, now = saved["environment"], about["environment"]
         same = all(before[key] == now[key] for key in ("torch", "processor", "threads"))
-        if not same or any(saved[key] != about[key] for key in ("title", "steps", "rate", "config")):
+        if not same or any(saved[key] != about[key] for key in ("title", "steps", "rate")):
             raise SystemExit(f"{file} holds runs of another size, tuning, version or machine; leave out --resume.")
-        self.result = saved
+        kept = [run for run in saved["runs"] if run["way"] != TUNED or saved["config"] == about["config"]]
+        self.result = {**saved, **about, "runs": kept}
 
     def get(self, bench: Bench, way: str, seed: int, **chosen: float) -> Result:
         """Return a run that was made before, or make it."""

@@ -538,3 +538,33 @@ def test_a_plan_with_accumulation_is_refused() -> None:
 
     with pytest.raises(ValueError, match="accumulates gradients"):
         build_loop(Recipe.parse("O1"), tiny(), seed=0, steps=8, planner=planner_of(Accumulating()))
+
+
+class Seeing(nn.Module):
+    """Notes the first entry of each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.seen = nn.Linear(2, 4), []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(int(x[0, 0]))
+        return self.layer(x)
+
+
+def test_steps_are_timed_on_the_same_batches_that_no_contestant_has_seen_before():
+    """Batches of other lengths need other kernels. On eight batches in a circle their cost would not be seen."""
+    models: list[Seeing] = []
+    batches = [(torch.full((4, 2), float(k)), torch.tensor([0, 1, 2, 3])) for k in range(30)]
+
+    def make(seed: int) -> Parts:
+        models.append(Seeing())
+        return Parts(models[-1], sgd(models[-1]), F.cross_entropy, batches)
+
+    run_bench(Factory(make=make, name="seeing", title="seeing", epochs=0), contestants=["stock", "hand"], pairs=6)
+    stepped = [model.seen for model in models if len(model.seen) > 6]
+    assert len(stepped) == 2
+    timed = [seen[-6:] for seen in stepped]
+    assert timed[0] == timed[1]
+    assert len(set(timed[0])) == 6
+    assert not any(set(timed[0]) & set(seen[:-6]) for seen in stepped)

@@ -237,3 +237,20 @@ def test_an_error_rate_that_the_attempts_cannot_share_is_refused_before_any_run(
     with pytest.raises(ValueError, match=r"error: found 0\.002"):
         race(train, error=0.006)
     assert train.trained == []
+
+
+def test_a_short_budget_is_not_spread_over_attempts_that_cannot_end():
+    """Three times too few seeds for each of three plans decide nothing; enough for the first one do."""
+    recipes = [LEVERS, MORE]
+    for seed in range(10):
+        train = Planted({"a": Effect(needed=0.5, points=3.0)}, seed=seed, noise=0.25)
+        ended, chosen = decided(train, recipes=recipes, budget=150.0)
+        assert name_of(chosen) is not None
+        assert chosen is not None
+        assert chosen.name == "a"
+        assert ended.search.runs.spent <= 150
+    ended, chosen = decided(Planted({"a": Effect(needed=0.5, points=3.0)}), recipes=recipes, budget=110.0)
+    assert chosen is None
+    assert {one.outcome for one in ended.whole} == {"not tried"}
+    assert all("3 more pairs of runs" in one.reason for one in ended.whole)
+    assert not [label for label, seed in ended.search.runs.made if seed >= FRESH_SEED]

@@ -17,6 +17,7 @@ from torch import Tensor
 from torchboost.bench.contestants import Loop, Planner, Recipe, build_loop
 from torchboost.bench.factory import RETURNS, Epoch, Factory, check_seeds, one_epoch
 from torchboost.bench.verdict import stock_of
+from torchboost.core.forward import tensors_in
 from torchboost.measure.evidence import AlgorithmRow, BenchReport, Contestant, Curve, Quality
 from torchboost.measure.machine import PeakMemory
 from torchboost.measure.statistics import SequentialTest
@@ -26,7 +27,10 @@ __all__ = ["CONTESTANTS", "check_same", "run_bench"]
 
 CONTESTANTS = ("stock", "hand", "O1", "O2")
 
-DISTINCT_BATCHES = 8
+WARM_BATCHES = 8
+"""Batches of the warm-up. The timing has others, since lengths vary, and a kernel takes longer at a new shape."""
+MOST_BYTES, MOST_SECONDS = 2**28, 30.0
+"""Memory and time to read the batches of the timing, after which they are used again."""
 # Timed steps are at the start of a long schedule, where rates are small and no contestant can diverge.
 TIMING_SCHEDULE = 100_000
 SMOOTHING = 0.95
@@ -202,9 +206,15 @@ class _Session:
     def time(self, names: list[str], pairs: int) -> None:
         """Put new step times of all ``names`` into the report. Its curves are kept."""
         loops = {name: self.loop(name, 0, TIMING_SCHEDULE) for name in names}
-        batches = list(itertools.islice(self.batches(loops[names[0]], 0, 0), DISTINCT_BATCHES))
+        every = itertools.chain.from_iterable(self.batches(loops[names[0]], 0, epoch) for epoch in itertools.count())
+        batches = {"warm": list(itertools.islice(every, WARM_BATCHES)), "timed": _taken(every, pairs)}
+        steps = {
+            part: {name: functools.partial(_step, loop, itertools.cycle(some)) for name, loop in loops.items()}
+            for part, some in batches.items()
+        }
         comparison = compare(
-            {name: functools.partial(_step, loop, itertools.cycle(batches)) for name, loop in loops.items()},
+            steps["warm"],
+            timed=steps["timed"],
             baselines=[name for name in names if Recipe.parse(name).kind in ("stock", "hand")],
             pairs=pairs,
             clock=Clock.of(self.device),
@@ -367,6 +377,15 @@ def _same_plans(contestants: list[Contestant]) -> list[str]:
             groups.setdefault(tuple(contestant.algorithms), []).append(contestant.name)
     same = [names for names in groups.values() if len(names) > 1]
     return [f"{', '.join(first)} and {last} {SAME}" for *first, last in same]
+
+
+def _taken(batches: Iterator[Any], count: int) -> list[Any]:
+    """Return the next batches: this number of them, or fewer if they are large or take long to read."""
+    taken, size, start = [], 0, time.monotonic()
+    while len(taken) < count and size < MOST_BYTES and time.monotonic() - start < MOST_SECONDS:
+        taken.append(next(batches))
+        size += sum(tensor.nbytes for tensor in tensors_in(taken[-1]))
+    return taken
 
 
 def _step(loop: Loop, batches: Iterator[tuple[Any, Any]]) -> None:

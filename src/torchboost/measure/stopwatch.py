@@ -150,6 +150,7 @@ def compare(
     contestants: Mapping[str, Callable[[], object]],
     *,
     baselines: Sequence[str],
+    timed: Mapping[str, Callable[[], object]] | None = None,
     pairs: int = 20,
     calls: int = 1,
     warmup: Warmup | None = None,
@@ -168,6 +169,8 @@ def compare(
     Args:
         contestants: Name -> one step of it; called many times.
         baselines: Names that the others are compared with.
+        timed: Name -> what is called once the contestant is warm, such as a step on batches that it has not seen; by
+            default the same.
         pairs: Number of rounds.
         calls: Calls per sample. Use a whole cycle if steps differ, and several calls for very short steps.
         warmup: The rule by which a contestant counts as warm.
@@ -208,7 +211,7 @@ def compare(
             tell("timing", done, pairs)
             gc.collect(0)
             for name in order:
-                samples[name].append(_sample(contestants[name], calls, clock))
+                samples[name].append(_sample((timed or contestants)[name], calls, clock))
     tell("timing", pairs, pairs)
     return Comparison(
         samples=samples,

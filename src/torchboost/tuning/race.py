@@ -27,6 +27,10 @@ MOST_ATTEMPTS = 3
 RESERVED_RUNS, RESERVED = 6, 0.4
 """Runs that are set aside for the last attempt, which has those of stock already; at most this share of the rest."""
 
+LEAST_PAIRS, ENOUGH = 3, 5
+"""An attempt is not begun without time for the first number of pairs. The first one leaves nothing to the others before
+it has time for the second: a few pairs for each of them would decide nothing."""
+
 OWN_SEEDS = 3
 """If stock's best rate is another than the user's, they are compared with so many fresh seeds."""
 
@@ -65,7 +69,9 @@ class Race:
         last = RESERVED_RUNS * runs.wall_seconds(attempts[-1]) if attempts else 0.0
         reserved = min(last, RESERVED * (runs.budget - runs.spent))
         for number, plan in enumerate(attempts, start=1):
-            runs.limit = runs.budget - (reserved if number < len(attempts) else 0.0)
+            own = self._seconds(plan, ENOUGH) if number == 1 else 0.0
+            left = min(reserved, max(0.0, runs.budget - runs.spent - own))
+            runs.limit = runs.budget - (left if number < len(attempts) else 0.0)
             if self.confirm(plan, self.error / len(attempts)).outcome == "kept":
                 chosen = plan
                 break
@@ -74,6 +80,12 @@ class Race:
         self._compare_rates()
         self._note_constant()
         return chosen
+
+    def _seconds(self, plan: Candidate, pairs: int) -> float:
+        """Return the seconds of so many pairs; those of stock that were made cost nothing."""
+        runs, stock = self.search.runs, self.search.stock
+        new = [seed for seed in range(self.fresh, self.fresh + pairs) if (stock.label, seed) not in runs.asked]
+        return pairs * runs.wall_seconds(plan) + len(new) * runs.wall_seconds(stock)
 
     def attempts(self) -> list[Candidate]:
         """Return what the confirmation tries in turn.
@@ -98,8 +110,10 @@ class Race:
         """Test a plan against stock at its best rate, and at the user's, and return what was found."""
         self.whole.append(Finding(candidate=plan))
         outcome: Outcome = "kept"
-        reason = ""
+        reason, runs = "", self.search.runs
         try:
+            if runs.spent + self._seconds(plan, LEAST_PAIRS) > runs.limit:
+                raise EndedError(f"the budget of {runs.budget:.0f} s does not allow {LEAST_PAIRS} more pairs of runs")
             for multiple in dict.fromkeys((self.search.stock.rate, 1.0)):
                 outcome, reason = self._compared(plan, Candidate(name=STOCK, rate=multiple), error)
                 if outcome != "kept":
