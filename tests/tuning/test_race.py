@@ -249,7 +249,7 @@ def test_a_short_budget_is_not_spread_over_attempts_that_cannot_end():
         assert chosen is not None
         assert chosen.name == "a"
         assert ended.search.runs.spent <= 150
-    ended, chosen = decided(Planted({"a": Effect(needed=0.5, points=3.0)}), recipes=recipes, budget=110.0)
+    ended, chosen = decided(Planted({"a": Effect(needed=0.5, points=3.0)}), recipes=recipes, budget=90.0)
     assert chosen is None
     assert {one.outcome for one in ended.whole} == {"not tried"}
     assert all("3 more pairs of runs" in one.reason for one in ended.whole)
