@@ -2,8 +2,9 @@
 
 Five tasks of fine-tuning and pretraining, each at three sizes, on models of transformers with random weights. Batches
 have 128 tokens, padded to this width; lengths are log-normal. Each contestant trains a copy of the model on the same
-batches in turn. The loops by hand are: batches padded to the longest sequence, autocast in bfloat16 and a fused
-optimizer; and the compiled model with the same. ``longest`` stands for O1 on batches padded to the longest sequence.
+batches, each of which is new to it, since a kernel takes longer at a new shape. The loops by hand are: batches padded
+to the longest sequence, autocast in bfloat16 and a fused optimizer; and the compiled model with the same. ``longest``
+stands for O1 on batches padded to the longest sequence.
 """
 
 from __future__ import annotations
@@ -27,13 +28,16 @@ import torchboost
 from torchboost.measure.evidence import BenchReport
 from torchboost.measure.stopwatch import compare, environment
 
-WIDTH, BATCHES, WORDS, CLASSES = 128, 4, 16_000, 4
+WIDTH, WORDS, CLASSES = 128, 16_000, 4
+WARM, CALLS, PAIRS = 8, 4, 12
+"""Batches of the warm-up, steps of a sample, and samples."""
 SIZES = {"small": (128, 2, 32), "middle": (256, 4, 16), "large": (512, 6, 8)}
 """Width of the model, layers, and sequences of a batch."""
 STEPS = 20_000
 """Length of the run that O1 is told."""
 
 Batch = dict[str, Tensor]
+Way = Callable[[list[Batch]], Callable[[], None]]
 
 
 @dataclass(frozen=True)
@@ -109,10 +113,10 @@ TASKS = {
 }
 
 
-def batches(task: Task, count: int) -> list[Batch]:
+def batches(task: Task, count: int, number: int) -> list[Batch]:
     generator = torch.Generator().manual_seed(0)
     made = []
-    for _ in range(BATCHES):
+    for _ in range(number):
         lengths = torch.full((count,), WIDTH)
         if task.padded:
             lengths = (torch.randn(count, generator=generator) * 0.5 + 3.6).exp().long().clamp(8, WIDTH)
@@ -133,32 +137,36 @@ def by_hand(model: nn.Module, *, half: bool, fused: bool) -> tuple[Callable[...,
     return model, optimizer, functools.partial(torch.autocast, "cpu", torch.bfloat16) if half else nullcontext
 
 
-def stepper(call: Callable[..., Any], optimizer: torch.optim.Optimizer, context: Any, data: list[Batch]) -> Any:
-    turns: Iterator[Batch] = cycle(data)
+def stepper(call: Callable[..., Any], optimizer: torch.optim.Optimizer, context: Any, change: Any = None) -> Way:
+    """Return what makes a step on the next of some batches, each changed beforehand."""
 
-    def step() -> None:
-        with context():
-            loss = call(**next(turns)).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    def on(data: list[Batch]) -> Callable[[], None]:
+        turns: Iterator[Batch] = cycle(data if change is None else list(map(change, data)))
 
-    return step
+        def step() -> None:
+            with context():
+                loss = call(**next(turns)).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    return on
 
 
-def contestants(model: nn.Module, data: list[Batch], *, compiles: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the step of each contestant, and what levels have boosted."""
-    longest = [to_the_longest(batch) for batch in data]
-    ways: dict[str, Any] = {"stock": stepper(*by_hand(copy.deepcopy(model), half=False, fused=False), data)}
-    ways["by hand"] = stepper(*by_hand(copy.deepcopy(model), half=True, fused=True), longest)
+def contestants(model: nn.Module, *, compiles: bool) -> tuple[dict[str, Way], dict[str, Any]]:
+    """Return each contestant, and what levels have boosted."""
+    ways: dict[str, Way] = {"stock": stepper(*by_hand(copy.deepcopy(model), half=False, fused=False))}
+    ways["by hand"] = stepper(*by_hand(copy.deepcopy(model), half=True, fused=True), to_the_longest)
     if compiles:
         compiled, optimizer, context = by_hand(copy.deepcopy(model), half=True, fused=True)
-        ways["by hand, compiled"] = stepper(torch.compile(compiled), optimizer, context, data)
+        ways["by hand, compiled"] = stepper(torch.compile(compiled), optimizer, context)
     levels: dict[str, Any] = {}
-    for name, each in (("O1", data), ("O1, longest", longest)):
+    for name, change in (("O1", None), ("O1, longest", to_the_longest)):
         network, optimizer, context = by_hand(copy.deepcopy(model), half=False, fused=False)
         levels[name] = boosted = torchboost.boost(network, optimizer, level="O1", total_steps=STEPS)
-        ways[name] = stepper(boosted.model, boosted.optimizer, context, each)
+        ways[name] = stepper(boosted.model, boosted.optimizer, context, change)
     return ways, levels
 
 
@@ -166,10 +174,11 @@ def measure(options: Options, task_name: str, size: str) -> Path:
     task, (width, layers, count) = TASKS[task_name], SIZES[size]
     torch.manual_seed(0)
     model = task.model(width, layers).train()
-    data = batches(task, 4 if options.smoke else count)
-    ways, levels = contestants(model, data, compiles=not options.smoke)
-    pairs = 2 if options.smoke else 12
-    found = compare(ways, baselines=["stock"], pairs=pairs, calls=BATCHES, progress=options.progress)
+    pairs = 2 if options.smoke else PAIRS
+    data = batches(task, 4 if options.smoke else count, WARM + pairs * CALLS)
+    ways, levels = contestants(model, compiles=not options.smoke)
+    warm, timed = ({name: way(part) for name, way in ways.items()} for part in (data[:WARM], data[WARM:]))
+    found = compare(warm, timed=timed, baselines=["stock"], pairs=pairs, calls=CALLS, progress=options.progress)
     empty = 1 - sum(float(batch["attention_mask"].float().mean()) for batch in data) / len(data)
     found_contestants = timed_contestants(found, ways, "stock")
     for one in found_contestants:
