@@ -81,8 +81,8 @@ class Limit(NamedTuple):
     within: int = STEPS
 
 
-IN_PLACE = Limit(RuntimeError, "modified inplace")  # docs/algorithms/loss_scale_group.md, "Limits"
-REENTRANT = Limit(IncompatibleError, "use_reentrant=False", within=1)  # docs/algorithms/grad_freeze.md, "Combinations"
+IN_PLACE = Limit(RuntimeError, "modified inplace")  # docs/algorithms/loss_scale_group.md, "Works with"
+REENTRANT = Limit(IncompatibleError, "use_reentrant=False", within=1)  # docs/algorithms/grad_freeze.md, "Works with"
 VIEW = Limit(RuntimeError, "view size is not compatible", within=1)  # docs/algorithms/channels_last.md, "When not"
 NO_SPLIT = Limit(IncompatibleError, "cannot be split into a frozen and a trained part", within=1)
 LIMITS: dict[tuple[str, ...], Limit] = {
