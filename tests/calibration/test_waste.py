@@ -424,9 +424,9 @@ def test_before_the_first_step_the_trial_is_no_part_of_the_measured_steps():
     model = Words()
     boosted = torchboost.boost(model, sgd(model), total_steps=5000)
     boosted.waste(**padded())
-    assert boosted.levers.state == "waiting"
+    assert boosted.levers.due
     model(**padded()).backward()
-    assert boosted.levers.state == "decided"
+    assert not boosted.levers.due
 
 
 def test_calls_that_cannot_be_measured(monkeypatch):
