@@ -6,7 +6,7 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -184,7 +184,8 @@ class Levers:
         if reason is not None:
             raise IncompatibleError(f"the waste is not measured: {reason}.")
         partial = [a for a in self.attached.algorithms if isinstance(self.attached[a.name], PartialForward)]
-        with self._changed():
+        unseen = self._gate.open() if self._gate is not None else nullcontext()
+        with unseen, self._changed():
             self._put_on(partial)  # the passes run beneath them, and they know what the loop reads
             report = waste_of(target, call, forward=self._forward)
         self._waste = report

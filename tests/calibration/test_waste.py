@@ -420,6 +420,15 @@ def test_explain_shows_the_padding_of_the_first_call_if_unpad_is_off():
         assert (line in boosted.explain().splitlines()) is shown, boosted.explain()
 
 
+def test_before_the_first_step_the_trial_is_no_part_of_the_measured_steps():
+    model = Words()
+    boosted = torchboost.boost(model, sgd(model), total_steps=5000)
+    boosted.waste(**padded())
+    assert boosted.levers.due
+    model(**padded()).backward()
+    assert not boosted.levers.due
+
+
 def test_calls_that_cannot_be_measured(monkeypatch):
     boosted, inputs = boosted_words(), padded()
     with torch.no_grad(), pytest.raises(IncompatibleError, match="another call than one of a training"):

@@ -71,6 +71,16 @@ class Gate(Interceptor):
             return self.pass_on(self._model, *args, **kwargs)
         return self._model(*args, **kwargs)
 
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """While the block runs, calls from its thread pass unseen."""
+        with self._lock:
+            before, self._meets = self._meets, True
+            try:
+                yield
+            finally:
+                self._meets = before
+
     def remove(self) -> None:
         """Put back what was there before. A second call does nothing."""
         if self._stands:
