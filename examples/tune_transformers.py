@@ -1,7 +1,7 @@
-"""Find out what may be turned on for two models of the package transformers.
+"""Find out what may be turned on for a model of the package transformers: a factory for the command line.
 
-Run: torchboost tune examples/tune_transformers.py:gpt2 --drop 2 --budget 10m --out gpt2.json
-     torchboost tune examples/tune_transformers.py:vit --drop 1 --budget 10m --epochs 8 --out vit.json
+torchboost doctor examples/tune_transformers.py:gpt2
+torchboost tune examples/tune_transformers.py:gpt2 --drop 2 --budget 10m --out gpt2.json
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
-from sklearn.datasets import load_digits
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import OneCycleLR
-from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
+from transformers import GPT2Config, GPT2LMHeadModel
 
 CONTEXT, BATCH = 64, 16
 
@@ -40,29 +39,3 @@ def gpt2(seed: int) -> Any:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     loader = torch.utils.data.DataLoader([(row, row) for row in training], BATCH, shuffle=True, drop_last=True)
     return model, optimizer, loss, loader, evaluate, one_cycle
-
-
-def vit(seed: int) -> Any:
-    """Handwritten digits in patches of 2 x 2; the metric is the accuracy on half of them."""
-    pixels, labels = load_digits(return_X_y=True)
-    inputs, targets = torch.tensor(pixels).float().view(-1, 1, 8, 8) / 16, torch.tensor(labels)
-    inputs = inputs.repeat_interleave(2, 2).repeat_interleave(2, 3)
-    held = torch.arange(len(targets)) % 2 == 1
-    size: dict[str, Any] = {"image_size": 16, "patch_size": 4, "num_channels": 1, "num_labels": 10}
-    config = ViTConfig(hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=256, **size)
-    model = ViTForImageClassification(config)
-
-    def evaluate(model: Any) -> float:
-        return float((model(inputs[held]).logits.argmax(1) == targets[held]).float().mean())
-
-    data = torch.utils.data.TensorDataset(inputs[~held], targets[~held])
-    loader = torch.utils.data.DataLoader(data, 32, shuffle=True, drop_last=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    return (
-        model,
-        optimizer,
-        lambda outputs, labels: F.cross_entropy(outputs.logits, labels),
-        loader,
-        evaluate,
-        one_cycle,
-    )
