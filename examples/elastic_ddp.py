@@ -57,3 +57,13 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")  # the model stays on the CPU
     train(Path(sys.argv[1]), *map(int, sys.argv[2:]))
     torchboost.shutdown()
+
+
+# It prints, on two busy cores of a CPU:
+#
+#     update 10 of 60, started from 0: loss 1.372
+#     update 20 of 60, started from 0: loss 0.419
+#     update 30 of 60, started from 0: loss 0.113
+#     update 40 of 60, started from 0: loss 0.119
+#     update 50 of 60, started from 0: loss 0.327
+#     update 60 of 60, started from 0: loss 0.015

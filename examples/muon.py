@@ -29,7 +29,7 @@ class NextCharacter(nn.Module):
 
 def train(muon: bool, steps: int) -> float:
     """Return the mean loss of the last tenth of the steps, in nats per character."""
-    text = "".join(topics[name] for name in sorted(topics)).encode("ascii", "replace")  # the reference of Python
+    text = "".join(topics[name] for name in sorted(topics)).encode("ascii", "replace")  # English
     rows = torch.frombuffer(bytearray(text[:400_000]), dtype=torch.uint8).long().unfold(0, CONTEXT + 1, CONTEXT)
     torch.manual_seed(0)
     model = NextCharacter()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import re
 import runpy
 import sys
@@ -185,7 +186,7 @@ def test_the_model_of_transformers_can_be_tuned():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda path: path.stem)
-def test_notebooks_run_and_store_what_they_print(path, tmp_path):
+def test_notebooks_run_and_store_what_they_print(path, tmp_path, monkeypatch):
     nbclient = pytest.importorskip("nbclient", reason="needs nbclient and ipykernel: make setup")
     import nbformat
 
@@ -194,4 +195,5 @@ def test_notebooks_run_and_store_what_they_print(path, tmp_path):
     assert all(cell.execution_count for cell in cells), "execute it, and store it with its outputs"
     assert any(cell.outputs for cell in cells)
     assert not [out for cell in cells for out in cell.outputs if out.output_type == "error"]
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
