@@ -35,7 +35,7 @@ def train(muon: bool, steps: int) -> float:
     model = NextCharacter()
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.95), weight_decay=0.1)
     optimizer = muon_from(optimizer, model, lr=0.02, sample=rows[:1, :-1]) if muon else optimizer
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 30, 1 - step / steps))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(10 * (n + 1), steps - n) / steps)
     losses = []
     for _ in range(steps):
         batch = rows[torch.randint(len(rows), (16,))]

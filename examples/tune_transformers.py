@@ -39,3 +39,31 @@ def gpt2(seed: int) -> Any:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     loader = torch.utils.data.DataLoader([(row, row) for row in training], BATCH, shuffle=True, drop_last=True)
     return model, optimizer, loss, loader, evaluate, one_cycle
+
+
+# It prints at the end of `doctor`, on two busy cores of a CPU:
+#
+#     part of a step (20 steps, cpu)  median, ms  share
+#     ------------------------------  ----------  -----
+#     data loading                    0.15        0%
+#     forward                         69.83       48%
+#     backward                        68.75       48%
+#     optimizer                       1.94        3%
+#     A level acts on forward, backward and optimizer, which take 100% of a step.
+#
+#     waste of a step                ms    share
+#     -----------------------------  ----  -----
+#     waiting for data               0.56  0%
+#     padding                        0.00  0%
+#     unlabelled head                0.00  0%
+#     masks that mask nothing        0.00  0%
+#     activation checkpointing       0.00  0%
+#     forward pass of frozen layers  0.00  0%
+#     host synchronisations          0.00  0%
+#     waiting for data: timed with the steps above.
+#     padding: no mask in the arguments of the model or of its parts shows padding.
+#     unlabelled head: no measurable time in 10 pairs of steps.
+#     masks that mask nothing: no argument that may be left out is a tensor of ones or of zeros alone.
+#     activation checkpointing: no checkpoint was met.
+#     forward pass of frozen layers: all parameters are trained.
+#     host synchronisations: not counted on the CPU, where .item() waits for nothing.
