@@ -54,7 +54,7 @@ if __name__ == "__main__":
     main()
 
 
-# It prints, on two busy cores of a CPU:
+# It prints, on one busy core of a CPU:
 #
 #     epoch 1 of 3: agreement of the nodes 0.589
 #     epoch 2 of 3: agreement of the nodes 0.516

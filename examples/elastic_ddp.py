@@ -59,7 +59,7 @@ if __name__ == "__main__":
     torchboost.shutdown()
 
 
-# It prints, on two busy cores of a CPU:
+# It prints, on one busy core of a CPU:
 #
 #     update 10 of 60, started from 0: loss 1.372
 #     update 20 of 60, started from 0: loss 0.419

@@ -57,7 +57,7 @@ if __name__ == "__main__":
     torchboost.shutdown()
 
 
-# It prints, on two busy cores of a CPU:
+# It prints, on one busy core of a CPU:
 #
 #     epoch 1: loss of the last batch 0.025
 #     epoch 2: loss of the last batch 0.123

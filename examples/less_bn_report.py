@@ -33,7 +33,7 @@ if __name__ == "__main__":
     main()
 
 
-# It prints, on two busy cores of a CPU:
+# It prints, on one busy core of a CPU:
 #
 #     ResNet-50: 36 of 53 removed, 32 with the shortcuts' kept
 #     ResNet-18: 11 of 20 removed, 8 with the shortcuts' kept

@@ -55,7 +55,7 @@ if __name__ == "__main__":
     main()
 
 
-# It prints, on two busy cores of a CPU:
+# It prints, on one busy core of a CPU:
 #
 #     removed; before, this was so:
 #     level O1, mode auto

@@ -59,7 +59,7 @@ if __name__ == "__main__":
     main()
 
 
-# It prints, on two busy cores of a CPU:
+# It prints, on one busy core of a CPU:
 #
 #     parameter                                  shape     rule   why
 #     characters.weight                          128 x 64  adamw  table of rows

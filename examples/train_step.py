@@ -46,7 +46,7 @@ if __name__ == "__main__":
     main()
 
 
-# It prints, on two busy cores of a CPU:
+# It prints, on one busy core of a CPU:
 #
 #     loss 1.185, overflow False, scale 1024
 #     resumed run equals the undisturbed one bit for bit: True

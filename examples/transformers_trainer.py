@@ -58,7 +58,7 @@ if __name__ == "__main__":
     main()
 
 
-# It prints, after the trainer's own lines, on two busy cores of a CPU:
+# It prints, after the trainer's own lines, on one busy core of a CPU:
 #
 #     removed; before, this was so:
 #     level O1, mode auto

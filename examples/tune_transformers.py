@@ -41,7 +41,7 @@ def gpt2(seed: int) -> Any:
     return model, optimizer, loss, loader, evaluate, one_cycle
 
 
-# It prints at the end of `doctor`, on two busy cores of a CPU:
+# It prints at the end of `doctor`, on one busy core of a CPU:
 #
 #     part of a step (20 steps, cpu)  median, ms  share
 #     ------------------------------  ----------  -----
