@@ -7,6 +7,11 @@ PYTEST_ARGS ?=
 # The release of torch that an environment gets; `make test-torch TORCH=2.9.1` makes one of its own.
 TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 BENCH_ARGS ?=
+# A further index for torch. If no GPU answers and PyTorch's index of builds for the CPU does, it is that one, which saves
+# several GB; `make setup TORCH_INDEX=` takes what pip finds by itself.
+CPU_INDEX = https://download.pytorch.org/whl/cpu
+PROBE = import signal, urllib.request as r; signal.alarm(5); r.urlopen("$(CPU_INDEX)/torch/", timeout=3)
+TORCH_INDEX ?= $(shell nvidia-smi -L >/dev/null 2>&1 || { $(PYTHON) -c '$(PROBE)' 2>/dev/null && echo $(CPU_INDEX); })
 
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.torchboost-stamp
@@ -20,7 +25,8 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c $(VENV)/constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c $(VENV)/constraints.txt \
+		$(addprefix --extra-index-url ,$(TORCH_INDEX)) -e '.[dev]'
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c $(VENV)/constraints.txt --no-deps timm
 	touch $@
 

@@ -6,39 +6,30 @@ torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/elastic_ddp.p
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator
-from itertools import count, islice
+import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from sklearn.datasets import load_digits
+from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import torchboost
-from torchboost.distributed import checkpoint
-from torchboost.distributed.topology import shutdown
-from torchboost.workloads.data import digits
-from torchboost.workloads.models import Bottleneck, ResNet
+from torchboost import checkpoint
 
 
-def shares(batch: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield this rank's share of every batch, the same at every start."""
-    rank, ranks, data = dist.get_rank(), dist.get_world_size(), digits(8)
-    for epoch in count():
-        for images, labels in data.train(batch, seed=0, epoch=epoch):
-            yield images[rank::ranks], labels[rank::ranks]
-
-
-def train(folder: Path, updates: int, every: int) -> None:
+def train(folder: Path, updates: int = 60, every: int = 10) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    pixels, labels = map(torch.tensor, load_digits(return_X_y=True))
+    images = pixels.float().view(-1, 1, 8, 8) / 16
     torch.manual_seed(0)
-    model = ResNet(Bottleneck, [1, 1, 1], width=8, classes=10, in_channels=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    conv, norm = nn.Conv2d(1, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+    model = nn.Sequential(conv, norm, nn.ReLU(), nn.Flatten(), nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     kept = folder / "plan.json"  # so that a restart does not measure again
-    if dist.get_rank() == 0 and not kept.exists():
+    if rank == 0 and not kept.exists():
         folder.mkdir(parents=True, exist_ok=True)
         torchboost.Plan.of("O2", total_steps=updates).fit(model, optimizer).save(kept)
     dist.barrier()
@@ -48,33 +39,31 @@ def train(folder: Path, updates: int, every: int) -> None:
     target = torchboost.Target(wrapped, optimizer)
     attached = plan.attach(target)
     step = torchboost.TrainStep(target, lambda x, y: F.cross_entropy(wrapped(x), y), attached=attached)
-    scheduler = CosineAnnealingLR(optimizer, updates)
-    parts = {"boost": step, "scheduler": scheduler}
-    newest = checkpoint.latest(folder)
+    if newest := checkpoint.latest(folder):
+        checkpoint.load(newest, wrapped, optimizer, boost=step)
     done = int(newest.name) if newest else 0
-    if newest:
-        checkpoint.load(newest, wrapped, optimizer, **parts)
-    for number, (images, labels) in enumerate(islice(shares(64), done, updates), start=done + 1):
-        loss = step(images, labels).loss
-        scheduler.step()
+    for number in range(done + 1, updates + 1):
+        rows = torch.randperm(1500, generator=torch.Generator().manual_seed(number))[:64]  # the same at every start
+        loss = step(images[rows[rank::ranks]], labels[rows[rank::ranks]]).loss
         if number % every == 0 or number == updates:
-            checkpoint.save(folder, number, wrapped, optimizer, **parts)
-            if dist.get_rank() == 0:
+            checkpoint.save(folder, number, wrapped, optimizer, boost=step)
+            if rank == 0:
                 print(f"update {number} of {updates}, started from {done}: loss {loss:.3f}", flush=True)
-    if dist.get_rank() == 0:
+    if rank == 0:
         torch.save(model.state_dict(), folder / "weights.pt")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--updates", type=int, default=60)
-    parser.add_argument("--every", type=int, default=10)
-    options = parser.parse_args()
-    dist.init_process_group("gloo")  # the model stays on the CPU
-    train(options.folder, options.updates, options.every)
-    shutdown()
-
-
 if __name__ == "__main__":
-    main()
+    dist.init_process_group("gloo")  # the model stays on the CPU
+    train(Path(sys.argv[1]), *map(int, sys.argv[2:]))
+    torchboost.shutdown()
+
+
+# It prints, on one busy core of a CPU:
+#
+#     update 10 of 60, started from 0: loss 1.372
+#     update 20 of 60, started from 0: loss 0.419
+#     update 30 of 60, started from 0: loss 0.113
+#     update 40 of 60, started from 0: loss 0.119
+#     update 50 of 60, started from 0: loss 0.327
+#     update 60 of 60, started from 0: loss 0.015

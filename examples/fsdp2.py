@@ -1,6 +1,6 @@
-"""FSDP2 at level O1, with a checkpoint during the run that any number of ranks can resume.
+"""FSDP2 at level O1, with a checkpoint after every epoch that any number of ranks can resume.
 
-torchrun --standalone --nproc-per-node 2 examples/fsdp2.py out/fsdp2  # run it again to resume
+torchrun --standalone --nproc-per-node 2 examples/fsdp2.py out/fsdp2  # run it again to continue
 """
 
 from __future__ import annotations
@@ -10,69 +10,54 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from sklearn.datasets import load_digits
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 import torchboost
-from torchboost.distributed import checkpoint
-from torchboost.distributed.topology import shutdown
-from torchboost.workloads.data import digits
-from torchboost.workloads.models import Bottleneck, ResNet
+from torchboost import checkpoint
 
 
-class Job:
-    def __init__(self) -> None:
-        torch.manual_seed(0)  # the same on every rank
-        self.model: nn.Module = ResNet(Bottleneck, [1, 1, 1], width=16, classes=10, in_channels=1)
-        config = {"extra": {"channels_last": False}}  # FSDP2 shards contiguous tensors only
-        plan = torchboost.Plan.of("O1", config, torchboost.Facts.measure(self.model))
-        plan.transform(self.model)  # 1. change the modules
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))  # by default FSDP2 uses an accelerator
-        for block in self.model.stages:  # 2. shard
-            fully_shard(block, mesh=mesh)
-        fully_shard(self.model, mesh=mesh)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)  # 3. build the optimizer over the shards
-        target = torchboost.Target(self.model, self.optimizer)
-        attached = plan.fit(self.model, self.optimizer).attach(target)  # 4. attach to the loop
-        self.step = torchboost.TrainStep(target, lambda x, y: F.cross_entropy(self.model(x), y), attached=attached)
-        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.99)
-        self.parts = {"boost": self.step, "scheduler": self.scheduler}
+def train(folder: Path, epochs: int, batch: int = 64) -> float:
+    """Train so many epochs more, and return the last loss."""
+    rank, ranks, loss = dist.get_rank(), dist.get_world_size(), torch.nan
+    pixels, labels = map(torch.tensor, load_digits(return_X_y=True))
+    images = pixels.float().view(-1, 1, 8, 8) / 16
+    torch.manual_seed(0)  # the same on every rank
+    conv, norm = nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
+    model = nn.Sequential(conv, norm, nn.ReLU(), nn.Flatten(), nn.Linear(1024, 128), nn.ReLU(), nn.Linear(128, 10))
+    config = {"extra": {"channels_last": False}}  # FSDP2 shards contiguous tensors only
+    plan = torchboost.prepare(model, level="O1", config=config)  # 1. change the modules
+    mesh = init_device_mesh("cpu", (ranks,))  # by default FSDP2 uses an accelerator
+    fully_shard(model, mesh=mesh)  # 2. shard
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)  # 3. build the optimizer over the shards
+    target = torchboost.Target(model, optimizer)
+    attached = plan.fit(model, optimizer).attach(target)  # 4. attach to the loop
+    step = torchboost.TrainStep(target, lambda x, y: F.cross_entropy(model(x), y), attached=attached)
 
-    def train(self, epoch: int) -> float:
-        rank, ranks, loss = dist.get_rank(), dist.get_world_size(), torch.nan
-        for images, labels in digits(8).train(64, seed=0, epoch=epoch):
-            loss = float(self.step(images[rank::ranks], labels[rank::ranks]).loss)
-            self.scheduler.step()
-        return loss
-
-    def weights(self) -> list[torch.Tensor]:
-        return [param.full_tensor() for param in self.model.parameters()]
-
-
-def train(folder: Path) -> bool:
-    job, again = Job(), Job()
-    done = 0  # epochs
+    done = 0
     if newest := checkpoint.latest(folder):
         done = int(newest.name)
-        checkpoint.load(newest, job.model, job.optimizer, **job.parts)
-    job.train(done)
-    path = checkpoint.save(folder, done + 1, job.model, job.optimizer, **job.parts)
-    loss = job.train(done + 1)
-    checkpoint.load(path, again.model, again.optimizer, **again.parts)
-    again.train(done + 1)
-    same = all(map(torch.equal, job.weights(), again.weights()))
-    if dist.get_rank() == 0:
-        print(f"loss {loss:.3f}; resumed run equals the undisturbed one bit for bit: {same}")
-    return same
-
-
-def main() -> None:
-    dist.init_process_group("gloo")
-    train(Path(sys.argv[1] if len(sys.argv) > 1 else "out/fsdp2"))
-    shutdown()
+        checkpoint.load(newest, model, optimizer, boost=step)
+    for epoch in range(done, done + epochs):
+        order = torch.randperm(1500, generator=torch.Generator().manual_seed(epoch))
+        for rows in order.split(batch):
+            loss = float(step(images[rows[rank::ranks]], labels[rows[rank::ranks]]).loss)
+        checkpoint.save(folder, epoch + 1, model, optimizer, boost=step)
+        if rank == 0:
+            print(f"epoch {epoch + 1}: loss of the last batch {loss:.3f}", flush=True)
+    return loss
 
 
 if __name__ == "__main__":
-    main()
+    dist.init_process_group("gloo")
+    train(Path(sys.argv[1]), epochs=2)
+    torchboost.shutdown()
+
+
+# It prints, on one busy core of a CPU:
+#
+#     epoch 1: loss of the last batch 0.025
+#     epoch 2: loss of the last batch 0.123

@@ -7,48 +7,79 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchboost.integrations.lightning import Boost
-from torchboost.workloads.data import digits
-from torchboost.workloads.models import Bottleneck, ResNet
 
 
 class Classifier(pl.LightningModule):
     def __init__(self, steps: int) -> None:
         super().__init__()
-        self.net, self.steps = ResNet(Bottleneck, [2, 2, 2], width=16, classes=10, in_channels=1), steps
+        first, second = nn.Conv2d(1, 32, 3, padding=1), nn.Conv2d(32, 64, 3, stride=2, padding=1)
+        layers = (first, nn.BatchNorm2d(32), nn.ReLU(), second, nn.BatchNorm2d(64), nn.ReLU(), nn.Flatten())
+        self.net, self.steps = nn.Sequential(*layers, nn.Linear(64 * 16, 10)), steps
 
     def training_step(self, batch: list[Tensor], _: int) -> Tensor:
         images, labels = batch
         return F.cross_entropy(self.net(images), labels)
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def main(epochs: int = 3) -> float:
+def main(epochs: int = 10) -> float:
     pl.seed_everything(0, verbose=False)
-    data = digits(16)
-    loader = DataLoader(TensorDataset(*data.picked(torch.arange(data.samples))), 32, shuffle=True, drop_last=True)
+    pixels, labels = map(torch.tensor, load_digits(return_X_y=True))
+    images = pixels.float().view(-1, 1, 8, 8) / 16
+    loader = DataLoader(TensorDataset(images[:1500], labels[:1500]), 32, shuffle=True, drop_last=True)
     module, boost = Classifier(epochs * len(loader)), Boost("O1", module="net")
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = pl.Trainer(
-        max_epochs=epochs, accelerator="cpu", callbacks=[boost], default_root_dir=tempfile.mkdtemp(), **quiet
-    )
+    folder = tempfile.mkdtemp()
+    trainer = pl.Trainer(max_epochs=epochs, accelerator="cpu", callbacks=[boost], default_root_dir=folder, **quiet)
     trainer.fit(module, loader)
     print(boost.boosted.explain())
 
     module.eval()
     with torch.no_grad():
-        right = sum(int((module.net(x).argmax(1) == y).sum()) for x, y in data.test(100)) / len(data.test_labels)
+        right = (module.net(images[1500:]).argmax(1) == labels[1500:]).float().mean().item()
     print(f"{right:.1%} of the test images right")
     return right
 
 
 if __name__ == "__main__":
     main()
+
+
+# It prints, on one busy core of a CPU:
+#
+#     removed; before, this was so:
+#     level O1, mode auto
+#     on:
+#       autocast                 computes the forward and backward pass in bfloat16
+#       fused_optimizer          updates all parameters in one kernel
+#     left out:
+#       threads                  it is tried only if torch does not use all cores and the program has set no number;
+#           ask with extra.threads
+#       matmul_precision         TF32 is a precision of CUDA devices
+#       less_bn                  in runs of fewer than 1,000 steps it was not shown to keep the accuracy, and this one
+#           has 460; ask for it with extra.less_bn
+#       gradient_centralization  in runs of fewer than 1,000 steps it was not shown to keep the accuracy, and this one
+#           has 460; ask for it with extra.gradient_centralization
+#       unpad                    no argument of its forward masks padding
+#       sparse_head              the model has no output head that a loss could read in part
+#       channels_last            the time for the trial was used up before its first pair of steps
+#       compile                  460 steps do not repay it: at best it saves 0 s, and it costs about 9 s
+#     measured times decide about speed levers; plan.save(path) keeps this plan for exact repetition
+#     measured at the first training call, 0.0 s:
+#       channels_last  off: the time for the trial was used up before its first pair of steps
+#       autocast  on: not measured: the time for the trial was used up; on as usual
+#       fused_optimizer  on: not measured: the time for the trial was used up; on as usual
+#       compile  off: 460 steps do not repay it: at best it saves 0 s, and it costs about 9 s
+#       autocast  checked: the gradient differs by 0.025, outputs by 0.005
+#       fused_optimizer  exact here
+#     94.3% of the test images right

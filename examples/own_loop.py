@@ -3,41 +3,82 @@
 from __future__ import annotations
 
 import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 import torchboost
-from torchboost.workloads.data import digits
-from torchboost.workloads.models import Bottleneck, ResNet
 
 
-def main(epochs: int = 4) -> float:
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        first, second = (nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2))
+        self.branch = nn.Sequential(first, nn.BatchNorm2d(width), nn.ReLU(), second, nn.BatchNorm2d(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x + self.branch(x))
+
+
+def main(epochs: int = 24) -> float:
     torch.manual_seed(0)
-    data = digits(16)
-    steps = epochs * data.steps(32)
-    model = ResNet(Bottleneck, [2, 2, 2], width=16, classes=10, in_channels=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
+    pixels, labels = map(torch.tensor, load_digits(return_X_y=True))
+    images = pixels.float().view(-1, 1, 8, 8) / 16
+    loader = DataLoader(TensorDataset(images[:1500], labels[:1500]), 32, shuffle=True, drop_last=True)
+    steps = epochs * len(loader)
+    head = (nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(128, 10))
+    model = nn.Sequential(nn.Conv2d(1, 32, 3, padding=1), *(Block(32) for _ in range(4)), *head)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
 
     boosted = torchboost.boost(model, optimizer, level="O1", total_steps=steps)
     model, optimizer = boosted
-    print(boosted.explain())
 
-    for epoch in range(epochs):
-        for images, labels in data.train(32, seed=0, epoch=epoch):
-            loss = F.cross_entropy(model(images), labels)
+    for _ in range(epochs):
+        for inputs, targets in loader:
+            loss = F.cross_entropy(model(inputs), targets)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
-        print(f"epoch {epoch + 1} of {epochs}: loss of the last batch {loss.item():.3f}")
+    print(boosted.explain())
 
-    fast = boosted.eval_model()
+    fast = boosted.eval_model()  # a copy for inference
     with torch.no_grad():
-        right = sum(int((fast(x).argmax(1) == y).sum()) for x, y in data.test(100))
-    print(f"{right} of {len(data.test_labels)} test images right")
+        right = (fast(images[1500:]).argmax(1) == labels[1500:]).float().mean().item()
+    print(f"{right:.1%} of the test images right")
     boosted.remove()
-    return right / len(data.test_labels)
+    return right
 
 
 if __name__ == "__main__":
     main()
+
+
+# It prints, on one busy core of a CPU:
+#
+#     level O1, mode auto
+#     on:
+#       less_bn                  removes the BatchNorm layers that are not needed: keep_every=1
+#       channels_last            stores images and kernels channels-last
+#       autocast                 computes the forward and backward pass in bfloat16
+#       fused_optimizer          updates all parameters in one kernel
+#       gradient_centralization  subtracts the mean from the gradient of each filter
+#     left out:
+#       threads                  it is tried only if torch does not use all cores and the program has set no number;
+#           ask with extra.threads
+#       matmul_precision         TF32 is a precision of CUDA devices
+#       unpad                    no argument of its forward masks padding
+#       sparse_head              the model has no output head that a loss could read in part
+#       compile                  1,104 steps do not repay it: at best it saves 4 s, and it costs about 12 s
+#     measured times decide about speed levers; plan.save(path) keeps this plan for exact repetition
+#     measured at the first training call, 0.4 s:
+#       channels_last  on: the steps did not decide (1.05 times as fast); kept as usual (0.77 to 1.06, 7 pairs)
+#       autocast  on: a step is 1.51 times as fast
+#       fused_optimizer  on: not measured: the time for the trial was used up; on as usual
+#       compile  off: 1,104 steps do not repay it: at best it saves 4 s, and it costs about 12 s
+#       channels_last  exact here: gradient 2e-06
+#       autocast  checked: the gradient differs by 0.087, outputs by 0.0041
+#       fused_optimizer  exact here
+#     97.3% of the test images right

@@ -1,4 +1,4 @@
-"""A training step with loss scaling, gradient clipping and a checkpoint during the run."""
+"""A training step with loss scaling and gradient clipping, and a checkpoint from which a run resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ import torch
 from torch.nn import functional as F
 
 import torchboost
-from torchboost.core.step import TrainStep
-from torchboost.optim.transforms import ClipNorm
+from torchboost.optim import ClipNorm
 
 
-def start() -> tuple[torch.nn.Module, torch.optim.Optimizer, TrainStep]:
+def start() -> tuple[torch.nn.Module, torch.optim.Optimizer, torchboost.TrainStep]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torchboost.GradientPipeline(ClipNorm(1.0)).attach(optimizer)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     boosted = torchboost.boost(model, optimizer, level="O1", total_steps=100, scaler=scaler)
-    return model, optimizer, boosted.step(F.cross_entropy)
+    return model, optimizer, boosted.step(F.cross_entropy)  # forward, backward and optimizer.step() in one call
 
 
 def main() -> bool:
@@ -45,3 +44,9 @@ def main() -> bool:
 
 if __name__ == "__main__":
     main()
+
+
+# It prints, on one busy core of a CPU:
+#
+#     loss 1.185, overflow False, scale 1024
+#     resumed run equals the undisturbed one bit for bit: True

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import os
 import re
 import runpy
 import sys
@@ -21,6 +23,9 @@ from tests.support.timm_without_torchvision import in_a_process
 from tests.support.torchrun import torchrun
 
 EXAMPLES = ROOT / "examples"
+PRINTED = "\n# It prints"
+SHORT = {"transformers_trainer": 100, "lightning_fit": 3, "accelerate_loop": 3}
+"""Epochs, or steps, with which a trainer learns."""
 pytestmark = pytest.mark.long
 
 
@@ -35,13 +40,11 @@ def train(name: str, *arguments: Any) -> Any:
 
 def test_own_loop_learns(capsys):
     assert example("own_loop")(3) > 0.7
-    said = capsys.readouterr().out
-    assert "less_bn" in said
-    assert said.count("epoch ") == 3
+    assert "fused_optimizer" in capsys.readouterr().out
 
 
 def test_muon_learns_faster_than_adamw(capsys):
-    losses = example("muon")(30)
+    losses = example("muon")(100)
     assert losses["Muon and AdamW"] < losses["AdamW"]
     assert "hidden matrix" in capsys.readouterr().out
 
@@ -52,7 +55,7 @@ def test_train_step_resumes_bit_for_bit():
 
 def test_less_bn_report_counts_the_published_networks():
     pytest.importorskip("transformers", reason="needs the extra transformers: pip install '.[transformers]'")
-    assert example("less_bn_report")(full=False) == {
+    assert example("less_bn_report")() == {
         "ResNet-50": (53, 36, 32),
         "ResNet-18": (20, 11, 8),
         "RegNet": (71, 48, 44),
@@ -66,15 +69,27 @@ def test_ddp_o2_learns_on_two_ranks():
     assert first == second > 0.7
 
 
-def twice(folder: Path) -> list[Any]:
-    """Train, go on from there, and say on which devices it is sharded."""
-    return [train("fsdp2", folder), train("fsdp2", folder), meshes_given()]
+def in_one_start_or_two(folder: Path) -> tuple[float, float, set[str]]:
+    """Return the last loss of a run, of one that was started twice, and the devices on which they are sharded."""
+    shard, devices = torch.distributed.fsdp.fully_shard, set()
+
+    def noting(module: nn.Module, *, mesh: Any = None, **options: Any) -> nn.Module:
+        devices.add("any" if mesh is None else mesh.device_type)  # left to itself it takes an accelerator
+        return shard(module, mesh=mesh, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed.fsdp, "fully_shard", noting)
+        whole = train("fsdp2", folder / "one", 2)
+        train("fsdp2", folder / "two", 1)
+        return whole, train("fsdp2", folder / "two", 1), devices
 
 
 @pytest.mark.dist
 def test_fsdp2_resumes_bit_for_bit_and_shards_where_its_data_lie(tmp_path):
-    assert run_ranks(twice, 2, tmp_path) == [[True, True, {"cpu"}]] * 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["00000001", "00000002"]
+    for whole, resumed, devices in run_ranks(in_one_start_or_two, 2, tmp_path):
+        assert resumed == whole
+        assert devices == {"cpu"}
+    assert sorted(path.name for path in (tmp_path / "two").iterdir()) == ["00000001", "00000002"]
 
 
 @pytest.mark.parametrize("name", ["ddp_o2", "fsdp2", "elastic_ddp", "adasum_two_nodes"])
@@ -89,29 +104,7 @@ def test_ranks_on_the_cpu_talk_over_gloo_where_there_is_an_accelerator(name, mon
     monkeypatch.setattr(dist, "init_process_group", asked)
     monkeypatch.setattr(sys, "argv", [name, "folder"])
     with pytest.raises(Asked, match="gloo"):
-        example(name)()
-
-
-def meshes_given() -> set[str]:
-    """Return the devices that FSDP2 is told to use; left to itself it takes an accelerator."""
-    shard, devices = torch.distributed.fsdp.fully_shard, set()
-
-    def noting(module: nn.Module, *, mesh: Any = None, **options: Any) -> nn.Module:
-        devices.add("any" if mesh is None else mesh.device_type)
-        return shard(module, mesh=mesh, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.distributed.fsdp, "fully_shard", noting)
-        example("fsdp2", "Job")()
-    return devices
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # Ray has many of its own
-def test_workers_of_ray_learn(capsys, tmp_path):
-    pytest.importorskip("ray", reason="needs Ray: pip install 'ray[train]'")
-    assert example("ray_train")(str(tmp_path)) > 0.7
-    assert "fused_optimizer" in capsys.readouterr().out
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
 
 
 # Restarts of "elastic_ddp": tests/contracts/test_elastic.py.
@@ -121,7 +114,7 @@ def test_workers_of_ray_learn(capsys, tmp_path):
     ("name", "said"),
     [
         ("ddp_o2", "of the test images right"),
-        ("fsdp2", "bit for bit: True"),
+        ("fsdp2", "epoch 2: loss of the last batch"),
         ("elastic_ddp", "update 60 of 60, started from 0"),
     ],
 )
@@ -142,13 +135,26 @@ def test_two_nodes_learn_by_adasum():
     assert float(right) > 70
 
 
-def test_every_example_is_tested_and_short():
+def test_every_example_is_tested_and_short_and_says_what_it_prints():
     scripts = sorted(EXAMPLES.glob("*.py"))
     text = (ROOT / "tests" / "test_examples.py").read_text(encoding="utf-8")
     assert scripts
     for script in scripts:
         assert f'"{script.stem}"' in text
-        assert len(script.read_text(encoding="utf-8").splitlines()) <= 80
+        program, _, output = script.read_text(encoding="utf-8").partition(PRINTED)
+        assert len(program.rstrip().splitlines()) < 60
+        printed = output.splitlines()[2:]
+        assert printed, script
+        assert all(line.startswith("#") for line in printed), script
+
+
+def test_examples_use_public_names_only():
+    allowed = re.compile(r"torchboost(\.(optim|algorithms|integrations\.\w+))?")
+    for script in sorted(EXAMPLES.glob("*.py")):
+        for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):
+            names = [name.name for name in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert [n for n in names if n.startswith("torchboost") and not allowed.fullmatch(n)] == [], script
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore:.*LeafSpec.*")
@@ -158,7 +164,7 @@ def test_every_example_is_tested_and_short():
 )
 def test_the_trainers_learn(name: str, package: str, capsys, one_accelerator):
     pytest.importorskip(package, reason=f"needs the extra {package}: pip install '.[{package}]'")
-    assert example(name)() > 0.7
+    assert example(name)(SHORT[name]) > 0.7
     assert "fused_optimizer" in capsys.readouterr().out
 
 
@@ -168,13 +174,27 @@ def test_the_timm_loop_learns():
     assert in_a_process("timm_loop") > 0.7
 
 
-@pytest.mark.parametrize("name", ["gpt2", "vit"])
-def test_the_models_of_transformers_can_be_tuned(name):
+def test_the_model_of_transformers_can_be_tuned():
     pytest.importorskip("transformers", reason="needs the extra transformers: pip install '.[transformers]'")
     from torchboost.tuning.report import Candidate
     from torchboost.tuning.training import Training
 
-    training = Training(make=example("tune_transformers", name), steps=2, device=torch.device("cpu"))
+    training = Training(make=example("tune_transformers", "gpt2"), steps=2, device=torch.device("cpu"))
     stock = training(Candidate(name="stock"), 0)
     cast = training(Candidate(name="autocast", extra={"autocast": True}), 0)
     assert stock.metric == pytest.approx(cast.metric, abs=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_notebooks_run_and_store_what_they_print(path, tmp_path, monkeypatch):
+    nbclient = pytest.importorskip("nbclient", reason="needs nbclient and ipykernel: make setup")
+    import nbformat
+
+    notebook = nbformat.read(path, as_version=4)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert all(cell.execution_count for cell in cells), "execute it, and store it with its outputs"
+    assert any(cell.outputs for cell in cells)
+    assert not [out for cell in cells for out in cell.outputs if out.output_type == "error"]
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()

@@ -8,6 +8,6 @@ from __future__ import annotations
 
 import lazy_loader
 
-__version__ = "0.1.0"
+__version__ = "0.7.0"
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

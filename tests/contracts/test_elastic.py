@@ -41,7 +41,7 @@ def _check(folder: Path, plan: list[str], *, forked: bool) -> None:
     run_ranks(_undisturbed, 2, folder / "undisturbed")
     (folder / "killed").mkdir()
     shutil.copy(folder / "undisturbed" / "plan.json", folder / "killed")  # both runs use the same levers
-    words = (",".join(plan), EXAMPLE, folder / "killed", "--updates", UPDATES, "--every", EVERY)
+    words = (",".join(plan), EXAMPLE, folder / "killed", UPDATES, EVERY)
     if forked:
         said = elastic(DYING, *words, written=folder / "said.txt", restarts=len(plan))
     else:

@@ -20,6 +20,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = set(re.findall(r"^([a-z][a-z-]*):", MAKEFILE, re.MULTILINE))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+WORKFLOW = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text())
+JOBS = WORKFLOW["jobs"]["tests"]["strategy"]["matrix"]["include"]
 MACHINE_FOLDER = re.compile(r"(?<![\w.:/])/(?:home|root|opt|work|mnt|Users)/\w")
 
 
@@ -61,16 +63,30 @@ def test_ci_runs_the_test_command_of_the_readme():
 
 
 def test_the_jobs_cover_the_oldest_and_the_newest_versions():
-    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text())
-    jobs = workflow["jobs"]["tests"]["strategy"]["matrix"]["include"]
-    versions = sorted({Version(str(job["torch"])) for job in jobs})
-    pythons = sorted({Version(job["python"]) for job in jobs})
+    versions = sorted({Version(str(job["torch"])) for job in JOBS})
+    pythons = sorted({Version(job["python"]) for job in JOBS})
     oldest = f"{versions[0].major}.{versions[0].minor}"
     assert str(requirements(PROJECT["dependencies"])["torch"].specifier) == f">={oldest}"
     assert PROJECT["requires-python"].split(", ")[0] == f">={pythons[0]}"
     assert [version.minor for version in versions] == list(range(versions[0].minor, versions[-1].minor + 1))
     assert [python.minor for python in pythons] == list(range(pythons[0].minor, pythons[-1].minor + 1))
     assert f"Python {pythons[0]} or later, PyTorch {oldest} or later" in PAGES[0].read_text(encoding="utf-8")
+
+
+def test_workflows_call_targets_that_exist_and_templates_can_be_read():
+    for path in (ROOT / ".github" / "workflows").iterdir():
+        yaml.safe_load(path.read_text())
+        made = re.findall(r"run: make ((?:[a-z-]+ ?)+)(?![=a-zA-Z])", path.read_text())
+        assert {target for targets in made for target in targets.split()} <= TARGETS, path.name
+    for path in (ROOT / ".github" / "ISSUE_TEMPLATE").iterdir():
+        head = yaml.safe_load(path.read_text().split("---")[1])
+        assert {"name", "about"} <= set(head)
+
+
+def test_the_classifiers_name_the_versions_of_python_that_are_tested():
+    minors = {f"3.{job['python'].split('.')[1]}" for job in JOBS}
+    named = {c.rpartition(" ")[2] for c in PROJECT["classifiers"] if re.search(r"Python :: 3\.\d", c)}
+    assert named == minors
 
 
 def test_core_needs_five_packages_and_bounds_none_from_above():
@@ -93,8 +109,10 @@ def test_constraints_pin_exactly_and_cover_what_we_import():
 def test_versions_agree_and_the_package_says_that_it_is_typed():
     import torchboost
 
-    assert torchboost.__version__ == PROJECT["version"]
-    assert "## [Unreleased]" in (ROOT / "CHANGELOG.md").read_text()
+    versions = re.findall(r"^## \[([\d.]+)\] - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert torchboost.__version__ == PROJECT["version"] == versions[0]
+    assert versions == sorted(versions, key=Version, reverse=True)
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == versions[0]
     assert (ROOT / "src" / "torchboost" / "py.typed").is_file()
 
 
