@@ -425,7 +425,15 @@ def test_a_form_that_raises_leaves_the_lever_as_it_is():
 def test_a_lever_that_is_much_faster_in_each_of_four_pairs_is_kept_without_more():
     (verdict,), _ = search(["unpad"], Planted({"unpad": 1 / 3}, noise=0.01), seconds=60)
     assert (verdict.kept, verdict.pairs) == (True, 4)
-    assert "times as fast" in verdict.reason
+    assert verdict.reason == "a step is clearly faster in each of 4 pairs"
+
+
+def test_fewer_than_five_pairs_show_no_ratio():
+    for factor, seconds in ((1.2, 60.0), (0.83, 0.09), (5.0, 60.0)):
+        (verdict,), _ = search(["autocast"], Planted({"autocast": factor}, noise=0.01), seconds=seconds)
+        assert 0 < verdict.pairs < 5, (factor, verdict)
+        assert "times as" not in verdict.reason
+        assert f"{verdict.pairs} pairs" in verdict.reason
 
 
 def test_a_lever_that_is_on_without_a_trial_needs_two_such_pairs():
