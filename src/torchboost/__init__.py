@@ -22,10 +22,8 @@ def __getattr__(name: str) -> Any:
     except AttributeError:
         if name.startswith("__"):
             raise
-        from torchboost.compat.elsewhere import ELSEWHERE
+        from torchboost.compat.elsewhere import counterpart
 
-        if name not in ELSEWHERE:
+        if (text := counterpart("torchboost", name)) is None:
             raise
-        raise AttributeError(
-            f"torchboost has no {name}; use {ELSEWHERE[name]}. docs/compat.md lists the names of MindSpore."
-        ) from None
+        raise AttributeError(text) from None

@@ -244,9 +244,12 @@ class Boosted:
         optional = {"choice", "levers", "withdrawn"}
         present = set(self.state_dict()) - optional
         if set(state) - optional != present:
+            there, here = set(state) - optional - present, present - set(state)
+            found = [f"has {' and '.join(sorted(there))}"] if there else []
+            found += [f"lacks {' and '.join(sorted(here))}"] if here else []
             raise ValueError(
-                f"the checkpoint holds {sorted(state)}, this boosted model has {sorted(present)}; boost it with the "
-                "level and the configuration that it was written with."
+                f"the checkpoint {' and '.join(found)}, unlike this boosted model; boost the model with the level, the "
+                "configuration and the scaler that the checkpoint was written with."
             )
         chosen = Choice.saved(state)
         for name, reason in state.get("withdrawn", {}).items():
@@ -539,7 +542,7 @@ def _check_one_model(earlier: Boosted | None, model: nn.Module, name: str) -> No
     if earlier is None or earlier.model in set(model.modules()) or model in set(earlier.model.modules()):
         return
     raise IncompatibleError(
-        f"the optimizer of this {name} was boosted with another one, a {type(earlier.model).__name__}; give each its "
+        f"the optimizer of this {name} was boosted with another model, a {type(earlier.model).__name__}; give each its "
         "own optimizer, or put both into one module and boost that; to give up the first boost, call its remove()."
     )
 

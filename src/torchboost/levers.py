@@ -181,9 +181,10 @@ class Levers:
         if self.due:
             return "train; print(boosted.explain()) after the first step says what was found"
         if self.asked.total_steps is None and self.asked.levers:
-            return f'torchboost.boost(model, optimizer, "{self.asked.level}", total_steps=<the updates of your run>)'
+            call = f'torchboost.boost(model, optimizer, "{self.asked.level}", total_steps=...)'
+            return f"{call}, with the number of updates: some switches only pay in a long run"
         if not len(self.attached):
-            return "print(boosted.waste(**batch)) shows what a step spends its time on"
+            return "print(boosted.waste(**batch)) shows what a step spends its time on" if self.asked.levers else ""
         if self.choice is not None and self.choice.source == "trial":
             return (
                 'boosted.plan.save("boost.json"); boost(..., config="boost.json") then repeats this without measuring'
@@ -334,7 +335,7 @@ class Levers:
                 self.checks[verdict.lever] = verdict.check
             elif verdict.lever in names:
                 self.withdraw(verdict.lever, verdict.reason)
-                text = f"{verdict.lever}: {verdict.reason}. It is off from now on."
+                text = f"{verdict.lever}: {verdict.reason}. It is off from now on, and the training goes on without it."
                 warnings.warn(text, NoEffectWarning, stacklevel=2)
 
     def note_update(self) -> None:

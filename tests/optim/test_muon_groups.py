@@ -294,10 +294,10 @@ def test_the_rate_of_muon_is_not_that_of_adamw():
 
 
 def test_every_name_trains():
-    for name in ("muon", "schedule_free_adamw"):
+    for name, rates in (("muon", {"lr": 0.02, "adamw_lr": 0.01}), ("schedule_free_adamw", {"lr": 0.01})):
         torch.manual_seed(0)
         model = mlp()
-        optimizer = named_optimizer(name, model, 0.01)
+        optimizer = named_optimizer(name, model, **rates)
         x, y = torch.randn(64, model[0].in_features), torch.randint(0, 4, (64,))
         losses = []
         for _ in range(40):

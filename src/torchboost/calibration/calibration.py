@@ -57,9 +57,9 @@ Calibrate = bool | float | Literal["auto"]
 False: none. A number: its seconds."""
 
 UNSEEN = (
-    "the optimizer was stepped, but no training call of the model was seen. It is in evaluation mode (call "
-    "model.train()), it was compiled after boost, only a part of it is called, all calls are inside a checkpoint, or "
-    "several ranks call it without DDP"
+    "the optimizer was stepped, but no training call of the model was seen. Either it is in evaluation mode (call "
+    "model.train()), or it was compiled after boost, only a part of it is called, all calls are inside a checkpoint, "
+    "or several ranks call it without DDP"
 )
 """Why nothing is measured or checked if updates come before the first training call."""
 
@@ -241,8 +241,8 @@ class Calibration:
         counts_steps = self.total_steps is not None and isinstance(self.calibrate, (bool, str))
         if counts_steps and _steps_of_trial(self.total_steps or 0) < _LEAST_STEPS:
             return (
-                f"{_MOST_SHARE:.0%} of {self.total_steps:,} steps is less than the {_LEAST_STEPS} steps that a trial "
-                "needs; allow more with calibrate=seconds"
+                f"a run of {self.total_steps:,} steps is short: a trial may take {_MOST_SHARE:.0%} of it, and needs "
+                f"{_LEAST_STEPS} steps; allow more with boost(..., calibrate=seconds)"
             )
         return exchange_in(model)
 

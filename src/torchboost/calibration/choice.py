@@ -157,7 +157,7 @@ class Choice(_Record):
     @property
     def measured(self) -> str:
         """How it was measured, with the gain of all together, in a line. Empty if nothing was measured."""
-        trial = f"measured at the first training call in {self.seconds:.0f} s"
+        trial = f"measured at the first training call in {_seconds(self.seconds)}"
         where = {"trial": trial, "checkpoint": "as in the checkpoint", "prior": ""}[self.source]
         return ", ".join(text for text in (self.gain, where) if text)
 
@@ -165,13 +165,13 @@ class Choice(_Record):
     def summary(self) -> str:
         """What a trial found, and what to do next, in a line."""
         on = ", ".join(verdict.lever for verdict in self.verdicts if verdict.kept)
-        gain = self.gain or "the gain of all together was not measured"
+        gain, seconds = self.gain or "the gain of all together was not measured", _seconds(self.seconds)
         if self.gains:
-            return f"on after {self.seconds:.0f} s of measuring: {on}; {gain}. boosted.explain() says why"
+            return f"on after {seconds} of measuring: {on}; {gain}. boosted.explain() says why"
         tried = ", ".join(verdict.lever for verdict in self.verdicts if verdict.pairs) or "nothing"
         found = f"on: {on}; {gain}" if on else f"timed: {tried}; all are off"
         return (
-            f"no gain was found in {self.seconds:.0f} s of measuring ({found}). boosted.explain() says why, and "
+            f"no gain was found in {seconds} of measuring ({found}). boosted.explain() says why, and "
             "boosted.waste(**batch) shows what a step spends its time on"
         )
 
@@ -193,6 +193,10 @@ def _as_it_was(lever: str, on: Any) -> Verdict:
     form = on if isinstance(on, str) and on.startswith(f"{lever}(") else ""
     kept: Any = True if form else on
     return Verdict(lever=lever, kept=kept, form=form, reason="as in the checkpoint")
+
+
+def _seconds(number: float) -> str:
+    return f"{number:.0f} s" if number >= 10 else f"{number:.1f} s"
 
 
 def in_a_line(error: Exception) -> str:

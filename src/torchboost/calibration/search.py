@@ -283,7 +283,7 @@ class _Search:
             if self._is_few(within):
                 self._leave_open(lever, "the trial had no time left for its first steps")
                 return
-            self._decide(lever, False, f"{error}; give it more with calibrate=seconds", None)
+            self._decide(lever, False, f"{error}; give it more with boost(..., calibrate=seconds)", None)
             if within < _PATIENCE * self.last_step:
                 self.open.add(lever)
             return
@@ -384,7 +384,7 @@ class _Search:
         """Return why the price of a lever is not paid. None if it is."""
         price = self.prices[lever]
         if self.steps is None:
-            return "its price is only repaid over a long run; pass total_steps, the number of updates"
+            return "only a long run repays its price; pass boost(..., total_steps=...), the number of updates"
         saving = self._saving(price.best_ratio)
         if saving is not None and saving <= (cost := self._in_all(lever, price.expected)):
             return (
@@ -394,7 +394,7 @@ class _Search:
         if price.expected > share:
             return (
                 f"to try it takes about {price.expected:.0f} s, and the trial has {max(share, 0):.0f} s left; "
-                "give it more with calibrate=seconds"
+                "give it more with boost(..., calibrate=seconds)"
             )
         return None
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-__all__ = ["ELSEWHERE"]
+__all__ = ["counterpart"]
 
 _STEP = "a training step: torchboost.boost(model, optimizer).step(loss_fn), or torchboost.BoostTrainOneStepCell"
 
-ELSEWHERE: Mapping[str, str] = MappingProxyType(
+_ELSEWHERE: Mapping[str, str] = MappingProxyType(
     {
         "Cell": "torch.nn.Module",
         "FixedLossScaleUpdateCell": "torchboost.FixedLossScale(scale)",
@@ -24,3 +24,10 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
     }
 )
 """Name in MindSpore -> the counterpart."""
+
+
+def counterpart(owner: str, name: str) -> str | None:
+    """Return what to use in place of a name that ``owner`` does not have; None if it is not a name of MindSpore."""
+    if name not in _ELSEWHERE:
+        return None
+    return f"{owner} has no {name}; use {_ELSEWHERE[name]}. docs/compat.md lists the names of MindSpore."

@@ -95,7 +95,8 @@ def named_optimizer(
     check_module(model)
     if name not in _NAMED:
         raise ValueError(
-            f"optimizer: found the name {name!r}; there are {', '.join(_NAMED)}. Give one of these, or an optimizer. "
+            f"optimizer: found the name {name!r}; there are {', '.join(_NAMED)}. Give one of these, or an optimizer, "
+            "such as torch.optim.AdamW(model.parameters()). "
             f"{nearest(name, list(_NAMED))}".rstrip()
         )
     for argument, rate in (("lr", lr), ("adamw_lr", adamw_lr)):
