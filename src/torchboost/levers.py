@@ -32,6 +32,7 @@ from torchboost.calibration.snapshot import streams_kept
 from torchboost.calibration.waste import NOTABLE, WasteReport, padded_share, waste_of
 from torchboost.calibration.watch import Call, Gate, is_training_call, shapes_of
 from torchboost.core.algorithm import Algorithm, Target, attach_all
+from torchboost.core.wrapping import hookable
 from torchboost.distributed.topology import Topology
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.explanation import Explanation, Row
@@ -426,9 +427,10 @@ class Levers:
 
 
 def _title(optimizer: Optimizer) -> str:
-    while isinstance(optimizer, WrappingOptimizer):
-        optimizer = optimizer.opt
-    return optimizer.title if isinstance(optimizer, UpdateRule) else type(optimizer).__name__
+    inner = hookable(optimizer)
+    while isinstance(inner, WrappingOptimizer):
+        inner = inner.opt
+    return inner.title if isinstance(inner, UpdateRule) else type(inner).__name__
 
 
 def _back_into(memory: Sequence[tuple[nn.Parameter, Tensor]]) -> None:

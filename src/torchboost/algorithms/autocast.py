@@ -318,7 +318,8 @@ class Autocast(Algorithm):
         precision already has nothing to gain.
         """
         device = next((parameter.device.type for parameter in model.parameters()), "cpu")
-        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is getattr(torch, self.dtype):
+        known = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        if known and torch.get_autocast_dtype(device) is getattr(torch, self.dtype):
             return self.noting(AlreadyOn(f"the loop computes under torch.autocast to {self.dtype}"))
         heads = None if self.float32 is not None else find_heads(model, args, kwargs)
         if heads is None:
