@@ -179,7 +179,7 @@ def test_the_gain_of_all_together(factors, gain):
 
 def test_a_price_must_be_repaid():
     for steps, kept, reason in (
-        (None, False, "pass total_steps"),
+        (None, False, "total_steps=..."),
         (500, False, "do not repay it"),
         (100_000, True, "times as fast"),
     ):

@@ -106,7 +106,7 @@ def named_optimizer(
 
 
 def check_given(optimizer: Any, **rates: Any) -> None:
-    """Refuse what is no optimizer, no list of them and no name, and rates next to an optimizer that has its own.
+    """Refuse what is not an optimizer, a list of them or a name, and rates next to an optimizer that has its own.
 
     Raises:
         TypeError: It is something else.
