@@ -336,7 +336,9 @@ class Levers:
                 self.checks[verdict.lever] = verdict.check
             elif verdict.lever in names:
                 self.withdraw(verdict.lever, verdict.reason)
-                text = f"{verdict.lever}: {verdict.reason}. It is off from now on, and the training continues without it."
+                text = (
+                    f"{verdict.lever}: {verdict.reason}. It is off from now on, and the training continues without it."
+                )
                 warnings.warn(text, NoEffectWarning, stacklevel=2)
 
     def note_update(self) -> None:
