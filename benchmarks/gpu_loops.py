@@ -158,7 +158,7 @@ def said(boosted: Boosted | None) -> Row:
         "explain": boosted.explain(),
         "choice": None if choice is None else choice.model_dump(mode="json"),
         "checks": dict(boosted.checks),
-        "said": "" if choice is None else choice.explain(),
+        "said": "" if choice is None else boosted.explain(),
     }
 
 

@@ -6,8 +6,24 @@ torch.
 
 from __future__ import annotations
 
+from typing import Any
+
 import lazy_loader
 
 __version__ = "0.7.0"
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_load, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+
+
+def __getattr__(name: str) -> Any:
+    """Load a name on first use. The error for a name of MindSpore says what takes its place."""
+    try:
+        return _load(name)
+    except AttributeError:
+        if name.startswith("__"):
+            raise
+        from torchboost.compat.elsewhere import counterpart
+
+        if (text := counterpart("torchboost", name)) is None:
+            raise
+        raise AttributeError(text) from None

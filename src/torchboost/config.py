@@ -171,7 +171,7 @@ class RecipeSection(_Section):
         known = "" if total_steps is None else f" ({self.steps_of(total_steps):,} of {total_steps:,})"
         parts = [f"{self.length:g} of the steps{known}"] if self.length < 1 else []
         parts += [f"learning rates times {self.rate:g}"] if self.rate != 1 else []
-        general = {"muon": "Muon at {:g} for the hidden matrices", "schedule_free_adamw": "ScheduleFreeAdamW at {:g}"}
+        general = {"muon": "Muon at {:g} for the hidden matrices", "schedule_free_adamw": "schedule-free AdamW at {:g}"}
         parts += [built or general[self.optimizer].format(self.built_lr)] if self.optimizer is not None else []
         return ", ".join(parts)
 

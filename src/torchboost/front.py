@@ -19,11 +19,10 @@ from torchboost.calibration.calibration import Calibrate, resolved
 from torchboost.calibration.choice import Choice
 from torchboost.calibration.waste import WasteReport
 from torchboost.config import BoostConfig, ConfigSource
-from torchboost.core.algorithm import LEVERS, Algorithm, AttachedAlgorithms, Scaler, Target
+from torchboost.core.algorithm import LEVERS, AttachedAlgorithms, Scaler, Target
 from torchboost.core.arguments import (
     check_loss_fn,
     check_module,
-    check_optimizer,
     check_pair,
     check_scaler,
     check_shapes,
@@ -38,14 +37,14 @@ from torchboost.errors import ConfigError, IncompatibleError, NoEffectWarning
 from torchboost.graph.trace import shared_traces
 from torchboost.inference import fast_copy
 from torchboost.levers import Levers
-from torchboost.optim.groups import named_optimizer
+from torchboost.optim.named import check_given, named_optimizer
 from torchboost.optim.recipe import apply_recipe
 from torchboost.optim.rules.schedule_free import warn_of_training_weights
 from torchboost.plan import Plan, why_idle
 from torchboost.registry import Facts, Loop
 from torchboost.tasks import Task, with_task
 
-__all__ = ["Boosted", "Host", "boost", "boosted_of", "prepare"]
+__all__ = ["Boosted", "Host", "boost", "boosted_of"]
 
 _LONG_RUN = 1_000_000
 """A run of so many steps repays the start-up cost of every algorithm."""
@@ -158,8 +157,14 @@ class Boosted:
         return f"Boosted(level={self.plan.level!r}, algorithms=[{', '.join(self.attached)}])"
 
     def explain(self) -> str:
-        """Return which algorithms are on, with their settings, and which were left out, with the reasons."""
-        return self.levers.explain()
+        """Return a table of what is on, what it did and how exact it is, then what is off and why, and what to do next.
+
+        A notebook shows the same for the object itself.
+        """
+        return str(self.levers.explanation().sheet)
+
+    def _repr_html_(self) -> str:
+        return self.levers.explanation().sheet._repr_html_()
 
     def step(
         self, loss_fn: Callable[..., Tensor | tuple[Tensor, float]] | None = None, model: nn.Module | None = None
@@ -239,9 +244,12 @@ class Boosted:
         optional = {"choice", "levers", "withdrawn"}
         present = set(self.state_dict()) - optional
         if set(state) - optional != present:
+            there, here = set(state) - optional - present, present - set(state)
+            found = [f"has {' and '.join(sorted(there))}"] if there else []
+            found += [f"lacks {' and '.join(sorted(here))}"] if here else []
             raise ValueError(
-                f"the checkpoint holds {sorted(state)}, this boosted model has {sorted(present)}; boost it with the "
-                "level and the configuration that it was written with."
+                f"the checkpoint {' and '.join(found)}, unlike this boosted model; boost the model with the level, the "
+                "configuration and the scaler that the checkpoint was written with."
             )
         chosen = Choice.saved(state)
         for name, reason in state.get("withdrawn", {}).items():
@@ -339,9 +347,10 @@ def boosted_of(optimizer: Optimizer) -> Boosted | None:
 def boost(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer] | str,
+    level: str = "O1",
     *,
     lr: float | None = None,
-    level: str = "O1",
+    adamw_lr: float | None = None,
     task: Task | None = None,
     total_steps: int | None = None,
     config: ConfigSource | None = None,
@@ -363,9 +372,11 @@ def boost(
             (:func:`~torchboost.optim.named_optimizer`). No level changes the optimizer by itself. Or a list of
             optimizers, each over parameters of its own, such as Muon for the matrices and AdamW for the rest: the loop
             steps all of them. What works with one optimizer only, such as gradient freezing, is then left out.
-        lr: Learning rate of an optimizer that is given by name, in the size of AdamW's. None takes 0.001.
         level: ``"O0"`` changes nothing, ``"O1"`` keeps the accuracy within 0.5 points, ``"O2"`` within 3 points. See
             ``docs/levels.md`` for what each level turns on, and for the measurements.
+        lr: Learning rate of an optimizer that is given by name. With ``"muon"`` it is the rate of the hidden matrices,
+            and None takes 0.02. Otherwise None takes 0.001.
+        adamw_lr: Learning rate of what ``"muon"`` leaves to AdamW. None takes 0.001.
         task: ``"fine_tune"`` freezes and caches the first half of the blocks (:func:`torchboost.fine_tuning`).
         total_steps: Number of updates in the whole run. Gradient freezing and compilation need it. In a run of fewer
             than 1,000 the levels only use the speed levers. None counts as a long run.
@@ -394,8 +405,8 @@ def boost(
     Raises:
         TypeError: An argument is not a module, an optimizer, a scaler or a number of steps.
         ValueError: No parameter of an optimizer belongs to the model, two optimizers hold the same parameter, the list
-            is empty, ``total_steps`` is below 1, there is no optimizer of this name, a module is lazy, or ``lr`` is
-            given with an optimizer that has its own.
+            is empty, ``total_steps`` is below 1, there is no optimizer of this name, a module is lazy, or a learning
+            rate is given with an optimizer that has its own.
         ConfigError: An unknown level, section, key or setting, or a value of a wrong type or out of range.
         IncompatibleError: The model is already wrapped, the optimizer was boosted with another model, or an algorithm
             or the recipe cannot work on this pair, such as one with a schedule that was built before. Nothing is
@@ -420,9 +431,9 @@ def boost(
         if (other := BoostConfig.load(config).recipe.optimizer) is not None:
             found = f"{other!r}, and the optimizer {optimizer!r} by name"
             raise ConfigError("recipe.optimizer", found=found, allowed="one of them", hint="Give the usual optimizer.")
-        optimizer = named_optimizer(optimizer, model, lr)
-    elif lr is not None:
-        raise ValueError(f"lr: found {lr!r} next to {type(optimizer).__name__}, which has its own; leave lr out.")
+        optimizer = named_optimizer(optimizer, model, lr, adamw_lr=adamw_lr)
+    else:
+        check_given(optimizer, lr=lr, adamw_lr=adamw_lr)
     config = with_task(config, task, model)
     boosted = attach(
         model,
@@ -531,7 +542,7 @@ def _check_one_model(earlier: Boosted | None, model: nn.Module, name: str) -> No
     if earlier is None or earlier.model in set(model.modules()) or model in set(earlier.model.modules()):
         return
     raise IncompatibleError(
-        f"the optimizer of this {name} was boosted with another one, a {type(earlier.model).__name__}; give each its "
+        f"the optimizer of this {name} was boosted with another model, a {type(earlier.model).__name__}; give each its "
         "own optimizer, or put both into one module and boost that; to give up the first boost, call its remove()."
     )
 
@@ -560,40 +571,3 @@ def warn_of_missing_length(boosted: Boosted, config: ConfigSource | None, total_
             NoEffectWarning,
             stacklevel=3,
         )
-
-
-def prepare(
-    model: nn.Module,
-    optimizer: Optimizer | None = None,
-    *,
-    level: str = "O1",
-    total_steps: int | None = None,
-    config: ConfigSource | None = None,
-) -> Plan:
-    """Change the modules of a bare model before it is sharded or wrapped, and return the plan to attach later.
-
-    FSDP2 replaces the parameters, so the optimizer is built after sharding. Prepare the bare model, shard it, build the
-    optimizer, then call ``plan.attach(torchboost.Target(model, optimizer))``. Nothing is measured or checked; rules
-    choose the levers.
-
-    Args:
-        model: Changed in place. It must be on the device that it will train on.
-        optimizer: If it exists already, it follows the parameters that are replaced.
-        level: As are ``total_steps`` and ``config``: see :func:`torchboost.boost`, also for the errors.
-        total_steps: Updates of the whole run.
-        config: Settings that override the level.
-
-    Raises:
-        IncompatibleError: The model is already wrapped, or the configuration has a recipe, which only
-            :func:`torchboost.boost` applies. Nothing is changed.
-    """
-    check_module(model)
-    if optimizer is not None:
-        check_optimizer(optimizer)
-    plan = Plan.of(level, config, Facts.measure(model, loop="own"), total_steps=total_steps)
-    plan.check_recipe()
-    changing = [a for a in plan.algorithms if type(a).applied is not Algorithm.applied]
-    idle = [a.name for a in changing if not (a.needs_transform(model) or a.applied(model))]
-    plan = replace(plan.without(dict.fromkeys(idle, "it finds nothing to change in this model")), levers=())
-    plan.transform(model, optimizer)
-    return plan

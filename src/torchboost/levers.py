@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from torchboost.algorithms.unpad import Unpad
 from torchboost.calibration.calibration import (
@@ -31,8 +32,12 @@ from torchboost.calibration.snapshot import streams_kept
 from torchboost.calibration.waste import NOTABLE, WasteReport, padded_share, waste_of
 from torchboost.calibration.watch import Call, Gate, is_training_call, shapes_of
 from torchboost.core.algorithm import Algorithm, Target, attach_all
+from torchboost.core.wrapping import hookable
 from torchboost.distributed.topology import Topology
 from torchboost.errors import IncompatibleError, NoEffectWarning
+from torchboost.explanation import Explanation, Row
+from torchboost.optim.rules.base import UpdateRule
+from torchboost.optim.wrapping_optimizer import WrappingOptimizer
 from torchboost.plan import Plan
 from torchboost.registry import REGISTRY
 from torchboost.tokens.call import PartialForward
@@ -139,17 +144,53 @@ class Levers:
         decisions = {name: decision for name, decision in self._decisions.items() if name not in self.withdrawn}
         return self.asked.without(self.withdrawn).chosen(decisions, self._forms)
 
-    def explain(self) -> str:
+    def explanation(self) -> Explanation:
         """Return what was asked for, what was decided, and what the checks have shown."""
-        unseen = f"not {'measured' if self._measures else 'checked'}: {UNSEEN}" if self._unseen else ""
-        plan = self.plan
-        parts = [plan.explain(), self.choice.explain() if self.choice is not None else unseen]
-        on = {algorithm.name for algorithm in plan.algorithms}
-        parts += [f"  {name}  {text}" for name, text in self.checks.items() if name in on]
-        parts += [f"  {name}  not in effect: {text}" for name, text in self.remarks.items()]
-        parts += self._stays()
-        text = "\n".join(part for part in parts if part)
-        return f"removed; before, this was so:\n{text}" if self.state == "removed" else text
+        plan = self.plan.explanation(" and ".join(map(_title, self._target.optimizers)))
+        removed = ("removed; before, this was so:",) if self.state == "removed" else ()
+        measured = self.choice.measured if self.choice is not None else ""
+        if self.choice is None and self._unseen:
+            measured = f"not {'measured' if self._measures else 'checked'}: {UNSEEN}"
+        return replace(
+            plan,
+            heading=(*removed, *plan.heading, *([measured] if measured else [])),
+            rows=tuple(map(self._told, plan.rows)),
+            notes=(*plan.notes, *self._stays()),
+            ask=self._ask(),
+        )
+
+    def _told(self, row: Row) -> Row:
+        """Return a row of the plan with what is known about it in this run."""
+        if row.name in self._waiting and row.name not in self.withdrawn:
+            return row._replace(state="waits", did=f"{REGISTRY[row.name].summary}: {_WAITS}")
+        verdicts = {} if self.choice is None else {verdict.lever: verdict for verdict in self.choice.verdicts}
+        verdict = None if row.name in self.withdrawn else verdicts.get(row.name)
+        did, state = row.did, row.state
+        if verdict is not None:
+            did = verdict.found if verdict.pairs or not verdict.kept else f"{row.did}; {verdict.found}"
+            state = "was on before" if verdict.before else state
+        if state != "on":
+            return row._replace(state=state, did=did)
+        remark = self.remarks.get(row.name)
+        did = f"{did}; not in effect: {remark}" if remark else did
+        return row._replace(did=did, exact=self.checks.get(row.name, row.exact))
+
+    def _ask(self) -> str:
+        """Return the line that the user would type next; empty if there is none."""
+        if self.state == "removed":
+            return ""
+        if self.due:
+            return "train; print(boosted.explain()) after the first step says what was found"
+        if self.asked.total_steps is None and self.asked.levers:
+            call = f'torchboost.boost(model, optimizer, "{self.asked.level}", total_steps=...)'
+            return f"{call}, with the number of updates: some switches only pay in a long run"
+        if not len(self.attached):
+            return "print(boosted.waste(**batch)) shows what a step spends its time on" if self.asked.levers else ""
+        if self.choice is not None and self.choice.source == "trial":
+            return (
+                'boosted.plan.save("boost.json"); boost(..., config="boost.json") then repeats this without measuring'
+            )
+        return "train; save boosted.state_dict() in your checkpoints"
 
     @property
     def remarks(self) -> dict[str, str]:
@@ -166,10 +207,10 @@ class Levers:
             return []
         on = self._in_effect
         if self._waste is not None:
-            return [f"  waste  {waste}" for waste in self._waste.without(on).notable]
+            return [f"waste: {waste}" for waste in self._waste.without(on).notable]
         if self._padded <= NOTABLE or Unpad.name in on:
             return []
-        return [f"  waste  padding: {self._padded:.0%} of the positions of the first batch, and {Unpad.name} is off"]
+        return [f"waste: padding: {self._padded:.0%} of the positions of the first batch, and {Unpad.name} is off"]
 
     def waste(self, call: Call) -> WasteReport:
         """Measure what a step wastes on a training call; see :meth:`torchboost.Boosted.waste`."""
@@ -270,8 +311,11 @@ class Levers:
         self.choice = choice
         self._decisions |= {v.lever: (v.kept, v.reason) for v in choice.verdicts}
         self._forms = calibration.in_form(choice, device_of(target.model)).levers
-        announced = choice.source == "trial" and choice.budget >= WORTH_A_WORD
-        tell(f"{self.asked.level}: {choice.summary}" if announced else "", f"{self.asked.level}: {choice.explain()}")
+        nothing = choice.source == "trial" and not choice.gains
+        said = f"{self.asked.level}: {choice.summary}"
+        announced = nothing or (choice.source == "trial" and choice.budget >= WORTH_A_WORD)
+        details = said if nothing else str(self.explanation().sheet)
+        tell(said if announced else "", details, warns=nothing)
 
     def _meet_other_shapes(self, call: Call) -> bool:
         """Check the levers that are on once more, on the first inputs of other shapes."""
@@ -293,7 +337,9 @@ class Levers:
                 self.checks[verdict.lever] = verdict.check
             elif verdict.lever in names:
                 self.withdraw(verdict.lever, verdict.reason)
-                text = f"{verdict.lever}: {verdict.reason}. It is off from now on."
+                text = (
+                    f"{verdict.lever}: {verdict.reason}. It is off from now on, and the training continues without it."
+                )
                 warnings.warn(text, NoEffectWarning, stacklevel=2)
 
     def note_update(self) -> None:
@@ -381,6 +427,13 @@ class Levers:
             self._decisions |= dict.fromkeys(self._waiting, (False, "removed before the first training call"))
         self._stop()
         self.state = "removed"
+
+
+def _title(optimizer: Optimizer) -> str:
+    inner = hookable(optimizer)
+    while isinstance(inner, WrappingOptimizer):
+        inner = inner.opt
+    return inner.title if isinstance(inner, UpdateRule) else type(inner).__name__
 
 
 def _back_into(memory: Sequence[tuple[nn.Parameter, Tensor]]) -> None:

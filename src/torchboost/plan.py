@@ -17,11 +17,12 @@ from torch.optim import Optimizer
 
 from torchboost.algorithms.adaptive_sum import AdaptiveSum
 from torchboost.config import BoostConfig, BoostSwitches, ConfigSource, RecipeSection
-from torchboost.core.algorithm import Algorithm, AttachedAlgorithms, Target, attach_all
+from torchboost.core.algorithm import Algorithm, AlreadyOn, AttachedAlgorithms, Target, attach_all
 from torchboost.core.arguments import check_module, check_optimizer, check_pair, check_shapes, in_words
 from torchboost.core.files import write_whole
 from torchboost.core.wrapping import hookable, wrapper_of
 from torchboost.errors import ConfigError, IncompatibleError, nearest
+from torchboost.explanation import Explanation, Row
 from torchboost.graph.trace import shared_traces
 from torchboost.measure.stopwatch import package_version, processor_name
 from torchboost.registry import LEVELS, REGISTRY, Entry, Facts, Loop, build, place
@@ -279,29 +280,43 @@ class Plan:
                 "configuration, or change optimizer, rates and length yourself and leave the section out."
             )
 
+    def explanation(self, optimizer: str = "") -> Explanation:
+        """Return what :meth:`explain` says, as a value.
+
+        Args:
+            optimizer: Its name; empty if there is none yet.
+        """
+        mode = "" if self.mode == "auto" else f", mode {self.mode}"
+        of = f" for {optimizer}" if optimizer else ""
+        length = "total_steps not given" if self.total_steps is None else f"{self.total_steps:,} steps"
+        recipe = self.recipe.in_words(total_steps=self.full_steps, built=self.built)
+        promise = f"your settings, with which the promise of {self.level} was not measured: "
+        call = f'torchboost.boost(model, optimizer, "{self.level}", total_steps=...)'
+        return Explanation(
+            heading=(f"level {self.level}{mode}{of}, {length}", *([f"recipe: {recipe}"] if recipe else [])),
+            rows=(*map(self._row_on, self.algorithms), *map(_row_off, self.dropped)),
+            unchanged="nothing is on" if recipe else "nothing is on, training is unchanged",
+            notes=(promise + ", ".join(self.unmeasured),) if self.unmeasured else (),
+            ask=f"{call} measures which of these pay; plan.save(path) keeps this plan as it is" if self.levers else "",
+        )
+
+    def _row_on(self, algorithm: Algorithm) -> Row:
+        entry, settings = REGISTRY[algorithm.name], own_settings(algorithm)
+        did = f"{entry.summary}{f': {settings}' if settings else ''}{dict(self.served).get(algorithm.name, '')}"
+        changes = not entry.lever and any(algorithm.name in row for row in LEVELS.values())
+        return Row(algorithm.name, "on", did, "changes the training" if changes else "")
+
     def explain(self) -> str:
         """Return which algorithms are on, with settings other than the defaults, and what was left out and why."""
-        lines = [f"level {self.level}, mode {self.mode}"]
-        width = max((len(n) for n in [a.name for a in self.algorithms] + [d.name for d in self.dropped]), default=0)
-        recipe = self.recipe.in_words(total_steps=self.full_steps, built=self.built)
-        lines += [f"recipe: {recipe}"] if recipe else []
-        unchanged = "on: nothing" if recipe else "on: nothing, training is unchanged"
-        lines.append("on:" if self.algorithms else unchanged)
-        for a in self.algorithms:
-            served = dict(self.served).get(a.name, "")
-            settings = f": {text}" if (text := own_settings(a)) else ""
-            lines.append(f"  {a.name:<{width}}  {REGISTRY[a.name].summary}{settings}{served}")
-        if self.dropped:
-            lines.append("left out:")
-            lines += [f"  {d.name:<{width}}  {d.reason}" for d in self.dropped]
-        if self.unmeasured:
-            lines.append(f"your settings, with which the promise of {self.level} was not measured:")
-            lines += [f"  {entry}" for entry in self.unmeasured]
-        if self.levers:
-            lines.append(
-                "measured times decide about speed levers; plan.save(path) keeps this plan for exact repetition"
-            )
-        return "\n".join(lines)
+        return str(self.explanation().sheet)
+
+    def _repr_html_(self) -> str:
+        return self.explanation().sheet._repr_html_()
+
+
+def _row_off(dropped: Dropped) -> Row:
+    state = "was on before" if isinstance(dropped.reason, AlreadyOn) else "off"
+    return Row(dropped.name, state if dropped.name in REGISTRY else "not read", str(dropped.reason))
 
 
 def _as_extra(algorithms: Sequence[Algorithm]) -> dict[str, Any]:

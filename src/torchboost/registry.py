@@ -29,7 +29,7 @@ from torchboost.algorithms.sparse_head import SparseHead
 from torchboost.algorithms.threads import Threads
 from torchboost.algorithms.token_drop.algorithm import TokenDrop
 from torchboost.algorithms.unpad import Unpad
-from torchboost.core.algorithm import Algorithm
+from torchboost.core.algorithm import Algorithm, AlreadyOn
 from torchboost.core.arguments import check_count, check_module
 from torchboost.core.hardware import half_precision
 from torchboost.core.torch_private import AnyBatchNorm, AnyConv, default_device
@@ -261,7 +261,9 @@ def _scaled_by_the_trainer(facts: Facts) -> str | None:
 
 
 def _cast_by_the_trainer(facts: Facts) -> str | None:
-    return f"{facts.loop} owns the loop and computes in {facts.precision} itself" if facts.precision else None
+    if not facts.precision:
+        return None
+    return AlreadyOn(f"{facts.loop} owns the loop and computes in {facts.precision} itself")
 
 
 def _stepped_by_the_trainer(facts: Facts) -> str | None:

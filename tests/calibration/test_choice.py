@@ -47,7 +47,9 @@ def test_a_checkpoint_holds_a_choice_the_levers_or_neither():
         assert again is not None
         assert (again.levers, again.source) == (levers, "checkpoint")
     for state in ({"choice": "{"}, {"choice": 7}, {"levers": 7}, {"levers": {"autocast": "maybe"}}):
-        with pytest.raises(ValueError, match=f"{next(iter(state))}: the checkpoint holds .* says nothing about levers"):
+        with pytest.raises(
+            ValueError, match=f"{next(iter(state))}: the checkpoint holds .* says nothing about switches"
+        ):
             Choice.saved(state)
 
 

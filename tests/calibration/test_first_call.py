@@ -90,7 +90,7 @@ def test_a_check_may_be_switched_off():
     train(model, optimizer, [10])
     assert "channels_last" in boosted.attached
     boosted.remove()
-    assert "channels_last  not checked: verify=False" in boosted.explain()
+    assert "not checked: verify=False" in boosted.explain()
     model, optimizer = pair()
     boosted = torchboost.boost(model, optimizer, calibrate=0.2, config={"extra": {"compile": False}}, verify=False)
     train(model, optimizer, [8])
@@ -152,6 +152,17 @@ def test_what_moves_from_call_to_call_is_said(calibrate, caplog):
     assert "two equal calls differed" in caplog.text
     assert "cannot be restored" in boosted.explain()
     assert "exact here" not in boosted.explain()
+
+
+@pytest.mark.parametrize("named", [None, ["3"]])
+def test_a_lever_that_looks_at_the_call_without_a_pass_leaves_the_statistics_alone(named):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 2))
+    config = {"extra": {"autocast": {} if named is None else {"float32": named}}}
+    boosted = torchboost.boost(model, torch.optim.SGD(model.parameters(), lr=0.1), config=config, total_steps=2000)
+    model(torch.randn(4, 3, 8, 8)).square().mean().backward()
+    assert boosted.checks["autocast"]
+    assert model.get_buffer("1.num_batches_tracked") == 1
 
 
 @pytest.mark.parametrize("calibrate", [False, 0.3])

@@ -301,9 +301,11 @@ def test_a_waste_reads_as_a_line():
     )
     assert str(report).splitlines() == [
         "a plain step takes 500.0 ms",
-        "  padding: 250.0 ms, 50%; measured; unpad",
-        "  unlabelled head: none; no head",
-        "  host synchronisations: unknown; 3 times; x",
+        "",
+        "work without effect    of a step      how it was found  what leaves it out",
+        "padding                250.0 ms, 50%  measured          unpad",
+        "unlabelled head        none           no head",
+        "host synchronisations  unknown        3 times           x",
     ]
     left_out = report.without(["unpad"])
     assert not left_out.notable
@@ -401,14 +403,14 @@ def test_explain_shows_what_stays():
         ),
     )
     boosted.levers._waste = planted
-    lines = [line for line in boosted.explain().splitlines() if line.startswith("  waste")]
-    assert lines == ["  waste  padding: 800.0 ms, 80%; measured; unpad_forward"]
+    lines = [line for line in boosted.explain().splitlines() if line.startswith("waste")]
+    assert lines == ["waste: padding: 800.0 ms, 80%; measured; unpad_forward"]
     boosted = boosted_words(level="O1", config={"extra": {"unpad": {}}})
     boosted.model(**inputs).backward()
     boosted.levers._waste = planted
     assert "waste" not in boosted.explain()
     boosted.withdraw("unpad", "a test")
-    assert "  waste  padding: 800.0 ms" in boosted.explain()
+    assert "waste: padding: 800.0 ms" in boosted.explain()
 
 
 def test_explain_shows_the_padding_of_the_first_call_if_unpad_is_off():
@@ -416,7 +418,7 @@ def test_explain_shows_the_padding_of_the_first_call_if_unpad_is_off():
         config = {"extra": {"fused_optimizer": {}, **({"unpad": {}} if mode == "on" else {})}}
         boosted = boosted_words(config=config, verify=True)
         boosted.model(**padded()).backward()
-        line = "  waste  padding: 75% of the positions of the first batch, and unpad is off"
+        line = "waste: padding: 75% of the positions of the first batch, and unpad is off"
         assert (line in boosted.explain().splitlines()) is shown, boosted.explain()
 
 

@@ -45,7 +45,7 @@ def test_a_gpt():
     MixedOptimizer(groups)
     lines = str(groups).splitlines()
     assert lines[0].split() == ["parameter", "shape", "rule", "why"]
-    assert len(lines) == 2 + len(placed)
+    assert len(lines) == 3 + len(placed)
     assert lines[-1].startswith("muon:")
     assert any(line.endswith("vector") for line in lines)
 
@@ -275,13 +275,18 @@ def test_what_is_refused():
         muon_groups(nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2)))
 
 
-def test_muon_takes_one_rate_for_all_groups():
+def test_the_rate_of_muon_is_not_that_of_adamw():
     model = cnn()
-    optimizer = named_optimizer("muon", model, 3e-3)
+    for rates, found in (({}, (0.02, 0.001)), ({"lr": 0.04}, (0.04, 0.001)), ({"adamw_lr": 3e-3}, (0.02, 3e-3))):
+        optimizer = named_optimizer("muon", model, **rates)
+        by_rule = {group["rule"]: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups}
+        assert by_rule == {"muon": (found[0], 0.01), "adamw": (found[1], 0.01)}
+        assert optimizer.title == f"Muon at {found[0]:g} and AdamW at {found[1]:g}"
+    optimizer = named_optimizer("muon", model)
     assert isinstance(optimizer, MixedOptimizer)
-    assert {group["rule"] for group in optimizer.param_groups} == {"muon", "adamw"}
-    assert {(group["lr"], group["weight_decay"]) for group in optimizer.param_groups} == {(3e-3, 0.01)}
-    assert optimizer.param_groups[0]["adjust_lr_fn"] == "match_rms_adamw"
+    again = named_optimizer("muon", model, 0.1, adamw_lr=0.1)
+    again.load_state_dict(optimizer.state_dict())
+    assert again.title == optimizer.title
     assert {param for group in optimizer.param_groups for param in group["params"]} == set(model.parameters())
     with pytest.warns(NoEffectWarning, match="no hidden matrix or filter in this Sequential, so AdamW trains all"):
         optimizer = named_optimizer("muon", nn.Sequential(nn.Linear(4, 2)))
@@ -289,10 +294,10 @@ def test_muon_takes_one_rate_for_all_groups():
 
 
 def test_every_name_trains():
-    for name in ("muon", "schedule_free_adamw"):
+    for name, rates in (("muon", {"lr": 0.02, "adamw_lr": 0.01}), ("schedule_free_adamw", {"lr": 0.01})):
         torch.manual_seed(0)
         model = mlp()
-        optimizer = named_optimizer(name, model, 0.01)
+        optimizer = named_optimizer(name, model, **rates)
         x, y = torch.randn(64, model[0].in_features), torch.randint(0, 4, (64,))
         losses = []
         for _ in range(40):
@@ -310,6 +315,8 @@ def test_the_default_rate_is_torchs_and_unknown_names_are_refused():
     assert optimizer.param_groups[0]["lr"] == torch.optim.AdamW(mlp().parameters()).param_groups[0]["lr"]
     with pytest.raises(ValueError, match=r"found the name 'mun'.*muon, schedule_free_adamw.*Did you mean 'muon'"):
         named_optimizer("mun", mlp())
+    with pytest.raises(ValueError, match=r"adamw_lr: found 0.01 .*give it as lr"):
+        named_optimizer("schedule_free_adamw", mlp(), adamw_lr=0.01)
     wrong: Any
     for wrong, error in ((0.0, ValueError), (-1.0, ValueError), ("fast", TypeError)):
         with pytest.raises(error, match="lr"):

@@ -17,7 +17,7 @@ from torch.nn.parallel import DataParallel
 from torch.optim import Optimizer
 from typing_extensions import Self
 
-from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
+from torchboost.core.algorithm import Algorithm, AlreadyOn, Attachment, Target, Traits
 from torchboost.core.arguments import check_module
 from torchboost.core.forward import ForwardWatch, cover_forward, tensors_in, with_tensors
 from torchboost.core.hardware import is_on_cpu
@@ -314,8 +314,13 @@ class Autocast(Algorithm):
     def fitted(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Self:
         """Find the modules that compute in float32 in one pass, unless they are given.
 
-        If no output has a gradient, the settings stay as they are.
+        If no output has a gradient, the settings stay as they are. A loop that computes under autocast to this
+        precision already has nothing to gain.
         """
+        device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+        known = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        if known and torch.get_autocast_dtype(device) is getattr(torch, self.dtype):
+            return self.noting(AlreadyOn(f"the loop computes under torch.autocast to {self.dtype}"))
         heads = None if self.float32 is not None else find_heads(model, args, kwargs)
         if heads is None:
             return self
@@ -342,7 +347,9 @@ class Autocast(Algorithm):
 def _cast_by_fsdp2(model: nn.Module) -> str | None:
     """Return how FSDP2 lowers the precision of a model. Autocast would hand float32 to layers that it has cast."""
     dtype = next((d for unit in sharded_units(model) if (d := precision_of_unit(unit)) in _HALF), None)
-    return None if dtype is None else f"FSDP2 computes in {_NAMES[dtype][1]} itself, by its MixedPrecisionPolicy"
+    if dtype is None:
+        return None
+    return AlreadyOn(f"FSDP2 computes in {_NAMES[dtype][1]} itself, by its MixedPrecisionPolicy")
 
 
 def _explain(error: Exception, dtype: torch.dtype) -> None:

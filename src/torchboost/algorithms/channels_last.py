@@ -6,7 +6,7 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeGuard
 
@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
+from typing_extensions import Self
 
-from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits, attach_each
+from torchboost.core.algorithm import Algorithm, AlreadyOn, Attachment, Target, Traits, attach_each
 from torchboost.core.arguments import check_module
-from torchboost.core.forward import plain_hook
+from torchboost.core.forward import plain_hook, tensors_in
 from torchboost.core.hardware import unsafe_channels_last
 from torchboost.core.torch_private import AnyConv, calls_hooks, is_functorch_wrapped, is_view, parameter_slots
 from torchboost.core.wrapping import unwrap, wrapper_of
@@ -115,6 +116,15 @@ class ChannelsLast(Algorithm):
     def check(self, target: Target) -> None:
         """Refuse a model on whose convolutions oneDNN would crash."""
         _refuse_unsafe(target.model)
+
+    def fitted(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Self:
+        """See whether the program stores kernels and images channels-last itself."""
+        kernels = _kernels(model)
+        images = [tensor for tensor in tensors_in((args, kwargs)) if tensor.ndim in _FORMATS]
+        itself = all(map(_has_format, (*kernels, *images))) and not any(kernel in _BEFORE for kernel in kernels)
+        if images and itself and not any(image.is_contiguous() for image in images):
+            return self.noting(AlreadyOn("the program stores kernels and images channels-last"))
+        return self
 
     def needs_transform(self, model: nn.Module) -> bool:
         """Whether some kernel has other strides than those of the format."""

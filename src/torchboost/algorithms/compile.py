@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchboost.core.algorithm import Algorithm, Attachment, Form, Target, Traits
+from torchboost.core.algorithm import Algorithm, AlreadyOn, Attachment, Form, Target, Traits
 from torchboost.core.forward import tensors_in, with_tensors
 from torchboost.core.hardware import unsafe_channels_last
 from torchboost.core.torch_private import (
@@ -109,7 +109,7 @@ class Compile(Algorithm):
     def idle(self, model: nn.Module, optimizer: Optimizer) -> str | None:
         """Explain that the model is already compiled, or that oneDNN would crash on one of its convolutions."""
         part = _compiled_part(model)
-        return f"the model is already compiled ({part})" if part else self._unsafe(model)
+        return AlreadyOn(f"the model is already compiled ({part})") if part else self._unsafe(model)
 
     def check(self, target: Target) -> None:
         """Refuse a target that :meth:`attach` cannot work on.

@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits, attach_each
+from torchboost.core.algorithm import Algorithm, AlreadyOn, Attachment, Target, Traits, attach_each
 from torchboost.core.arguments import check_optimizer
 from torchboost.core.wrapping import hookable
 from torchboost.errors import IncompatibleError, NoEffectWarning
@@ -99,7 +99,7 @@ class FusedOptimizer(Algorithm):
         if all(obstacles):
             return "; ".join(dict.fromkeys(text for text in obstacles if text))
         open_groups = [g for g, found in zip(optimizer.param_groups, obstacles, strict=True) if not found]
-        return "already fused" if all(group.get("fused") for group in open_groups) else None
+        return AlreadyOn("already fused") if all(group.get("fused") for group in open_groups) else None
 
     def check(self, target: Target) -> None:
         """Refuse an optimizer that was built with ``differentiable=True``."""

@@ -22,7 +22,7 @@ from torchboost.calibration.passes import Passes, on_real_inputs, reshard
 from torchboost.calibration.search import SET_ASIDE, Price, search
 from torchboost.calibration.trial import Reduce, Trial, free_bytes, needed_bytes
 from torchboost.calibration.watch import Call
-from torchboost.core.algorithm import Algorithm, Form, Target
+from torchboost.core.algorithm import Algorithm, AlreadyOn, Form, Target
 from torchboost.core.torch_private import (
     active_ddp,
     all_reduce_hooks,
@@ -57,9 +57,9 @@ Calibrate = bool | float | Literal["auto"]
 False: none. A number: its seconds."""
 
 UNSEEN = (
-    "the optimizer was stepped, but no training call of the model was seen. It is in evaluation mode (call "
-    "model.train()), it was compiled after boost, only a part of it is called, all calls are inside a checkpoint, or "
-    "several ranks call it without DDP"
+    "the optimizer was stepped, but no training call of the model was seen. Either it is in evaluation mode (call "
+    "model.train()), or it was compiled after boost, only a part of it is called, all calls are inside a checkpoint, "
+    "or several ranks call it without DDP"
 )
 """Why nothing is measured or checked if updates come before the first training call."""
 
@@ -241,17 +241,22 @@ class Calibration:
         counts_steps = self.total_steps is not None and isinstance(self.calibrate, (bool, str))
         if counts_steps and _steps_of_trial(self.total_steps or 0) < _LEAST_STEPS:
             return (
-                f"{_MOST_SHARE:.0%} of {self.total_steps:,} steps is less than the {_LEAST_STEPS} steps that a trial "
-                "needs; allow more with calibrate=seconds"
+                f"a run of {self.total_steps:,} steps is short: a trial may take {_MOST_SHARE:.0%} of it, and needs "
+                f"{_LEAST_STEPS} steps; allow more with boost(..., calibrate=seconds)"
             )
         return exchange_in(model)
 
     def without_trial(self, reason: str) -> Choice:
         """Return the choice of the prior, with the reason why nothing was measured."""
         levers = [a.name for a in self.levers if self.calibrate is not False or a.name in self.prior]
-        reasons = {name: f"not measured: {self.fixed.get(name, reason)}" for name in levers}
-        verdicts = tuple(Verdict(lever=name, kept=name in self.prior, reason=reasons[name]) for name in levers)
-        return Choice(verdicts=verdicts, source="prior")
+
+        def verdict(name: str) -> Verdict:
+            why = self.fixed.get(name, reason)
+            before = isinstance(why, AlreadyOn)
+            text = str(why) if before else f"not measured: {why}"
+            return Verdict(lever=name, kept=name in self.prior, reason=text, before=before)
+
+        return Choice(verdicts=tuple(map(verdict, levers)), source="prior")
 
     def measure(self, target: Target, passes: Passes, reduce: Reduce = list) -> Choice:
         """Try the levers on the plain pair, which does not change.
@@ -286,8 +291,8 @@ class Calibration:
             with closing(Trial(passes, target.optimizers, tried, base=base, **options)) as trial:
                 budgets.append(self.seconds(trial.step_seconds, granted))
                 if budgets[0] >= WORTH_A_WORD:
-                    names = ", ".join(levers)
-                    tell(f"trying what makes a step of your model faster ({names}), at most {budgets[0]:.0f} s")
+                    count = f"{len(levers)} switch{'es' if len(levers) > 1 else ''}"
+                    tell(f"trying {count} on your model ({', '.join(levers)}), at most {budgets[0]:.0f} s ...")
                 verdicts, ratio = search(
                     sorted(levers, key=lambda name: name not in self.prior),  # what may take long comes last
                     trial,
@@ -377,13 +382,13 @@ class Calibration:
         return choice.model_copy(update={"verdicts": verdicts})
 
 
-def tell(text: str, details: str = "") -> None:
+def tell(text: str, details: str = "", *, warns: bool = False) -> None:
     """Tell the user what the first step does: details by the logger, or if logging is not set up, a line on stderr."""
     log = logging.getLogger("torchboost")
     if log.hasHandlers() or log.level:
-        log.info(details or text)
+        log.log(logging.WARNING if warns else logging.INFO, "%s", details or text)
     elif text and Topology.current().rank == 0:
-        print(f"torchboost: {text}", file=sys.stderr, flush=True)
+        print(f"torchboost: {'warning: ' if warns else ''}{text}", file=sys.stderr, flush=True)
 
 
 def decide(

@@ -49,6 +49,7 @@ class Verdict(_Record):
         price: Seconds that it costs once, such as those of a compilation. 0 if it is not tried or costs nothing.
         form: The settings of the lever that the trial preferred, as code. Empty for those of the level.
         check: How far its step was found to be from the plain one, in words. Empty if it is off.
+        before: Whether the model or the loop had the same before.
     """
 
     lever: str
@@ -59,6 +60,14 @@ class Verdict(_Record):
     price: float = 0.0
     form: str = ""
     check: str = ""
+    before: bool = False
+
+    @property
+    def found(self) -> str:
+        """The reason, with the interval and the number of pairs behind it if it was measured."""
+        if self.ratio is None:
+            return self.reason
+        return f"{self.reason} ({self.ratio.low:.2f} to {self.ratio.high:.2f}, {self.pairs} pairs)"
 
     def but(self, **changes: Any) -> Self:
         """Return the same with other entries."""
@@ -105,8 +114,8 @@ class Choice(_Record):
             verdicts = tuple(_as_it_was(name, on) for name, on in state[key].items())
         except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"{key}: the checkpoint holds {str(state[key])[:60]!r}, which says nothing about levers; load another "
-                f"checkpoint, or this state without its key {key!r}, and the first training call measures again."
+                f"{key}: the checkpoint holds {str(state[key])[:60]!r}, which says nothing about switches; load "
+                f"another checkpoint, or this state without its key {key!r}: the first training call measures again."
             ) from error
         return cls(verdicts=verdicts, source="checkpoint")
 
@@ -138,27 +147,33 @@ class Choice(_Record):
         if self.ratio is None:
             return ""
         low, high = f"{self.ratio.low:.2f}", f"{self.ratio.high:.2f}"
-        return f"together a step is {self.ratio.mid:.2f} times as fast as without them ({low} to {high})"
+        return f"together a step is {self.ratio.mid:.2f} times as fast as in your loop without them ({low} to {high})"
 
-    def explain(self) -> str:
-        """Return the choice in one line per lever."""
-        headings = {
-            "trial": f"measured at the first training call, {self.seconds:.1f} s:",
-            "checkpoint": "from the checkpoint:",
-        }
-        lines = [headings.get(self.source, "not measured:")]
-        for verdict in self.verdicts:
-            interval = verdict.ratio
-            figure = "" if interval is None else f" ({interval.low:.2f} to {interval.high:.2f}, {verdict.pairs} pairs)"
-            lines.append(f"  {verdict.lever}  {'on' if verdict.kept else 'off'}: {verdict.reason}{figure}")
-        return "\n".join([*lines, *([f"  {self.gain}"] if self.gain else [])])
+    @property
+    def gains(self) -> bool:
+        """Whether something is on, of which it is not known that all together gain nothing."""
+        return bool(self.kept) and (self.ratio is None or self.ratio.low > 1)
+
+    @property
+    def measured(self) -> str:
+        """How it was measured, with the gain of all together, in a line. Empty if nothing was measured."""
+        trial = f"measured at the first training call in {_seconds(self.seconds)}"
+        where = {"trial": trial, "checkpoint": "as in the checkpoint", "prior": ""}[self.source]
+        return ", ".join(text for text in (self.gain, where) if text)
 
     @property
     def summary(self) -> str:
-        """What a trial found, in a line."""
-        on = ", ".join(verdict.lever for verdict in self.verdicts if verdict.kept) or "nothing"
-        gain = f"; {self.gain}" if self.gain else ""
-        return f"on after {self.seconds:.0f} s of measuring: {on}{gain}. boosted.explain() says why"
+        """What a trial found, and what to do next, in a line."""
+        on = ", ".join(verdict.lever for verdict in self.verdicts if verdict.kept)
+        gain, seconds = self.gain or "the gain of all together was not measured", _seconds(self.seconds)
+        if self.gains:
+            return f"on after {seconds} of measuring: {on}; {gain}. boosted.explain() says why"
+        tried = ", ".join(verdict.lever for verdict in self.verdicts if verdict.pairs) or "nothing"
+        found = f"on: {on}; {gain}" if on else f"timed: {tried}; all are off"
+        return (
+            f"no gain was found in {seconds} of measuring ({found}). boosted.explain() says why, and "
+            "boosted.waste(**batch) shows what a step spends its time on"
+        )
 
     def measured_elsewhere(self, device: torch.device) -> str:
         """Return how the machine of a checkpoint's choice differs from this one, and what to do. Empty if it is not."""
@@ -168,8 +183,8 @@ class Choice(_Record):
         if not differences:
             return ""
         return (
-            f"the levers of the checkpoint were measured elsewhere ({differences}). They are used without a new trial. "
-            'To measure here, boost again and load the state without its key "choice"; to choose, name the levers in '
+            f"the switches of the checkpoint were measured elsewhere ({differences}). They are used without a new "
+            'trial. To measure here, boost again and load the state without its key "choice"; to choose, name them in '
             'boost(..., config={"extra": {...}}).'
         )
 
@@ -178,6 +193,10 @@ def _as_it_was(lever: str, on: Any) -> Verdict:
     form = on if isinstance(on, str) and on.startswith(f"{lever}(") else ""
     kept: Any = True if form else on
     return Verdict(lever=lever, kept=kept, form=form, reason="as in the checkpoint")
+
+
+def _seconds(number: float) -> str:
+    return f"{number:.0f} s" if number >= 10 else f"{number:.1f} s"
 
 
 def in_a_line(error: Exception) -> str:

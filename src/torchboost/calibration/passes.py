@@ -200,10 +200,8 @@ class Passes:
         """Return what ``look(model, args, kwargs)`` returns, which may run a forward pass."""
         context = contextvars.copy_context()
         context.run(NOTHING_READS.set, True)
-        with self.prepared(), self._forward():
-            answer = context.run(look, self.model, *self._inputs)
-            self._complete = True
-        return answer
+        with self.prepared(), self._forward():  # which may run no pass, so it does not show what a pass changes
+            return context.run(look, self.model, *self._inputs)
 
     @property
     def is_random(self) -> bool:

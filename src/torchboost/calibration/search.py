@@ -31,6 +31,8 @@ _CLEARLY_FASTER = 1.5
 """A lever that is at least this much faster in each of the first pairs is kept."""
 _CONFIRMED = 2
 """Number of those pairs for a lever that is on without a trial."""
+_FIGURE = 5
+"""Pairs from which on a ratio is shown as a number."""
 _HOPELESSLY_SLOW = 0.3
 """If it is as slow as this, two pairs say so."""
 _SLOWER_BY_FAR = 0.5
@@ -88,6 +90,11 @@ class _Sample:
         return None if len(self.ratios) < least else exact_median(self.ratios, confidence=confidence)
 
     @property
+    def is_shown(self) -> bool:
+        """Whether there are enough pairs to show their ratio."""
+        return len(self.ratios) >= _FIGURE
+
+    @property
     def is_decided(self) -> bool:
         """Whether more samples would probably not change the verdict."""
         interval = self.interval
@@ -142,6 +149,16 @@ def search(
     """
     told = dict(prices or {}), dict(undecided or {}), dict(forms or {}), longer
     return _Search(list(levers), bench, budget, steps, *told, last_step=step_seconds).run()
+
+
+def _pairs(sample: _Sample) -> str:
+    count = len(sample.ratios)
+    return f"{count} {'pair' if count == 1 else 'pairs'}"
+
+
+def _in_each(what: str, sample: _Sample) -> str:
+    each = "the only pair" if len(sample.ratios) == 1 else f"each of {_pairs(sample)}"
+    return f"a step is clearly {what} in {each}"
 
 
 def _is_clearly_slower(ratios: Sequence[float]) -> bool:
@@ -266,7 +283,7 @@ class _Search:
             if self._is_few(within):
                 self._leave_open(lever, "the trial had no time left for its first steps")
                 return
-            self._decide(lever, False, f"{error}; give it more with calibrate=seconds", None)
+            self._decide(lever, False, f"{error}; give it more with boost(..., calibrate=seconds)", None)
             if within < _PATIENCE * self.last_step:
                 self.open.add(lever)
             return
@@ -331,21 +348,23 @@ class _Search:
         least = _PROMISING if lever in self.prices else _LEAST_GAIN
         if _is_clearly_slower(sample.ratios) or max(sample.ratios) < _SLOWER_BY_FAR:
             text = f"a step takes {1 / middle:.2f} times as long" if middle else "a step did not end in the time left"
-            self._decide(lever, False, text, sample)
+            self._decide(lever, False, text if sample.is_shown or not middle else _in_each("slower", sample), sample)
         elif sample.is_clearly_faster or (sample.interval is not None and sample.interval.low > 1 and middle >= least):
             saving, price = self._saving(middle), self._in_all(lever, sample.price)
             if lever in self.prices and saving is not None and saving <= price:
                 text = f"{middle:.2f} times as fast, which saves {saving:.0f} s and costs {price:.0f} s"
                 self._decide(lever, False, text, sample)
             else:
-                self._decide(lever, True, f"a step is {middle:.2f} times as fast", sample)
+                text = f"a step is {middle:.2f} times as fast"
+                self._decide(lever, True, text if sample.is_shown else _in_each("faster", sample), sample)
                 self.last_step /= middle
         elif sample.interval is not None and (sample.is_decided or len(sample.ratios) >= _LOOKS[-1]):
             self._decide(lever, False, f"no gain was found: {sample.interval.mid:.2f} times as fast", sample)
         else:
             keep = self.undecided.get(lever, False) and middle > 1
             what = "kept as usual" if keep else "left out"
-            text = f"the steps did not decide ({middle:.2f} times as fast); {what}"
+            figure = f" ({middle:.2f} times as fast)" if sample.is_shown else ""
+            text = f"{_pairs(sample)} did not decide{figure}; {what}"
             self._decide(lever, keep, text, sample)
             if keep:
                 self.last_step /= middle
@@ -365,7 +384,7 @@ class _Search:
         """Return why the price of a lever is not paid. None if it is."""
         price = self.prices[lever]
         if self.steps is None:
-            return "its price is only repaid over a long run; pass total_steps, the number of updates"
+            return "only a long run repays its price; pass boost(..., total_steps=...), the number of updates"
         saving = self._saving(price.best_ratio)
         if saving is not None and saving <= (cost := self._in_all(lever, price.expected)):
             return (
@@ -375,7 +394,7 @@ class _Search:
         if price.expected > share:
             return (
                 f"to try it takes about {price.expected:.0f} s, and the trial has {max(share, 0):.0f} s left; "
-                "give it more with calibrate=seconds"
+                "give it more with boost(..., calibrate=seconds)"
             )
         return None
 

@@ -34,6 +34,7 @@ from torchboost.core.wrapping import is_compiled, sharded_units
 from torchboost.errors import IncompatibleError
 from torchboost.measure.statistics import paired_ratio
 from torchboost.measure.stopwatch import Clock, collector_off
+from torchboost.sheet import Sheet
 
 __all__ = ["Waste", "WasteReport", "padded_share", "waste_of"]
 
@@ -69,13 +70,16 @@ class Waste:
     found: str
     remedy: str = ""
 
+    @property
+    def figure(self) -> str:
+        """The seconds and the share, in words."""
+        if self.seconds is None or self.share is None:
+            return "unknown"
+        return f"{1e3 * self.seconds:.1f} ms, {self.share:.0%}" if self.share else "none"
+
     def __str__(self) -> str:
         """Say it in a line."""
-        if self.seconds is None or self.share is None:
-            figure = "unknown"
-        else:
-            figure = f"{1e3 * self.seconds:.1f} ms, {self.share:.0%}" if self.share else "none"
-        return f"{self.kind}: {figure}; {self.found}" + (f"; {self.remedy}" if self.remedy else "")
+        return f"{self.kind}: {self.figure}; {self.found}" + (f"; {self.remedy}" if self.remedy else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,9 +126,21 @@ class WasteReport:
         )
         return WasteReport(step_seconds=whole, kinds=(waiting, *kinds))
 
+    @property
+    def sheet(self) -> Sheet:
+        """A row for each kind."""
+        return Sheet(
+            before=(f"a plain step takes {1e3 * self.step_seconds:.1f} ms",),
+            headings=("work without effect", "of a step", "how it was found", "what leaves it out"),
+            rows=tuple((waste.kind, waste.figure, waste.found, waste.remedy) for waste in self.kinds),
+        )
+
     def __str__(self) -> str:
         """Say everything, a line for each kind."""
-        return "\n".join([f"a plain step takes {1e3 * self.step_seconds:.1f} ms", *(f"  {w}" for w in self.kinds)])
+        return str(self.sheet)
+
+    def _repr_html_(self) -> str:
+        return self.sheet._repr_html_()
 
 
 def waste_of(

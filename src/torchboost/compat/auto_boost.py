@@ -161,6 +161,9 @@ class AutoBoost:
         """Return which algorithms are on and which were left out, with the reasons, as ``Boosted.explain`` does."""
         return self.plan.explain() if self._boosted is None else self._boosted.explain()
 
+    def _repr_html_(self) -> str:
+        return (self.plan if self._boosted is None else self._boosted)._repr_html_()
+
 
 def _eval_view(network: nn.Module) -> nn.Module:
     """Return a copy of the modules in eval mode that shares all tensors."""

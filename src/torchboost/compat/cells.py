@@ -17,6 +17,7 @@ from torchboost.algorithms.loss_scale_group.algorithm import GROUP_RULE, GroupSc
 from torchboost.algorithms.loss_scale_group.borders import change_scale
 from torchboost.algorithms.loss_scale_group.scalers import FixedLossScale, LossScaler, ScaleRule, check_scale
 from torchboost.compat.algorithms import GradientAccumulation
+from torchboost.compat.elsewhere import counterpart
 from torchboost.core.algorithm import Scaler, Target
 from torchboost.core.arguments import (
     check_loss_fn,
@@ -165,6 +166,11 @@ class BoostTrainOneStepCell:
         self._step = TrainStep(target, network)
         self._window = GradientAccumulation(window, target.optimizer)
         self._at_once = GradientAccumulation(1, target.optimizer)
+
+    def __getattr__(self, name: str) -> Any:
+        """Name the counterpart of what a cell of MindSpore has and this one has not."""
+        kind = type(self).__name__
+        raise AttributeError(counterpart(kind, name) or f"{kind!r} object has no attribute {name!r}")
 
     def __call__(self, *inputs: Any) -> StepOutput:
         """Train on one batch and return ``(loss, overflow, loss_scale)``, tensors of shape ``()``.

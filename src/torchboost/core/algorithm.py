@@ -25,6 +25,7 @@ from torchboost.errors import IncompatibleError
 __all__ = [
     "LEVERS",
     "Algorithm",
+    "AlreadyOn",
     "AttachedAlgorithms",
     "Attachment",
     "Form",
@@ -252,6 +253,12 @@ class Form(NamedTuple):
     algorithm: Algorithm
     price: float
     best_ratio: float
+
+
+class AlreadyOn(str):
+    """Why an algorithm would change nothing: the model, the optimizer or the loop had the same before."""
+
+    __slots__ = ()
 
 
 class Algorithm:

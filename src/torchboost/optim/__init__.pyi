@@ -3,11 +3,11 @@ from .groups import GroupRule as GroupRule
 from .groups import MuonSplit as MuonSplit
 from .groups import layer_wise_decay as layer_wise_decay
 from .groups import muon_groups as muon_groups
-from .groups import named_optimizer as named_optimizer
 from .groups import no_decay as no_decay
 from .groups import param_groups as param_groups
 from .lr_scheduler import ScheduleLR as ScheduleLR
 from .lr_scheduler import Shortened as Shortened
+from .named import named_optimizer as named_optimizer
 from .pipeline import GradientPipeline as GradientPipeline
 from .pipeline import Gradients as Gradients
 from .pipeline import GradientTransform as GradientTransform

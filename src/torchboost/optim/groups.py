@@ -1,9 +1,8 @@
-"""Param groups of a model: by rules, and for Muon; and optimizers that are built by name."""
+"""Param groups of a model: by rules, and for Muon."""
 
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
@@ -13,14 +12,12 @@ from torch import Tensor, nn
 from torchboost.core.arguments import check_module, check_number, check_shapes
 from torchboost.core.torch_private import AnyConv, AnyNorm
 from torchboost.core.wrapping import unwrap, wrapper_of
-from torchboost.errors import IncompatibleError, NoEffectWarning, nearest
+from torchboost.errors import IncompatibleError
 from torchboost.graph.blocks import blocks_of
 from torchboost.graph.fused_matrices import agreed_parts, parts_of_gates
 from torchboost.graph.matrix_uses import Place, Use, matrix_uses
-from torchboost.optim.rules.base import UpdateRule
-from torchboost.optim.rules.mixed import MixedOptimizer
-from torchboost.optim.rules.schedule_free import ScheduleFreeAdamW, warn_if_evaluated
 from torchboost.optim.transforms import CENTRALIZE
+from torchboost.sheet import Sheet
 
 __all__ = [
     "NORMS",
@@ -29,7 +26,6 @@ __all__ = [
     "ParamGroup",
     "layer_wise_decay",
     "muon_groups",
-    "named_optimizer",
     "no_decay",
     "param_groups",
 ]
@@ -397,16 +393,24 @@ class MuonSplit(list[ParamGroup]):
         super().__init__(groups)
         self.rows = tuple(rows)
 
-    def __str__(self) -> str:
-        head = ("parameter", "shape", "rule", "why")
-        lines = [head, *((row.name, " x ".join(map(str, row.shape)), row.rule, row.reason) for row in self.rows)]
-        widths = [max(len(line[column]) for line in lines) for column in range(3)]
-        shown = ["  ".join([*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[3]]) for line in lines]
+    @property
+    def sheet(self) -> Sheet:
+        """A row for each parameter, and the number of weights of each rule."""
         totals: dict[str, int] = {}
         for group in self:
             count = sum(param.numel() for param in group["params"])
             totals[group["rule"]] = totals.get(group["rule"], 0) + count
-        return "\n".join([*shown, ", ".join(f"{rule}: {count:,} weights" for rule, count in totals.items())])
+        return Sheet(
+            headings=("parameter", "shape", "rule", "why"),
+            rows=tuple((row.name, " x ".join(map(str, row.shape)), row.rule, row.reason) for row in self.rows),
+            after=(", ".join(f"{rule}: {count:,} weights" for rule, count in totals.items()),),
+        )
+
+    def __str__(self) -> str:
+        return str(self.sheet)
+
+    def _repr_html_(self) -> str:
+        return self.sheet._repr_html_()
 
 
 def muon_groups(
@@ -523,58 +527,3 @@ def _with_types(uses: Mapping[nn.Parameter, Use] | None, model: nn.Module) -> di
     for parameter, guess in guesses.items():
         guesses[parameter] = guess._replace(parts=guess.parts or agreed.get(parameter.shape))
     return guesses | reached
-
-
-def _muon(model: nn.Module, lr: float) -> MixedOptimizer:
-    """Muon with the scale that takes AdamW's rate, and AdamW, for which a rate of 0.001 means the same."""
-    groups = muon_groups(model, muon={"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.01})
-    if all(group["rule"] != "muon" for group in groups):
-        warnings.warn(
-            f"Muon found no hidden matrix or filter in this {type(model).__name__}, so AdamW trains all of it. "
-            "print(torchboost.optim.muon_groups(model)) shows the reason for each parameter.",
-            NoEffectWarning,
-            stacklevel=4,
-        )
-    return MixedOptimizer(groups, lr=lr)
-
-
-def _schedule_free(model: nn.Module, lr: float) -> ScheduleFreeAdamW:
-    optimizer = ScheduleFreeAdamW(model.parameters(), lr=lr, weight_decay=0.01)
-    warn_if_evaluated(model, optimizer)
-    return optimizer
-
-
-_NAMED: dict[str, Callable[[nn.Module, float], UpdateRule]] = {"muon": _muon, "schedule_free_adamw": _schedule_free}
-
-
-def named_optimizer(name: str, model: nn.Module, lr: float | None = None) -> UpdateRule:
-    """Build an optimizer over all trainable parameters of a model.
-
-    ``"muon"`` is a :class:`~torchboost.optim.MixedOptimizer` over :func:`~torchboost.optim.muon_groups`, with the
-    scale ``"match_rms_adamw"``, so that one rate, that of AdamW, fits all groups. ``"schedule_free_adamw"`` is
-    :class:`~torchboost.optim.ScheduleFreeAdamW`. Both decay weights by 0.01, as torch's AdamW does.
-
-    Args:
-        name: See above.
-        model: Not changed; with ``"schedule_free_adamw"`` it gets a hook that warns once if the model is evaluated (in
-            eval mode, without gradients) while it holds the weights of training.
-        lr: Learning rate; None takes 0.001, torch's default for AdamW.
-
-    Raises:
-        TypeError: ``model`` is not a module, or ``lr`` is not a number.
-        ValueError: ``name`` is unknown, ``lr`` is out of range, or the model has nothing to train.
-
-    Warns:
-        NoEffectWarning: ``"muon"`` has no parameter to train, so that AdamW trains all of them.
-
-    Cost: for ``"muon"`` two forward passes of a copy of the model on a small input.
-    """
-    check_module(model)
-    if name not in _NAMED:
-        raise ValueError(
-            f"optimizer: found the name {name!r}; there are {', '.join(_NAMED)}. Give one of these, or an optimizer. "
-            f"{nearest(name, list(_NAMED))}".rstrip()
-        )
-    rate: Any = 1e-3 if lr is None else lr
-    check_number("lr", rate, above=True)
-    return _NAMED[name](model, float(rate))

@@ -152,7 +152,7 @@ def apply_recipe(
         built = _in_words(new, lr, type(given).__name__)
     else:
         new = _schedule_free(given, groups, lr)
-        built = f"ScheduleFreeAdamW at {lr:g} in place of {type(given).__name__}"
+        built = f"schedule-free AdamW at {lr:g} in place of {type(given).__name__}"
         undos.append(warn_if_evaluated(model, new).remove)
     instead = (
         f"the recipe trains with {built}, so a step of the {type(given).__name__} that was given would train twice; "

@@ -15,6 +15,7 @@ from typing_extensions import Self
 from torchboost.bench.report.page import Scale, Tick, render, ticks
 from torchboost.errors import ConfigError
 from torchboost.measure.evidence import Environment, Interval, Record, SavedRecord
+from torchboost.sheet import Sheet
 
 __all__ = [
     "BLOCK",
@@ -257,6 +258,19 @@ class TuneReport(SavedRecord):
     prior: list[str] = Field(default_factory=list)
     starts: dict[str, Start] = Field(default_factory=dict)
     fresh_seed: int = FRESH_SEED
+
+    @property
+    def sheet(self) -> Sheet:
+        """The answer, what became of each candidate, and for which runs it holds."""
+        return Sheet(
+            before=tuple(filter(None, (headline(self), cost(self)))),
+            headings=HEADINGS,
+            rows=tuple(map(tuple, rows(self))),
+            after=(horizon(self), *(f"Note: {note}" for note in notes(self))),
+        )
+
+    def _repr_html_(self) -> str:
+        return self.sheet._repr_html_()
 
     def text(self) -> str:
         """Return what :meth:`save` writes: the report, after its seal."""

@@ -87,6 +87,11 @@ class UpdateRule(Optimizer):
     kept: tuple[str, ...] = ("transforms", "nonfinite", "_schedules", "_default_schedules")
     """Attributes that a copy or a pickle includes, in addition to those of ``torch.optim.Optimizer``."""
 
+    @property
+    def title(self) -> str:
+        """The name of the rule, in words."""
+        return type(self).__name__
+
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "__init__" in vars(cls):

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
 from typing_extensions import Unpack
 
+from torchboost.core.arguments import is_number
 from torchboost.errors import nearest
 from torchboost.optim.rules.adam import Adam, AdamW, AdamWeightDecay
 from torchboost.optim.rules.base import UpdateRule
@@ -79,6 +81,16 @@ class MixedOptimizer(UpdateRule):
         options = arguments["defaults"]
         arguments["defaults"] = {k: v for k, v in options.items() if v is not None or k not in ("lr", "weight_decay")}
         super().__init__(**arguments)
+
+    @property
+    def title(self) -> str:
+        """The rules of the groups with their learning rates, as in ``"Muon at 0.02 and AdamW at 0.001"``."""
+        rates: dict[str, list[str]] = {}
+        for group in self.param_groups:
+            rate = group.get("initial_lr", group["lr"])
+            shown = f"{float(rate):g}" if is_number(rate) or isinstance(rate, Tensor) else "a schedule"
+            rates.setdefault(self.rule_for(group).title, []).append(shown)
+        return " and ".join(f"{title} at {' and '.join(dict.fromkeys(of))}" for title, of in rates.items())
 
     def rule_for(self, group: Mapping[str, Any]) -> UpdateRule:
         """Return the rule that a param group names."""

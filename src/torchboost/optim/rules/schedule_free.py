@@ -32,6 +32,11 @@ class _ScheduleFree(UpdateRule):
     numbers = ("weight_sum", "largest_lr")
     real_only = True
 
+    @property
+    def title(self) -> str:
+        """The rule whose weights are averaged, as in ``"schedule-free AdamW"``."""
+        return f"schedule-free {type(self).__name__.removeprefix('ScheduleFree')}"
+
     def train(self) -> None:
         """Put the weights at which gradients are computed into the parameters, before training continues.
 
