@@ -130,7 +130,7 @@ def test_report_of_a_tuning(tmp_path):
     assert shown.exit_code == 0, shown.output
     for said in (
         "it saves time",
-        "Turn on fast, with channels_last. A training then takes 67% of the time.",
+        "Turn on fast, with channels_last. A training then takes 67 % of the time.",
         "steps",
         "Note: A note.",
     ):
