@@ -47,7 +47,7 @@ UNITS_UNKNOWN = (
 )
 SAME = "turned on the same here, so their differences are chance"
 CHANGED = "its own trial turned on other levers or settings: trained with {}, timed with {}"
-FEW_ROUNDS = "timed in fewer than six rounds: too few for a 95 % interval, so the speed is not judged"
+FEW_ROUNDS = "timed in fewer than six rounds: too few for a 95 % interval"
 ENVIRONMENT = ("torch", "torchboost", "processor", "instructions", "device", "threads")
 
 
