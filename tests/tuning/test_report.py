@@ -85,7 +85,7 @@ def test_the_headline_is_the_answer() -> None:
     assert headline(report(state="interrupted")).startswith("Not finished: 0 runs")
     made = tuned()
     share = made.whole[-1].candidate.share
-    assert headline(made).startswith(f"Turn on Muon at 0.04, {share:.0%} of the steps, with autocast.")
+    assert headline(made).startswith(f"Turn on Muon at 0.04, {100 * share:.0f} % of the steps, with autocast.")
     assert made.recipe == {"optimizer": "muon", "lr": 0.04, "rate": 0.5, "length": share}
 
 
@@ -124,6 +124,7 @@ def test_a_candidate_names_its_runs_and_its_section() -> None:
     plain = Candidate(name=STOCK)
     assert (plain.label, plain.section) == ("stock", {})
     assert plain.at(0.25, 0.5).label == "stock, 0.25 times the rate, 50% of the steps"
+    assert plain.at(0.25, 0.5).words == "stock, 0.25 times the rate, 50 % of the steps"
     assert plain.at(0.25, 0.5).section == {"rate": 0.25, "length": 0.5}
     muon = MUON.model_copy(update={"recipe": {**MUON.recipe, "rate": 0.5}})
     assert muon.at(0.25).section == {"optimizer": "muon", "lr": 0.005, "rate": 0.5}

@@ -24,7 +24,7 @@ def test_reports_are_found_and_compared(tmp_path: Path) -> None:
     results = results_in([tmp_path, other, old, first])
     lines = {row[1]: row[2:] for row in result_rows(results)}
     assert set(lines) == {str(first), str(second), str(edited), str(other), f"{old} (no seal)"}
-    assert lines[str(first)][3] == "Muon at 0.04, 50% of the steps, with autocast"
+    assert lines[str(first)][3] == "Muon at 0.04, 50 % of the steps, with autocast"
     assert lines[str(first)][6] == "best at 0.5\N{MULTIPLICATION SIGN}"
     assert (lines[str(second)][0], lines[str(second)][3]) == ("1234-?-101", "not finished")
     assert lines[str(edited)][3] == "changed after it was written: its seal does not fit"

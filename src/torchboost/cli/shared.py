@@ -252,8 +252,8 @@ def print_csv(rows: Sequence[Mapping[str, Any] | BaseModel]) -> None:
 def _columns(name: str, value: Any) -> dict[str, Any]:
     if isinstance(value, BaseModel):
         value = value.model_dump()
-    elif isinstance(value, tuple) and hasattr(value, "_asdict"):
-        value = value._asdict()
+    elif (fields_of := getattr(value, "_asdict", None)) is not None:  # a named tuple
+        value = fields_of()
     if not isinstance(value, Mapping):
         return {} if value is None else {name: value}
     parts = [_columns(f"{name}.{key}" if name else str(key), each) for key, each in value.items()]

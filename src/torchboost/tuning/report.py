@@ -101,6 +101,11 @@ class Candidate(Record, extra="ignore"):
         return self.name + rate + ("" if self.share == 1 else f", {self.share:.0%} of the steps")
 
     @property
+    def words(self) -> str:
+        """The label as pages and tables show it. The label itself is the name of runs in saved files."""
+        return self.label.replace("% of the steps", " % of the steps")
+
+    @property
     def section(self) -> dict[str, Any]:
         """The section ``recipe`` of a configuration; empty if it changes nothing."""
         key, base = ("lr", self.recipe["lr"]) if "lr" in self.recipe else ("rate", self.recipe.get("rate", 1.0))
@@ -362,7 +367,7 @@ def turned_on(report: TuneReport) -> str:
 def words_of(candidate: Candidate) -> str:
     """Return a plan in words, with the algorithms that its name does not tell."""
     others = [name for name, value in candidate.extra.items() if value is not False and name not in candidate.name]
-    return candidate.label + (f", with {', '.join(others)}" if others else "")
+    return candidate.words + (f", with {', '.join(others)}" if others else "")
 
 
 def _changed(value: float) -> str:
@@ -491,6 +496,6 @@ def tune_page(report: TuneReport) -> str:
         rates=rate_rows(report),
         differences=differences,
         scale=scale,
-        ticks=[Tick(scale(value), f"{value:+g}") for value in ticks(scale.low, scale.high)],
+        ticks=[Tick(scale(value), wording.difference(value, share=False)) for value in ticks(scale.low, scale.high)],
         runs=report.runs,
     )

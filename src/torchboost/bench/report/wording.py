@@ -106,7 +106,7 @@ def difference(value: float, *, share: bool) -> str:
     """Format a signed difference of the metric: ``+0.12 points`` for a share."""
     if not math.isfinite(value):
         return str(value)
-    text = f"{100 * value:+.2f} points" if share else f"{value:+.4g}"
+    text = f"{100 * value:+.2f} points" if share else f"{value:+.3g}"
     return text.replace("-", _MINUS)
 
 
