@@ -22,7 +22,7 @@ from zoo_cells import CALIBRATION_STEPS, NO_FREEZING, PLANNED_STEPS, Step, boost
 from zoo_networks import Network
 from zoo_verdict import AGAIN, STOCK
 
-from torchboost.bench.bench import ENOUGH_ROUNDS
+from torchboost.bench.verdict import LEAST_PAIRS
 from torchboost.front import Boosted
 from torchboost.measure.machine import PeakMemory
 from torchboost.measure.statistics import bootstrap_median
@@ -314,7 +314,7 @@ def whole_run(net: Network, steps: int, compiled: bool) -> Row:
             loss = loops[name].step()
             seconds = clock() - begin
             losses[name].append(float(loss))
-            if done < ENOUGH_ROUNDS:  # allocation, the choice of kernels, the trial
+            if done < LEAST_PAIRS:  # allocation, the choice of kernels, the trial
                 setup[name] += seconds
             else:
                 samples[name].append(seconds)

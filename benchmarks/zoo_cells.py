@@ -25,7 +25,8 @@ from zoo_networks import TINY, ZOO, Batch, Network
 from zoo_verdict import AGAIN, LEVELS, STOCK
 
 from torchboost import boost
-from torchboost.bench.bench import ENOUGH_ROUNDS, FEW_ROUNDS
+from torchboost.bench.bench import FEW_ROUNDS
+from torchboost.bench.verdict import LEAST_PAIRS
 from torchboost.core.algorithm import Target
 from torchboost.core.hardware import half_precision
 from torchboost.core.torch_private import compiled_graphs
@@ -306,7 +307,7 @@ def first_pairs(step: Step, stock: Step, *, all_of_them: bool) -> list[Paired]:
 
 def rounds(least: int, stock: Step) -> int:
     """Return how many rounds to time: more if a step is short, since its time varies more."""
-    if least < ENOUGH_ROUNDS:
+    if least < LEAST_PAIRS:
         return least
     return max(least, round(SECONDS_OF_STOCK / min(timed(stock) for _ in range(TRIES))))
 
@@ -362,7 +363,7 @@ def measure(task: Task) -> BenchReport:
         *task.notes,
         *tried.notes,
         *(f"the compiler: {text}" for text in limited.said),
-        *([FEW_ROUNDS] if task.pairs < ENOUGH_ROUNDS else []),
+        *([FEW_ROUNDS] if task.pairs < LEAST_PAIRS else []),
     ]
     batch = plain.batches[0]
     return BenchReport(

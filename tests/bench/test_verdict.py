@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.reports import contestant, report, winning_report
+from torchboost.bench.report.table import result_table
 from torchboost.bench.verdict import headline, summarise, target_of, verdicts
 from torchboost.measure.evidence import BenchReport, Contestant, Interval, Quality, Ratio
 
@@ -82,6 +83,23 @@ def test_speed_is_good_bad_or_open() -> None:
         assert text in found[1]
 
 
+def test_too_few_rounds_say_nothing_about_the_speed() -> None:
+    ratio = Ratio(baseline="stock", interval=Interval(low=1.2, mid=8.64, high=20.0), pairs=5, detectable=40.89)
+    few = report(STOCK, level(warmup=90.0).model_copy(update={"ratios": [ratio]}))
+    said = sentences(few)
+    assert said[0] == (
+        "open",
+        "5 rounds of step timing cannot tell O1 from the stock loop in speed; time at least 6, with --pairs.",
+    )
+    assert not any("promises" in text or "repaid" in text or "%" in text for _, text in said if "accuracy" not in text)
+    assert headline(few).text == "5 rounds of step timing decide nothing about the speed."
+    assert result_table(few).rows[1][2] == "8.64\N{MULTIPLICATION SIGN}"
+    noisy = ratio.model_copy(update={"pairs": 9, "interval": Interval(low=0.5, mid=1.0, high=2.0)})
+    (tone, text), *_ = sentences(report(STOCK, level().model_copy(update={"ratios": [noisy]})))
+    assert tone == "open"
+    assert text.endswith("not even twice the speed would have shown; time more, with --pairs.")
+
+
 def test_promises_are_kept_missed_or_open() -> None:
     hand, behind = contestant("hand", "hand", 0.02, stock=0.05), level(0.03, hand=("hand", 0.02))
     without = report(STOCK, level(seeds=0))
@@ -90,7 +108,7 @@ def test_promises_are_kept_missed_or_open() -> None:
         (report(STOCK, level(0.06)), "bad", "missed here, it is slower."),
         (report(STOCK, level(0.02, 0.9)), "bad", "missed here, the metric falls by more."),
         (report(STOCK, level(0.0505)), "open", "neither shown nor refuted by this run."),
-        (report(STOCK, hand, behind), "bad", "at most 5% behind the best loop by hand: missed here."),
+        (report(STOCK, hand, behind), "bad", "at most 5 % behind the best loop by hand: missed here."),
         (without, "open", "at nearly the same metric: this run did not judge the metric."),
     ):
         found = sentences(whole)[-1]

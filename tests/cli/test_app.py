@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import builtins
+import csv
 import importlib.util
 import io
 import json
 import runpy
+import subprocess
 import sys
 
 import pytest
@@ -17,8 +19,6 @@ from tests.tuning.test_report import report as tuning
 from torchboost.cli import main
 from torchboost.cli.app import app
 from torchboost.registry import LEVELS, REGISTRY
-
-COMMANDS = ("bench", "levels", "explain", "report", "doctor", "tune")
 
 
 def run(*words: str, stdin: str | None = None):
@@ -37,10 +37,39 @@ def saved(tmp_path):
 
 
 def test_every_command_explains_itself():
-    for command in COMMANDS:
-        result = run(command, "--help")
+    for command in app.registered_commands:
+        assert command.callback is not None
+        name = command.callback.__name__
+        result = run(name, "--help")
         assert result.exit_code == 0
         assert "--json" in result.output
+
+
+def test_the_version_and_every_help_load_neither_torch_nor_what_a_command_needs():
+    for words in (["--version"], ["--help"], ["bench", "--help"], ["doctor", "--help"]):
+        code = (
+            f"import sys; sys.argv = ['torchboost', *{words!r}]\nfrom torchboost.cli import main\n"
+            "try:\n    main()\nfinally:\n    print(sorted({'torch', 'numpy', 'jinja2'} & set(sys.modules)))"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert done.stdout.splitlines()[-1] == "[]", words
+
+
+def test_csv_has_the_plain_numbers_of_the_table(saved, tmp_path):
+    bench = list(csv.DictReader(io.StringIO(run("report", str(saved), "--csv").stdout)))
+    assert [row["name"] for row in bench] == ["stock", "hand", "O1", "O2", "freeze", "compile"]
+    assert float(bench[2]["step_seconds.mid"]) == 0.016
+    assert float(bench[2]["stock.interval.mid"]) == pytest.approx(0.05 / 0.016)
+    assert (bench[0]["stock.interval.mid"], bench[2]["difference.seeds"]) == ("", "4")
+    tuned = tuning(findings=[finding("kept", "it saves time")]).save(tmp_path / "boost.report.json")
+    (row,) = csv.DictReader(io.StringIO(run("report", str(tuned), "--csv").stdout))
+    assert (row["outcome"], row["reason"], float(row["speed.mid"])) == ("kept", "it saves time", 1.5)
+    (line,) = csv.DictReader(io.StringIO(run("results", str(tmp_path), "--csv").stdout))
+    assert line["report"] == str(tuned)
+    algorithms = list(csv.DictReader(io.StringIO(run("levels", "--csv").stdout)))
+    assert [row["algorithm"] for row in algorithms] == list(REGISTRY)
+    both = run("levels", "--csv", "--json")
+    assert (both.exit_code, "--json and --csv" in both.stderr) == (2, True)
 
 
 def test_levels():
@@ -90,7 +119,7 @@ def test_explain(bfloat16, monkeypatch):
     bfloat16(1.5, 0.5)
     assert "autocast" in [a["name"] for a in answer("explain", "--convolutions", "0", "--json")["algorithms"]]
     assert "a bfloat16 convolution takes 2.0 times" in run("explain", "--convolutions", "9").stdout
-    monkeypatch.setattr("torchboost.cli.app.device_fault", lambda device: "not here")
+    monkeypatch.setattr("torchboost.cli.plans.device_fault", lambda device: "not here")
     shown = run("explain", "--level", "O1", "--device", "cuda").stdout
     assert "cuda is not available here, so it is not known whether it computes faster in bfloat16" in shown
     assert "does not compute faster" not in shown
@@ -130,7 +159,7 @@ def test_report_of_a_tuning(tmp_path):
     assert shown.exit_code == 0, shown.output
     for said in (
         "it saves time",
-        "Turn on fast, with channels_last. A training then takes 67% of the time.",
+        "Turn on fast, with channels_last. A training then takes 67 % of the time.",
         "steps",
         "Note: A note.",
     ):
@@ -142,6 +171,39 @@ def test_report_of_a_tuning(tmp_path):
     assert (found["headline"][:12], found["html"], found["drop"]) == ("Turn on fast", None, 0.005)
     (tmp_path / "broken.json").write_text('{"findings": []}', encoding="utf-8")
     assert "this is not a report of torchboost: title" in run("report", str(tmp_path / "broken.json")).stderr
+
+
+def test_compare_gives_the_difference_and_what_else_differs(saved, tmp_path):
+    first = winning_report()
+    faster = [c.model_copy(update={"samples": [s / 2 for s in c.samples]}) for c in first.contestants[:3]]
+    other = first.model_copy(
+        update={
+            "contestants": faster,
+            "environment": first.environment.model_copy(update={"torch": "9.9", "threads": 8}),
+        }
+    )
+    path = other.save(tmp_path / "other.json")
+    shown = run("compare", str(saved), str(path)).stdout
+    for said in (
+        "2.00\N{MULTIPLICATION SIGN} (1.98 to 2.02)",
+        "The machine or the versions differ, and the differences above with them. threads: 2, 8; torch: 2.13.0, 9.9.",
+        "In one report only: O2, compile, freeze.",
+        "were not timed in turns",
+    ):
+        assert said in shown
+    found = answer("compare", str(saved), str(path), "--json")
+    assert [row["name"] for row in found["contestants"]] == ["stock", "hand", "O1"]
+    assert (found["contestants"][0]["difference"]["low"], found["contestants"][0]["seeds"]) == (0.0, 4)
+    same = answer("compare", str(saved), str(saved), "--json")
+    assert len(same["remarks"]) == 1
+    rows = list(csv.DictReader(io.StringIO(run("compare", str(saved), str(path), "--csv").stdout)))
+    assert float(rows[0]["speed.mid"]) == pytest.approx(2.0)
+    few = first.model_copy(update={"contestants": [c.model_copy(update={"samples": [1.0]}) for c in faster]})
+    assert answer("compare", str(saved), str(few.save(path)), "--json")["contestants"][0]["speed"] is None
+    tuned = str(tuning(findings=[finding("kept", "it saves time")]).save(tmp_path / "boost.report.json"))
+    mixed = run("compare", str(saved), tuned)
+    assert (mixed.exit_code, "give two of the same command" in mixed.stderr) == (1, True)
+    assert run("compare", tuned, tuned).stdout == run("results", tuned, tuned).stdout
 
 
 def test_report_refuses_other_files(tmp_path):
@@ -194,3 +256,25 @@ def test_output_that_cannot_be_shown_is_escaped(saved, monkeypatch):
         written.flush()
         assert stopped.value.code == 0
         assert escaped in written.buffer.getvalue()
+
+
+def test_a_new_file_runs_at_once_and_none_is_overwritten(tmp_path):
+    pytest.importorskip("sklearn")
+    file = tmp_path / "deep" / "my train.py"
+    found = answer("new", str(file), "--json")
+    assert found == {"file": str(file), "next": f"torchboost bench '{file}':make --epochs 10 --accuracy"}
+    out = str(tmp_path / "out")
+    words = ("--contestants", "stock,O0", "--pairs", "1", "--seeds", "1", "--epochs", "1", "--accuracy", "--out", out)
+    result = run("bench", f"{file}:make", *words)
+    assert result.exit_code == 0, result.output
+    file.write_text("mine")
+    for name, said in (
+        (str(file), "exists; choose another name"),
+        ("train", "a name that ends with .py"),
+        (str(file / "x.py"), "my train.py"),
+    ):
+        refused = run("new", name)
+        assert (refused.exit_code, refused.stdout) == (1, "")
+        assert refused.stderr.startswith("Error: ")
+        assert said in refused.stderr
+    assert file.read_text() == "mine"

@@ -13,6 +13,7 @@ from tests.support.reports import winning_report
 from torchboost.cli.app import app
 from torchboost.errors import FactoryError
 from torchboost.measure.evidence import BenchReport
+from torchboost.workloads.named import WORKLOADS
 
 
 def run(*words: str):
@@ -31,7 +32,7 @@ def pretend(monkeypatch):
             end(options)
             return winning_report()
 
-        monkeypatch.setattr("torchboost.cli.app.run_bench", benched)
+        monkeypatch.setattr("torchboost.bench.bench.run_bench", benched)
         return asked
 
     return set_up
@@ -90,14 +91,57 @@ def test_errors_before_anything_runs(tmp_path):
     assert "Error: this is not a report of torchboost" in result.stderr
 
 
-def test_a_factory_at_fault_is_one_line_and_a_fault_in_the_training_is_not_hidden(pretend, tmp_path):
+def test_a_factory_at_fault_is_one_line_and_a_fault_in_the_training_is_shown_where_it_is(pretend, tmp_path):
     pretend(raising(FactoryError("the factory's loss returned a float")))
     result = run("--out", str(tmp_path))
     assert result.exit_code == 1
     assert "Error: the factory's loss returned a float" in result.stderr
     assert "Traceback" not in result.output
     pretend(raising(ValueError("inside the training")))
-    assert isinstance(run("--out", str(tmp_path)).exception, ValueError)
+    result = run("--out", str(tmp_path))
+    assert result.exit_code == 1
+    assert result.stderr.endswith("ValueError: inside the training\n")
+    assert "in end\n    raise error" in result.stderr
+    assert "torchboost/cli" not in result.stderr
+
+
+WRONG = """
+import torch
+from torch import nn
+{before}
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, inputs):
+        return self.layer(inputs{wrong})
+
+def make(seed):
+    {inside}
+    model = Net()
+    batches = [(torch.randn(8, 4), torch.randint(2, (8,)))] * 4
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.cross_entropy, batches
+"""
+
+
+def test_an_error_in_the_users_file_is_shown_from_its_line_on(tmp_path):
+    file = tmp_path / "train.py"
+    for parts, line, said in (
+        ({"before": "import gone_for_good"}, "import gone_for_good", "No module named 'gone_for_good'"),
+        ({"before": "def broken("}, "def broken(", "SyntaxError"),
+        ({"inside": "open('no-such-data.csv')"}, "open('no-such-data.csv')", "FileNotFoundError"),
+        ({"inside": "raise ValueError('mine')"}, "raise ValueError('mine')", "ValueError: mine"),
+        ({"wrong": "[:, :3]"}, "return self.layer(inputs[:, :3])", "shapes cannot be multiplied"),
+    ):
+        file.write_text(WRONG.format(**{"before": "", "inside": "pass", "wrong": "", **parts}))
+        words = (f"{file}:make", "--contestants", "stock,O1", "--pairs", "1", "--out", str(tmp_path / "out"))
+        result = run(*words, "--json")
+        assert (result.exit_code, result.stdout) == (1, ""), parts
+        assert line in result.stderr
+        assert said in result.stderr
+        assert "/torchboost/" not in result.stderr
 
 
 def test_interrupted(pretend, tmp_path):
@@ -144,8 +188,8 @@ def test_a_relative_folder_is_that_of_the_start(pretend, monkeypatch, tmp_path):
 
 def test_help_names_the_workloads():
     shown = " ".join(run("--help").output.split())
-    for name in ("digits", "cifar10", "text"):
-        assert name in shown.partition("train.py:make")[0]
+    for workload in WORKLOADS:
+        assert workload.name.partition("-")[0] in shown.partition("train.py:make")[0]
 
 
 def test_a_factory_of_the_user_end_to_end(tmp_path):

@@ -66,7 +66,7 @@ def test_progress_is_a_few_lines():
     assert text[12:] == ["training: 0 of 4 (O1 [seed 0])", "training: 4 of 4"]
 
 
-def test_a_workload_is_a_name_or_a_factory_that_makes_model_and_data_and_a_device_must_be_here(tmp_path):
+def test_a_workload_is_a_name_or_a_factory_that_makes_model_and_data_and_a_device_must_be_here(tmp_path, monkeypatch):
     file = tmp_path / "train.py"
     file.write_text("def make(seed): ...")
     factory = shared.chosen(f"{file}:make")
@@ -78,6 +78,10 @@ def test_a_workload_is_a_name_or_a_factory_that_makes_model_and_data_and_a_devic
     with pytest.raises(ValueError, match="--train-limit: found '5'; leave it out"):
         shared.chosen("train.py:make", train_limit=5)
     assert shared.usable_device("cpu") == torch.device("cpu")
+    for found, chosen in ((None, "cpu"), ("cuda", "cpu"), ("meta", "meta")):  # the second one cannot be used
+        device = None if found is None else torch.device(found)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available, device=device: device)
+        assert shared.usable_device("auto") == torch.device(chosen)
     for device in ("toaster", "cuda:99"):
         with pytest.raises(ValueError, match=f"--device: '{device}' cannot be used here: ") as caught:
             shared.usable_device(device)

@@ -21,6 +21,7 @@ from torchboost.measure.statistics import (
     paired_difference,
     paired_ratio,
     t_quantile,
+    unpaired_ratio,
 )
 
 # From scipy.stats.t.ppf (scipy 1.15).
@@ -287,3 +288,14 @@ def test_few_tests_run_at_a_time():
         assert test.tests[0].count == count
         assert test.tests[-1].count <= max(25, count // 8)
     assert test.begun < 100
+
+
+def test_a_ratio_of_times_apart_is_reversed_by_swapping_and_covers_what_both_vary() -> None:
+    first, second = [2.0, 2.1, 2.2, 1.9, 2.0, 2.05], [1.0, 1.1, 0.9, 1.0, 1.05, 1.0]
+    found, back = unpaired_ratio(first, second), unpaired_ratio(second, first)
+    assert found.low < found.mid < found.high
+    assert found.mid == pytest.approx(1 / back.mid)
+    assert unpaired_ratio([3.0], [1.5]).mid == pytest.approx(2.0)
+    for wrong in (([], [1.0]), ([1.0], [0.0])):
+        with pytest.raises(ValueError, match="each side needs one, all positive"):
+            unpaired_ratio(*wrong)

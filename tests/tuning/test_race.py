@@ -47,7 +47,7 @@ def test_the_fastest_plan_is_confirmed_with_fresh_seeds():
     assert fresh == {STOCK, chosen.label}
     assert len(train.trained) == len(set(train.trained))
     assert ended.search.findings["a"].rates[1.0] > 0
-    assert ended.search.findings[STOCK].reason == f"{chosen.label} takes less time"
+    assert ended.search.findings[STOCK].reason == f"{chosen.words} takes less time"
 
 
 def test_what_only_wins_against_an_untuned_rate_is_not_turned_on():
@@ -70,7 +70,7 @@ def test_a_plan_must_also_keep_the_metric_at_the_users_rate():
 
     ended, chosen = decided(Planted({STOCK: Effect(best=0.25), "a": FAST}, change=change))
     assert chosen is None
-    assert ended.whole[0].reason.startswith("against stock at your rate: -0.03")
+    assert ended.whole[0].reason.startswith("against stock at your rate: \N{MINUS SIGN}0.03")
     assert ended.search.rate is not None
     assert ended.search.rate.change is not None
     assert ended.search.rate.change < 0

@@ -72,10 +72,10 @@ def tuned(title: str = "train.py:make", *, budget: float = 3000.0) -> TuneReport
 
 def test_the_headline_is_the_answer() -> None:
     kept = report(findings=[finding("kept")], whole=[finding("kept")])
-    assert headline(kept) == "Turn on fast, with channels_last. A training then takes 67% of the time."
+    assert headline(kept) == "Turn on fast, with channels_last. A training then takes 67 % of the time."
     assert cost(kept) == (
-        "Against stock the metric changes by +0.001, at worst -0.004 at 95.0% confidence, over 5 seeds; 0.005 was "
-        "accepted."
+        "Against stock the metric changes by +0.001, at worst \N{MINUS SIGN}0.004 at 95 % confidence, over 5 seeds; "
+        "0.005 was accepted."
     )
     lost = report(findings=[finding("lost", "it costs")])
     assert cost(lost) == ""
@@ -85,7 +85,7 @@ def test_the_headline_is_the_answer() -> None:
     assert headline(report(state="interrupted")).startswith("Not finished: 0 runs")
     made = tuned()
     share = made.whole[-1].candidate.share
-    assert headline(made).startswith(f"Turn on Muon at 0.04, {share:.0%} of the steps, with autocast.")
+    assert headline(made).startswith(f"Turn on Muon at 0.04, {100 * share:.0f} % of the steps, with autocast.")
     assert made.recipe == {"optimizer": "muon", "lr": 0.04, "rate": 0.5, "length": share}
 
 
@@ -124,6 +124,7 @@ def test_a_candidate_names_its_runs_and_its_section() -> None:
     plain = Candidate(name=STOCK)
     assert (plain.label, plain.section) == ("stock", {})
     assert plain.at(0.25, 0.5).label == "stock, 0.25 times the rate, 50% of the steps"
+    assert plain.at(0.25, 0.5).words == "stock, 0.25 times the rate, 50 % of the steps"
     assert plain.at(0.25, 0.5).section == {"rate": 0.25, "length": 0.5}
     muon = MUON.model_copy(update={"recipe": {**MUON.recipe, "rate": 0.5}})
     assert muon.at(0.25).section == {"optimizer": "muon", "lr": 0.005, "rate": 0.5}
@@ -139,8 +140,9 @@ def test_the_horizon_says_what_could_not_be_seen() -> None:
 
 def test_rows_name_the_confirmation() -> None:
     found = rows(report(findings=[finding("kept", "because")], whole=[finding(None)]))
-    metric = "+0.0010 (-0.0040 to +0.0060)"
-    assert found[0] == ["fast", "kept", "1x", "100%", "1.50x", "0.80x", metric, "5", "because"]
+    metric = "+0.001 (\N{MINUS SIGN}0.004 to +0.006)"
+    numbers = [cell.replace("\N{MULTIPLICATION SIGN}", "x") for cell in found[0]]
+    assert numbers == ["fast", "kept", "1x", "100 %", "1.50x", "0.80x", metric, "5", "because"]
     assert found[1][:2] == ["confirmation", "open"]
     assert found[1][-1].startswith("fast: ")
     unused = Finding(candidate=MUON, outcome="not usable", reason="no matrix")
@@ -148,16 +150,16 @@ def test_rows_name_the_confirmation() -> None:
     muon = next(row for row in rows(tuned()) if row[0] == "Muon")
     assert muon[2] == "0.04"
     norms = next(row for row in rows(tuned()) if row[0].startswith("less_bn"))
-    assert norms[1:4] == ["no gain", "1x", ""]
+    assert norms[1:4] == ["no gain", "1\N{MULTIPLICATION SIGN}", ""]
 
 
 def test_rows_of_rates_have_a_cell_per_multiple() -> None:
     one = Finding(candidate=MUON, rates={1.0: 0.8, 0.5: -math.inf})
     two = Finding(candidate=LEVERS, rates={1.0: 0.75, 2.0: 0.5})
     head, first, second = rate_rows(report(findings=[one, two, finding("kept")]))
-    assert head == ["recipe", "0.5x", "1x", "2x"]
-    assert first == ["Muon", "stopped", "0.8", ""]
-    assert second == ["levers: autocast", "", "0.75", "0.5"]
+    assert head == ["recipe", *(f"{multiple}\N{MULTIPLICATION SIGN}" for multiple in ("0.5", "1", "2"))]
+    assert first == ["Muon", "stopped", "0.8000", ""]
+    assert second == ["levers: autocast", "", "0.7500", "0.5000"]
 
 
 def test_notes_name_the_levers() -> None:

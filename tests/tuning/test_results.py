@@ -24,8 +24,8 @@ def test_reports_are_found_and_compared(tmp_path: Path) -> None:
     results = results_in([tmp_path, other, old, first])
     lines = {row[1]: row[2:] for row in result_rows(results)}
     assert set(lines) == {str(first), str(second), str(edited), str(other), f"{old} (no seal)"}
-    assert lines[str(first)][3] == "Muon at 0.04, 50% of the steps, with autocast"
-    assert lines[str(first)][6] == "best at 0.5x"
+    assert lines[str(first)][3] == "Muon at 0.04, 50 % of the steps, with autocast"
+    assert lines[str(first)][6] == "best at 0.5\N{MULTIPLICATION SIGN}"
     assert (lines[str(second)][0], lines[str(second)][3]) == ("1234-?-101", "not finished")
     assert lines[str(edited)][3] == "changed after it was written: its seal does not fit"
     assert lines[str(other)][3] == "not a report of torchboost tune"
@@ -34,7 +34,7 @@ def test_reports_are_found_and_compared(tmp_path: Path) -> None:
     assert head == ["recipe", "1", "2", "3"]
     assert [row[0] for row in rows] == ["levers", "Muon", "less_bn as in O2"]
     assert rows[1][1].startswith("kept, ")
-    assert rows[1][1].endswith(" in 50% of the steps")
+    assert rows[1][1].endswith(" in 50 % of the steps")
     (machine,) = machines(results)
     assert machine.startswith("1, 2, 3: torchboost ")
     data = json.loads(json.dumps(data_of_results(results)))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchboost.bench.contestants import Loop, Planner, Recipe, build_loop
 from torchboost.bench.factory import RETURNS, Epoch, Factory, check_seeds, one_epoch
-from torchboost.bench.verdict import stock_of
+from torchboost.bench.verdict import LEAST_PAIRS, stock_of
 from torchboost.core.forward import tensors_in
 from torchboost.measure.evidence import AlgorithmRow, BenchReport, Contestant, Curve, Quality
 from torchboost.measure.machine import PeakMemory
@@ -51,8 +51,7 @@ UNITS_UNKNOWN = (
 )
 SAME = "turned on the same here, so their differences are chance"
 CHANGED = "its own trial turned on other levers or settings: trained with {}, timed with {}"
-ENOUGH_ROUNDS = 6
-FEW_ROUNDS = "timed in fewer than six rounds: too few for a 95 % interval, the ones shown are too narrow"
+FEW_ROUNDS = "timed in fewer than six rounds: too few for a 95 % interval"
 ENVIRONMENT = ("torch", "torchboost", "processor", "instructions", "device", "threads")
 
 
@@ -238,7 +237,7 @@ class _Session:
             for name, loop in loops.items()
         ]
         notes = [note for note in self.report.notes if note != FEW_ROUNDS and not note.endswith(SAME)]
-        notes += [FEW_ROUNDS] if pairs < ENOUGH_ROUNDS else []
+        notes += [FEW_ROUNDS] if pairs < LEAST_PAIRS else []
         self.update(contestants=contestants, notes=notes + _same_plans(contestants))
 
     def train(self, names: Sequence[str], seeds: int) -> None:

@@ -38,6 +38,9 @@ PROMISES: dict[str, float] = dict(zip(("O1", "O2"), ACCURACY_DROPS, strict=True)
 MIN_GAIN = 1.03
 """A gain of less than 3 % is not worth the complexity."""
 
+LEAST_PAIRS = 6
+"""Fewer paired rounds give no interval of 95 %, so nothing is said about the speed."""
+
 BEHIND_HAND = 0.05
 """How much slower than the best loop by hand the levels may be."""
 
@@ -215,6 +218,10 @@ def verdicts(report: BenchReport) -> dict[str, list[Sentence]]:
 def _speed(name: str, ratio: Ratio | None, baseline: str) -> Sentence | None:
     if ratio is None:
         return None
+    if ratio.pairs < LEAST_PAIRS:
+        found = f"{wording.count(ratio.pairs, 'round')} of step timing"
+        text = f"{found} cannot tell {name} from {baseline} in speed; time at least {LEAST_PAIRS}, with --pairs."
+        return Sentence("open", text)
     interval = ratio.interval
     shown = wording.ratio_interval(interval)
     if _pays(ratio):
@@ -224,14 +231,20 @@ def _speed(name: str, ratio: Ratio | None, baseline: str) -> Sentence | None:
     if interval.low > 1:
         return Sentence("bad", f"{name} gains less than 3 % on {baseline}: {shown}. Not worth it here.")
     text = f"{name} shows no speed difference to {baseline}: {shown}."
-    if ratio.detectable is not None:
+    if ratio.detectable is not None and ratio.detectable < 1:
         percent = 100 * ratio.detectable
         text += f" A gain of {percent:.{0 if percent >= 10 else 1}f} % or more would most likely have shown."
+    elif ratio.detectable is not None:
+        text += " The rounds differ so much that not even twice the speed would have shown; time more, with --pairs."
     return Sentence("open", text)
 
 
+def _faster(ratio: Ratio | None) -> bool:
+    return ratio is not None and ratio.pairs >= LEAST_PAIRS and ratio.interval.low > 1
+
+
 def _pays(ratio: Ratio | None) -> bool:
-    return ratio is not None and ratio.interval.low > 1 and ratio.interval.mid >= MIN_GAIN
+    return ratio is not None and _faster(ratio) and ratio.interval.mid >= MIN_GAIN
 
 
 def _metric(summary: Summary, metric: str, share: bool) -> Sentence | None:
@@ -266,7 +279,7 @@ def _metric(summary: Summary, metric: str, share: bool) -> Sentence | None:
 def _promise(summary: Summary, metric: str, share: bool) -> Sentence | None:
     level, difference = summary.contestant.name.partition("+")[0], summary.difference
     promise = _promise_of(summary.contestant)
-    if promise is None or summary.stock is None:
+    if promise is None or summary.stock is None or summary.stock.pairs < LEAST_PAIRS:
         return None
     margin, interval = difference.margin if difference else None, summary.stock.interval
     asked = f"{level} promises to be no slower than stock"
@@ -275,7 +288,7 @@ def _promise(summary: Summary, metric: str, share: bool) -> Sentence | None:
     if interval.high < 1:
         return Sentence("bad", f"{asked}: missed here, it is slower.")
     if summary.hand is not None and summary.hand.interval.high < 1 - BEHIND_HAND:
-        behind = f"{level} promises to be at most {BEHIND_HAND:.0%} behind the best loop by hand"
+        behind = f"{level} promises to be at most {wording.percent(BEHIND_HAND)} behind the best loop by hand"
         return Sentence("bad", f"{behind}: missed here.")
     if summary.stock_diverged:
         return Sentence("open", f"{asked}: not decided, since stock diverged.")
@@ -297,7 +310,7 @@ def _promise(summary: Summary, metric: str, share: bool) -> Sentence | None:
 
 
 def _setup(summary: Summary, stock: Contestant | None) -> Sentence | None:
-    if stock is None or summary.repaid_after is None or summary.stock is None or summary.stock.interval.low <= 1:
+    if stock is None or summary.repaid_after is None or summary.stock is None or not _faster(summary.stock):
         return None
     extra = summary.contestant.warmup_seconds - stock.warmup_seconds
     if extra < 1.0:
@@ -322,6 +335,9 @@ def headline(report: BenchReport) -> Sentence:
             kept = _metric(summary, metric, share)
             paying[kept.tone if kept else "open"].append(summary)
     candidates = paying["good"] or paying["open"]
+    most = max((ratio.pairs for contestant in report.contestants for ratio in contestant.ratios), default=LEAST_PAIRS)
+    if most < LEAST_PAIRS:
+        return Sentence("open", f"{wording.count(most, 'round')} of step timing decide nothing about the speed.")
     if not candidates:
         return Sentence("bad", "Nothing measured here is worth turning on.")
     best = max(candidates, key=lambda summary: summary.stock.interval.mid if summary.stock else 0.0)

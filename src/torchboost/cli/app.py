@@ -1,53 +1,17 @@
-"""The commands."""
+"""The commands. Each loads what it needs when it runs, so that ``--version`` and ``--help`` answer at once."""
 
 from __future__ import annotations
 
-import dataclasses
+import shlex
 import sys
-from collections.abc import Mapping
-from json import loads as json_of
+from json import dumps
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated
 
-import torch
 import typer
 
 from torchboost import __version__
-from torchboost.bench.bench import CONTESTANTS, run_bench
-from torchboost.bench.contestants import Recipe
-from torchboost.bench.report.page import bench_page, write_page
-from torchboost.bench.report.table import print_report
-from torchboost.cli.doctor import doctor
-from torchboost.cli.shared import (
-    Data,
-    Device,
-    Display,
-    Html,
-    Json,
-    TrainLimit,
-    chosen,
-    fail,
-    json_only,
-    loaded,
-    print_json,
-    print_table,
-    print_tuning,
-    summary_of,
-    usable_device,
-    user_errors,
-)
-from torchboost.config import BoostConfig
-from torchboost.core.arguments import seconds_of
-from torchboost.core.hardware import device_fault, half_precision
-from torchboost.errors import ConfigError
-from torchboost.measure.evidence import BenchReport
-from torchboost.plan import Plan
-from torchboost.registry import LEVELS, REGISTRY, Facts
-from torchboost.tuning.report import TuneReport, tune_page
-from torchboost.tuning.results import RESULTS, data_of_results, machines, recipe_rows, result_rows, results_in
-from torchboost.tuning.tune import report_path
-from torchboost.tuning.tune import tune as run_tune
-from torchboost.workloads.named import WORKLOADS
+from torchboost.cli.options import Csv, Data, Device, Html, Json, TrainLimit
 
 __all__ = ["app"]
 
@@ -56,10 +20,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command()(doctor)
 
-
-NAMES = ", ".join(dict.fromkeys(workload.name.partition("-")[0] for workload in WORKLOADS))
+NAMES = "digits, cifar10, text, docstrings, pieces"
 POINT = 0.01
 MOST_COMPARED = 6
 """Reports whose recipes are shown side by side."""
@@ -81,48 +43,11 @@ def _options(
 
 
 @app.command()
-def levels(json: Json = False) -> None:
+def levels(json: Json = False, csv: Csv = False) -> None:
     """Show what each level turns on, and what each algorithm does."""
-    table = {
-        level: {name: _settings_of(REGISTRY[name].algorithm(**settings)) for name, settings in row.items()}
-        for level, row in LEVELS.items()
-    }
-    if json:
-        algorithms = [{"name": e.name, "summary": e.summary, "section": e.section} for e in REGISTRY.values()]
-        print_json({"levels": table, "algorithms": algorithms})
-        return
+    from torchboost.cli.plans import show_levels
 
-    def mark(settings: Mapping[str, Any] | None) -> str:
-        if settings is None:
-            return "-"
-        return ", ".join(f"{key}={value}" for key, value in settings.items()) or "on"
-
-    rows = [[e.name, *(mark(row.get(e.name)) for row in LEVELS.values()), e.summary] for e in REGISTRY.values()]
-    print_table(["algorithm", *LEVELS, "what it does"], rows)
-    typer.echo("A level leaves out what does not fit the model or the machine: see `torchboost explain`.")
-
-
-def _settings_of(algorithm: Any) -> dict[str, Any]:
-    return {field.name: getattr(algorithm, field.name) for field in dataclasses.fields(algorithm) if field.init}
-
-
-def _refuse(error: ConfigError, json: bool) -> NoReturn:
-    if not json:
-        fail(str(error))
-    parts = {name: getattr(error, name) for name in ("path", "found", "allowed", "hint")}
-    print_json({"valid": False, **parts, "message": str(error)})
-    raise typer.Exit(1)
-
-
-def _load(config: str | None) -> BoostConfig:
-    if config != "-":
-        return BoostConfig.load(Path(config) if config is not None else None)
-    text = sys.stdin.read().lstrip()
-    # BoostConfig.load takes text that is not a JSON object for a path; here it can only be a mistake.
-    if not text.startswith("{"):
-        content = f"text on standard input that starts with {text[:20]!r}" if text else "nothing on standard input"
-        raise ConfigError("", found=content, allowed="a JSON object")
-    return BoostConfig.load(text)
+    show_levels(json=json, csv=csv)
 
 
 @app.command()
@@ -139,36 +64,36 @@ def explain(
     json: Json = False,
 ) -> None:
     """Show what a level and a configuration turn on for this machine, what they leave out, and why."""
-    try:
-        loaded = _load(config)
-        plan = Plan.of(level, loaded, _facts(loaded, nodes, device, convolutions))
-    except ConfigError as error:
-        _refuse(error, json)
-    if not json:
-        typer.echo(plan.explain())
-        return
-    on = [{"name": a.name, "summary": REGISTRY[a.name].summary, "settings": _settings_of(a)} for a in plan.algorithms]
-    dropped = [{"name": d.name, "reason": d.reason} for d in plan.dropped]
-    recipe = plan.recipe.model_dump(mode="json")
-    print_json({"level": plan.level, "mode": plan.mode, "recipe": recipe, "algorithms": on, "dropped": dropped})
+    from torchboost.cli.plans import show_plan
+
+    show_plan(config, level, nodes=nodes, device=device, convolutions=convolutions, json=json)
 
 
-def _facts(config: BoostConfig, nodes: int, device: str, convolutions: int | None) -> Facts:
+@app.command()
+def new(
+    file: Annotated[Path, typer.Argument(help="The file to write, which must not exist.", metavar="TRAIN.PY")],
+    json: Json = False,
+) -> None:
+    """Write a file with a small training that `bench`, `tune` and `doctor` run, to put your own in its place."""
+    from importlib.resources import files
+
     try:
-        kind = torch.device(device)
-    except RuntimeError:
-        fail(f"--device: found {device!r}; allowed: a device of torch, such as cpu or cuda.")
-    here = config.common.device_number if nodes > 1 else 1
-    half = half_precision(kind, convolutions) if device_fault(kind) is None else None
-    return Facts(
-        world_size=nodes * here,
-        nodes=nodes,
-        devices_per_node=here,
-        device=kind.type,
-        half_precision=None if half is None else half.fast,
-        half_precision_reason="" if half is None else half.reason,
-        convolutions=convolutions,
-    )
+        if file.suffix != ".py":
+            raise ValueError(f"found {str(file)!r}; needed: a name that ends with .py.")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("x", encoding="utf-8") as stream:  # another process may write it at the same time
+            stream.write(files("torchboost.cli").joinpath("template.txt").read_text(encoding="utf-8"))
+    except FileExistsError:
+        typer.echo(f"Error: {file} exists; choose another name.", err=True)
+        raise typer.Exit(1) from None
+    except (OSError, ValueError) as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(1) from None
+    after = f"torchboost bench {shlex.quote(str(file))}:make --epochs 10 --accuracy"
+    if json:
+        typer.echo(dumps({"file": str(file), "next": after}, indent=2))
+    else:
+        typer.echo(f"wrote {file}\nNext: {after}")
 
 
 @app.command()
@@ -177,12 +102,12 @@ def bench(
     data: Data = None,
     contestants: Annotated[
         str, typer.Option(help="Names, comma-separated: stock, hand, O0, O1, O2, or with additions: hand+compile.")
-    ] = ",".join(CONTESTANTS),
+    ] = "stock,hand,O1,O2",
     pairs: Annotated[int, typer.Option(min=1, help="Interleaved rounds of step timing.")] = 20,
     seeds: Annotated[int, typer.Option(min=0, help="Training runs per contestant; 0: step times only.")] = 3,
     epochs: Annotated[int | None, typer.Option(min=0, help="Epochs per run. Default: the workload's.")] = None,
     train_limit: TrainLimit = None,
-    device: Device = "cpu",
+    device: Device = "auto",
     out: Annotated[Path, typer.Option(help="Folder for report.json and report.html.")] = Path("out/bench"),
     decide: Annotated[
         str | None,
@@ -195,14 +120,22 @@ def bench(
     force: Annotated[bool, typer.Option("--force", help="Overwrite the report in --out.")] = False,
     html: Html = True,
     json: Json = False,
+    csv: Csv = False,
 ) -> None:
     """Measure how fast and how well the levels train a workload, against the stock and the hand-tuned loop."""
+    from torchboost.bench.bench import run_bench
+    from torchboost.bench.contestants import Recipe
+    from torchboost.bench.report.page import bench_page, write_page
+    from torchboost.cli.shared import Display, answer_only, chosen, loaded, show, usable_device, user_errors
+    from torchboost.core.arguments import seconds_of
+    from torchboost.measure.evidence import BenchReport
+
     out = out.absolute()  # a factory's file may change the working directory
     path = out / "report.json"
     before = path.stat().st_mtime_ns if path.exists() and not resume else None
     names = [name.strip() for name in contestants.split(",") if name.strip()]
     progress = Display(sys.stderr)
-    with user_errors(progress), json_only(json):
+    with user_errors(progress), answer_only(json or csv):
         try:
             for name in names:
                 Recipe.parse(name)
@@ -235,11 +168,9 @@ def bench(
             raise typer.Exit(130) from None
         report.save(path)
         page = write_page(bench_page(report), out / "report.html") if html else None
-    if json:
-        print_json({**summary_of(report), "report": str(path), "html": str(page) if page else None})
-        return
-    print_report(report)
-    typer.echo("\n".join(f"wrote {file}" for file in (path, page) if file is not None))
+    show(report, json=json, csv=csv, report=path, html=page)
+    if not (json or csv):
+        typer.echo("\n".join(f"wrote {file}" for file in (path, page) if file is not None))
 
 
 @app.command()
@@ -263,16 +194,23 @@ def tune(
     seeds: Annotated[int, typer.Option(min=3, max=100, help="Most seeds of a test.")] = 12,
     data: Data = None,
     train_limit: TrainLimit = None,
-    device: Device = "cpu",
+    device: Device = "auto",
     out: Annotated[Path, typer.Option(help="The configuration; the report is saved next to it.")] = Path("boost.json"),
     resume: Annotated[bool, typer.Option("--resume", help="Continue the report next to --out.")] = False,
     html: Html = True,
     json: Json = False,
+    csv: Csv = False,
 ) -> None:
     """Find what gives your metric in the least time, test it with fresh seeds, and write it as a configuration."""
+    from torchboost.bench.report.page import write_page
+    from torchboost.cli.shared import Display, answer_only, chosen, loaded, show, usable_device, user_errors
+    from torchboost.tuning.report import TuneReport, tune_page
+    from torchboost.tuning.tune import report_path
+    from torchboost.tuning.tune import tune as run_tune
+
     out = out.absolute()  # a factory may change the folder
     progress = Display(sys.stderr)
-    with user_errors(progress), json_only(json):
+    with user_errors(progress), answer_only(json or csv):
         try:
             path = report_path(out)
             page = path.with_suffix(".html")
@@ -307,10 +245,8 @@ def tune(
             typer.echo(f"\n{message}", err=True)
             raise typer.Exit(130) from None
     files = [out, path, *([write_page(tune_page(report), page)] if html else [])]
-    if json:
-        print_json({**summary_of(report), "config": str(out)})
-    else:
-        print_tuning(report)
+    show(report, json=json, csv=csv, config=out)
+    if not (json or csv):
         typer.echo("\n".join(f"wrote {file}" for file in files))
 
 
@@ -321,12 +257,18 @@ def results(
         typer.Argument(help="Reports of `torchboost tune`, or folders with them. Default: this folder."),
     ] = None,
     json: Json = False,
+    csv: Csv = False,
 ) -> None:
     """List the tunings that were made, and compare what they found."""
+    from torchboost.cli.shared import print_csv, print_json, print_table, user_errors
+    from torchboost.tuning.results import RESULTS, data_of_results, machines, recipe_rows, result_rows, results_in
+
     with user_errors():
         found = results_in(sources or [Path()])
     if json:
         print_json(data_of_results(found))
+    elif csv:
+        print_csv([dict(zip(("number", *RESULTS[1:]), row, strict=True)) for row in result_rows(found)])
     elif not found:
         typer.echo("No report of a tuning was found; their names end with .report.json.")
     else:
@@ -340,28 +282,75 @@ def results(
 
 
 @app.command()
+def compare(
+    first: Annotated[
+        Path, typer.Argument(help="A report of `torchboost bench` or `torchboost tune`.", metavar="A.JSON")
+    ],
+    second: Annotated[Path, typer.Argument(help="A report of the same command.", metavar="B.JSON")],
+    json: Json = False,
+    csv: Csv = False,
+) -> None:
+    """Show two reports side by side: what changed, by how much, and whether machine or versions did."""
+    from torchboost.bench.report.comparison import compared, comparison_table, remarks
+    from torchboost.cli.shared import print_csv, print_json, print_table, saved_report, user_errors
+    from torchboost.measure.evidence import BenchReport
+
+    with user_errors():
+        found = [saved_report(path) for path in (first, second)]
+    benches = [each for each in found if isinstance(each, BenchReport)]
+    if not benches:
+        results([first, second], json=json, csv=csv)
+        return
+    if len(benches) == 1:
+        typer.echo("Error: one is a report of bench and the other one of tune; give two of the same command.", err=True)
+        raise typer.Exit(1)
+    rows = compared(*benches)
+    if json:
+        print_json({"contestants": [row.model_dump(mode="json") for row in rows], "remarks": remarks(*benches)})
+    elif csv:
+        print_csv(rows)
+    else:
+        table = comparison_table(*benches)
+        typer.echo(f"A: {first}, {benches[0].environment.date}\nB: {second}, {benches[1].environment.date}\n")
+        print_table(table.headings, table.rows)
+        typer.echo("\n" + "\n".join(remarks(*benches)))
+
+
+@app.command()
 def report(
     source: Annotated[
         Path, typer.Argument(help="A report that `torchboost bench` or `torchboost tune` saved.", metavar="REPORT.JSON")
     ],
     html: Annotated[Path | None, typer.Option(help="Write one self-contained page to this file.")] = None,
     json: Json = False,
+    csv: Csv = False,
 ) -> None:
     """Show a saved report as a table or as an HTML page."""
+    from torchboost.bench.report.page import write_page
+    from torchboost.cli.shared import page_of, saved_report, show, user_errors
+
     with user_errors():
-        try:
-            is_tuning = "findings" in json_of(source.read_bytes())
-        except (ValueError, TypeError):
-            is_tuning = False  # any other file is checked as a report of ``bench``
-        loaded = (TuneReport if is_tuning else BenchReport).load(source)
-        content = tune_page(loaded) if isinstance(loaded, TuneReport) else bench_page(loaded)
-        page = write_page(content, html) if html is not None else None
-    if json:
-        print_json({**summary_of(loaded), "html": str(page) if page else None})
-        return
-    if page is not None:
+        loaded = saved_report(source)
+        page = write_page(page_of(loaded), html) if html is not None else None
+    if page is not None and not (json or csv):
         typer.echo(f"wrote {page}")
-    elif isinstance(loaded, TuneReport):
-        print_tuning(loaded)
     else:
-        print_report(loaded)
+        show(loaded, json=json, csv=csv, html=page)
+
+
+@app.command()
+def doctor(
+    factory: Annotated[
+        str | None,
+        typer.Argument(
+            help="Also time the parts of this training's step, and what it wastes.", metavar="[TRAIN.PY:MAKE]"
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of the factory's training to time.")] = 20,
+    device: Device = "auto",
+    json: Json = False,
+) -> None:
+    """Show what is installed, how fast this machine computes, and where the time of a step goes or is wasted."""
+    from torchboost.cli.doctor import show_doctor
+
+    show_doctor(factory, steps=steps, device=device, json=json)

@@ -11,7 +11,7 @@ import shutil
 import sys
 from dataclasses import asdict
 from statistics import median
-from typing import Annotated, Any, get_args
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -21,13 +21,12 @@ from torch.utils.collect_env import get_env_info
 from torch.utils.data import DataLoader
 
 from torchboost.bench.factory import Factory, Parts, one_epoch, outputs_of
+from torchboost.bench.report import wording
 from torchboost.calibration.choice import in_a_line
 from torchboost.calibration.waste import waste_of
 from torchboost.cli.shared import (
     EXTRAS,
-    Device,
     Display,
-    Json,
     print_json,
     print_table,
     usable_device,
@@ -39,7 +38,7 @@ from torchboost.core.torch_private import compiler_follows_flags
 from torchboost.measure.machine import Kind, products
 from torchboost.measure.stopwatch import Clock, Progress, package_version
 
-__all__ = ["cpp_compiler", "doctor", "examine", "measure_machine", "measure_step", "measure_waste", "verdict"]
+__all__ = ["cpp_compiler", "examine", "measure_machine", "measure_step", "measure_waste", "show_doctor", "verdict"]
 
 SECONDS = 3.0
 """Time limit of a kind of product. A machine that is not busy needs a tenth of it."""
@@ -48,18 +47,8 @@ WARMUP = 3
 PACKAGES = ("torchboost", "torch", "pydantic", "numpy", "safetensors")
 
 
-def doctor(
-    factory: Annotated[
-        str | None,
-        typer.Argument(
-            help="Also time the parts of this training's step, and what it wastes.", metavar="[TRAIN.PY:MAKE]"
-        ),
-    ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of the factory's training to time.")] = 20,
-    device: Device = "cpu",
-    json: Json = False,
-) -> None:
-    """Show what is installed, how fast this machine computes, and where the time of a step goes or is wasted."""
+def show_doctor(factory: str | None, *, steps: int, device: str, json: bool) -> None:
+    """Print what is installed, how fast this machine computes, and the parts and the waste of a factory's step."""
     progress = Display(sys.stderr)
     with user_errors(progress):
         parts = None if factory is None else Factory.at(factory).build(0)
@@ -73,7 +62,9 @@ def doctor(
         return
     print_table(["what", "found"], [*_installed(facts), *_measured(figures)])
     if step is not None:
-        rows = [[name, f"{part['median_ms']:.2f}", f"{part['share']:.0%}"] for name, part in step["parts"].items()]
+        rows = [
+            [name, f"{part['median_ms']:.2f}", wording.percent(part["share"])] for name, part in step["parts"].items()
+        ]
         typer.echo()
         print_table([f"part of a step ({step['steps']} steps, {step['device']})", "median, ms", "share"], rows)
         typer.echo(step["verdict"])
@@ -252,7 +243,7 @@ def _print_waste(waste: dict[str, Any]) -> None:
     rows, notes = [], []
     for kind in waste["kinds"]:
         known = kind["seconds"] is not None
-        figures = [f"{1e3 * kind['seconds']:.2f}", f"{kind['share']:.0%}"] if known else ["not known", ""]
+        figures = [f"{1e3 * kind['seconds']:.2f}", wording.percent(kind["share"])] if known else ["not known", ""]
         rows.append([kind["kind"], *figures])
         remedy = f" Remedy: {kind['remedy']}." if kind["remedy"] else ""
         notes.append(f"{kind['kind']}: {kind['found']}.{remedy}")
@@ -273,9 +264,12 @@ def verdict(loading: float, workers: int | None) -> str:
             if workers is None
             else f"raise num_workers (found {workers}), or do less work per sample"
         )
-        return f"The loader is the bottleneck: it takes {loading:.0%} of a step, and no level helps; {remedy}."
+        share = wording.percent(loading)
+        return f"The loader is the bottleneck: it takes {share} of a step, and no level helps; {remedy}."
     limit = f" If they took no time, a step would be {1 / loading:.1f} times as fast." if loading > 0.01 else ""
-    return f"A level acts on forward, backward and optimizer, which take {1 - loading:.0%} of a step.{limit}"
+    return (
+        f"A level acts on forward, backward and optimizer, which take {wording.percent(1 - loading)} of a step.{limit}"
+    )
 
 
 def _installed(facts: dict[str, Any]) -> list[list[str]]:

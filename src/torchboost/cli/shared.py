@@ -1,4 +1,4 @@
-"""What the commands share: options, the choice of training and device, errors, JSON, tables and progress.
+"""What the commands share: the choice of training and device, errors, JSON, CSV, tables and progress.
 
 Standard output has the answer, JSON or a table. Standard error has the progress and one line of an error.
 """
@@ -7,53 +7,49 @@ from __future__ import annotations
 
 import json
 import sys
+import sysconfig
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from dataclasses import replace
+from csv import DictWriter
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 import torch
 import typer
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 import torchboost
 from torchboost.bench.factory import Factory
-from torchboost.bench.report.table import print_table
-from torchboost.bench.verdict import headline, verdicts
+from torchboost.bench.report.page import bench_page
+from torchboost.bench.report.table import print_report, print_table
+from torchboost.bench.verdict import headline, summarise, verdicts
 from torchboost.core.hardware import device_fault
 from torchboost.errors import ConfigError, FactoryError, IncompatibleError, RankDisagreementError
 from torchboost.measure.evidence import BenchReport
-from torchboost.tuning.report import HEADINGS, TuneReport, cost, horizon, notes, rows
+from torchboost.tuning.report import HEADINGS, TuneReport, cost, horizon, notes, rows, tune_page
 from torchboost.tuning.report import headline as answer
 from torchboost.workloads.named import Workload, find_workload
 
 __all__ = [
     "EXTRAS",
-    "Data",
-    "Device",
     "Display",
-    "Html",
-    "Json",
-    "TrainLimit",
+    "answer_only",
     "chosen",
     "fail",
-    "json_only",
     "loaded",
+    "page_of",
+    "print_csv",
     "print_json",
     "print_table",
     "print_tuning",
+    "saved_report",
+    "show",
     "summary_of",
     "usable_device",
     "user_errors",
 ]
-
-Json = Annotated[bool, typer.Option("--json", help="Answer in JSON.")]
-Html = Annotated[bool, typer.Option("--html/--no-html", help="Write a page next to the report.")]
-Data = Annotated[Path | None, typer.Option(help="Path of the data, for workloads that need it.")]
-TrainLimit = Annotated[int | None, typer.Option(min=1, help="Use only so many training samples.")]
-Device = Annotated[str, typer.Option(help="Where to train: cpu, cuda, cuda:1, ...")]
 
 EXTRAS = {
     "cli": ("typer", "jinja2"),
@@ -67,7 +63,14 @@ EARLY = ("", "data")
 
 
 def usable_device(device: str) -> torch.device:
-    """Return the device that the user named, or raise ``ValueError`` unless it can hold a tensor here."""
+    """Return the device that the user named, or raise ``ValueError`` unless it can hold a tensor here.
+
+    ``auto`` is the accelerator that torch finds, if it holds numbers in float64, which parts of torchboost need, and
+    otherwise the CPU.
+    """
+    if device == "auto":
+        found = torch.accelerator.current_accelerator(check_available=True)
+        return found if found is not None and device_fault(found, torch.float64) is None else torch.device("cpu")
     try:
         place = torch.device(device)
     except RuntimeError as error:
@@ -119,44 +122,142 @@ def fail(message: str) -> NoReturn:
 def user_errors(progress: Display | None = None) -> Iterator[None]:
     """Turn user errors into one message and exit code 1. Bugs of torchboost keep their traceback.
 
-    With ``progress``, an error in the arguments or the factory is one, too. What the user's training raises keeps its
-    traceback, which its author needs.
+    With ``progress``, the code of the user runs. An error in it is shown with the frames of this code and of what it
+    called, without those around it. An error in the arguments or in what the factory returns is one line.
     """
     try:
         yield
-    except (ConfigError, IncompatibleError, RankDisagreementError) as error:
-        fail(str(error))
-    except ValidationError as error:
+    except typer.Exit:
+        raise
+    except Exception as error:
+        seen = error.__cause__ if isinstance(error, ValueError) and error.__cause__ is not None else error
+        frames = "" if progress is None or isinstance(seen, FactoryError) else users_traceback(seen)
+        said = _message(error, progress)
+        if frames:
+            typer.echo(frames, err=True, nl=False)
+            if error is seen:
+                raise typer.Exit(1) from None
+        if said is None:
+            raise
+        fail(said)
+
+
+def _message(error: Exception, progress: Display | None) -> str | None:
+    """Return what an error of the user says in one line; None if it may be a bug."""
+    if isinstance(error, (ConfigError, IncompatibleError, RankDisagreementError, FactoryError)):
+        return str(error)
+    if isinstance(error, ValidationError):
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
-        fail(f"this is not a report of torchboost: {where}: {first['msg']}.")
-    except ValueError as error:
-        origin = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
-        ours = origin.is_relative_to(Path(torchboost.__file__).resolve().parent)
+        return f"this is not a report of torchboost: {where}: {first['msg']}."
+    if isinstance(error, ValueError):
+        origin = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
         early = progress is not None and progress.phase in EARLY
-        if not isinstance(error, FactoryError) and not (ours and early):
-            raise
-        fail(str(error))
-    except ImportError as error:
+        return str(error) if early and _is_ours(origin) else None
+    if isinstance(error, ImportError):
         package = (error.name or "").partition(".")[0]
         if package == "torchboost":
-            raise
+            return None
         optional = any(package in modules for modules in EXTRAS.values())
-        fail(f"{error}.{' `torchboost doctor` shows which extras are complete.' if optional else ''}")
-    except OSError as error:
-        fail(f"{f'{error.filename}: ' if error.filename else ''}{error.strerror or error}")
+        return f"{error}.{' `torchboost doctor` shows which extras are complete.' if optional else ''}"
+    if isinstance(error, OSError):
+        return f"{f'{error.filename}: ' if error.filename else ''}{error.strerror or error}"
+    return None
+
+
+def users_traceback(error: BaseException) -> str:
+    """Return an error as Python prints it, from the first frame of the user on and without the frames of this package.
+
+    A file is the user's if it belongs neither to Python nor to an installed package. Without a frame of such a file the
+    text is empty, except for a file that is not Python.
+    """
+    shown = traceback.TracebackException.from_exception(error)
+    one, users = shown, isinstance(error, SyntaxError)
+    while one is not None:
+        frames = [frame for frame in one.stack if not _is_ours(Path(frame.filename))]
+        first = next((number for number, frame in enumerate(frames) if _is_users(Path(frame.filename))), len(frames))
+        users = users or first < len(frames)
+        one.stack = traceback.StackSummary.from_list(frames[first:])
+        one = one.__cause__ or one.__context__
+    return "".join(shown.format()) if users else ""
+
+
+def _is_ours(file: Path) -> bool:
+    return file.resolve().is_relative_to(Path(torchboost.__file__).resolve().parent)
+
+
+def _is_users(file: Path) -> bool:
+    installed = {"site-packages", "dist-packages"} & set(file.parts)
+    python = file.resolve().is_relative_to(Path(sysconfig.get_paths()["stdlib"]).resolve())
+    return file.is_file() and not installed and not python
 
 
 @contextmanager
-def json_only(json: bool) -> Iterator[None]:
-    """Send what the user's code prints to standard error if standard output is for JSON."""
-    with redirect_stdout(sys.stderr) if json else nullcontext():
+def answer_only(only: bool) -> Iterator[None]:
+    """Send what the user's code prints to standard error if standard output is for an answer to programs."""
+    with redirect_stdout(sys.stderr) if only else nullcontext():
         yield
+
+
+def saved_report(path: Path) -> BenchReport | TuneReport:
+    """Return what ``bench`` or ``tune`` saved."""
+    try:
+        is_tuning = "findings" in json.loads(path.read_bytes())
+    except (ValueError, TypeError):
+        is_tuning = False  # any other file is checked as a report of ``bench``
+    return (TuneReport if is_tuning else BenchReport).load(path)
+
+
+def page_of(report: BenchReport | TuneReport) -> str:
+    """Return the HTML page of a report."""
+    return tune_page(report) if isinstance(report, TuneReport) else bench_page(report)
+
+
+def show(report: BenchReport | TuneReport, /, *, json: bool, csv: bool, **files: Path | None) -> None:
+    """Print a report, with ``json`` also the paths of the files that it went to."""
+    if json:
+        print_json(
+            {**summary_of(report), **{name: None if path is None else str(path) for name, path in files.items()}}
+        )
+    elif csv:
+        print_csv(report.findings if isinstance(report, TuneReport) else _figures(report))
+    elif isinstance(report, TuneReport):
+        print_tuning(report)
+    else:
+        print_report(report)
+
+
+def _figures(report: BenchReport) -> list[dict[str, Any]]:
+    """Return the figures of each contestant."""
+    kept = {"name", "kind", "step_seconds", "warmup_seconds"}
+    return [
+        {**one.contestant.model_dump(include=kept), **{f.name: getattr(one, f.name) for f in fields(one)[1:]}}
+        for one in summarise(report)
+    ]
 
 
 def print_json(data: Mapping[str, Any] | Sequence[Any]) -> None:
     """Print data as indented JSON in ASCII, which every output can show. Other types are printed as text."""
     typer.echo(json.dumps(data, indent=2, default=str))
+
+
+def print_csv(rows: Sequence[Mapping[str, Any] | BaseModel]) -> None:
+    """Print records as CSV, a nested value in a column of its own: ``step_seconds.low``. What is not known is empty."""
+    flat = [_columns("", row) for row in rows]
+    writer = DictWriter(sys.stdout, list(dict.fromkeys(name for row in flat for name in row)), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(flat)
+
+
+def _columns(name: str, value: Any) -> dict[str, Any]:
+    if isinstance(value, BaseModel):
+        value = value.model_dump()
+    elif (fields_of := getattr(value, "_asdict", None)) is not None:  # a named tuple
+        value = fields_of()
+    if not isinstance(value, Mapping):
+        return {} if value is None else {name: value}
+    parts = [_columns(f"{name}.{key}" if name else str(key), each) for key, each in value.items()]
+    return {key: each for part in parts for key, each in part.items()}
 
 
 def print_tuning(report: TuneReport) -> None:

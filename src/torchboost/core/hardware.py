@@ -31,11 +31,11 @@ _BLOCK = 16
 """Channels that one AVX-512 register holds. AVX2 kernels fail below 8."""
 
 
-def device_fault(device: torch.device | str) -> str | None:
-    """Return in one line why ``device`` cannot hold a tensor; None if it can."""
+def device_fault(device: torch.device | str, dtype: torch.dtype = torch.float32) -> str | None:
+    """Return in one line why ``device`` cannot hold a tensor of ``dtype``; None if it can."""
     try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
+        torch.empty(0, device=device, dtype=dtype)
+    except (RuntimeError, AssertionError, TypeError) as error:
         return str(error).splitlines()[0]
     return None
 

@@ -26,6 +26,7 @@ __all__ = [
     "paired_difference",
     "paired_ratio",
     "t_quantile",
+    "unpaired_ratio",
 ]
 
 POWER = 0.8
@@ -126,6 +127,28 @@ def paired_ratio(
     interval = bootstrap_median(_log_ratios(baseline, contestant), confidence=confidence, seed=seed)
     low, mid, high = (math.exp(x) for x in (interval.low, interval.mid, interval.high))
     return Interval(low=low, mid=mid, high=high, confidence=confidence)
+
+
+def unpaired_ratio(
+    baseline: Sequence[float], contestant: Sequence[float], *, confidence: float = 0.95, seed: int = 0
+) -> Interval:
+    """Return the ratio of the medians of times that were not measured in turns. Above 1 the contestant is faster.
+
+    Each side is resampled by itself. What changed between the two measurements, such as the load of the machine, is
+    part of the ratio and not of the interval. If they were measured in turns, use :func:`paired_ratio`.
+
+    Raises:
+        ValueError: Nothing measured, a time that is not positive, or the confidence is outside (0, 1).
+    """
+    _check_confidence(confidence)
+    if not baseline or not contestant or min(*baseline, *contestant, 1.0) <= 0:
+        raise ValueError(f"found {len(baseline)} and {len(contestant)} times; each side needs one, all positive.")
+    logs = [np.log(np.asarray(times, dtype=np.float64)) for times in (baseline, contestant)]
+    medians = [_resampled_medians(side, RESAMPLES, seed + number) for number, side in enumerate(logs)]
+    tail = (1 - confidence) / 2
+    low, high = np.exp(np.quantile(medians[0] - medians[1], [tail, 1 - tail]))
+    middle = float(np.exp(np.median(logs[0]) - np.median(logs[1])))
+    return Interval(low=float(low), mid=middle, high=float(high), confidence=confidence)
 
 
 def detectable_ratio(

@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from torchboost.bench.report import wording
 from torchboost.measure.statistics import Look, SequentialTest, paired_ratio
 from torchboost.tuning.report import FRESH_SEED, STOCK, Candidate, Finding, Outcome, Rate, Run
 from torchboost.tuning.runs import EndedError, RecipeEndedError
@@ -181,7 +182,7 @@ class Race:
             findings[name] = finding.model_copy(update={"rates": findings[name].rates})
         for name in [name for name, finding in findings.items() if finding.outcome is None]:
             if chosen is not None:
-                self.search.end(name, "not chosen", f"{chosen.label} takes less time")
+                self.search.end(name, "not chosen", f"{chosen.words} takes less time")
             elif name == STOCK:
                 self.search.end(name, "no gain", "no smaller number of steps was found")
             else:
@@ -212,11 +213,12 @@ class Race:
 
 
 def _lost(look: Look, drop: float) -> tuple[Outcome, str]:
+    mean = wording.difference(look.difference.mid, share=False)
     if look.state == "failed" and not math.isfinite(look.difference.mid):
         return "lost", "its training diverged"
     if look.state == "failed":
-        return "lost", f"it costs more than {drop:g}: {look.difference.mid:+.4g} on average"
+        return "lost", f"it costs more than {drop:g}: {mean} on average"
     if look.state == "futile":
         outcome: Outcome = "lost" if look.difference.mid < -drop else "not shown"
-        return outcome, f"{look.difference.mid:+.4g} on average; more seeds would hardly show that it keeps {drop:g}"
+        return outcome, f"{mean} on average; more seeds would hardly show that it keeps {drop:g}"
     return "not shown", f"{look.pairs} seeds do not show that it keeps the metric"

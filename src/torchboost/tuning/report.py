@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 from typing_extensions import Self
 
+from torchboost.bench.report import wording
 from torchboost.bench.report.page import Scale, Tick, render, ticks
 from torchboost.errors import ConfigError
 from torchboost.measure.evidence import Environment, Interval, Record, SavedRecord
@@ -99,6 +100,11 @@ class Candidate(Record, extra="ignore"):
         if "lr" in self.recipe:  # of an optimizer that the user has no rate for
             rate = f" at {self.section['lr']:g}"
         return self.name + rate + ("" if self.share == 1 else f", {self.share:.0%} of the steps")
+
+    @property
+    def words(self) -> str:
+        """The label as pages and tables show it. The label itself is the name of runs in saved files."""
+        return self.label.replace("% of the steps", " % of the steps")
 
     @property
     def section(self) -> dict[str, Any]:
@@ -344,10 +350,16 @@ HEADINGS = ("recipe", "outcome", "rate", "steps", "speed", "memory", "metric aga
 def headline(report: TuneReport) -> str:
     """Return the answer in one sentence, or how far the tuning came."""
     if report.state != "complete":
-        return f"Not finished: {len(report.runs)} runs in {report.spent_seconds:.0f} s; continue with --resume."
+        return (
+            f"Not finished: {len(report.runs)} runs in {wording.seconds(report.spent_seconds)}; continue with --resume."
+        )
     proven = proven_whole(report)
     if proven is not None:
-        gain = "" if proven.speed is None else f" A training then takes {1 / proven.speed.mid:.0%} of the time."
+        gain = (
+            ""
+            if proven.speed is None
+            else f" A training then takes {wording.percent(1 / proven.speed.mid)} of the time."
+        )
         return f"Turn on {turned_on(report)}.{gain}"
     on = turned_on(report)
     nothing = f"{'Nothing else' if on else 'Nothing'} is turned on"
@@ -369,7 +381,11 @@ def turned_on(report: TuneReport) -> str:
 def words_of(candidate: Candidate) -> str:
     """Return a plan in words, with the algorithms that its name does not tell."""
     others = [name for name, value in candidate.extra.items() if value is not False and name not in candidate.name]
-    return candidate.label + (f", with {', '.join(others)}" if others else "")
+    return candidate.words + (f", with {', '.join(others)}" if others else "")
+
+
+def _changed(value: float) -> str:
+    return wording.difference(value, share=False)
 
 
 def cost(report: TuneReport) -> str:
@@ -379,8 +395,8 @@ def cost(report: TuneReport) -> str:
     if proven is not None and proven.difference is not None:
         change, best = proven.difference, " at its best rate" if report.stock.rate != 1 else ""
         said.append(
-            f"Against stock{best} the metric changes by {change.mid:+.2g}, at worst {change.low:+.2g} at "
-            f"{change.confidence:.1%} confidence, over {proven.seeds} seeds; {report.drop:g} was accepted."
+            f"Against stock{best} the metric changes by {_changed(change.mid)}, at worst {_changed(change.low)} at "
+            f"{100 * change.confidence:.3g} % confidence, over {proven.seeds} seeds; {report.drop:g} was accepted."
         )
     return " ".join([*said, *repaid(report)])
 
@@ -394,7 +410,7 @@ def rate_words(report: TuneReport) -> str:
         return "Your rate is at its best."
     times = f"{max(found.best, 1 / found.best):g} times too {'high' if found.best < 1 else 'low'}"
     seeds = f"{found.seeds} {'fresh seeds' if found.fresh else 'seeds of the search'}"
-    gain = "" if found.change is None else f": {found.change:+.2g} at {found.best:g} of it, the mean of {seeds}"
+    gain = "" if found.change is None else f": {_changed(found.change)} at {found.best:g} of it, the mean of {seeds}"
     return f"Your rate is {times}{gain}."
 
 
@@ -448,13 +464,15 @@ def rows(report: TuneReport) -> list[list[str]]:
     def row(name: str, finding: Finding, reason: str) -> list[str]:
         known, change = finding.candidate, finding.difference
         tried = finding.outcome not in ("not usable", "duplicate", "not tried")
-        share = "" if finding.outcome in ("no gain", "lost") and finding.change is None else f"{known.share:.0%}"
-        rate = f"{known.section['lr']:g}" if "lr" in known.recipe else f"{known.rate:g}x"
-        speed = "" if finding.speed is None else f"{finding.speed.mid:.2f}x"
-        memory = "" if finding.memory is None else f"{finding.memory:.2f}x"
-        metric = "" if finding.change is None else f"{finding.change:+.4f}"
+        share = (
+            "" if finding.outcome in ("no gain", "lost") and finding.change is None else wording.percent(known.share)
+        )
+        rate = f"{known.section['lr']:g}" if "lr" in known.recipe else wording.multiple(known.rate)
+        speed = "" if finding.speed is None else wording.ratio(finding.speed.mid)
+        memory = "" if finding.memory is None else wording.ratio(finding.memory)
+        metric = "" if finding.change is None else _changed(finding.change)
         if change is not None and math.isfinite(change.mid):
-            metric = f"{change.mid:+.4f} ({change.low:+.4f} to {change.high:+.4f})"
+            metric = wording.difference_interval(change)
         cells = [rate, share] if tried else ["", ""]
         return [name, finding.outcome or "open", *cells, speed, memory, metric, str(finding.seeds or ""), reason]
 
@@ -469,9 +487,9 @@ def rate_rows(report: TuneReport) -> list[list[str]]:
 
     def cell(finding: Finding, multiple: float) -> str:
         metric = finding.rates.get(multiple)
-        return "" if metric is None else f"{metric:.4g}" if math.isfinite(metric) else "stopped"
+        return "" if metric is None else wording.measure(metric, share=False) if math.isfinite(metric) else "stopped"
 
-    head = ["recipe", *(f"{multiple:g}x" for multiple in multiples)]
+    head = ["recipe", *map(wording.multiple, multiples)]
     return [head, *([one.candidate.name, *(cell(one, multiple) for multiple in multiples)] for one in found)]
 
 
@@ -492,6 +510,6 @@ def tune_page(report: TuneReport) -> str:
         rates=rate_rows(report),
         differences=differences,
         scale=scale,
-        ticks=[Tick(scale(value), f"{value:+g}") for value in ticks(scale.low, scale.high)],
+        ticks=[Tick(scale(value), wording.difference(value, share=False)) for value in ticks(scale.low, scale.high)],
         runs=report.runs,
     )

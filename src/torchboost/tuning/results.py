@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from torchboost.bench.report import wording
 from torchboost.errors import ConfigError
 from torchboost.tuning.report import Finding, TuneReport, headline, proven_whole, turned_on
 
@@ -74,13 +75,13 @@ def result_rows(results: Sequence[Result]) -> list[list[str]]:
         answer = (turned_on(report) or "nothing") if report.state == "complete" else "not finished"
         time = metric = rate = ""
         if proven is not None and report.state == "complete":
-            time = "" if proven.speed is None else f"{1 / proven.speed.mid:.0%}"
+            time = "" if proven.speed is None else wording.percent(1 / proven.speed.mid)
             change = proven.difference
-            metric = "" if change is None else f"{change.mid:+.4f} ({change.low:+.4f} to {change.high:+.4f})"
+            metric = "" if change is None else wording.difference_interval(change)
         if report.rate is not None:
-            rate = "at its best" if report.rate.best == 1 else f"best at {report.rate.best:g}x"
+            rate = "at its best" if report.rate.best == 1 else f"best at {wording.multiple(report.rate.best)}"
         seal = "" if one.sealed else " (no seal)"
-        cells = [f"{report.drop:g}", answer, time, metric, rate, f"{report.spent_seconds / 60:.1f} min"]
+        cells = [f"{report.drop:g}", answer, time, metric, rate, wording.seconds(report.spent_seconds)]
         return [str(number), f"{one.path}{seal}", _training(report), report.environment.date[:16], *cells]
 
     return [row(number, one) for number, one in enumerate(results, start=1)]
@@ -104,8 +105,8 @@ def recipe_rows(results: Sequence[Result]) -> list[list[str]]:
 def _became(finding: Finding) -> str:
     if finding.speed is None:
         return finding.outcome or "open"
-    share = "" if finding.candidate.share == 1 else f" in {finding.candidate.share:.0%} of the steps"
-    return f"{finding.outcome or 'open'}, {finding.speed.mid:.2f}x{share}"
+    share = "" if finding.candidate.share == 1 else f" in {wording.percent(finding.candidate.share)} of the steps"
+    return f"{finding.outcome or 'open'}, {wording.ratio(finding.speed.mid)}{share}"
 
 
 def machines(results: Sequence[Result]) -> list[str]:

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from torchboost.bench.report import wording
 from torchboost.measure.statistics import paired_ratio
 from torchboost.tuning.report import STOCK, Candidate, Finding, Outcome, Rate, Run, Start
 from torchboost.tuning.runs import HALF, EndedError, RecipeEndedError, Runs
@@ -133,7 +134,8 @@ class Search:
         elif recipe.name != self.levers.name:
             behind, slower = scores[best] - self._half(), self._slower(recipe)
             if behind < 0 and slower * LEAST_GAIN > 1:
-                reason = f"at half of the steps it ends {behind:+.3g} from stock, in {slower:.2f} times the time"
+                lost = wording.difference(behind, share=False)
+                reason = f"at half of the steps it ends {lost} from stock, in {slower:.2f} times the time"
                 self.end(recipe.name, "no gain", reason)
 
     def _start(self, recipe: Candidate) -> Start:
@@ -191,8 +193,8 @@ class Search:
                 self.end(plan.name, ended.outcome, ended.reason)
             return
         if self.findings[plan.name].change is None:
-            lost = f"with {shares[-1]:.0%} of the steps it does not keep the metric" if shares else ""
-            slow = "" if shares and shares[-1] == 1 else f"more steps take longer than {fastest.label}"
+            lost = f"with {wording.percent(shares[-1])} of the steps it does not keep the metric" if shares else ""
+            slow = "" if shares and shares[-1] == 1 else f"more steps take longer than {fastest.words}"
             self.end(plan.name, "no gain", ", and ".join(filter(None, (lost, slow))))
 
     def _withdraw(self, name: str) -> None:

@@ -19,12 +19,15 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import Self
 
+from torchboost.workloads.images import Split, find_split
+
 __all__ = ["Documents", "Images", "Text", "as_text", "cifar10", "content_of", "digits", "text", "to_longest"]
 
 Batch = tuple[Tensor, Tensor]
 Data = TypeVar("Data", "Images", "Text", "Documents")
 
 CIFAR10_ON_THE_HUB = "uoft-cs/cifar10"
+CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 COLUMNS = ("img", "label")
 HELD_OUT = 10
 """One of so many training samples, the last ones, is for validation."""
@@ -320,29 +323,38 @@ def digits(size: int = 16) -> Images:
 
 
 def cifar10(path: str | Path | None = None, *, train_limit: int | None = None) -> Images:
-    """Load CIFAR-10: 50,000 training and 10,000 test images of 32 x 32.
+    """Load CIFAR-10: 50,000 training and 10,000 test images of 32 x 32. Or load images of your own in its place.
 
     Args:
         path: Folder with ``train.parquet`` and ``test.parquet``, or one of these files; columns ``img`` (JPEG
-            or PNG bytes, or a dict with ``bytes``) and ``label``. None fetches it from the Hugging Face Hub.
+            or PNG bytes, or a dict with ``bytes``) and ``label``. Or a folder with the batches or the classes that
+            :func:`~torchboost.workloads.images.find_split` reads. None fetches it from the Hugging Face Hub.
         train_limit: Use only the first training images.
 
     Raises:
         FileNotFoundError: A file does not exist.
-        ValueError: A file has other columns.
+        ValueError: A file has other columns or another content, or training and test have other classes.
         ImportError: A package that reads the files is missing. The message names it.
     """
+    if path is not None and (train := find_split(Path(path), "train")) and (test := find_split(Path(path), "test")):
+        return _of_files(train, test).limited(train_limit)
     tables = {split: _hub(split) if path is None else _parquet(Path(path), split) for split in ("train", "test")}
-    train_images, train_labels = _decoded(tables["train"], train_limit)
-    test_images, test_labels = _decoded(tables["test"], None)
+    return _of_files((*_decoded(tables["train"], train_limit), ()), (*_decoded(tables["test"], None), ()))
+
+
+def _of_files(train: Split, test: Split) -> Images:
+    if train[2] != test[2]:
+        other = sorted(set(train[2]) ^ set(test[2]))
+        raise ValueError(f"found the classes {other} in one of training and test only; needed: the same in both.")
+    pixels = train[0].float().div_(255) if train[2] else torch.empty(0)
     return Images(
-        train_images=train_images,
-        train_labels=train_labels,
-        test_images=test_images,
-        test_labels=test_labels,
-        classes=10,
-        mean=(0.4914, 0.4822, 0.4465),
-        std=(0.2470, 0.2435, 0.2616),
+        train_images=train[0],
+        train_labels=train[1],
+        test_images=test[0],
+        test_labels=test[1],
+        classes=len(train[2]) or 10,
+        mean=tuple(pixels.mean((0, 2, 3)).tolist()) if train[2] else CIFAR10_MEAN,
+        std=tuple(pixels.std((0, 2, 3)).clamp(min=1e-3).tolist()) if train[2] else CIFAR10_STD,
         shift=4,
         flip=True,
     )
@@ -436,7 +448,10 @@ def _imported(module: str, package: str, purpose: str, remedy: str = EXTRA) -> A
 
 def _parquet(path: Path, split: str) -> Mapping[str, Sequence[Any]]:
     folder = path if path.is_dir() else path.parent
-    file = _existing(folder / f"{split}.parquet", "a folder with train.parquet and test.parquet")
+    content = (
+        "a folder with train.parquet and test.parquet, with batches of CIFAR-10, or with train and test of a folder "
+    )
+    file = _existing(folder / f"{split}.parquet", f"{content}per class")
     parquet = _imported("pyarrow.parquet", "pyarrow", "reading a parquet file")
     names = parquet.read_schema(file).names
     if not set(COLUMNS) <= set(names):

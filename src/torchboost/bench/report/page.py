@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from torchboost.bench.report import wording
-from torchboost.bench.report.table import result_table
+from torchboost.bench.report.table import ratio_text, result_table
 from torchboost.bench.verdict import best_hand, headline, stock_of, summarise, target_of, verdicts
 from torchboost.core.files import write_whole
 from torchboost.measure.evidence import BenchReport
@@ -27,8 +27,8 @@ Points = list[tuple[float, float]]
 COLOURS = 7
 POINTS = 240
 """Points of a line at most; the eye sees no more."""
-LABEL_GAP = 7.0
-"""Least distance between the names of two lines, in percent of the height."""
+DOTS = 60
+"""Points of a mean line at most that show their values under the pointer."""
 LARGEST = 1e150
 """Larger values are not drawn, as if they were infinite: their differences and ratios may be too large for a number."""
 
@@ -93,6 +93,14 @@ def ticks(low: float, high: float, *, most: int = 6, log: bool = False, whole: b
     return [k * step for k in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
+class Dot(NamedTuple):
+    """A point of a line: its position in percent, and its values as text."""
+
+    x: float
+    y: float
+    text: str
+
+
 class Line(NamedTuple):
     """The curve of a contestant.
 
@@ -101,14 +109,14 @@ class Line(NamedTuple):
         seeds: The path of each seed, as SVG; empty if there is one seed only.
         mean: The path of their mean.
         end: Where that ends; None if it cannot be drawn.
-        label: Height of the name.
+        dots: Points of the mean, the last one among them.
     """
 
     name: str
     seeds: list[str]
     mean: str
     end: tuple[float, float] | None
-    label: float
+    dots: list[Dot]
 
 
 class Chart(NamedTuple):
@@ -156,9 +164,11 @@ def chart(
     across = Scale(0.0, far * factor or 1.0)
 
     def place(line: Points) -> Points:
-        stride = math.ceil(len(line) / POINTS)
-        thin = [*line[:-1:stride], line[-1]] if stride > 1 else line
-        return [(across(x * factor), up(y * percent)) for x, y in thin]
+        return [(across(x * factor), up(y * percent)) for x, y in thinned(line)]
+
+    def tell(contestant: str, x: float, y: float) -> str:
+        where = wording.seconds(x) if against == "seconds" else f"epoch {x:g}"
+        return f"{contestant}: {wording.measure(y, share=share)} at {where}"
 
     name = report.metric_name if quantity == "metric" else "training loss"
     title = f"{name}, %" if share else f"{name}, logarithmic" if up.log else name
@@ -172,7 +182,12 @@ def chart(
         across=across.marks(8, whole=against == "epochs"),
         up=up.marks(5),
         target=Tick(height, f"target {_short((wish or 0.0) * percent)}") if 0 <= height <= 100 else None,
-        lines=_lines({contestant: [place(line) for line in lines] for contestant, lines in curves.items()}),
+        lines=[
+            _line(
+                contestant, [place(line) for line in lines], [tell(contestant, *point) for point in thinned(lines[-1])]
+            )
+            for contestant, lines in curves.items()
+        ],
     )
 
 
@@ -213,22 +228,24 @@ def _vertical(values: Sequence[float], *, losses: bool, share: bool) -> tuple[Sc
     return Scale(max(low, 0.0) if share else low, min(high, 100.0) if share else high, 100.0, 0.0), cut
 
 
-def _lines(places: dict[str, list[Points]]) -> list[Line]:
-    ends = {
-        name: next((p for p in reversed(lines[-1]) if all(map(math.isfinite, p))), None)
-        for name, lines in places.items()
-    }
-    labels = iter(spread([min(max(end[1], 0.0), 100.0) for end in ends.values() if end], LABEL_GAP))
-    return [
-        Line(
-            name=name,
-            seeds=[_path(seed) for seed in seeds] if len(seeds) > 1 else [],
-            mean=_path(mean),
-            end=ends[name],
-            label=next(labels) if ends[name] else 0.0,
-        )
-        for name, (*seeds, mean) in places.items()
+def thinned(line: Points, most: int = POINTS) -> Points:
+    """Return so many points of a line at most, about evenly, with its end."""
+    stride = math.ceil(len(line) / most)
+    return [*line[:-1:stride], line[-1]] if stride > 1 else line
+
+
+def _line(name: str, places: list[Points], texts: Sequence[str]) -> Line:
+    *seeds, mean = places
+    finite = [
+        Dot(x, y, text) for (x, y), text in zip(mean, texts, strict=True) if math.isfinite(x) and math.isfinite(y)
     ]
+    return Line(
+        name=name,
+        seeds=[_path(seed) for seed in seeds] if len(seeds) > 1 else [],
+        mean=_path(mean),
+        end=finite[-1][:2] if finite else None,
+        dots=[*finite[: -1 : math.ceil(len(finite) / DOTS)], *finite[-1:]] if finite else [],
+    )
 
 
 def _path(points: Iterable[tuple[float, float]]) -> str:
@@ -241,18 +258,6 @@ def _path(points: Iterable[tuple[float, float]]) -> str:
         else:
             pen = "M"
     return "".join(commands)
-
-
-def spread(positions: Sequence[float], gap: float, low: float = 0.0, high: float = 100.0) -> list[float]:
-    """Move positions apart by at least ``gap`` within ``[low, high]``, each as little as possible."""
-    order = sorted(range(len(positions)), key=lambda k: positions[k])
-    places = [0.0] * len(positions)
-    previous, following = low - gap, high + gap
-    for k in order:
-        previous = places[k] = max(positions[k], previous + gap)
-    for k in reversed(order):
-        following = places[k] = min(places[k], following - gap)
-    return places
 
 
 def bench_page(report: BenchReport) -> str:
@@ -283,6 +288,7 @@ def bench_page(report: BenchReport) -> str:
         pairs=max((ratio.pairs for c in report.contestants for ratio in c.ratios), default=0),
         seeds=max((len(c.curves) for c in report.contestants), default=0),
         units={name: wording.time_unit(statistics.median(some or [0.0])) for name, some in finite.items()},
+        ratio_of=ratio_text,
         figures=[min, statistics.median, statistics.fmean, max],
     )
 

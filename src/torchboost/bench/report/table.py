@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from torchboost.bench.report import wording
-from torchboost.bench.verdict import Summary, headline, summarise, verdicts
-from torchboost.measure.evidence import BenchReport
+from torchboost.bench.verdict import LEAST_PAIRS, Summary, headline, summarise, verdicts
+from torchboost.measure.evidence import BenchReport, Ratio
 
-__all__ = ["Table", "plain", "print_report", "print_table", "result_table"]
+__all__ = ["Table", "plain", "print_report", "print_table", "ratio_text", "result_table"]
 
 NOTHING = "\N{EN DASH}"
 
@@ -50,8 +50,8 @@ def result_table(report: BenchReport) -> Table:
     columns: dict[str, Callable[[Summary], str]] = {
         "contestant": lambda s: s.contestant.name,
         "time per step": lambda s: wording.seconds_interval(s.contestant.step_seconds),
-        "against stock": lambda s: wording.ratio_interval(s.stock.interval) if s.stock else NOTHING,
-        "against best hand": lambda s: wording.ratio_interval(s.hand.interval) if s.hand else NOTHING,
+        "against stock": lambda s: ratio_text(s.stock),
+        "against best hand": lambda s: ratio_text(s.hand),
         report.metric_name: lambda s: NOTHING if s.final is None else wording.measure(s.final, share=share),
         "difference to stock": difference,
         "whole run": lambda s: NOTHING if s.run_seconds is None else wording.seconds(s.run_seconds),
@@ -63,6 +63,13 @@ def result_table(report: BenchReport) -> Table:
     cells = {heading: [column(summary) for summary in summaries] for heading, column in columns.items()}
     kept = [name for k, name in enumerate(cells) if k < 2 or set(cells[name]) != {NOTHING}]
     return Table(headings=tuple(kept), rows=tuple(zip(*(cells[name] for name in kept), strict=True)))
+
+
+def ratio_text(found: Ratio | None) -> str:
+    """Return a ratio with its interval, which fewer than six rounds do not give."""
+    if found is None:
+        return NOTHING
+    return wording.ratio_interval(found.interval) if found.pairs >= LEAST_PAIRS else wording.ratio(found.interval.mid)
 
 
 def plain(table: Table) -> str:

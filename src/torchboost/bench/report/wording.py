@@ -10,13 +10,17 @@ __all__ = [
     "amount",
     "count",
     "difference",
+    "difference_interval",
     "has_own_units",
     "is_share",
     "measure",
+    "multiple",
+    "percent",
     "ratio",
     "ratio_interval",
     "seconds",
     "seconds_interval",
+    "size",
     "time_unit",
 ]
 
@@ -60,6 +64,16 @@ def ratio(value: float) -> str:
     return f"{value:.2f}{_TIMES}"
 
 
+def multiple(value: float) -> str:
+    """Format a factor that was chosen: ``0.5`` -> ``0.5x``, with the multiplication sign."""
+    return f"{value:g}{_TIMES}"
+
+
+def percent(share: float) -> str:
+    """Format a share: ``0.674`` -> ``67 %``."""
+    return f"{share:.0%}".replace("%", " %")
+
+
 def ratio_interval(interval: Interval) -> str:
     """Format a ratio with its interval: ``3.10x (2.95 to 3.28)``, with the multiplication sign."""
     return f"{ratio(interval.mid)} ({interval.low:.2f} to {interval.high:.2f})"
@@ -92,8 +106,14 @@ def difference(value: float, *, share: bool) -> str:
     """Format a signed difference of the metric: ``+0.12 points`` for a share."""
     if not math.isfinite(value):
         return str(value)
-    text = f"{100 * value:+.2f} points" if share else f"{value:+.4g}"
+    text = f"{100 * value:+.2f} points" if share else f"{value:+.3g}"
     return text.replace("-", _MINUS)
+
+
+def difference_interval(interval: Interval) -> str:
+    """Format a signed difference in the units of the metric, with its bounds: ``+0.001 (-0.004 to +0.006)``."""
+    low, mid, high = (difference(value, share=False) for value in (interval.low, interval.mid, interval.high))
+    return f"{mid} ({low} to {high})"
 
 
 def amount(value: float, *, share: bool) -> str:

@@ -1,0 +1,103 @@
+"""``torchboost levels`` and ``torchboost explain``: what a level turns on, and what it leaves out."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import typer
+
+from torchboost.cli.shared import fail, print_csv, print_json, print_table
+from torchboost.config import BoostConfig
+from torchboost.core.hardware import device_fault, half_precision
+from torchboost.errors import ConfigError
+from torchboost.plan import Plan
+from torchboost.registry import LEVELS, REGISTRY, Facts
+
+__all__ = ["show_levels", "show_plan"]
+
+
+def show_levels(*, json: bool, csv: bool) -> None:
+    """Print a line per algorithm, with its settings at each level."""
+    table = {
+        level: {name: _settings_of(REGISTRY[name].algorithm(**settings)) for name, settings in row.items()}
+        for level, row in LEVELS.items()
+    }
+    if json:
+        algorithms = [{"name": e.name, "summary": e.summary, "section": e.section} for e in REGISTRY.values()]
+        print_json({"levels": table, "algorithms": algorithms})
+        return
+
+    def mark(settings: Mapping[str, Any] | None) -> str:
+        if settings is None:
+            return "-"
+        return ", ".join(f"{key}={value}" for key, value in settings.items()) or "on"
+
+    head = ["algorithm", *LEVELS, "what it does"]
+    rows = [[e.name, *(mark(row.get(e.name)) for row in LEVELS.values()), e.summary] for e in REGISTRY.values()]
+    if csv:
+        print_csv([dict(zip(head, row, strict=True)) for row in rows])
+        return
+    print_table(head, rows)
+    typer.echo("A level leaves out what does not fit the model or the machine: see `torchboost explain`.")
+
+
+def show_plan(config: str | None, level: str, *, nodes: int, device: str, convolutions: int | None, json: bool) -> None:
+    """Print what a level and a configuration turn on for this machine."""
+    try:
+        loaded = _load(config)
+        plan = Plan.of(level, loaded, _facts(loaded, nodes, device, convolutions))
+    except ConfigError as error:
+        _refuse(error, json)
+    if not json:
+        typer.echo(plan.explain())
+        return
+    on = [{"name": a.name, "summary": REGISTRY[a.name].summary, "settings": _settings_of(a)} for a in plan.algorithms]
+    dropped = [{"name": d.name, "reason": d.reason} for d in plan.dropped]
+    recipe = plan.recipe.model_dump(mode="json")
+    print_json({"level": plan.level, "mode": plan.mode, "recipe": recipe, "algorithms": on, "dropped": dropped})
+
+
+def _settings_of(algorithm: Any) -> dict[str, Any]:
+    return {field.name: getattr(algorithm, field.name) for field in dataclasses.fields(algorithm) if field.init}
+
+
+def _refuse(error: ConfigError, json: bool) -> NoReturn:
+    if not json:
+        fail(str(error))
+    parts = {name: getattr(error, name) for name in ("path", "found", "allowed", "hint")}
+    print_json({"valid": False, **parts, "message": str(error)})
+    raise typer.Exit(1)
+
+
+def _load(config: str | None) -> BoostConfig:
+    if config != "-":
+        return BoostConfig.load(Path(config) if config is not None else None)
+    text = sys.stdin.read().lstrip()
+    # BoostConfig.load takes text that is not a JSON object for a path; here it can only be a mistake.
+    if not text.startswith("{"):
+        content = f"text on standard input that starts with {text[:20]!r}" if text else "nothing on standard input"
+        raise ConfigError("", found=content, allowed="a JSON object")
+    return BoostConfig.load(text)
+
+
+def _facts(config: BoostConfig, nodes: int, device: str, convolutions: int | None) -> Facts:
+    try:
+        kind = torch.device(device)
+    except RuntimeError:
+        fail(f"--device: found {device!r}; allowed: a device of torch, such as cpu or cuda.")
+    here = config.common.device_number if nodes > 1 else 1
+    half = half_precision(kind, convolutions) if device_fault(kind) is None else None
+    return Facts(
+        world_size=nodes * here,
+        nodes=nodes,
+        devices_per_node=here,
+        device=kind.type,
+        half_precision=None if half is None else half.fast,
+        half_precision_reason="" if half is None else half.reason,
+        convolutions=convolutions,
+    )
