@@ -33,6 +33,8 @@ _CONFIRMED = 2
 """Number of those pairs for a lever that is on without a trial."""
 _FIGURE = 5
 """Pairs from which on a ratio is shown as a number."""
+_FOR_A_FIGURE = 0.05
+"""Share of the budget that a lever of which fewer pairs said enough may take to get that number."""
 _HOPELESSLY_SLOW = 0.3
 """If it is as slow as this, two pairs say so."""
 _SLOWER_BY_FAR = 0.5
@@ -76,13 +78,14 @@ class _Sample:
     incumbent: list[float] = field(default_factory=list)
     price: float = 0.0
     second: bool = False
-    early: float = math.inf
+    early: int | None = None
     """Number of pairs after which a clear gain decides."""
 
     @property
     def is_clearly_faster(self) -> bool:
         """Whether a lever is kept before its first look."""
-        return len(self.ratios) >= self.early and min(self.ratios) >= _CLEARLY_FASTER
+        first = self.ratios[: self.early]
+        return len(first) == self.early and min(first) >= _CLEARLY_FASTER
 
     @property
     def interval(self) -> Interval | None:
@@ -323,12 +326,19 @@ class _Search:
             sample.incumbent.append(base)
             sample.ratios.append(base / challenger if challenger > 0 and math.isfinite(challenger) else 0.0)
             done = len(sample.ratios)
-            if stops and (_is_clearly_slower(sample.ratios) or sample.is_clearly_faster):
+            if stops and _is_clearly_slower(sample.ratios):
+                return
+            if stops and sample.is_clearly_faster and not self._gets_its_figure(done, began):
                 return
             if (done in _LOOKS and sample.is_decided) or done >= _LOOKS[-1]:
                 return
             if self.bench.elapsed() >= deadline + grace and not self._is_near_first_look(done, began):
                 return
+
+    def _gets_its_figure(self, done: int, began: float) -> bool:
+        """Whether the pairs that a number still needs take little of the budget."""
+        each = (self.bench.elapsed() - began) / done
+        return done < _FIGURE and (_FIGURE - done) * each <= min(_FOR_A_FIGURE * self.seconds, self._left())
 
     def _is_near_first_look(self, done: int, began: float) -> bool:
         """Whether a lever whose time is up is decided soon, such as one that a pause of the machine kept from it."""
