@@ -70,6 +70,12 @@ def tuned(title: str = "train.py:make", *, budget: float = 3000.0) -> TuneReport
     return report(title=title, **steps, **known, **answer)
 
 
+def test_a_printed_report_begins_with_the_answer() -> None:
+    shown = str(report(findings=[finding("kept")], whole=[finding("kept")]))
+    assert shown.startswith("Turn on fast, with channels_last.")
+    assert len(shown.splitlines()) < 20
+
+
 def test_the_headline_is_the_answer() -> None:
     kept = report(findings=[finding("kept")], whole=[finding("kept")])
     assert headline(kept) == "Turn on fast, with channels_last. A training then takes 67 % of the time."

@@ -275,6 +275,9 @@ class TuneReport(SavedRecord):
             after=(horizon(self), *(f"Note: {note}" for note in notes(self))),
         )
 
+    def __str__(self) -> str:
+        return str(self.sheet)
+
     def _repr_html_(self) -> str:
         return self.sheet._repr_html_()
 
