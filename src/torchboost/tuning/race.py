@@ -25,12 +25,9 @@ LONGER = 0.15
 MOST_ATTEMPTS = 3
 """Plans that the confirmation tries."""
 
-RESERVED_RUNS, RESERVED = 6, 0.4
-"""Runs that are set aside for the last attempt, which has those of stock already; at most this share of the rest."""
-
-LEAST_PAIRS, ENOUGH = 3, 5
-"""An attempt is not begun without time for the first number of pairs. The first one leaves nothing to the others before
-it has time for the second: a few pairs for each of them would decide nothing."""
+LEAST_PAIRS = 3
+"""An attempt is not begun without time for so many pairs. Nothing is set aside for later attempts: a few pairs for each
+of them would decide nothing."""
 
 OWN_SEEDS = 3
 """If stock's best rate is another than the user's, they are compared with so many fresh seeds."""
@@ -67,17 +64,12 @@ class Race:
         """
         self.search.make()
         runs, attempts, chosen = self.search.runs, self.attempts(), None
-        last = RESERVED_RUNS * runs.wall_seconds(attempts[-1]) if attempts else 0.0
-        reserved = min(last, RESERVED * (runs.budget - runs.spent))
-        for number, plan in enumerate(attempts, start=1):
-            own = self._seconds(plan, ENOUGH) if number == 1 else 0.0
-            left = min(reserved, max(0.0, runs.budget - runs.spent - own))
-            runs.limit = runs.budget - (left if number < len(attempts) else 0.0)
+        runs.limit = runs.budget
+        for plan in attempts:
             if self.confirm(plan, self.error / len(attempts)).outcome == "kept":
                 chosen = plan
                 break
         self._conclude(chosen)
-        runs.limit = runs.budget
         self._compare_rates()
         self._note_constant()
         return chosen

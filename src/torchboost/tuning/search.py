@@ -17,8 +17,9 @@ __all__ = ["LEAST_GAIN", "MULTIPLES", "SHARES", "Search", "best_rate", "memory_r
 LEAST_GAIN = 1.03
 """A gain of less than 3 % is not worth the complexity."""
 
-BUDGET = 0.5
-"""The search may take so much of the budget; the rest is for the confirmation."""
+BUDGET, FOUND = 0.5, 0.35
+"""The search may take so much of the budget; the rest is for the confirmation. Once it has a plan that takes half of the
+time of stock with the levers, the second share."""
 
 MULTIPLES, MORE_MULTIPLES = (1.0, 0.5, 2.0), 4
 """Multiples of its rate that every recipe gets, and how many more at most while the best of them is at an edge."""
@@ -109,6 +110,9 @@ class Search:
             found = (self.findings[recipe.name] for recipe in wave)
             for finding in sorted((one for one in found if one.outcome is None), key=self._promise):
                 self._shorten(finding)
+            whole = self.runs.seconds(self.levers, 1.0)
+            if any(self.runs.seconds(plan, plan.share) <= HALF * whole for plan in self.plans()):
+                self.runs.limit = FOUND * self.runs.budget
 
     def _tune(self, recipe: Candidate) -> None:
         """Find the best rate of a recipe at half of the steps. If that reaches the target, it is a plan at once."""
