@@ -18,8 +18,8 @@ LEAST_GAIN = 1.03
 """A gain of less than 3 % is not worth the complexity."""
 
 BUDGET, FOUND = 0.5, 0.35
-"""The search may take so much of the budget; the rest is for the confirmation. Once it has a plan that takes half of the
-time of stock with the levers, the second share."""
+"""The search may take so much of the budget; the rest is for the confirmation. Once it has a plan that takes half of
+the time of stock with the levers, the second share."""
 
 MULTIPLES, MORE_MULTIPLES = (1.0, 0.5, 2.0), 4
 """Multiples of its rate that every recipe gets, and how many more at most while the best of them is at an edge."""
