@@ -35,6 +35,8 @@ LEAST_SPREAD = 1 / 3
 """Share of the margin that the spread counts as at least: a few equal differences do not show that all are equal."""
 LEAST_ERROR = 0.003
 """The simulation of :func:`critical_values` finds no limits for smaller error rates."""
+PLANNED_SHARE = 0.8
+"""Share of the error that is for the looks for which there probably is time."""
 _PATHS = 100_000
 _SAFETY = 0.002
 """Subtracted from the error rate, for the error of the simulation that finds the limits."""
@@ -248,6 +250,8 @@ class SequentialTest:
         most: Number of pairs after which the test ends.
         least: Number of pairs before the first look, at least 2.
         error: One-sided, from 0.003 to below 0.5.
+        planned: Number of pairs for which there probably is time, known before the first of them. Four fifths of
+            ``error`` are then for the looks up to it, which are less strict, and one fifth for all looks.
 
     Raises:
         ValueError: An argument is out of range.
@@ -257,6 +261,7 @@ class SequentialTest:
     most: int = 12
     least: int = 3
     error: float = 0.05
+    planned: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.margin < math.inf:
@@ -265,6 +270,16 @@ class SequentialTest:
             raise ValueError(f"found least={self.least}, most={self.most}; needed: 2 <= least <= most.")
         if not LEAST_ERROR <= self.error < 0.5:
             raise ValueError(f"error: found {self.error!r}; give a number from {LEAST_ERROR} to below 0.5.")
+
+    @property
+    def limits(self) -> tuple[float, ...]:
+        """Those of Student's statistic at each look."""
+        rest = (1 - PLANNED_SHARE) * self.error
+        if self.planned is None or not self.least <= self.planned < self.most or rest < LEAST_ERROR:
+            return critical_values(self.least, self.most, self.error)
+        always = critical_values(self.least, self.most, rest)
+        soon = critical_values(self.least, self.planned, PLANNED_SHARE * self.error)
+        return (*map(min, soon, always), *always[len(soon) :])
 
     def look(self, differences: Sequence[float]) -> Look:
         """Decide after these differences, candidate minus baseline, in the order in which they were made.
@@ -292,7 +307,7 @@ class SequentialTest:
             wide = Interval(low=-math.inf, mid=mean, high=math.inf, confidence=1 - self.error)
             return Look(state="open", pairs=count, difference=wide, detectable=math.inf)
         spread = max(float(np.std(values, ddof=1)), LEAST_SPREAD * self.margin)
-        limits = critical_values(self.least, self.most, self.error)
+        limits = self.limits
         reach = limits[count - self.least] * spread / math.sqrt(count)
         last = spread / math.sqrt(self.most)
         needed = limits[-1] * last

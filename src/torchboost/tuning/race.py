@@ -42,6 +42,7 @@ class Race:
         most: Largest number of seeds of a test.
         error: Probability that something is turned on that costs more than the accepted drop.
         fresh: The first seed of the tests, with which no run was made before.
+        planned: Number of seeds for which the budget has time, if it is known from before an interruption.
         whole: What the tests found.
         notes: What else a reader must know.
     """
@@ -50,6 +51,7 @@ class Race:
     most: int = 12
     error: float = 0.05
     fresh: int = FRESH_SEED
+    planned: int | None = None
     whole: list[Finding] = field(default_factory=list, init=False)
     notes: list[str] = field(default_factory=list)
 
@@ -65,6 +67,8 @@ class Race:
         self.search.make()
         runs, attempts, chosen = self.search.runs, self.attempts(), None
         runs.limit = runs.budget
+        if attempts and self.planned is None:
+            self.planned = self._affordable(attempts[0])
         for plan in attempts:
             if self.confirm(plan, self.error / len(attempts)).outcome == "kept":
                 chosen = plan
@@ -73,6 +77,13 @@ class Race:
         self._compare_rates()
         self._note_constant()
         return chosen
+
+    def _affordable(self, plan: Candidate) -> int:
+        """Return for how many fresh seeds of a plan and of stock, at its best rate and the user's, there is time."""
+        runs = self.search.runs
+        stocks = {one.label: one for one in (self.search.stock, Candidate(name=STOCK))}
+        each = runs.wall_seconds(plan) + sum(map(runs.wall_seconds, stocks.values()))
+        return int((runs.budget - runs.spent) / each) if each else self.most
 
     def _seconds(self, plan: Candidate, pairs: int) -> float:
         """Return the seconds of so many pairs; those of stock that were made cost nothing."""
@@ -120,7 +131,7 @@ class Race:
 
     def _compared(self, plan: Candidate, stock: Candidate, error: float) -> tuple[Outcome, str]:
         runs, pairs, saves = self.search.runs, list[tuple[Run, Run]](), None
-        test = SequentialTest(margin=self.search.drop, most=self.most, error=error)
+        test = SequentialTest(margin=self.search.drop, most=self.most, error=error, planned=self.planned)
         is_best = stock.rate == self.search.stock.rate
         look = test.look([])
         for seed in range(self.fresh, self.fresh + self.most):

@@ -226,7 +226,8 @@ class TuneReport(SavedRecord):
     the groups. Earlier files do not tell them.
     ``source`` tells apart the versions of the file that defines the factory; it is empty if there is none.
     ``prior`` has the titles of the reports that the search began from, ``starts`` what they said about each recipe, and
-    ``fresh_seed`` the first seed of the confirmation, which none of them has used.
+    ``fresh_seed`` the first seed of the confirmation, which none of them has used. ``planned`` is the number of these
+    seeds for which the budget had time when the first one was begun.
     ``rate_search`` is whether the user's learning rate was to be searched.
     ``left_out`` has the levers that the trial did not keep, with the reasons. ``levers`` are those that every recipe of
     the search has, ``exact`` those of them whose step is the plain one but for rounding. ``extra`` and ``recipe`` are
@@ -264,6 +265,7 @@ class TuneReport(SavedRecord):
     prior: list[str] = Field(default_factory=list)
     starts: dict[str, Start] = Field(default_factory=dict)
     fresh_seed: int = FRESH_SEED
+    planned: int | None = None
 
     @property
     def sheet(self) -> Sheet:

@@ -267,6 +267,7 @@ class _Session:
             most=report.most_seeds,
             error=report.error,
             fresh=report.fresh_seed,
+            planned=report.planned,
             notes=self._notes(),
         )
         self.tell("plan", 0, 1, _plan(self.report, len(recipes)))
@@ -337,6 +338,7 @@ class _Session:
                 "findings": [search.findings.get(finding.candidate.name, finding) for finding in known],
                 "whole": list(race.whole),
                 "rate": search.rate,
+                "planned": race.planned,
                 "runs": list(runs.made.values()),
                 "spent_seconds": runs.aside + sum(run.wall_seconds for run in runs.made.values()),
                 "notes": list(race.notes),
