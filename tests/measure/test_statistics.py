@@ -299,3 +299,16 @@ def test_a_ratio_of_times_apart_is_reversed_by_swapping_and_covers_what_both_var
     for wrong in (([], [1.0]), ([1.0], [0.0])):
         with pytest.raises(ValueError, match="each side needs one, all positive"):
             unpaired_ratio(*wrong)
+
+
+def test_a_test_that_is_planned_for_few_pairs_decides_sooner_and_errs_no_more() -> None:
+    usual, planned = (SequentialTest(margin=0.02, error=0.05, planned=number) for number in (None, 4))
+    clear = [0.0, 0.03, 0.0, 0.03]
+    assert (usual.look(clear).state, planned.look(clear).state) == ("open", "passed")
+    assert planned.look([*clear, 0.0, 0.03]).state == "passed"
+    assert planned.look([0.01, -0.05, 0.03, -0.01]).state == "open"  # it goes on after these four
+    rng = np.random.default_rng(0)
+    for number in (3, 4, 8):
+        test = SequentialTest(margin=0.02, error=0.05, planned=number)
+        harmful = sum(test.look(list(rng.normal(-0.02, 0.05, 12))).state == "passed" for _ in range(1000))
+        assert harmful <= 65, number  # at most 50 are expected

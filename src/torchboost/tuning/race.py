@@ -80,16 +80,15 @@ class Race:
 
     def _affordable(self, plan: Candidate) -> int:
         """Return for how many fresh seeds of a plan and of stock, at its best rate and the user's, there is time."""
-        runs = self.search.runs
-        stocks = {one.label: one for one in (self.search.stock, Candidate(name=STOCK))}
-        each = runs.wall_seconds(plan) + sum(map(runs.wall_seconds, stocks.values()))
-        return int((runs.budget - runs.spent) / each) if each else self.most
+        left, each = self.search.runs.budget - self.search.runs.spent, self._seconds(plan, 1)
+        return int(left / each) if each else self.most
 
     def _seconds(self, plan: Candidate, pairs: int) -> float:
-        """Return the seconds of so many pairs; those of stock that were made cost nothing."""
-        runs, stock = self.search.runs, self.search.stock
-        new = [seed for seed in range(self.fresh, self.fresh + pairs) if (stock.label, seed) not in runs.asked]
-        return pairs * runs.wall_seconds(plan) + len(new) * runs.wall_seconds(stock)
+        """Return the seconds of so many pairs; the runs of stock that were made cost nothing."""
+        runs, seeds = self.search.runs, range(self.fresh, self.fresh + pairs)
+        stocks = {one.label: one for one in (self.search.stock, Candidate(name=STOCK))}.values()
+        new = [one for one in stocks for seed in seeds if (one.label, seed) not in runs.asked]
+        return pairs * runs.wall_seconds(plan) + sum(map(runs.wall_seconds, new))
 
     def attempts(self) -> list[Candidate]:
         """Return what the confirmation tries in turn.
