@@ -200,8 +200,15 @@ class Passes:
         """Return what ``look(model, args, kwargs)`` returns, which may run a forward pass."""
         context = contextvars.copy_context()
         context.run(NOTHING_READS.set, True)
-        with self.prepared(), self._forward():  # which may run no pass, so it does not show what a pass changes
-            return context.run(look, self.model, *self._inputs)
+        ran: list[bool] = []
+        with self.prepared(), self._forward():
+            handle = self.model.register_forward_pre_hook(lambda *_: ran.append(True))
+            try:
+                answer = context.run(look, self.model, *self._inputs)
+            finally:
+                handle.remove()
+            self._complete = bool(ran)  # without a pass it does not show what a pass changes
+        return answer
 
     @property
     def is_random(self) -> bool:
