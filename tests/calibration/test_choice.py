@@ -71,3 +71,13 @@ def test_a_machine_is_described_by_what_this_process_uses(monkeypatch):
     other = CHOICE.model_copy(update={"machine": {**here, "device": "GPU", "torch": "1.0"}})
     text = f"measured elsewhere (device: found GPU, here cpu; torch: found 1.0, here {torch.__version__})"
     assert text in other.measured_elsewhere(torch.device("cpu"))
+
+
+def test_what_was_on_before_another_run_is_not_said_of_this_one() -> None:
+    reason = "the loop computes under torch.autocast to bfloat16"
+    choice = Choice(verdicts=(Verdict(lever="autocast", kept=False, reason=reason, before=True),), source="trial")
+    loaded = Choice.saved({"choice": choice.model_dump_json()})
+    assert loaded is not None
+    (verdict,) = loaded.verdicts
+    assert not verdict.before
+    assert verdict.reason == f"off as in the run of the checkpoint, where {reason}"

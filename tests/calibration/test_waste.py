@@ -526,3 +526,21 @@ def test_a_model_that_could_make_masks_inside_is_looked_at_once():
     ids = padded()["input_ids"]
     boosted = torchboost.boost(model, torch.optim.SGD(model.parameters(), lr=0.1), level="O0")
     assert [each.kind for each in boosted.waste(ids, ids == 0).kinds] == KINDS
+
+
+def test_an_iterator_that_the_model_holds_is_not_read():
+    class Reading(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 2)
+            self.items = iter(range(1000))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.last = next(self.items)
+            return super().forward(x)
+
+    model = Reading()
+    boosted = torchboost.boost(model, sgd(model), total_steps=5000, calibrate=False)
+    with pytest.raises(IncompatibleError, match="an iterator, which can be read only once"):
+        boosted.waste(torch.randn(8, 4))
+    model(torch.randn(8, 4))
+    assert model.last == 0

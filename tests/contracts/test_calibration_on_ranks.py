@@ -144,7 +144,11 @@ def uneven_each() -> list[tuple[list[str], list[float], str]]:
 
 
 def test_ranks_with_other_settings_decide_the_same() -> None:
-    told = {"length": "a run of 299 steps is short", "off": "another rank has a reason", "iterator": "can be read only once"}
+    told = {
+        "length": "a run of 299 steps is short",
+        "off": "another rank has a reason",
+        "iterator": "can be read only once",
+    }
     for (how, _), first, second in zip(UNEVEN, *run_ranks(uneven_each, 2), strict=True):
         assert first[:2] == second[:2], how
         assert told.get(how, "") in second[2]

@@ -110,7 +110,8 @@ class Choice(_Record):
             return None
         try:
             if key == "choice":
-                return cls.model_validate({**json.loads(state[key]), "source": "checkpoint"})
+                saved = cls.model_validate({**json.loads(state[key]), "source": "checkpoint"})
+                return saved.model_copy(update={"verdicts": tuple(map(_elsewhere, saved.verdicts))})
             verdicts = tuple(_as_it_was(name, on) for name, on in state[key].items())
         except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(
@@ -187,6 +188,13 @@ class Choice(_Record):
             'trial. To measure here, boost again and load the state without its key "choice"; to choose, name them in '
             'boost(..., config={"extra": {...}}).'
         )
+
+
+def _elsewhere(verdict: Verdict) -> Verdict:
+    """Return a verdict of another program, which says nothing about what was on in this one."""
+    if not verdict.before:
+        return verdict
+    return verdict.but(before=False, reason=f"off as in the run of the checkpoint, where {verdict.reason}")
 
 
 def _as_it_was(lever: str, on: Any) -> Verdict:

@@ -163,8 +163,8 @@ def waste_of(
         root: What the user calls the model of the pair; empty if its parts have the user's names.
 
     Raises:
-        IncompatibleError: A part of the model is compiled or sharded, no output depends on its parameters, or two equal
-            passes differ.
+        IncompatibleError: A part of the model is compiled or sharded, it or its inputs hold an iterator, no output
+            depends on its parameters, or two equal passes differ.
         Exception: What the model raises.
 
     Cost: at least 20 steps, and up to some seconds for each kind that is there.
@@ -174,6 +174,8 @@ def waste_of(
     if sharded_units(target.model):
         raise IncompatibleError("FSDP2 shards the model; measure the waste of the bare model on one process")
     with on_real_inputs(target, call, forward) as passes:
+        if passes.snapshot.has_iterator:
+            raise IncompatibleError("the model or its inputs hold an iterator, which can be read only once")
         bench = _Bench(passes, target.optimizers, clock)
         padded, masks = seen_in(passes, root)
         kinds = [
