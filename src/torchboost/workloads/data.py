@@ -328,7 +328,8 @@ def cifar10(path: str | Path | None = None, *, train_limit: int | None = None) -
     Args:
         path: Folder with ``train.parquet`` and ``test.parquet``, or one of these files; columns ``img`` (JPEG
             or PNG bytes, or a dict with ``bytes``) and ``label``. Or a folder with the binary version or the
-            classes that :func:`~torchboost.workloads.images.find_split` reads. None fetches it from the Hugging Face Hub.
+            classes that :func:`~torchboost.workloads.images.find_split` reads. None fetches it from the Hugging Face
+            Hub.
         train_limit: Use only the first training images.
 
     Raises:
