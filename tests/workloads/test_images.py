@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 
 import numpy as np
@@ -14,17 +13,14 @@ from torchboost.workloads.data import Images, cifar10
 COLOURS = {"blue": (0, 0, 255), "red": (255, 0, 0)}
 
 
-def batches(folder: Path, *, binary: bool) -> np.ndarray:
+def batches(folder: Path) -> np.ndarray:
     """Write five batches for training and one for tests with three images each, and return their pixels."""
     folder.mkdir(parents=True, exist_ok=True)
     pixels = np.random.default_rng(0).integers(256, size=(18, 3072), dtype=np.uint8)
+    labels = np.array([[0], [1], [9]], dtype=np.uint8)
     for number, name in enumerate([*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"]):
         rows = pixels[3 * number : 3 * number + 3]
-        if binary:
-            labels = np.arange(3, dtype=np.uint8)[:, None]
-            (folder / f"{name}.bin").write_bytes(np.concatenate([labels, rows], axis=1).tobytes())
-        else:
-            (folder / name).write_bytes(pickle.dumps({b"data": rows, b"labels": [0, 1, 2]}, protocol=2))
+        (folder / f"{name}.bin").write_bytes(np.concatenate([labels, rows], axis=1).tobytes())
     return pixels
 
 
@@ -39,16 +35,14 @@ def classes(root: Path, *splits: str, count: int = 12, names: tuple[str, ...] = 
     return root
 
 
-@pytest.mark.parametrize(
-    ("folder", "binary"), [("cifar-10-batches-py", False), ("cifar-10-batches-bin", True), ("", True)]
-)
-def test_batches_of_cifar10(tmp_path: Path, folder: str, binary: bool) -> None:
-    pixels = batches(tmp_path / folder, binary=binary)
+@pytest.mark.parametrize("folder", ["cifar-10-batches-bin", ""])
+def test_batches_of_cifar10(tmp_path: Path, folder: str) -> None:
+    pixels = batches(tmp_path / folder)
     data = cifar10(tmp_path, train_limit=4)
     assert (data.samples, data.classes, len(data.test_images)) == (4, 10, 3)
     assert torch.equal(data.train_images.flatten(1), torch.from_numpy(pixels[:4]))
     assert torch.equal(data.test_images.flatten(1), torch.from_numpy(pixels[15:]))
-    assert data.train_labels.tolist() == [0, 1, 2, 0]
+    assert data.train_labels.tolist() == [0, 1, 9, 0]
 
 
 def test_a_folder_of_classes_is_mixed_and_has_its_own_mean(tmp_path: Path) -> None:
@@ -72,24 +66,58 @@ def test_what_is_not_such_a_folder_is_refused(tmp_path: Path) -> None:
     other = classes(classes(tmp_path / "other", "train", count=1), "test", count=1, names=("red",))
     with pytest.raises(ValueError, match=r"found the classes \['blue'\] in one of training and test only"):
         cifar10(other)
-    batches(tmp_path, binary=True)
-    (tmp_path / "test_batch.bin").write_bytes(b"123")
-    with pytest.raises(ValueError, match="found 3 bytes; needed: a multiple of 3073"):
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"123", "found 3 bytes; needed: a multiple of 3073"),
+        (b"", "found 0 bytes"),
+        (bytes(3073) + bytes([10]) + bytes(3072), "found the label 10; allowed: 0 to 9"),
+    ],
+)
+def test_a_binary_file_of_another_content_is_refused_by_name(tmp_path: Path, content: bytes, message: str) -> None:
+    batches(tmp_path)
+    (tmp_path / "data_batch_3.bin").write_bytes(content)
+    with pytest.raises(ValueError, match=rf"data_batch_3\.bin: {message}"):
         cifar10(tmp_path)
 
 
-class Evil:
-    def __reduce__(self):
-        return Path.touch, (Path("touched"),)
+def test_pickled_batches_are_not_read(tmp_path: Path) -> None:
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    for name in [*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"]:
+        (folder / name).write_bytes(b"crafted")
+    for given in (tmp_path, folder):
+        with pytest.raises(ValueError, match=r"can run code.*binary version.*parquet.*folder per class"):
+            cifar10(given)
+    batches(tmp_path / "cifar-10-batches-bin")
+    assert cifar10(tmp_path).samples == 15
 
 
-def test_a_batch_that_names_a_function_is_refused_and_nothing_runs(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    batches(tmp_path, binary=False)
-    (tmp_path / "data_batch_3").write_bytes(pickle.dumps({b"data": Evil(), b"labels": [0]}))
-    with pytest.raises(ValueError, match=r"found pathlib\S* in a batch of CIFAR-10; allowed: arrays of numbers"):
+def test_what_is_hidden_or_no_file_is_no_image_and_no_class(tmp_path: Path) -> None:
+    train = classes(tmp_path, "train", "test", count=1) / "train"
+    for hidden in (train / ".cache", train / "red" / ".cache"):
+        hidden.mkdir()
+        (hidden / "0.png").write_bytes(b"hidden")
+    (train / "red" / "._0.png").write_bytes(b"hidden")
+    (train / "red" / "folder.png").mkdir()
+    data = cifar10(tmp_path)
+    assert (data.samples, data.classes) == (2, 2)
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.float32])
+def test_an_image_that_does_not_fit_into_8_bits_is_refused_by_name(tmp_path: Path, dtype: type) -> None:
+    image = pytest.importorskip("PIL.Image")
+    file = classes(tmp_path, "train", "test", count=1) / "train" / "red" / "deep.png"
+    image.fromarray(np.full((40, 30), 30_000, dtype)).save(file, format="PNG" if dtype is np.uint16 else "TIFF")
+    with pytest.raises(ValueError, match=r"deep\.png: found .* mode .*needed: 8 bits"):
         cifar10(tmp_path)
-    assert not Path("touched").exists()
-    (tmp_path / "data_batch_3").write_bytes(pickle.dumps({b"data": 3}))
-    with pytest.raises(ValueError, match="found no batch of CIFAR-10"):
-        cifar10(tmp_path)
+
+
+def test_an_image_that_pillow_cannot_read_is_refused_by_name(tmp_path: Path) -> None:
+    red = classes(tmp_path, "train", "test", count=2) / "train" / "red"
+    for content in (b"junk", (red / "1.png").read_bytes()[:60]):
+        (red / "broken.png").write_bytes(content)
+        with pytest.raises(ValueError, match=r"broken\.png: found no image that Pillow can read"):
+            cifar10(tmp_path)

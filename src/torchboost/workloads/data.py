@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import Self
 
-from torchboost.workloads.images import Split, find_split
+from torchboost.workloads.images import Split, find_split, pixels_of
 
 __all__ = ["Documents", "Images", "Text", "as_text", "cifar10", "content_of", "digits", "text", "to_longest"]
 
@@ -327,13 +327,15 @@ def cifar10(path: str | Path | None = None, *, train_limit: int | None = None) -
 
     Args:
         path: Folder with ``train.parquet`` and ``test.parquet``, or one of these files; columns ``img`` (JPEG
-            or PNG bytes, or a dict with ``bytes``) and ``label``. Or a folder with the batches or the classes that
-            :func:`~torchboost.workloads.images.find_split` reads. None fetches it from the Hugging Face Hub.
+            or PNG bytes, or a dict with ``bytes``) and ``label``. Or a folder with the binary version or the
+            classes that :func:`~torchboost.workloads.images.find_split` reads. None fetches it from the Hugging Face
+            Hub.
         train_limit: Use only the first training images.
 
     Raises:
         FileNotFoundError: A file does not exist.
-        ValueError: A file has other columns or another content, or training and test have other classes.
+        ValueError: A file has other columns or another content, training and test have other classes, or the folder has
+            pickled batches alone.
         ImportError: A package that reads the files is missing. The message names it.
     """
     if path is not None and (train := find_split(Path(path), "train")) and (test := find_split(Path(path), "test")):
@@ -449,9 +451,9 @@ def _imported(module: str, package: str, purpose: str, remedy: str = EXTRA) -> A
 def _parquet(path: Path, split: str) -> Mapping[str, Sequence[Any]]:
     folder = path if path.is_dir() else path.parent
     content = (
-        "a folder with train.parquet and test.parquet, with batches of CIFAR-10, or with train and test of a folder "
+        "a folder with train.parquet and test.parquet, with the binary version of CIFAR-10, or with train and test "
     )
-    file = _existing(folder / f"{split}.parquet", f"{content}per class")
+    file = _existing(folder / f"{split}.parquet", f"{content}of a folder per class")
     parquet = _imported("pyarrow.parquet", "pyarrow", "reading a parquet file")
     names = parquet.read_schema(file).names
     if not set(COLUMNS) <= set(names):
@@ -469,6 +471,6 @@ def _hub(split: str) -> Mapping[str, Sequence[Any]]:
 def _decoded(table: Mapping[str, Sequence[Any]], limit: int | None) -> tuple[Tensor, Tensor]:
     image = _imported("PIL.Image", "pillow", "decoding images")
     files = [entry["bytes"] if isinstance(entry, dict) else entry for entry in table["img"][:limit]]
-    pixels = [np.asarray(image.open(io.BytesIO(file)).convert("RGB")) for file in files]
+    pixels = [np.asarray(pixels_of(image, io.BytesIO(file), f"row {row}")) for row, file in enumerate(files)]
     images = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).contiguous()
     return images, torch.tensor(table["label"][:limit])

@@ -1,17 +1,16 @@
-"""Images from files: a folder of classes, and the batches in which CIFAR-10 is distributed."""
+"""Images from files: a folder of classes, and the binary version of CIFAR-10."""
 
 from __future__ import annotations
 
 import importlib
-import pickle
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Split", "find_split"]
+__all__ = ["Split", "find_split", "pixels_of"]
 
 Split = tuple[Tensor, Tensor, tuple[str, ...]]
 """Images of shape (N, 3, 32, 32) in uint8, their labels, and the names of the classes; none for CIFAR-10."""
@@ -21,48 +20,77 @@ ROW = 1 + 3 * SIDE * SIDE
 BATCHES = {"train": [f"data_batch_{number}" for number in range(1, 6)], "test": ["test_batch"]}
 FOLDERS = {"train": ("train",), "test": ("test", "val")}
 ENDINGS = {".png", ".jpg", ".jpeg"}
-ARRAYS = {("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode")}
-CORES = ("numpy.core.multiarray", "numpy._core.multiarray")
+LABELS = 10
+PICKLED = "cifar-10-batches-py"
 
 
 def find_split(root: Path, split: str) -> Split | None:
     """Return the images of ``train`` or ``test`` in a folder, or None if it has neither layout.
 
-    The layouts are torchvision's: batches of CIFAR-10 in Python's or the binary format, in the folder itself or in
-    ``cifar-10-batches-py`` or ``-bin`` below it, and a folder per class with PNG or JPEG files, below ``train`` and
-    ``test`` or ``val``. Images of classes become 32 x 32, in an order that is drawn once.
+    The layouts are the binary version of CIFAR-10, in the folder itself or in ``cifar-10-batches-bin`` below it, and a
+    folder per class with PNG or JPEG files, below ``train`` and ``test`` or ``val``. Images of classes become 32 x 32,
+    in an order that is drawn once. Files and folders whose name begins with a dot are ignored.
 
     Raises:
-        ValueError: A file is not such a batch, or a folder has no image.
+        ValueError: A file has another content, a folder has no image, or there are pickled batches alone.
         ImportError: Pillow is missing.
     """
-    for folder in (root, root / "cifar-10-batches-py", root / "cifar-10-batches-bin"):
-        for ending, read in ((".bin", _binary), ("", _pickled)):
-            files = [folder / f"{name}{ending}" for name in BATCHES[split]]
-            if all(file.is_file() for file in files):
-                pixels, labels = zip(*map(read, files), strict=True)
-                images = torch.from_numpy(np.concatenate(pixels)).view(-1, 3, SIDE, SIDE)
-                return images, torch.from_numpy(np.concatenate(labels)).long(), ()
+    for folder in (root, root / "cifar-10-batches-bin"):
+        files = [folder / f"{name}.bin" for name in BATCHES[split]]
+        if all(file.is_file() for file in files):
+            pixels, labels = zip(*map(_binary, files), strict=True)
+            images = torch.from_numpy(np.concatenate(pixels)).view(-1, 3, SIDE, SIDE)
+            return images, torch.from_numpy(np.concatenate(labels)).long(), ()
     folders = [root / name for name in FOLDERS[split] if (root / name).is_dir()]
-    return _of_classes(folders[0]) if folders else None
+    if folders:
+        return _of_classes(folders[0])
+    pickled = (root / PICKLED).is_dir() or (root / "data_batch_1").is_file()
+    if pickled and not (root / f"{split}.parquet").is_file():
+        raise ValueError(
+            f"{root}: found pickled batches of CIFAR-10, which are not read because they can run code; allowed: the "
+            "binary version of CIFAR-10, train.parquet and test.parquet, or train and test of a folder per class."
+        )
+    return None
+
+
+def pixels_of(image: Any, source: Path | IO[bytes], name: str) -> Any:
+    """Return a picture in RGB with 8 bits per channel, as Pillow's.
+
+    Args:
+        image: The module ``PIL.Image``.
+        source: What Pillow opens.
+        name: What an error calls it.
+
+    Raises:
+        ValueError: Pillow cannot read it, or its channels have more than 8 bits, which Pillow would cut off at 255.
+    """
+    try:
+        with image.open(source) as picture:
+            mode, rgb = picture.mode, picture.convert("RGB")
+    except Exception as error:  # Pillow has no common class for what a damaged file may cause
+        raise ValueError(f"{name}: found no image that Pillow can read: {error}") from error
+    if mode.partition(";")[0] in ("I", "F"):
+        raise ValueError(f"{name}: found an image of mode {mode}; needed: 8 bits per channel. Convert it first.")
+    return rgb
 
 
 def _of_classes(root: Path) -> Split:
     image: Any = importlib.import_module("PIL.Image")
-    classes = tuple(sorted(folder.name for folder in root.iterdir() if folder.is_dir()))
-    files = [
-        (f, k)
-        for k, name in enumerate(classes)
-        for f in sorted((root / name).rglob("*"))
-        if f.suffix.lower() in ENDINGS
-    ]
+    classes = tuple(sorted(f.name for f in root.iterdir() if f.is_dir() and not f.name.startswith(".")))
+    files = [(f, k) for k, name in enumerate(classes) for f in sorted((root / name).rglob("*")) if _is_image(f, root)]
     if not files:
         raise ValueError(f"found no PNG or JPEG file in the folders below {root}; needed: a folder per class.")
     # The last images are held out, and a limit takes the first ones, so the classes are mixed.
     order = torch.randperm(len(files), generator=torch.Generator().manual_seed(0)).tolist()
-    pixels = [np.asarray(image.open(files[place][0]).convert("RGB").resize((SIDE, SIDE))) for place in order]
+    pictures = (pixels_of(image, files[place][0], str(files[place][0])) for place in order)
+    pixels = [np.asarray(picture.resize((SIDE, SIDE))) for picture in pictures]
     images = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).contiguous()
     return images, torch.tensor([files[place][1] for place in order]), classes
+
+
+def _is_image(file: Path, root: Path) -> bool:
+    hidden = any(part.startswith(".") for part in file.relative_to(root).parts)
+    return not hidden and file.suffix.lower() in ENDINGS and file.is_file()
 
 
 def _binary(file: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -70,24 +98,6 @@ def _binary(file: Path) -> tuple[np.ndarray, np.ndarray]:
     if not len(content) or len(content) % ROW:
         raise ValueError(f"{file}: found {len(content)} bytes; needed: a multiple of {ROW}, a label and an image each.")
     rows = content.reshape(-1, ROW)
+    if (highest := int(rows[:, 0].max())) >= LABELS:
+        raise ValueError(f"{file}: found the label {highest}; allowed: 0 to {LABELS - 1}.")
     return rows[:, 1:], rows[:, 0]
-
-
-def _pickled(file: Path) -> tuple[np.ndarray, np.ndarray]:
-    with file.open("rb") as stream:
-        content = _Arrays(stream, encoding="bytes").load()
-    try:
-        return np.asarray(content[b"data"], dtype=np.uint8).reshape(-1, ROW - 1), np.asarray(
-            content[b"labels"], dtype=np.int64
-        )
-    except (KeyError, TypeError, ValueError):
-        raise ValueError(f"{file}: found no batch of CIFAR-10; needed: a dict with b'data' and b'labels'.") from None
-
-
-class _Arrays(pickle.Unpickler):
-    """Reads arrays and nothing else: a pickle may name any function, which would run."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in ARRAYS or (module in CORES and name == "_reconstruct"):
-            return super().find_class(module, name)
-        raise ValueError(f"found {module}.{name} in a batch of CIFAR-10; allowed: arrays of numbers.")
