@@ -382,7 +382,7 @@ def resolve(config: BoostConfig, level: str, facts: Facts) -> Plan:
         ConfigError: The level is unknown, a name or setting under ``extra`` is unknown, or a setting has the wrong type
             or is out of range.
     """
-    if level not in LEVELS:
+    if not isinstance(level, str) or level not in LEVELS:
         raise ConfigError("level", found=repr(level), allowed=", ".join(LEVELS), hint=nearest(str(level), LEVELS))
     for name in config.extra:
         if name not in REGISTRY:
