@@ -114,7 +114,7 @@ def result_rows(results: Sequence[Result]) -> list[list[str]]:
     }
 
     def row(found: dict[str, Any]) -> list[str]:
-        seal = "" if found.pop("sealed") else " (no seal)"
+        seal = "" if found["sealed"] or "training" not in found else " (no seal)"
         cells = {name: words.get(name, str)(value) for name, value in found.items() if value is not None}
         cells["report"] += seal
         return [cells.get(name or "number", "") for name in RESULTS]
