@@ -5,6 +5,7 @@ import csv
 import importlib.util
 import io
 import json
+import math
 import runpy
 import subprocess
 import sys
@@ -109,7 +110,7 @@ def test_explain(bfloat16, monkeypatch):
     found = answer("explain", "--level", "O1", "--convolutions", "0", "--nodes", "2", "--json")
     assert "channels_last" in [d["name"] for d in found["dropped"]]
     assert {a["name"] for a in found["algorithms"]}.isdisjoint(d["name"] for d in found["dropped"])
-    assert answer("explain", "--level", "O0", "--json")["algorithms"] == []
+    assert answer("explain", "--level", "O0", "--device", "auto", "--json")["algorithms"] == []
     recipe = {"optimizer": "muon", "lr": None, "rate": 0.5, "length": 0.55}
     found = json.loads(run("explain", "-", "--json", stdin=json.dumps({"recipe": recipe})).stdout)
     assert found["recipe"] == recipe
@@ -204,6 +205,54 @@ def test_compare_gives_the_difference_and_what_else_differs(saved, tmp_path):
     mixed = run("compare", str(saved), tuned)
     assert (mixed.exit_code, "give two of the same command" in mixed.stderr) == (1, True)
     assert run("compare", tuned, tuned).stdout == run("results", tuned, tuned).stdout
+
+
+def strict(text: str):
+    def refuse(name: str):
+        raise AssertionError(f"{name} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_json_has_no_infinity(tmp_path):
+    first = winning_report()
+    short = [c.model_copy(update={"curves": c.curves[:1]}) for c in first.contestants]
+    bench = str(first.model_copy(update={"contestants": short}).save(tmp_path / "report.json"))
+    (row, *_) = strict(run("compare", bench, bench, "--json").stdout)["contestants"]
+    assert (row["difference"]["low"], row["difference"]["high"]) == ("-Infinity", "Infinity")
+    diverged = finding("kept").model_copy(update={"rates": {1.0: 0.9, 2.0: math.nan}})
+    tuned = tuning(findings=[diverged]).save(tmp_path / "boost.report.json")
+    saved = strict(tuned.read_text(encoding="utf-8"))["findings"]
+    assert strict(run("report", str(tuned), "--json").stdout)["findings"] == saved
+    assert strict(run("results", str(tuned), "--json").stdout)[0]["findings"] == saved
+
+
+def test_metrics_of_two_directions_are_not_subtracted(saved, tmp_path):
+    other = winning_report().model_copy(update={"metric_name": "metric", "metric_higher_is_better": False})
+    second = str(other.save(tmp_path / "other.json"))
+    shown = run("compare", str(saved), second).stdout
+    assert "accuracy, A" in shown
+    assert "metric, B" in shown
+    first = str(other.model_copy(update={"metric_higher_is_better": True}).save(tmp_path / "first.json"))
+    found = answer("compare", first, second, "--json")
+    assert {row["difference"] for row in found["contestants"]} == {None}
+    assert "metric_higher_is_better: True, False" in found["remarks"][0]
+
+
+def test_csv_holds_no_formula_and_results_are_plain_numbers(tmp_path):
+    first = winning_report()
+    named = [
+        c.model_copy(update={"name": name})
+        for c, name in zip(first.contestants, ("=1+1", "@SUM(1)", "-x", "+y", "-5"), strict=False)
+    ]
+    bench = first.model_copy(update={"contestants": named}).save(tmp_path / "report.json")
+    rows = list(csv.DictReader(io.StringIO(run("compare", str(bench), str(bench), "--csv").stdout)))
+    assert [row["name"] for row in rows] == ["'=1+1", "'@SUM(1)", "'-x", "'+y", "-5"]
+    tuned = tuning(findings=[finding("kept")], whole=[finding("kept")]).save(tmp_path / "boost.report.json")
+    (row,) = csv.DictReader(io.StringIO(run("results", str(tuned), "--csv").stdout))
+    assert float(row["time"]) == pytest.approx(1 / 1.5)
+    assert float(row["tuning"]) >= 0
+    assert float(row["metric against stock.mid"]) <= 1
 
 
 def test_report_refuses_other_files(tmp_path):

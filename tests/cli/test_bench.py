@@ -126,6 +126,16 @@ def make(seed):
 """
 
 
+def test_a_factory_that_ends_the_program_is_an_error(tmp_path):
+    file = tmp_path / "train.py"
+    for parts in ({"before": "import sys; sys.exit(0)"}, {"inside": "import sys; sys.exit(0)"}):
+        file.write_text(WRONG.format(**{"before": "", "inside": "pass", "wrong": "", **parts}))
+        result = run(f"{file}:make", "--pairs", "1", "--seeds", "0", "--out", str(tmp_path / "out"))
+        assert result.exit_code == 1
+        assert "was ended with status 0; a factory must return" in result.stderr
+        assert f"Error: {file}, line " in result.stderr
+
+
 def test_an_error_in_the_users_file_is_shown_from_its_line_on(tmp_path):
     file = tmp_path / "train.py"
     for parts, line, said in (

@@ -130,6 +130,7 @@ def test_what_was_measured_is_printed(planted):
 def test_everything_in_json_for_a_gpu_too(planted, file, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    file.write_text("print('mine')\n" + file.read_text(encoding="utf-8"), encoding="utf-8")
     found = json.loads(run(f"{file}:make", "--steps", "4", "--json").stdout)
     measured, step = found["measured"], found["step"]
     speed = measured["products"]["cpu"]["convolution"]

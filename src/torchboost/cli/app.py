@@ -57,7 +57,7 @@ def explain(
     ] = None,
     level: Annotated[str, typer.Option(help="O0, O1 or O2.")] = "O1",
     nodes: Annotated[int, typer.Option(min=1, help="Number of machines.")] = 1,
-    device: Annotated[str, typer.Option(help="Type of the training device.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Type of the training device, or auto.")] = "cpu",
     convolutions: Annotated[
         int | None, typer.Option(min=0, help="Number of convolutions in the model. Default: not known.")
     ] = None,
@@ -261,14 +261,22 @@ def results(
 ) -> None:
     """List the tunings that were made, and compare what they found."""
     from torchboost.cli.shared import print_csv, print_json, print_table, user_errors
-    from torchboost.tuning.results import RESULTS, data_of_results, machines, recipe_rows, result_rows, results_in
+    from torchboost.tuning.results import (
+        RESULTS,
+        data_of_results,
+        figures_of_results,
+        machines,
+        recipe_rows,
+        result_rows,
+        results_in,
+    )
 
     with user_errors():
         found = results_in(sources or [Path()])
     if json:
         print_json(data_of_results(found))
     elif csv:
-        print_csv([dict(zip(("number", *RESULTS[1:]), row, strict=True)) for row in result_rows(found)])
+        print_csv(figures_of_results(found))
     elif not found:
         typer.echo("No report of a tuning was found; their names end with .report.json.")
     else:

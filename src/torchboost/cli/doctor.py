@@ -27,6 +27,7 @@ from torchboost.calibration.waste import waste_of
 from torchboost.cli.shared import (
     EXTRAS,
     Display,
+    answer_only,
     print_json,
     print_table,
     usable_device,
@@ -50,7 +51,7 @@ PACKAGES = ("torchboost", "torch", "pydantic", "numpy", "safetensors")
 def show_doctor(factory: str | None, *, steps: int, device: str, json: bool) -> None:
     """Print what is installed, how fast this machine computes, and the parts and the waste of a factory's step."""
     progress = Display(sys.stderr)
-    with user_errors(progress):
+    with user_errors(progress), answer_only(json):
         parts = None if factory is None else Factory.at(factory).build(0)
         place = usable_device(device)
         facts = examine()

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 import typer
 
-from torchboost.cli.shared import fail, print_csv, print_json, print_table
+from torchboost.cli.shared import fail, print_csv, print_json, print_table, usable_device
 from torchboost.config import BoostConfig
 from torchboost.core.hardware import device_fault, half_precision
 from torchboost.errors import ConfigError
@@ -87,7 +87,7 @@ def _load(config: str | None) -> BoostConfig:
 
 def _facts(config: BoostConfig, nodes: int, device: str, convolutions: int | None) -> Facts:
     try:
-        kind = torch.device(device)
+        kind = usable_device(device) if device == "auto" else torch.device(device)
     except RuntimeError:
         fail(f"--device: found {device!r}; allowed: a device of torch, such as cpu or cuda.")
     here = config.common.device_number if nodes > 1 else 1

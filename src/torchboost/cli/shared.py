@@ -6,6 +6,7 @@ Standard output has the answer, JSON or a table. Standard error has the progress
 from __future__ import annotations
 
 import json
+import math
 import sys
 import sysconfig
 import traceback
@@ -123,12 +124,19 @@ def user_errors(progress: Display | None = None) -> Iterator[None]:
     """Turn user errors into one message and exit code 1. Bugs of torchboost keep their traceback.
 
     With ``progress``, the code of the user runs. An error in it is shown with the frames of this code and of what it
-    called, without those around it. An error in the arguments or in what the factory returns is one line.
+    called, without those around it. An error in the arguments or in what the factory returns is one line, and so is a
+    call of ``sys.exit``, whose status would tell programs that there is an answer.
     """
     try:
         yield
     except typer.Exit:
         raise
+    except SystemExit as error:
+        if progress is None:
+            raise
+        stack = [f for f in traceback.extract_tb(error.__traceback__) if not _is_ours(Path(f.filename))]
+        where = next((f"{f.filename}, line {f.lineno}: " for f in stack if _is_users(Path(f.filename))), "")
+        fail(f"{where}the program was ended with status {error.code!r}; a factory must return.")
     except Exception as error:
         seen = error.__cause__ if isinstance(error, ValueError) and error.__cause__ is not None else error
         frames = "" if progress is None or isinstance(seen, FactoryError) else users_traceback(seen)
@@ -237,16 +245,40 @@ def _figures(report: BenchReport) -> list[dict[str, Any]]:
 
 
 def print_json(data: Mapping[str, Any] | Sequence[Any]) -> None:
-    """Print data as indented JSON in ASCII, which every output can show. Other types are printed as text."""
-    typer.echo(json.dumps(data, indent=2, default=str))
+    """Print data as indented JSON in ASCII, which every output can show. Other types are printed as text.
+
+    JSON has no infinity and no NaN. They are strings, as in the files of reports.
+    """
+    typer.echo(json.dumps(_finite(data), indent=2, default=str, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def print_csv(rows: Sequence[Mapping[str, Any] | BaseModel]) -> None:
-    """Print records as CSV, a nested value in a column of its own: ``step_seconds.low``. What is not known is empty."""
-    flat = [_columns("", row) for row in rows]
+    """Print records as CSV, a nested value in a column of its own: ``step_seconds.low``. What is not known is empty.
+
+    A spreadsheet runs a text that begins as a formula does. Such a text gets an apostrophe in front.
+    """
+    flat = [{name: _no_formula(cell) for name, cell in _columns("", row).items()} for row in rows]
     writer = DictWriter(sys.stdout, list(dict.fromkeys(name for row in flat for name in row)), lineterminator="\n")
     writer.writeheader()
     writer.writerows(flat)
+
+
+def _no_formula(cell: Any) -> Any:
+    if not isinstance(cell, str) or len(cell) < 2 or cell[0] not in "=+-@":
+        return cell
+    try:
+        float(cell)
+    except ValueError:
+        return f"'{cell}"
+    return cell
 
 
 def _columns(name: str, value: Any) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,16 @@ from torchboost.bench.report import wording
 from torchboost.errors import ConfigError
 from torchboost.tuning.report import Finding, TuneReport, headline, proven_whole, turned_on
 
-__all__ = ["RESULTS", "Result", "data_of_results", "machines", "recipe_rows", "result_rows", "results_in"]
+__all__ = [
+    "RESULTS",
+    "Result",
+    "data_of_results",
+    "figures_of_results",
+    "machines",
+    "recipe_rows",
+    "result_rows",
+    "results_in",
+]
 
 RESULTS = ("", "report", "training", "date", "drop", "turned on", "time", "metric against stock", "your rate", "tuning")
 
@@ -65,26 +74,52 @@ def _training(report: TuneReport) -> str:
     return f"{report.fingerprint[:4] or '?'}-{report.data[:4] or '?'}-{report.steps}"
 
 
+def figures_of_results(results: Sequence[Result]) -> list[dict[str, Any]]:
+    """Return what :func:`result_rows` shows as plain numbers: the time as a share of stock's, the tuning in seconds."""
+    return [{"number": number, **_figures(one)} for number, one in enumerate(results, start=1)]
+
+
+def _figures(one: Result) -> dict[str, Any]:
+    found, report = {"report": str(one.path), "sealed": one.sealed}, one.report
+    if report is None:
+        return {**found, "turned on": one.fault}
+    complete = report.state == "complete"
+    proven = proven_whole(report) if complete else None
+    speed = proven.speed if proven is not None else None
+    return {
+        **found,
+        "training": _training(report),
+        "date": report.environment.date[:16],
+        "drop": report.drop,
+        "turned on": (turned_on(report) or "nothing") if complete else "not finished",
+        "time": None if speed is None else 1 / speed.mid,
+        "metric against stock": None if proven is None else proven.difference,
+        "your rate": None if report.rate is None else report.rate.best,
+        "tuning": report.spent_seconds,
+    }
+
+
 def result_rows(results: Sequence[Result]) -> list[list[str]]:
     """Return a line of text per report, see :data:`RESULTS`."""
 
-    def row(number: int, one: Result) -> list[str]:
-        if one.report is None:
-            return [str(number), str(one.path), "", "", "", one.fault, "", "", "", ""]
-        report, proven = one.report, proven_whole(one.report)
-        answer = (turned_on(report) or "nothing") if report.state == "complete" else "not finished"
-        time = metric = rate = ""
-        if proven is not None and report.state == "complete":
-            time = "" if proven.speed is None else wording.percent(1 / proven.speed.mid)
-            change = proven.difference
-            metric = "" if change is None else wording.difference_interval(change)
-        if report.rate is not None:
-            rate = "at its best" if report.rate.best == 1 else f"best at {wording.multiple(report.rate.best)}"
-        seal = "" if one.sealed else " (no seal)"
-        cells = [f"{report.drop:g}", answer, time, metric, rate, wording.seconds(report.spent_seconds)]
-        return [str(number), f"{one.path}{seal}", _training(report), report.environment.date[:16], *cells]
+    def best(rate: float) -> str:
+        return "at its best" if rate == 1 else f"best at {wording.multiple(rate)}"
 
-    return [row(number, one) for number, one in enumerate(results, start=1)]
+    words: dict[str, Callable[[Any], str]] = {
+        "drop": "{:g}".format,
+        "time": wording.percent,
+        "metric against stock": wording.difference_interval,
+        "your rate": best,
+        "tuning": wording.seconds,
+    }
+
+    def row(found: dict[str, Any]) -> list[str]:
+        seal = "" if found["sealed"] or "training" not in found else " (no seal)"
+        cells = {name: words.get(name, str)(value) for name, value in found.items() if value is not None}
+        cells["report"] += seal
+        return [cells.get(name or "number", "") for name in RESULTS]
+
+    return [row(found) for found in figures_of_results(results)]
 
 
 def recipe_rows(results: Sequence[Result]) -> list[list[str]]:

@@ -15,7 +15,8 @@ from torchboost.measure.statistics import mean_of, paired_difference, unpaired_r
 __all__ = ["Compared", "compared", "comparison_table", "differing", "remarks"]
 
 MACHINE = ("processor", "instructions", "cores", "threads", "device", "platform", "torch", "python", "torchboost")
-TRAINING = ("workload", "model", "parameters", "batch", "epochs", "train_samples", "metric_name", "source")
+METRIC = ("metric_name", "metric_higher_is_better")
+TRAINING = ("workload", "model", "parameters", "batch", "epochs", "train_samples", *METRIC, "source")
 
 
 class Compared(Record):
@@ -29,7 +30,7 @@ class Compared(Record):
         final_a: The mean of the last metric in the first report; None if there was no training.
         final_b: In the second report.
         difference: The second metric minus the first, over the seeds that both have; without bounds if they are fewer
-            than three, None if they have none.
+            than three, None if they have none or the metric is another one.
         seeds: How many these are.
     """
 
@@ -46,7 +47,7 @@ class Compared(Record):
 def compared(first: BenchReport, second: BenchReport) -> list[Compared]:
     """Return the contestants that both reports have, in the order of the first."""
     others = {contestant.name: contestant for contestant in second.contestants}
-    same = first.metric_name == second.metric_name
+    same = not differing(first, second, METRIC)
     return [_pair(one, others[one.name], same) for one in first.contestants if one.name in others]
 
 
@@ -74,15 +75,15 @@ def _pair(one: Contestant, other: Contestant, same_metric: bool) -> Compared:
 
 def comparison_table(first: BenchReport, second: BenchReport) -> Table:
     """Return a row per contestant that both have: both times, their ratio, both metrics, their difference."""
-    share = wording.is_share(first) and wording.is_share(second)
+    shares = wording.is_share(first), wording.is_share(second)
 
-    def metric(value: float | None) -> str:
+    def metric(value: float | None, share: bool) -> str:
         return NOTHING if value is None else wording.measure(value, share=share)
 
     def change(found: Interval | None) -> str:
         if found is None:
             return NOTHING
-        low, mid, high = (wording.difference(value, share=share) for value in (found.low, found.mid, found.high))
+        low, mid, high = (wording.difference(value, share=all(shares)) for value in (found.low, found.mid, found.high))
         bounds = f" ({low.removesuffix(' points')} to {high.removesuffix(' points')})"
         return mid + (bounds if math.isfinite(found.low) else "")
 
@@ -92,22 +93,24 @@ def comparison_table(first: BenchReport, second: BenchReport) -> Table:
             wording.seconds_interval(each.step_a),
             wording.seconds_interval(each.step_b),
             NOTHING if each.speed is None else wording.ratio_interval(each.speed),
-            metric(each.final_a),
-            metric(each.final_b),
+            metric(each.final_a, shares[0]),
+            metric(each.final_b, shares[1]),
             change(each.difference),
         )
         for each in compared(first, second)
     ]
-    name = first.metric_name
-    return Table(
-        ("contestant", "step, A", "step, B", "speed, B to A", f"{name}, A", f"{name}, B", "B - A"), tuple(rows)
-    )
+    metrics = f"{first.metric_name}, A", f"{second.metric_name}, B"
+    return Table(("contestant", "step, A", "step, B", "speed, B to A", *metrics, "B - A"), tuple(rows))
 
 
 def differing(first: BaseModel, second: BaseModel, names: tuple[str, ...]) -> dict[str, tuple[object, object]]:
     """Return the fields that are not the same in two records, with both values."""
     pairs = {name: (getattr(first, name, ""), getattr(second, name, "")) for name in names}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _recorded(value: object) -> object:
+    return value if isinstance(value, bool) else value or "not recorded"
 
 
 def remarks(first: BenchReport, second: BenchReport) -> list[str]:
@@ -117,7 +120,7 @@ def remarks(first: BenchReport, second: BenchReport) -> list[str]:
     training = differing(first, second, TRAINING)
     for what, found in ("machine or the versions differ", machine), ("training differs", training):
         if found:
-            both = "; ".join(f"{name}: {a or 'not recorded'}, {b or 'not recorded'}" for name, (a, b) in found.items())
+            both = "; ".join(f"{name}: {_recorded(a)}, {_recorded(b)}" for name, (a, b) in found.items())
             lines.append(f"The {what}, and the differences above with them. {both}.")
     names = [{contestant.name for contestant in report.contestants} for report in (first, second)]
     if alone := sorted(names[0] ^ names[1]):
