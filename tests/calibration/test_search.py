@@ -464,3 +464,13 @@ def test_a_run_that_became_faster_gives_a_trial_less_time_unless_a_price_waits_f
     )
     assert (("unpad", "compile") in bench.built) == waits
     assert waits or bench.now < 0.5
+
+
+def test_all_together_are_compared_with_the_plain_step_if_compilation_has_used_up_the_time():
+    bench = Planted({"a": 0.6, "b": 0.8, "compile": 1.2}, noise=0.01, prices={"compile": 6.4})
+    prices = {"compile": Price(expected=5.0)}
+    verdicts, ratio = search(["a", "b", "compile"], bench, seconds=6.5, steps=10**6, prices=prices)
+    assert [verdict.kept for verdict in verdicts] == [True, True, False]
+    assert ratio is not None
+    assert ratio.mid == pytest.approx(1 / 0.48, rel=0.05)
+    assert bench.now < 1.05 * 6.5

@@ -24,6 +24,8 @@ _CONFIDENCE_TOGETHER = 0.995
 """Of one look at a lever that gained nothing alone."""
 _GRACE = 0.08
 """Share of the budget that may be added to time a lever whose price is paid, rather than to have paid for nothing."""
+_LAST_SHARE = 0.05
+"""Share of the budget that may be added to compare all together with the plain step."""
 _EARLY = 4
 """Pairs after which a lever that is clearly slower in each of them is dropped."""
 _CLEARLY_SLOWER = 0.93
@@ -432,8 +434,9 @@ class _Search:
             return None
         if len(on) == 1 and not self.verdicts[on[0]].form:
             return self.verdicts[on[0]].ratio
-        if not self.kept or self._left() <= 0:
+        if not self.kept:
             return None
+        self.until = max(self.until, self.bench.elapsed() + _LAST_SHARE * self.seconds)
         try:
             self.bench.build((), within=self._left())
         except Exception:  # what was decided stands. Only the gain of all together is unknown
