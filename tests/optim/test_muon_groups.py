@@ -347,3 +347,10 @@ def test_an_evaluation_on_the_weights_of_training_warns_once():
     evaluated(model)
     assert len(warned) == 1
     assert warned[0].filename == __file__
+
+
+def test_parameters_that_are_added_later_follow_adamw_at_its_rate() -> None:
+    optimizer = named_optimizer("muon", mlp(), lr=0.02, adamw_lr=3e-3)
+    optimizer.add_param_group({"params": [("added", nn.Parameter(torch.ones(3)))]})
+    added = optimizer.param_groups[-1]
+    assert (added["rule"], added["lr"], added["weight_decay"]) == ("adamw", 3e-3, 0.01)

@@ -16,16 +16,16 @@ from torchboost.optim.rules.base import UpdateRule
 from torchboost.optim.rules.mixed import MixedOptimizer
 from torchboost.optim.rules.schedule_free import ScheduleFreeAdamW, warn_if_evaluated
 
-__all__ = ["check_given", "named_optimizer"]
+__all__ = ["ADAMW_LR", "MUON_LR", "check_given", "named_optimizer"]
 
 _DECAY = 0.01
-_ADAMW_LR = 1e-3
-_MUON_LR = 0.02
+ADAMW_LR = 1e-3
+MUON_LR = 0.02
 
 
 def _muon(model: nn.Module, lr: float | None, adamw_lr: float | None) -> MixedOptimizer:
-    matrices = {"lr": _MUON_LR if lr is None else lr, "momentum": 0.9, "weight_decay": _DECAY}
-    rest = {"lr": _ADAMW_LR if adamw_lr is None else adamw_lr, "weight_decay": _DECAY}
+    matrices = {"lr": MUON_LR if lr is None else lr, "momentum": 0.9, "weight_decay": _DECAY}
+    rest = {"lr": ADAMW_LR if adamw_lr is None else adamw_lr, "weight_decay": _DECAY}
     groups = muon_groups(model, muon=matrices, adamw=rest)
     if all(group["rule"] != "muon" for group in groups):
         warnings.warn(
@@ -34,7 +34,7 @@ def _muon(model: nn.Module, lr: float | None, adamw_lr: float | None) -> MixedOp
             NoEffectWarning,
             stacklevel=4,
         )
-    return MixedOptimizer(groups)
+    return MixedOptimizer(groups, **rest)
 
 
 def _schedule_free(model: nn.Module, lr: float | None, adamw_lr: float | None) -> ScheduleFreeAdamW:
@@ -43,7 +43,7 @@ def _schedule_free(model: nn.Module, lr: float | None, adamw_lr: float | None) -
             f'adamw_lr: found {adamw_lr!r} next to "schedule_free_adamw", which has one rate; give it as lr. adamw_lr '
             'is for "muon".'
         )
-    rate: Any = _ADAMW_LR if lr is None else lr
+    rate: Any = ADAMW_LR if lr is None else lr
     optimizer = ScheduleFreeAdamW(model.parameters(), lr=float(rate), weight_decay=_DECAY)
     warn_if_evaluated(model, optimizer)
     return optimizer

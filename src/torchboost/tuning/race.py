@@ -17,7 +17,7 @@ from torchboost.tuning.report import FRESH_SEED, STOCK, Candidate, Finding, Outc
 from torchboost.tuning.runs import EndedError, RecipeEndedError
 from torchboost.tuning.search import LEAST_GAIN, Search, memory_ratio
 
-__all__ = ["Race"]
+__all__ = ["LEAST_SEEDS", "Race"]
 
 LONGER = 0.15
 """If the fastest plan is not confirmed, it is tried with so much more of the steps."""
@@ -25,9 +25,9 @@ LONGER = 0.15
 MOST_ATTEMPTS = 3
 """Plans that the confirmation tries."""
 
-LEAST_PAIRS = 3
-"""An attempt is not begun without time for so many pairs. Nothing is set aside for later attempts: a few pairs for each
-of them would decide nothing."""
+LEAST_SEEDS = 3
+"""Fewest seeds of a test. Without time for them an attempt is not begun. Nothing is set aside for later attempts: a few
+seeds for each of them would decide nothing."""
 
 OWN_SEEDS = 3
 """If stock's best rate is another than the user's, they are compared with so many fresh seeds."""
@@ -115,8 +115,8 @@ class Race:
         outcome: Outcome = "kept"
         reason, runs = "", self.search.runs
         try:
-            if runs.spent + self._seconds(plan, LEAST_PAIRS) > runs.limit:
-                raise EndedError(f"the budget of {runs.budget:.0f} s does not allow {LEAST_PAIRS} more pairs of runs")
+            if runs.spent + self._seconds(plan, LEAST_SEEDS) > runs.limit:
+                raise EndedError(f"the budget of {runs.budget:.0f} s does not allow {LEAST_SEEDS} more pairs of runs")
             for multiple in dict.fromkeys((self.search.stock.rate, 1.0)):
                 outcome, reason = self._compared(plan, Candidate(name=STOCK, rate=multiple), error)
                 if outcome != "kept":

@@ -23,6 +23,7 @@ from torchboost.errors import ConfigError, IncompatibleError, NoEffectWarning
 from torchboost.front import Boosted, boost
 from torchboost.measure.machine import PeakMemory
 from torchboost.measure.stopwatch import Clock
+from torchboost.optim.named import ADAMW_LR, MUON_LR
 from torchboost.registry import LEVELS, REGISTRY
 from torchboost.tuning.report import BLOCK, STOCK, Candidate, Finding, Run
 from torchboost.tuning.runs import Watch
@@ -197,10 +198,6 @@ def _has_diverged(model: nn.Module) -> bool:
 Make = Callable[[int], object]
 
 LEVERS = tuple(name for name, entry in REGISTRY.items() if entry.lever)
-
-
-MUON_LR, ADAMW_LR = 0.02, 1e-3
-"""Rates that count as 1 in the search."""
 
 
 def standard_recipes(levers: Sequence[str], optimizer: Optimizer) -> list[Candidate]:

@@ -18,7 +18,7 @@ from torchboost.distributed.topology import Topology
 from torchboost.errors import FactoryError, IncompatibleError
 from torchboost.measure.stopwatch import Progress, environment, interrupts_kept
 from torchboost.tuning.prior import Prior, fresh_after, ordered, reports_of
-from torchboost.tuning.race import Race
+from torchboost.tuning.race import LEAST_SEEDS, Race
 from torchboost.tuning.report import STOCK, Candidate, Finding, TuneReport
 from torchboost.tuning.runs import Runs
 from torchboost.tuning.search import Search
@@ -49,7 +49,7 @@ ABSOLUTE = (
     "optimizer, such as max_lr=[group['lr'] for group in optimizer.param_groups] for OneCycleLR"
 )
 
-LEAST_SEEDS, MOST_SEEDS = 3, 100
+MOST_SEEDS = 100
 """The limits of the sequential test are simulated for all seeds, which takes seconds for a hundred."""
 
 
@@ -75,7 +75,7 @@ def tune(
 
     First a trial chooses the levers that make a step faster here; all recipes have them. Then every recipe gets the
     same search: stock itself, Muon, schedule-free AdamW, LessBN and freezing. The search finds the best of at least
-    five learning rates at half of the steps, and the fewest steps that keep the metric of stock at its best rate. At
+    three learning rates at half of the steps, and the fewest steps that keep the metric of stock at its best rate. At
     last the fastest plan is trained with fresh seeds against plain stock at that rate, until a sequential test decides.
     If it fails, it is tried with more steps, and then the levers alone. These attempts, at most three, have equal parts
     of ``error``. So whatever the search found, the probability that something which costs more than ``drop`` is turned
