@@ -34,7 +34,7 @@ def _muon(model: nn.Module, lr: float | None, adamw_lr: float | None) -> MixedOp
             NoEffectWarning,
             stacklevel=4,
         )
-    return MixedOptimizer(groups, **rest)
+    return MixedOptimizer(groups, lr=rest["lr"], weight_decay=_DECAY)
 
 
 def _schedule_free(model: nn.Module, lr: float | None, adamw_lr: float | None) -> ScheduleFreeAdamW:
