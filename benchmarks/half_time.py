@@ -31,15 +31,14 @@ from promises import final, machine, signed
 from time_to_metric import cpu_seconds
 
 import torchboost
-from torchboost.bench.contestants import Recipe, build_loop
-from torchboost.bench.factory import Factory, Parts, loop_body, made_by, metric_of, one_epoch, score_of
+from torchboost.bench.contestants import Recipe, averaged, build_loop
+from torchboost.bench.factory import Factory, Parts, metric_of, one_epoch, score_of
 from torchboost.bench.report import wording
 from torchboost.bench.report.table import Table
 from torchboost.core.torch_private import forget_compiled
 from torchboost.measure.evidence import Environment
 from torchboost.measure.statistics import mean_of, paired_difference, paired_ratio
 from torchboost.measure.stopwatch import environment
-from torchboost.optim import ScheduleFreeAdamW
 from torchboost.tuning.report import TuneReport
 from torchboost.workloads.data import Images
 from torchboost.workloads.named import Workload, find_workload
@@ -145,9 +144,8 @@ class Bench:
         for inputs, targets in itertools.islice(_batches(parts, seed), steps):
             step(inputs, targets)
         seconds, wall = cpu_seconds() - began, time.perf_counter() - wall
-        if isinstance(parts.optimizer, ScheduleFreeAdamW):
-            parts.optimizer.eval()
-        scores = {"metric": metric_of(parts, parts.model), "score": score_of(parts, parts.model)}
+        with averaged(parts.optimizer):
+            scores = {"metric": metric_of(parts, parts.model), "score": score_of(parts, parts.model)}
         return {"way": way, "seed": seed, **chosen, "steps": steps, "seconds": seconds, "wall": wall, **scores}
 
     def _loop(
@@ -155,13 +153,8 @@ class Bench:
     ) -> tuple[Callable[[Any, Any], Any], Parts, int]:
         steps = max(2, round(share * self.steps))
         if way == TUNED:
-            parts = made_by(self.factory.make, seed)
-            boosted = torchboost.boost(parts.model, parts.optimizer, config=self.config, total_steps=steps)
-            steps = boosted.steps or steps
-            if isinstance(boosted.optimizer, ScheduleFreeAdamW):
-                parts = parts._replace(schedule=None)
-            parts = parts._replace(optimizer=boosted.optimizer)
-            return loop_body(parts, boosted.model, boosted.optimizer, steps), parts, steps
+            loop = build_loop(Recipe.parse(str(self.config)), self.factory, seed=seed, steps=steps)
+            return loop.step, loop.parts, loop.steps
         optimizer = None if way != HAND_MUON else partial(with_muon, self.sample, muon)
         factory = replace(self.factory, make=scaled(self.factory.make, self.rate, optimizer))
         loop = build_loop(Recipe.parse("stock" if way == STOCK else "hand"), factory, seed=seed, steps=steps)

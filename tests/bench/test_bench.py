@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torchboost.algorithms.compile import Compile
 from torchboost.bench import bench
 from torchboost.bench.bench import run_bench
-from torchboost.bench.contestants import Recipe, build_loop, plan_for
+from torchboost.bench.contestants import Recipe, averaged, build_loop, plan_for
 from torchboost.bench.factory import Factory, Parts
 from torchboost.core.algorithm import Algorithm, Attachment, Target
 from torchboost.errors import FactoryError
@@ -457,6 +457,34 @@ def test_levels_and_additions_go_through_the_planner() -> None:
     for name in ("stock", "hand", "hand+less_bn", "O2", "O1+compile"):
         build_loop(Recipe.parse(name), tiny(), seed=0, steps=8, planner=planner)
     assert seen == [("O0", ("less_bn",)), ("O2", ()), ("O1", ("compile",))]
+
+
+def test_a_configuration_trains_for_its_length_and_is_not_mixed_with_another(tmp_path: Path) -> None:
+    file, out = tmp_path / "boost.json", tmp_path / "report.json"
+    file.write_text('{"recipe": {"rate": 0.5, "length": 0.75}}', encoding="utf-8")
+    settings: dict[str, Any] = {"epochs": 2, "planner": None, "out": out}
+    short = by_name(benched(tiny(), "stock", str(file), seeds=1, **settings))[str(file)]
+    assert (short.kind, short.algorithms[-1].name) == ("config", "recipe")
+    assert short.curves[0].epochs == [1.0, 1.5]  # 6 of 8 steps
+    assert any("0.75 of the steps" in note for note in short.notes)
+    file.write_text('{"recipe": {"length": 0.5}}', encoding="utf-8")
+    with pytest.raises(ValueError, match="has changed since its steps were timed"):
+        benched(tiny(), "stock", str(file), seeds=2, resume=True, **settings)
+    with pytest.raises(ValueError, match="found no such file"):
+        Recipe.parse(str(tmp_path / "absent.json"))
+
+
+def test_a_schedule_free_configuration_is_evaluated_with_its_average(tmp_path: Path) -> None:
+    file = tmp_path / "boost.json"
+    file.write_text('{"recipe": {"optimizer": "schedule_free_adamw", "lr": 0.01}}', encoding="utf-8")
+    loop = build_loop(Recipe.parse(str(file)), tiny(), seed=0, steps=4)
+    for inputs, targets in BATCHES:
+        loop.step(inputs, targets)
+    weight = next(loop.parts.model.parameters())
+    trained = weight.detach().clone()
+    with averaged(loop.parts.optimizer):
+        assert not torch.equal(weight, trained)
+    assert torch.allclose(weight, trained, atol=1e-6)
 
 
 def test_a_level_is_boosted_and_decided_at_the_first_step() -> None:

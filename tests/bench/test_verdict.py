@@ -70,6 +70,21 @@ def test_the_headline_names_the_fastest_that_keeps_its_metric_and_admits_what_is
     assert "turned on the same" not in headline(winning_report()).text
 
 
+def test_a_configuration_is_judged_by_its_whole_runs() -> None:
+    """Its steps are slower than those of stock. It needs fewer of them."""
+    tuned = contestant("boost.json", "config", 0.06, 0.97, stock=0.05, hand=("hand", 0.04))
+    quick = [curve.model_copy(update={"seconds": [s / 2 for s in curve.seconds]}) for curve in STOCK.curves]
+    hand = contestant("hand", "hand", 0.04, stock=0.05)
+    whole = report(STOCK, hand, tuned.model_copy(update={"curves": quick}))
+    assert plain(headline(whole).text).startswith("A whole run of boost.json takes 0.51x the time of the stock loop's")
+    said = sentences(whole, "boost.json")
+    assert any(tone == "good" and "0.51x (0.51 to 0.51) the time of stock's" in text for tone, text in said), said
+    assert not any("promises" in text for _, text in said)
+    slow = [curve.model_copy(update={"seconds": [2 * s for s in curve.seconds]}) for curve in STOCK.curves]
+    whole = report(STOCK, tuned.model_copy(update={"curves": slow}))
+    assert headline(whole).tone == "bad"
+
+
 def test_speed_is_good_bad_or_open() -> None:
     ratio = Ratio(baseline="stock", interval=Interval(low=0.99, mid=1.0, high=1.01), pairs=9, detectable=0.021)
     for each, tone, text in (

@@ -18,7 +18,7 @@ from torchboost.measure.evidence import (
 
 __all__ = ["contestant", "interval", "report", "winning_report"]
 
-Kind = Literal["stock", "hand", "level", "algorithm"]
+Kind = Literal["stock", "hand", "level", "algorithm", "config"]
 
 
 def interval(mid: float, share: float = 0.02) -> Interval:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchboost.bench.contestants import Loop, Planner, Recipe, build_loop
+from torchboost.bench.contestants import RECIPE, Loop, Planner, Recipe, averaged, build_loop
 from torchboost.bench.factory import RETURNS, Epoch, Factory, check_seeds, one_epoch
 from torchboost.bench.verdict import LEAST_PAIRS, stock_of
 from torchboost.core.forward import tensors_in
@@ -51,6 +51,7 @@ UNITS_UNKNOWN = (
     "`torchboost tune --drop`."
 )
 SAME = "turned on the same here, so their differences are chance"
+REWRITTEN = "contestant {!r}: the file has changed since its steps were timed; leave out --resume, or restore the file."
 CHANGED = "its own trial turned on other levers or settings: trained with {}, timed with {}"
 FEW_ROUNDS = "timed in fewer than six rounds: too few for a 95 % interval"
 ENVIRONMENT = ("torch", "torchboost", "processor", "instructions", "device", "threads")
@@ -297,10 +298,12 @@ class _Session:
         with PeakMemory(self.device) as peak:
             start, trained = clock(), 0.0
             loop = self.loop(name, seed, self.report.epochs * self.epoch.steps)
+            self.check_recipe(name, loop)
             setup = clock() - start
-            for epoch in range(self.report.epochs):
+            for epoch in range(math.ceil(loop.steps / self.epoch.steps)):
                 self.tell("training", *share(epoch), f"{name}, seed {seed}, epoch {epoch + 1}")
-                batches = self.batches(loop, seed, epoch)
+                left = loop.steps - epoch * self.epoch.steps
+                batches = itertools.islice(self.batches(loop, seed, epoch), left)
                 start = clock()
                 if epoch == 0:
                     losses.append(loop.step(*next(batches)))
@@ -308,15 +311,23 @@ class _Session:
                 for inputs, targets in batches:
                     losses.append(loop.step(inputs, targets))
                 trained += clock() - start
-                curve.epochs.append(epoch + 1.0)
+                curve.epochs.append(min(epoch + 1.0, loop.steps / self.epoch.steps))
                 curve.seconds.append(trained)
                 curve.train_loss.append(_smoothed(losses))
-                curve.metric.append(self.factory.evaluate(loop.parts, loop.predict))
+                with averaged(loop.parts.optimizer):
+                    curve.metric.append(self.factory.evaluate(loop.parts, loop.predict))
         timed = next(contestant.algorithms for contestant in self.report.contestants if contestant.name == name)
         if loop.algorithms != timed:
             ours, theirs = (", ".join(row.name for row in rows) or "nothing" for rows in (loop.algorithms, timed))
             self.update(notes=[*self.report.notes, f"{name}, seed {seed}: {CHANGED.format(ours, theirs)}"])
         return curve.model_copy(update={"setup_seconds": setup, "peak_bytes": peak.bytes})
+
+    def check_recipe(self, name: str, loop: Loop) -> None:
+        """Raise ``ValueError`` if a configuration is no longer the one whose steps were timed."""
+        rows = next(contestant.algorithms for contestant in self.report.contestants if contestant.name == name)
+        then, now = ([row.settings for row in some if row.name == RECIPE] for some in (rows, loop.algorithms))
+        if then != now:
+            raise ValueError(REWRITTEN.format(name))
 
     def judge(self) -> list[str]:
         """Judge the final metrics against stock's, if the allowed drops are known, and return the undecided levels."""
@@ -326,12 +337,13 @@ class _Session:
         sign = 1.0 if self.factory.higher_is_better else -1.0
         theirs = {curve.seed: sign * curve.final for curve in stock.curves}
         for contestant in self.report.contestants:
-            base, quality = Recipe.parse(contestant.name).base, []
+            base, quality = contestant.name.partition("+")[0], []
             ours = {curve.seed: sign * curve.final for curve in contestant.curves}
             differences = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
             margin = self.factory.drops[base == "O2"]
             if contestant is not stock and len(differences) > 1:
-                sequential = SEQUENTIAL in self.report.notes and base in PROMISING
+                promising = base in PROMISING or contestant.kind == "config"
+                sequential = SEQUENTIAL in self.report.notes and promising
                 looks = {"most": MOST_SEEDS} if sequential else {"least": len(differences), "most": len(differences)}
                 look = SequentialTest(margin=margin, **looks).look(differences)
                 judged = {"seeds": look.pairs, "passed": look.state == "passed", "detectable": look.detectable}

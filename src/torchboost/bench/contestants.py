@@ -11,6 +11,7 @@ The name of a contestant is a base and, after plus signs, the additions to it.
 ``O0``, ``O1``, ``O2``     the plain loop, boosted at that level
 ``hand+less_bn``           the hand loop with one algorithm attached; likewise ``stock+...``
 ``O1+compile``             a level with one more algorithm
+``boost.json``             what ``tune`` wrote to this file, for the number of steps that it names
 =========================  ==========================================================================
 """
 
@@ -18,8 +19,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -33,16 +35,20 @@ from torchboost.core.torch_private import AnyConv
 from torchboost.errors import nearest
 from torchboost.front import Boosted, boost
 from torchboost.measure.evidence import AlgorithmRow, DroppedRow
+from torchboost.optim import ScheduleFreeAdamW
 from torchboost.optim.fusing import obstacle
 from torchboost.plan import Plan
 from torchboost.registry import Facts
 
-__all__ = ["Loop", "Planner", "Recipe", "build_loop", "plan_for"]
+__all__ = ["RECIPE", "Loop", "Planner", "Recipe", "averaged", "build_loop", "plan_for"]
 
 BASES = ("stock", "hand", "O0", "O1", "O2")
 BY_HAND = "compile"
+CONFIG = ".json"
+RECIPE = "recipe"
+"""Row of a configuration among the algorithms of a contestant."""
 
-Kind = Literal["stock", "hand", "level", "algorithm"]
+Kind = Literal["stock", "hand", "level", "algorithm", "config"]
 
 Planner = Callable[[str, Sequence[str], nn.Module, Optimizer, int], Plan]
 """Maps a level, the algorithms added to it, model, optimizer and the steps of the run to a plan."""
@@ -60,12 +66,18 @@ class Recipe:
         """Parse a name.
 
         Raises:
-            ValueError: The part before the first plus is not a base, or an addition is empty or repeated.
+            ValueError: The part before the first plus is not a base, an addition is empty or repeated, or there is no
+                such file.
         """
+        if name.endswith(CONFIG):
+            if not Path(name).is_file():
+                raise ValueError(f"contestant '{name}': found no such file; give one that `torchboost tune` wrote.")
+            return cls(base=name)
         base, *added = name.split("+")
         if base not in BASES:
             hint = nearest(base, BASES)
-            raise ValueError(f"contestant '{name}': found '{base}'; allowed are {', '.join(BASES)}. {hint}".rstrip())
+            allowed = f"{', '.join(BASES)}, and the name of a file that ends with {CONFIG}"
+            raise ValueError(f"contestant '{name}': found '{base}'; allowed are {allowed}. {hint}".rstrip())
         if "" in added or len(set(added)) < len(added):
             raise ValueError(f"contestant '{name}': found {added} after the base; name each addition once.")
         return cls(base=base, added=tuple(added))
@@ -73,6 +85,8 @@ class Recipe:
     @property
     def kind(self) -> Kind:
         """The kind of contestant."""
+        if self.base.endswith(CONFIG):
+            return "config"
         if self.base not in ("stock", "hand"):
             return "level"
         if self.planned:
@@ -97,6 +111,7 @@ class Loop:
     Args:
         parts: The model to train, its optimizer, and the batches.
         step: ``(inputs, targets) -> loss``: forward, backward, update, schedule.
+        steps: Updates of a run.
         predict: Maps inputs to outputs.
         by_hand: What the loop does by hand, in words.
         boosted: The boosted pair, or the plan that was attached; None without either. A boosted pair decides about its
@@ -105,6 +120,7 @@ class Loop:
 
     parts: Parts
     step: Callable[[Any, Any], Tensor]
+    steps: int
     predict: nn.Module
     by_hand: list[str] = field(default_factory=list)
     boosted: Boosted | Plan | None = None
@@ -116,8 +132,12 @@ class Loop:
 
     @property
     def algorithms(self) -> list[AlgorithmRow]:
-        """The attached algorithms."""
-        return [AlgorithmRow(name=a.name, settings=repr(a)) for a in self.plan.algorithms] if self.plan else []
+        """The attached algorithms, and the recipe if there is one."""
+        if self.plan is None:
+            return []
+        rows = [AlgorithmRow(name=a.name, settings=repr(a)) for a in self.plan.algorithms]
+        recipe = self.plan.recipe
+        return rows if recipe.is_neutral else [*rows, AlgorithmRow(name=RECIPE, settings=repr(recipe))]
 
     @property
     def dropped(self) -> list[DroppedRow]:
@@ -133,6 +153,7 @@ class Loop:
             checks = self.boosted.checks | remarks
         on = {algorithm.name for algorithm in self.algorithms}
         notes = [f"by hand: {', '.join(self.by_hand)}"] if self.by_hand else []
+        notes += [f"recipe: {words}"] if self.plan and (words := self.plan.recipe.in_words()) else []
         return notes + [f"{name}: {check}" for name, check in checks.items() if name in on]
 
 
@@ -161,7 +182,7 @@ def build_loop(
         recipe: The contestant.
         factory: The training.
         seed: Seed of the weights.
-        steps: Length of the schedule.
+        steps: Length of the schedule. A configuration may shorten it.
         total_steps: Number of steps that must repay the start-up cost of an algorithm, by default ``steps``.
         device: Device of the model.
         planner: Chooses the algorithms of levels and additions, which are then attached without a trial.
@@ -172,11 +193,13 @@ def build_loop(
     parts = factory.build(seed)
     model = parts.model.to(device).train()
     total = total_steps or steps
+    if recipe.kind == "config":
+        return _configured(recipe.base, parts, model, steps, total)
     if recipe.kind == "level" and planner is None:
         added = dict.fromkeys(recipe.planned, True)
         boosted = boost(model, parts.optimizer, level=recipe.base, total_steps=total, config={"extra": added})
         body = loop_body(parts, boosted.model, boosted.optimizer, steps)
-        return Loop(parts=parts, step=body, predict=boosted.model, boosted=boosted)
+        return Loop(parts=parts, step=body, steps=steps, predict=boosted.model, boosted=boosted)
     by_hand = recipe.base == "hand"
     done = ["fused optimizer"] if by_hand and _fuse(parts.optimizer) else []
     target, plan = Target(model, parts.optimizer, seed=seed), None
@@ -211,7 +234,31 @@ def build_loop(
     }
     done += [name for name, on in options.items() if on]
     step = by_hand_body if channels_last or shorten is not None else body
-    return Loop(parts=parts, step=step, predict=target.model, by_hand=done, boosted=plan)
+    return Loop(parts=parts, step=step, steps=steps, predict=target.model, by_hand=done, boosted=plan)
+
+
+@contextlib.contextmanager
+def averaged(optimizer: Optimizer) -> Iterator[None]:
+    """Give the weights their average while a model is evaluated, if a schedule-free optimizer has one."""
+    before, after = (getattr(optimizer, name, None) for name in ("eval", "train"))
+    if not (callable(before) and callable(after)):
+        yield
+        return
+    before()
+    try:
+        yield
+    finally:
+        after()
+
+
+def _configured(path: str, parts: Parts, model: nn.Module, steps: int, total: int) -> Loop:
+    boosted = boost(model, parts.optimizer, config=path, total_steps=total)
+    if isinstance(boosted.optimizer, ScheduleFreeAdamW):
+        parts = parts._replace(schedule=None)  # its average takes the place of one
+    parts = parts._replace(optimizer=boosted.optimizer)
+    steps = max(2, round(boosted.plan.recipe.length * steps))
+    body = loop_body(parts, boosted.model, boosted.optimizer, steps)
+    return Loop(parts=parts, step=body, steps=steps, predict=boosted.model, boosted=boosted)
 
 
 def _fuse(optimizer: Optimizer) -> bool:

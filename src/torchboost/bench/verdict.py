@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 from torchboost.bench.factory import ACCURACY_DROPS
 from torchboost.bench.report import wording
 from torchboost.measure.evidence import BenchReport, Contestant, Interval, Ratio
-from torchboost.measure.statistics import mean_of, paired_difference
+from torchboost.measure.statistics import mean_of, paired_difference, paired_ratio
 
 __all__ = [
     "Difference",
@@ -79,6 +79,8 @@ class Summary:
         final: Mean final metric over the seeds.
         difference: Final metric against stock.
         run_seconds: Training time of a whole run including set-up, the mean over the seeds.
+        run: Ratio of the times of whole runs, stock's over its own, paired by seed; None with fewer than two seeds.
+        run_by_hand: The same against the best hand-tuned loop.
         seconds_to_target: Training time including set-up until the mean metric reaches the target of the report.
         repaid_after: Number of steps that repay the longer warm-up compared with stock.
         peak_bytes: How far the memory rose in a training run, the median over the seeds.
@@ -91,6 +93,8 @@ class Summary:
     final: float | None
     difference: Difference | None
     run_seconds: float | None
+    run: Interval | None
+    run_by_hand: Interval | None
     seconds_to_target: float | None
     repaid_after: int | None
     peak_bytes: float | None
@@ -133,7 +137,7 @@ def summarise(report: BenchReport) -> list[Summary]:
     for contestant in report.contestants:
         ratios = {r.baseline: r for r in contestant.ratios}
         finals = list(_finals(contestant).values())
-        runs = [curve.setup_seconds + curve.seconds[-1] for curve in contestant.curves if curve.seconds]
+        runs = list(_run_seconds(contestant).values())
         peaks = [curve.peak_bytes for curve in contestant.curves if curve.peak_bytes is not None]
         other = stock is not None and contestant is not stock
         summaries.append(
@@ -144,6 +148,8 @@ def summarise(report: BenchReport) -> list[Summary]:
                 final=mean_of(finals) if finals else None,
                 difference=_difference(contestant, stock, sign, share) if stock and other else None,
                 run_seconds=mean_of(runs) if runs else None,
+                run=_run_ratio(contestant, stock) if stock and other else None,
+                run_by_hand=_run_ratio(contestant, hand) if hand and contestant is not hand else None,
                 seconds_to_target=None if target is None else _seconds_to(contestant, target, sign),
                 repaid_after=_repaid_after(contestant, stock) if stock and other else None,
                 peak_bytes=statistics.median(peaks) if peaks else None,
@@ -155,6 +161,18 @@ def summarise(report: BenchReport) -> list[Summary]:
 
 def _finals(contestant: Contestant) -> dict[int, float]:
     return {curve.seed: curve.final for curve in contestant.curves if curve.metric}
+
+
+def _run_seconds(contestant: Contestant) -> dict[int, float]:
+    return {curve.seed: curve.setup_seconds + curve.seconds[-1] for curve in contestant.curves if curve.seconds}
+
+
+def _run_ratio(contestant: Contestant, baseline: Contestant) -> Interval | None:
+    ours, theirs = _run_seconds(contestant), _run_seconds(baseline)
+    seeds = [seed for seed in ours if seed in theirs]
+    if len(seeds) < 2:
+        return None
+    return paired_ratio([theirs[seed] for seed in seeds], [ours[seed] for seed in seeds])
 
 
 def _diverged(contestant: Contestant) -> bool:
@@ -204,8 +222,9 @@ def verdicts(report: BenchReport) -> dict[str, list[Sentence]]:
         sentences = [
             _speed(contestant.name, summary.stock, "the stock loop"),
             _speed(contestant.name, summary.hand, f"the best hand-tuned loop ({hand.name})")
-            if hand and contestant.kind == "level"
+            if hand and contestant.kind in ("level", "config")
             else None,
+            _whole_run(summary, hand),
             _metric(summary, report.metric_name, share),
             _promise(summary, report.metric_name, share),
             _setup(summary, stock),
@@ -237,6 +256,17 @@ def _speed(name: str, ratio: Ratio | None, baseline: str) -> Sentence | None:
     elif ratio.detectable is not None:
         text += " The rounds differ so much that not even twice the speed would have shown; time more, with --pairs."
     return Sentence("open", text)
+
+
+def _whole_run(summary: Summary, hand: Contestant | None) -> Sentence | None:
+    """Say how long a run of a configuration takes, which may have another number of steps."""
+    run, name = summary.run, summary.contestant.name
+    if run is None or summary.contestant.kind != "config":
+        return None
+    text = f"A whole run of {name} takes {wording.ratio_interval(run.inverse)} the time of stock's"
+    if hand is not None and summary.run_by_hand is not None:
+        text += f", and {wording.ratio_interval(summary.run_by_hand.inverse)} that of {hand.name}"
+    return Sentence("good" if run.low > 1 else "bad" if run.high < 1 else "open", f"{text}.")
 
 
 def _faster(ratio: Ratio | None) -> bool:
@@ -331,7 +361,8 @@ def headline(report: BenchReport) -> Sentence:
     share, metric = wording.is_share(report), report.metric_name
     paying: dict[Tone, list[Summary]] = {"good": [], "open": [], "bad": []}
     for summary in summarise(report):
-        if summary.contestant.kind in ("level", "algorithm") and _pays(summary.stock):
+        gain = _gain(summary)
+        if gain is not None and gain.low > 1 and gain.mid >= MIN_GAIN:
             kept = _metric(summary, metric, share)
             paying[kept.tone if kept else "open"].append(summary)
     candidates = paying["good"] or paying["open"]
@@ -340,28 +371,53 @@ def headline(report: BenchReport) -> Sentence:
         return Sentence("open", f"{wording.count(most, 'round')} of step timing decide nothing about the speed.")
     if not candidates:
         return Sentence("bad", "Nothing measured here is worth turning on.")
-    best = max(candidates, key=lambda summary: summary.stock.interval.mid if summary.stock else 0.0)
-    assert best.stock is not None
-    chosen, hand = best.contestant, best.hand.interval if best.hand else None
-    same = [c.name for c in report.contestants if c.kind == "level" and c.algorithms == chosen.algorithms]
-    text = chosen.name
-    if chosen.kind == "level" and len(same) > 1:
-        text += f" ({' and '.join(same)} turned on the same)"
-    text += f" trains {_times(best.stock.interval)} as fast as the stock loop"
-    if hand is not None and hand.low > 1:
-        text += f" and {_times(hand)} as fast as the best hand-tuned one"
-    elif hand is not None:
-        slower = hand.high < 1
-        text += (
-            ", but a hand-tuned loop is faster still"
-            if slower
-            else "; no difference to the best hand-tuned one was shown"
-        )
+    best = max(candidates, key=lambda summary: gain.mid if (gain := _gain(summary)) else 0.0)
+    text, hand = _praise(report, best), _gain_by_hand(best)
     if paying["good"]:
         return Sentence("open" if hand is not None and hand.high < 1 else "good", f"{text}.")
     if wording.has_own_units(metric):
         return Sentence("open", f"{text}. How much of the metric it may cost is not known here, so that is not judged.")
     return Sentence("open", f"{text}. Whether its {metric} holds is not decided.")
+
+
+def _gain(summary: Summary) -> Interval | None:
+    """Return how many times as fast as stock a contestant is; None for a baseline, or if that is not known.
+
+    Contestants train the same number of steps, so the time of a step tells, except for configurations.
+    """
+    kind, ratio = summary.contestant.kind, summary.stock
+    if kind == "config":
+        return summary.run
+    known = kind in ("level", "algorithm") and ratio is not None and ratio.pairs >= LEAST_PAIRS
+    return ratio.interval if known and ratio else None
+
+
+def _gain_by_hand(summary: Summary) -> Interval | None:
+    if summary.contestant.kind == "config":
+        return summary.run_by_hand
+    return summary.hand.interval if summary.hand else None
+
+
+def _praise(report: BenchReport, best: Summary) -> str:
+    """Return how fast the best contestant is, without a full stop."""
+    chosen, gain, hand = best.contestant, _gain(best), _gain_by_hand(best)
+    assert gain is not None
+    if chosen.kind == "config":
+        text = f"A whole run of {chosen.name} takes {_times(gain.inverse)} the time of the stock loop's"
+        return text if hand is None else f"{text}, and {_times(hand.inverse)} that of the best hand-tuned one"
+    same = [c.name for c in report.contestants if c.kind == "level" and c.algorithms == chosen.algorithms]
+    text = chosen.name
+    if chosen.kind == "level" and len(same) > 1:
+        text += f" ({' and '.join(same)} turned on the same)"
+    text += f" trains {_times(gain)} as fast as the stock loop"
+    if hand is None:
+        return text
+    if hand.low > 1:
+        return f"{text} and {_times(hand)} as fast as the best hand-tuned one"
+    slower = hand.high < 1
+    return text + (
+        ", but a hand-tuned loop is faster still" if slower else "; no difference to the best hand-tuned one was shown"
+    )
 
 
 def _times(interval: Interval) -> str:

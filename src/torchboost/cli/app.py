@@ -101,7 +101,7 @@ def bench(
     workload: Annotated[str, typer.Argument(help=f"{NAMES}, or path/to/train.py:make.")] = "digits",
     data: Data = None,
     contestants: Annotated[
-        str, typer.Option(help="Names, comma-separated: stock, hand, O0, O1, O2, or with additions: hand+compile.")
+        str, typer.Option(help="Comma-separated: stock, hand, O0, O1, O2, with additions: hand+compile, boost.json.")
     ] = "stock,hand,O1,O2",
     pairs: Annotated[int, typer.Option(min=1, help="Interleaved rounds of step timing.")] = 20,
     seeds: Annotated[int, typer.Option(min=0, help="Training runs per contestant; 0: step times only.")] = 3,

@@ -157,7 +157,7 @@ class Contestant(Record):
     """One way to train the model, with all of its measurements."""
 
     name: str
-    kind: Literal["stock", "hand", "level", "algorithm"]
+    kind: Literal["stock", "hand", "level", "algorithm", "config"]
     algorithms: list[AlgorithmRow] = []
     dropped: list[DroppedRow] = []
     step_seconds: Interval
