@@ -213,7 +213,7 @@ def test_levers_wait_and_are_attached_once(monkeypatch):
     names = {"channels_last", "autocast", "fused_optimizer"}
     assert boosted.levers.state == "waiting"
     assert names.isdisjoint(boosted.attached)
-    assert boosted.explain().count("the trial at the first training call decides") > len(names)
+    assert boosted.explain().count("  waits  ") > len(names)
     model, optimizer = boosted
     model.eval()(batch()[0])
     assert boosted.levers.state == "waiting"

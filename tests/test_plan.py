@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.support.boosted import in_one_line
 from tests.support.conv_nets import vgg
 from torchboost import ConfigError, Facts, IncompatibleError, Plan, Target
 from torchboost.algorithms import Compile, GradAccumulation
@@ -164,8 +164,8 @@ def test_auto_keys_the_user_wrote_override_the_level_and_explain_says_so():
         "loss_scale_group()",
     }
     assert "pattern='continuous'" in own_settings(built["grad_freeze"])
-    text = plan.explain()
-    assert re.search(": normalize_head=True, keep_every=1, blocks_per_norm=8 +changes the training\n", text)
+    text = in_one_line(plan.explain())
+    assert "normalize_head=True, keep_every=1, blocks_per_norm=8 changes the training" in text
     assert "your settings, with which the promise of O2 was not measured:" in text
     assert all(entry in text for entry in plan.unmeasured)
 
@@ -513,7 +513,7 @@ def test_short_runs_keep_what_costs_accuracy_in_them_out(level):
         said = reasons(short)[name]
         assert said.startswith("in runs of fewer than 1,000 steps it was not shown to keep the accuracy")
         assert said.endswith(f"this one has 999; ask for it with extra.{name}")
-        assert said in short.explain()
+        assert said in in_one_line(short.explain())
     asked = Plan.of(level, {"extra": dict.fromkeys(costly, True)}, FAST, total_steps=999)
     assert costly <= {one.name for one in asked.algorithms}
     for wrong, error in ((0, ValueError), (True, TypeError), (2.0, TypeError)):

@@ -48,7 +48,7 @@ _LOG = logging.getLogger("torchboost")
 
 State = Literal["waiting", "decided", "removed"]
 
-_WAITS = "the trial at the first training call decides"
+_WAITS = "waits: the trial at the first training call decides"
 
 
 class Levers:
@@ -151,18 +151,20 @@ class Levers:
         measured = self.choice.measured if self.choice is not None else ""
         if self.choice is None and self._unseen:
             measured = f"not {'measured' if self._measures else 'checked'}: {UNSEEN}"
+        rows = tuple(map(self._told, plan.rows))
+        waits = (_WAITS,) if any(row.state == "waits" for row in rows) else ()
         return replace(
             plan,
             heading=(*removed, *plan.heading, *([measured] if measured else [])),
-            rows=tuple(map(self._told, plan.rows)),
-            notes=(*plan.notes, *self._stays()),
+            rows=rows,
+            notes=(*waits, *plan.notes, *self._stays()),
             ask=self._ask(),
         )
 
     def _told(self, row: Row) -> Row:
         """Return a row of the plan with what is known about it in this run."""
         if row.name in self._waiting and row.name not in self.withdrawn:
-            return row._replace(state="waits", did=f"{REGISTRY[row.name].summary}: {_WAITS}")
+            return row._replace(state="waits", did=REGISTRY[row.name].summary)
         verdicts = {} if self.choice is None else {verdict.lever: verdict for verdict in self.choice.verdicts}
         verdict = None if row.name in self.withdrawn else verdicts.get(row.name)
         did, state = row.did, row.state

@@ -3,23 +3,49 @@
 from __future__ import annotations
 
 import html
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Sheet", "in_columns"]
+__all__ = ["WIDTH", "Sheet", "in_columns", "wrapped"]
 
 
-def in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return each row as a line with its cells in columns.
+WIDTH = 120
+"""Characters of a line."""
+_LEAST = 40
+"""A cell with less room than this has lines of its own, below the row."""
 
-    The last filled cell of a row may be long. It does not move the columns of the other rows.
+
+def in_columns(rows: Sequence[Sequence[str]], width: int = WIDTH) -> list[str]:
+    """Return the lines of a table.
+
+    The last filled cell of a row may be long. It does not move the columns of the other rows, and its text goes on in
+    further lines.
+
+    Args:
+        rows: Cells.
+        width: Of a line, in characters. The other cells of a row are not broken, so it may be wider.
     """
     filled = [max((k + 1 for k, cell in enumerate(row) if cell), default=0) for row in rows]
     columns = range(max(filled, default=0))
     widths = [
         max((len(row[k]) for row, count in zip(rows, filled, strict=True) if k + 1 < count), default=0) for k in columns
     ]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip() for row in rows]
+    lines: list[str] = []
+    for row, count in zip(rows, filled, strict=True):
+        before = "".join(f"{cell.ljust(wide)}  " for cell, wide in zip(row, widths[: max(count - 1, 0)], strict=False))
+        last, indent = row[count - 1] if count else "", len(before)
+        if len(last) > width - indent and width - indent < _LEAST:
+            lines.append(before.rstrip())
+            before, indent = "    ", 4
+        first, *more = wrapped(last, width - indent) or [""]
+        lines += [f"{before}{first}".rstrip(), *(" " * indent + line for line in more)]
+    return lines
+
+
+def wrapped(text: str, width: int = WIDTH) -> list[str]:
+    """Return a text as lines. A longer word, such as a path, is not broken."""
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +70,8 @@ class Sheet:
 
     def __str__(self) -> str:
         """Return the text, with an empty line around the table."""
-        parts = (self.before, in_columns(self._table), self.after)
+        before, after = ([line for text in part for line in wrapped(text)] for part in (self.before, self.after))
+        parts = (before, in_columns(self._table), after)
         return "\n\n".join("\n".join(part) for part in parts if part)
 
     def _repr_html_(self) -> str:

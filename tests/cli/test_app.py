@@ -126,6 +126,20 @@ def test_explain(bfloat16, monkeypatch):
     assert "does not compute faster" not in shown
 
 
+def test_the_plan_of_a_model_is_explained(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run("new", "train.py")
+    shown = run("explain", "train.py:make", "--total-steps", "20000").stdout
+    assert "for AdamW, 20,000 steps" in shown
+    found = answer("explain", "train.py:make", "--total-steps", "20000", "--json")
+    assert found["total_steps"] == 20_000
+    named = {row["name"] for row in found["algorithms"]} | set(found["waiting"])
+    assert {"fused_optimizer", "gradient_centralization"} <= named
+    assert set(found["waiting"]).isdisjoint(row["name"] for row in found["dropped"])
+    assert run("explain", "train.py:other").exit_code == 1
+    assert run("explain", "train.py:make", "--nodes", "2").exit_code == 1
+
+
 def test_version():
     assert run("--version").stdout == f"torchboost {torchboost.__version__}\n"
 

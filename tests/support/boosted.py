@@ -39,3 +39,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> lis
 
 def hooks(optimizer: torch.optim.Optimizer) -> int:
     return len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
+
+
+def in_one_line(text: str) -> str:
+    """A text without the breaks and columns of a table."""
+    return " ".join(text.split())

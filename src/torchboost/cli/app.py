@@ -52,10 +52,15 @@ def levels(json: Json = False, csv: Csv = False) -> None:
 
 @app.command()
 def explain(
-    config: Annotated[
-        str | None, typer.Argument(help="A JSON file, or - for standard input.", metavar="[BOOST.JSON]")
+    source: Annotated[
+        str | None,
+        typer.Argument(
+            help="A JSON file, - for one on standard input, or path/to/train.py:make for your model.",
+            metavar="[BOOST.JSON | TRAIN.PY:MAKE]",
+        ),
     ] = None,
     level: Annotated[str, typer.Option(help="O0, O1 or O2.")] = "O1",
+    total_steps: Annotated[int | None, typer.Option(min=1, help="Updates of the whole run.")] = None,
     nodes: Annotated[int, typer.Option(min=1, help="Number of machines.")] = 1,
     device: Annotated[str, typer.Option(help="Type of the training device, or auto.")] = "cpu",
     convolutions: Annotated[
@@ -63,10 +68,18 @@ def explain(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show what a level and a configuration turn on for this machine, what they leave out, and why."""
-    from torchboost.cli.plans import show_plan
+    """Show what a level turns on for this machine, a configuration or a model, what it leaves out, and why."""
+    from torchboost.cli.plans import show_plan, show_plan_of_model
 
-    show_plan(config, level, nodes=nodes, device=device, convolutions=convolutions, json=json)
+    if source is not None and source.rpartition(":")[0].endswith(".py"):
+        if nodes != 1 or convolutions is not None:
+            typer.echo("Error: --nodes and --convolutions: leave them out; the model and the process tell.", err=True)
+            raise typer.Exit(1)
+        show_plan_of_model(source, level, total_steps=total_steps, device=device, json=json)
+    else:
+        show_plan(
+            source, level, total_steps=total_steps, nodes=nodes, device=device, convolutions=convolutions, json=json
+        )
 
 
 @app.command()

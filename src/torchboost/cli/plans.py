@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import typer
 
-from torchboost.cli.shared import fail, print_csv, print_json, print_table, usable_device
+from torchboost.bench.factory import Factory
+from torchboost.cli.shared import (
+    Display,
+    answer_only,
+    fail,
+    print_csv,
+    print_json,
+    print_table,
+    usable_device,
+    user_errors,
+)
 from torchboost.config import BoostConfig
 from torchboost.core.hardware import device_fault, half_precision
 from torchboost.errors import ConfigError
+from torchboost.front import boost
 from torchboost.plan import Plan
 from torchboost.registry import LEVELS, REGISTRY, Facts
 
-__all__ = ["show_levels", "show_plan"]
+__all__ = ["show_levels", "show_plan", "show_plan_of_model"]
 
 
 def show_levels(*, json: bool, csv: bool) -> None:
@@ -46,20 +57,47 @@ def show_levels(*, json: bool, csv: bool) -> None:
     typer.echo("A level leaves out what does not fit the model or the machine: see `torchboost explain`.")
 
 
-def show_plan(config: str | None, level: str, *, nodes: int, device: str, convolutions: int | None, json: bool) -> None:
+def show_plan(
+    config: str | None,
+    level: str,
+    *,
+    total_steps: int | None,
+    nodes: int,
+    device: str,
+    convolutions: int | None,
+    json: bool,
+) -> None:
     """Print what a level and a configuration turn on for this machine."""
     try:
         loaded = _load(config)
-        plan = Plan.of(level, loaded, _facts(loaded, nodes, device, convolutions))
+        facts = _facts(loaded, nodes, device, convolutions)
+        plan = Plan.of(level, loaded, facts, total_steps=total_steps)
     except ConfigError as error:
         _refuse(error, json)
+    _show(plan, plan.explain(), json)
+
+
+def show_plan_of_model(source: str, level: str, *, total_steps: int | None, device: str, json: bool) -> None:
+    """Print what a level turns on for the model and optimizer of a factory. Nothing is trained."""
+    with user_errors(Display(sys.stderr)), answer_only(json):
+        parts = Factory.at(source).build(0)
+        model = parts.model.to(usable_device(device)).train()
+        boosted = boost(model, parts.optimizer, level, total_steps=total_steps)
+        plan, text = boosted.plan, boosted.explain()
+        waiting = [row.name for row in boosted.levers.explanation().rows if row.state == "waits"]
+        boosted.remove()
+    _show(plan, text, json, waiting)
+
+
+def _show(plan: Plan, text: str, json: bool, waiting: Sequence[str] = ()) -> None:
     if not json:
-        typer.echo(plan.explain())
+        typer.echo(text)
         return
     on = [{"name": a.name, "summary": REGISTRY[a.name].summary, "settings": _settings_of(a)} for a in plan.algorithms]
-    dropped = [{"name": d.name, "reason": d.reason} for d in plan.dropped]
+    dropped = [{"name": d.name, "reason": d.reason} for d in plan.dropped if d.name not in waiting]
     recipe = plan.recipe.model_dump(mode="json")
-    print_json({"level": plan.level, "mode": plan.mode, "recipe": recipe, "algorithms": on, "dropped": dropped})
+    choice = {"level": plan.level, "mode": plan.mode, "total_steps": plan.total_steps, "recipe": recipe}
+    print_json({**choice, "algorithms": on, "waiting": [*waiting], "dropped": dropped})
 
 
 def _settings_of(algorithm: Any) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from torchboost.bench.verdict import headline, summarise, verdicts
 from torchboost.core.hardware import device_fault
 from torchboost.errors import ConfigError, FactoryError, IncompatibleError, RankDisagreementError
 from torchboost.measure.evidence import BenchReport
-from torchboost.tuning.report import HEADINGS, TuneReport, cost, horizon, notes, rows, tune_page
+from torchboost.tuning.report import TuneReport, cost, tune_page
 from torchboost.tuning.report import headline as answer
 from torchboost.workloads.named import Workload, find_workload
 
@@ -294,9 +294,7 @@ def _columns(name: str, value: Any) -> dict[str, Any]:
 
 def print_tuning(report: TuneReport) -> None:
     """Print a tuning: the answer, what became of each candidate, and for which runs it holds."""
-    typer.echo("\n".join(filter(None, (answer(report), cost(report)))))
-    print_table(list(HEADINGS), rows(report))
-    typer.echo("\n".join([horizon(report), *(f"Note: {note}" for note in notes(report))]))
+    typer.echo(str(replace(report.sheet, before=tuple(filter(None, (answer(report), cost(report)))))))
 
 
 def summary_of(report: BenchReport | TuneReport) -> dict[str, Any]:
