@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import torchboost
+from tests.support.boosted import in_one_line
 from torchboost.core.torch_private import interceptor_of
 from torchboost.errors import NoEffectWarning
 
@@ -64,7 +65,7 @@ def test_a_checked_run_is_the_plain_run(sides):
     assert boosted.checks["fused_optimizer"] == "exact here"
     waits = interceptor_of(checked[0]) is not None
     assert waits == (len(set(sides)) == 1)
-    assert "exact here" in boosted.explain()
+    assert "exact here" in in_one_line(boosted.explain())
     boosted.remove()
     assert interceptor_of(checked[0]) is None
 
@@ -78,7 +79,7 @@ def test_what_is_wrong_for_another_shape_goes_when_it_comes():
         train(*checked, [10, 8])
     assert "channels_last" not in boosted.attached
     assert "fused_optimizer" in boosted.attached
-    assert "left out: an output differs" in boosted.explain()
+    assert "left out: an output differs" in in_one_line(boosted.explain())
     assert checked[0][0].weight.is_contiguous()
     torch.testing.assert_close(found, plain[:2], rtol=1e-4, atol=1e-5)
 
@@ -90,7 +91,7 @@ def test_a_check_may_be_switched_off():
     train(model, optimizer, [10])
     assert "channels_last" in boosted.attached
     boosted.remove()
-    assert "not checked: verify=False" in boosted.explain()
+    assert "not checked: verify=False" in in_one_line(boosted.explain())
     model, optimizer = pair()
     boosted = torchboost.boost(model, optimizer, calibrate=0.2, config={"extra": {"compile": False}}, verify=False)
     train(model, optimizer, [8])
@@ -124,7 +125,7 @@ def test_inputs_that_can_be_read_only_once_are_not_tried():
         model, torch.optim.SGD(model.parameters(), lr=0.1), calibrate=1.0, config={"extra": {"compile": False}}
     )
     model(iter([torch.randn(2, 3, 8, 8)])).sum().backward()
-    assert "which can be read only once" in boosted.explain()
+    assert "which can be read only once" in in_one_line(boosted.explain())
 
 
 class Feed:
@@ -150,8 +151,8 @@ def test_what_moves_from_call_to_call_is_said(calibrate, caplog):
     boosted = torchboost.boost(model, optimizer, calibrate=calibrate, config={"extra": {"autocast": False}})
     train(model, optimizer, [8])
     assert "two equal calls differed" in caplog.text
-    assert "cannot be restored" in boosted.explain()
-    assert "exact here" not in boosted.explain()
+    assert "cannot be restored" in in_one_line(boosted.explain())
+    assert "exact here" not in in_one_line(boosted.explain())
 
 
 @pytest.mark.parametrize("named", [None, ["3"]])
@@ -213,4 +214,4 @@ def test_parameters_that_other_processes_see_are_not_changed_by_a_trial(calibrat
     model[0].forward = counted(model[0].forward, calls)
     train(model, optimizer, [8])
     assert calls == [1]
-    assert "shared memory" in boosted.explain()
+    assert "shared memory" in in_one_line(boosted.explain())

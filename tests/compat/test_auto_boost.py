@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.support.boosted import in_one_line
 from torchboost import (
     AutoBoost,
     BoostTrainOneStepCell,
@@ -210,7 +211,7 @@ def test_a_boosted_network_and_its_inference_copy_can_be_saved_whole():
         model = net()
         booster = AutoBoost(level)
         model, optimizer = booster.network_auto_process_train(model, sgd(model))
-        assert f"level {level}" in (text := booster.explain())
+        assert f"level {level}" in (text := in_one_line(booster.explain()))
         assert all(algorithm.name in text for algorithm in booster.plan.algorithms)
         assert all(dropped.reason in text for dropped in booster.plan.dropped)
         trained_steps(model, optimizer, 1)
