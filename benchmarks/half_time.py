@@ -18,11 +18,11 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from fine_tuned_llama import FineTunedLlama
@@ -53,6 +53,17 @@ MOST_TEST, MOST_VALIDATION = 4_000, 2_000
 
 Make = Callable[[int], Any]
 Result = dict[str, Any]
+
+
+class Job(Protocol):
+    """What is said about a workload."""
+
+    name: str
+    title: str
+    model_name: str
+    metric: Any
+    drops: tuple[float, float]
+    epochs: int
 
 
 @dataclass(frozen=True)
@@ -221,12 +232,20 @@ def _or_worst(score: float) -> float:
 
 def measure(name: str, options: Options, *, budget: str | None = None, seeds: int = SEEDS, hand: bool = True) -> Path:
     job, factory, steps = loaded(name, options)
+    minutes = CASES[name].minutes
     file = options.file("half_time", name)
+    return measured(job, factory, steps, options, file, budget=budget or f"{minutes:g}m", seeds=seeds, hand=hand)
+
+
+def measured(
+    job: Job, factory: Factory, steps: int, options: Options, file: Path, *, budget: str, seeds: int, hand: bool
+) -> Path:
+    """Tune a workload and confirm what was found, and return the file of the runs."""
     config = file.with_name(f"{file.stem}.boost.json")
     report = torchboost.tune(
         factory.make,
         drop=job.drops[0],
-        budget=budget or (20.0 if options.smoke else 60 * CASES[name].minutes),
+        budget=20.0 if options.smoke else budget,
         epochs=job.epochs,
         title=f"{job.model_name}: {job.title}",
         out=config,
@@ -236,7 +255,7 @@ def measure(name: str, options: Options, *, budget: str | None = None, seeds: in
     parts = factory.build(0)
     bench = Bench(factory, steps, config, stock_rate(report), next(iter(parts.batches))[0])
     about = {
-        "name": name,
+        "name": job.name,
         "title": report.title,
         "steps": steps,
         "drop": job.drops[0],
@@ -274,9 +293,14 @@ def results(folder: Path) -> list[Result]:
 def table(folder: Path) -> tuple[Table, str]:
     """Return how soon what was tuned reaches the metric of tuned stock, what it costs to find it, and a note."""
     found = results(folder)
+    return table_of([(result, workload(result["name"])) for result in found])
+
+
+def table_of(found: Sequence[tuple[Result, Job]]) -> tuple[Table, str]:
+    """Return the same of some runs."""
     lines = []
-    for result in found:
-        job, stock = workload(result["name"]), _fresh(result, STOCK)
+    for result, job in found:
+        stock = _fresh(result, STOCK)
         metric = final([run["metric"] for run in stock.values()], job)
         seconds = mean_of(run["seconds"] for run in stock.values())
         cost = result["tuning"]["seconds"] / mean_of(run["wall"] for run in stock.values())
@@ -294,14 +318,19 @@ def table(folder: Path) -> tuple[Table, str]:
         *("workload", "stock's rate found", "stock tuned: metric, seconds", "what tune chose"),
         *("metric, against stock", "time, times stock's", "cost of tuning, in runs of stock"),
     )
-    return Table(headings=head, rows=tuple(lines)), _said(found)
+    return Table(headings=head, rows=tuple(lines)), _said([result for result, _ in found])
 
 
 def rival_table(folder: Path) -> tuple[Table, str]:
     """Return the same of the best loops by hand, and the time of what was tuned against each of these."""
-    found, lines = results(folder), []
-    for result in found:
-        job, cells = workload(result["name"]), []
+    return rival_table_of([(result, workload(result["name"])) for result in results(folder)])
+
+
+def rival_table_of(found: Sequence[tuple[Result, Job]]) -> tuple[Table, str]:
+    """Return the same of some runs."""
+    lines = []
+    for result, job in found:
+        cells: list[str] = []
         for way in (HAND, HAND_MUON):
             ours, theirs = _fresh(result, TUNED), _fresh(result, way)
             seeds = sorted(ours.keys() & theirs.keys())
@@ -318,14 +347,14 @@ def rival_table(folder: Path) -> tuple[Table, str]:
         *("Muon by hand: rate, length", "metric, against stock", "time, times stock's"),
         "time of the tuned run, times its",
     )
-    return Table(headings=head, rows=tuple(lines)), _said(found)
+    return Table(headings=head, rows=tuple(lines)), _said([result for result, _ in found])
 
 
 def _fresh(result: Result, way: str) -> dict[int, Result]:
     return {run["seed"]: run for run in result["runs"] if run["way"] == way and run["seed"] >= FRESH}
 
 
-def _against_stock(result: Result, way: str, job: Workload | FineTunedLlama) -> tuple[str, str]:
+def _against_stock(result: Result, way: str, job: Job) -> tuple[str, str]:
     """Return the difference in the metric and the time of runs, or that the metric of stock is not reached."""
     stock, own = _fresh(result, STOCK), _fresh(result, way)
     seeds = sorted(stock.keys() & own.keys())

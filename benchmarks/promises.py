@@ -256,10 +256,11 @@ def stock_metric(report: TuneReport, job: Workload) -> str:
     return final([run.metric for run in report.runs if (run.name, run.steps) == (STOCK, report.steps)], job)
 
 
-def final(metrics: list[float], job: Workload) -> str:
-    """Format the mean of final metrics: an accuracy in percent, otherwise bits per character."""
+def final(metrics: list[float], job: Any) -> str:
+    """Format the mean of final metrics: an accuracy in percent, a loss in nats, otherwise bits."""
     mean = statistics.fmean(metrics)
-    return f"{100 * mean:.1f} %" if job.metric == "accuracy" else f"{-mean:.3f} bits"
+    unit = "nats" if job.metric == "loss" else "bits"
+    return f"{100 * mean:.1f} %" if job.metric == "accuracy" else f"{-mean:.3f} {unit}"
 
 
 def job_of(name: str) -> Workload:
