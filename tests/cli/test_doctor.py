@@ -172,7 +172,7 @@ def test_the_waste_of_a_step_is_measured(file, monkeypatch):
     assert kinds["padding"]["share"] == 0.0
     shown = run(f"{file}:sparse", "--steps", "3").stdout
     assert "waste of a step" in shown
-    assert "Remedy: boost tries the lever sparse_head" in shown
+    assert "Remedy: boost tries the switch sparse_head" in shown
     assert json.loads(run("--json").stdout)["waste"] is None
     shown = run(f"{file}:unmeasured", "--steps", "2")
     assert shown.exit_code == 0

@@ -171,8 +171,8 @@ def test_rows_of_rates_have_a_cell_per_multiple() -> None:
 def test_notes_name_the_levers() -> None:
     known = report(levers=["autocast"], left_out={"compile": "too slow"}, notes=["more"])
     assert notes(known) == [
-        "Every recipe but stock has the levers autocast.",
-        "The trial of the levers left out compile (too slow).",
+        "Every recipe but stock has the switches autocast.",
+        "The trial of the switches left out compile (too slow).",
         "More.",
     ]
 

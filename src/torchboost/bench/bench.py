@@ -52,7 +52,7 @@ UNITS_UNKNOWN = (
 )
 SAME = "turned on the same here, so their differences are chance"
 REWRITTEN = "contestant {!r}: the file has changed since its steps were timed; leave out --resume, or restore the file."
-CHANGED = "its own trial turned on other levers or settings: trained with {}, timed with {}"
+CHANGED = "its own trial turned on other switches or settings: trained with {}, timed with {}"
 FEW_ROUNDS = "timed in fewer than six rounds: too few for a 95 % interval"
 ENVIRONMENT = ("torch", "torchboost", "processor", "instructions", "device", "threads")
 

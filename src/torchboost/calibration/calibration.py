@@ -237,7 +237,7 @@ class Calibration:
         if self.calibrate is False:
             return "calibrate=False"
         if any(REGISTRY[name].once for name in {*(lever.name for lever in self.asked), *(self.prior & {*self.fixed})}):
-            return "compile was asked for, and the trial runs the other levers uncompiled"
+            return "compile was asked for, and the trial runs the other switches uncompiled"
         counts_steps = self.total_steps is not None and isinstance(self.calibrate, (bool, str))
         if counts_steps and _steps_of_trial(self.total_steps or 0) < _LEAST_STEPS:
             return (
@@ -467,7 +467,7 @@ def _comparing(ranks: list[int] | None) -> Iterator[Reduce]:
     if not ranks:
         yield list
         return
-    agreement = Agreement(ranks, subject="the trial of the speed levers", timeout=_RANKS_TIMEOUT)
+    agreement = Agreement(ranks, subject="the trial of the switches", timeout=_RANKS_TIMEOUT)
     try:
         yield lambda numbers: agreement.largest(numbers, step="sample")
     finally:

@@ -276,7 +276,7 @@ def _padding(bench: _Bench, padded: Sequence[Padded]) -> Waste:
     with bench.passes.prepared(), live:
         bench.passes.run()
     if live.calls and not live.remark:
-        tries = "boost tries the lever unpad; " if first.name == "model" else ""
+        tries = "boost tries the switch unpad; " if first.name == "model" else ""
         remedy = f"{tries}by hand: torchboost.algorithms.unpad_forward({first.name})"
         return bench.waste(kind, lambda: unpad_forward(first.module), remedy, detail)
     detail = f"{detail}; it cannot be left out: {live.remark or 'an unknown reason'}"
@@ -296,7 +296,7 @@ def _head(bench: _Bench, optimizer: Optimizer) -> Waste:
     reason = lever.idle(model, optimizer) or bench.passes.shown_to(lever.fitted).without_effect
     if reason:
         return _none(kind, reason)
-    remedy = "boost tries the lever sparse_head if the model computes its loss; by hand: sparse_head_forward(model)"
+    remedy = "boost tries the switch sparse_head if the model computes its loss; by hand: sparse_head_forward(model)"
     return bench.waste(kind, lambda: sparse_head_forward(model), remedy)
 
 

@@ -114,7 +114,7 @@ def bench(
     workload: Annotated[str, typer.Argument(help=f"{NAMES}, or path/to/train.py:make.")] = "digits",
     data: Data = None,
     contestants: Annotated[
-        str, typer.Option(help="Comma-separated: stock, hand, O0, O1, O2, with additions: hand+compile, boost.json.")
+        str, typer.Option(help="Comma-separated: stock (the plain loop), hand, O0, O1, O2, O1+compile, boost.json.")
     ] = "stock,hand,O1,O2",
     pairs: Annotated[int, typer.Option(min=1, help="Interleaved rounds of step timing.")] = 20,
     seeds: Annotated[int, typer.Option(min=0, help="Training runs per contestant; 0: step times only.")] = 3,
@@ -135,7 +135,7 @@ def bench(
     json: Json = False,
     csv: Csv = False,
 ) -> None:
-    """Measure how fast and how well the levels train a workload, against the stock and the hand-tuned loop."""
+    """Measure how fast and how well the levels train a workload, against the plain (stock) and the hand-tuned loop."""
     from torchboost.bench.bench import run_bench
     from torchboost.bench.contestants import Recipe
     from torchboost.bench.report.page import bench_page, write_page

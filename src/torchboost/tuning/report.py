@@ -458,8 +458,8 @@ def notes(report: TuneReport) -> list[str]:
     )
     if report.recipe.get("optimizer") == "schedule_free_adamw":
         use = ["Leave the schedule out, call optimizer.eval() before an evaluation, and train boosted.steps updates"]
-    trial = [f"Every recipe but stock has the levers {', '.join(report.levers)}"] if report.levers else []
-    trial += [f"The trial of the levers left out {left_out}"] if left_out else []
+    trial = [f"Every recipe but stock has the switches {', '.join(report.levers)}"] if report.levers else []
+    trial += [f"The trial of the switches left out {left_out}"] if left_out else []
     return [f"{note[:1].upper()}{note[1:]}." for note in (*use, *trial, *report.notes)]
 
 

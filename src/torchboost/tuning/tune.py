@@ -293,13 +293,13 @@ class _Session:
             recipes = [_as_given(finding.candidate) for finding in self.report.findings]
             _check_same_recipes(recipes, recipes if named is None else named)
         elif named is None:
-            self.tell("trial of the levers", 0, 1)
+            self.tell("trial of the switches", 0, 1)
             seconds = min(TRIAL_MOST, TRIAL_SHARE * self.report.budget_seconds)
             levers, exact, left_out = try_levers(self.make, steps=self.report.total_steps, seconds=seconds)
             found = {"levers": levers, "exact": exact, "left_out": left_out}
             self.report = self.report.model_copy(update=found)
             recipes = standard_recipes(levers, made_by(self.make, 0).optimizer)
-            self.tell("trial of the levers", 1, 1)
+            self.tell("trial of the switches", 1, 1)
         else:
             recipes = named
         if self.earlier:

@@ -188,7 +188,7 @@ class FastPrefix(Attachment):
         if torch.compiler.is_compiling() or not (ids or _is_readable(args)):
             return forward(module, *args, **kwargs)
         if not ids and inside_mode():
-            self._tell("the forward runs inside a mode of torch, such as that of the lever unpad")
+            self._tell("the forward runs inside a mode of torch, such as that of the switch unpad")
             return forward(module, *args, **kwargs)
         if kwargs or not args or not all(isinstance(argument, Tensor) for argument in args):
             self._tell("an argument of the forward is not a positional tensor")
