@@ -95,7 +95,7 @@ class NanoGPT:
 
 @dataclass(eq=False)
 class Blocks:
-    """Batches at random places of a text, the same ones for a seed. Each iteration goes on."""
+    """Batches at random places of a text, the same ones for a seed. Each iteration continues."""
 
     text: Tensor
     steps: int

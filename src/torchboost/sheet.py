@@ -19,7 +19,7 @@ _LEAST = 40
 def in_columns(rows: Sequence[Sequence[str]], width: int = WIDTH) -> list[str]:
     """Return the lines of a table.
 
-    The last filled cell of a row may be long. It does not move the columns of the other rows, and its text goes on in
+    The last filled cell of a row may be long. It does not move the columns of the other rows, and its text continues in
     further lines.
 
     Args:
