@@ -68,7 +68,7 @@ class Samples:
         while done < self.steps:
             chosen, weights = self._epoch(prunes=self.prunes and done < border)
             order = chosen[torch.randperm(len(chosen), generator=self.draws)]
-            end = border if done < border else self.steps
+            end = border if self.prunes and done < border else self.steps
             for picked in order.split(self.batch):
                 if len(picked) < self.batch or done == end:
                     break
