@@ -184,11 +184,29 @@ class Unknown(nn.Module):
 
 
 def test_types_decide_if_the_model_cannot_be_run():
-    assert names(muon_groups(Unknown()))["muon"] == {"hidden.weight"}
+    with pytest.warns(UserWarning, match=r"does not run on a guessed input.*Pass sample="):
+        groups = muon_groups(Unknown())
+    assert names(groups)["muon"] == {"hidden.weight"}
     sample = (torch.ones(2, 4), torch.ones(2, 4))
     assert names(muon_groups(Unknown(), sample=sample))["muon"] == {"hidden.weight"}
     with pytest.raises(ValueError, match="does not run on the sample"):
         muon_groups(Unknown(), sample=torch.ones(2, 4))
+
+
+def test_a_model_that_computes_its_loss_is_run_on_guessed_targets():
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.fused, self.head = nn.Embedding(16, 6), nn.Linear(6, 18), nn.Linear(6, 16)
+
+        def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+            query, key, value = self.fused(self.table(tokens)).chunk(3, -1)
+            scores = self.head(nn.functional.scaled_dot_product_attention(query, key, value))
+            return nn.functional.cross_entropy(scores.flatten(0, 1), targets.flatten())
+
+    rows = {row.name: row.reason for row in muon_groups(WithLoss()).rows}
+    assert rows["fused.weight"] == "3 matrices of 6 x 6"
+    assert rows["head.weight"] == "head"
 
 
 def test_matrices_of_one_row_computed_weights_and_complex_ones_are_for_adamw():

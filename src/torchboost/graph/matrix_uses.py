@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -83,7 +84,8 @@ def matrix_uses(model: nn.Module, sample: Any = None) -> dict[nn.Parameter, Use]
 
     Args:
         model: Wrapped or not; it is not changed. Sharded models cannot be run.
-        sample: An input; None guesses one: noise for the first layer, or the numbers of a few tokens.
+        sample: An input; None guesses one: noise for the first layer, or the numbers of a few tokens, once for each
+            argument that a call must have.
 
     Raises:
         ValueError: ``sample`` was given and the model does not run on it.
@@ -119,9 +121,16 @@ def _runnable(model: nn.Module, sample: Any) -> Runnable | None:
     rows = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
     tokens = torch.arange(_TOKENS[0] * _TOKENS[1], device=device).view(_TOKENS) % min(rows, default=1)
     try:
-        return runnable(model, tokens)
+        return runnable(model, (tokens,) * _required(model))
     except ValueError:
         return None
+
+
+def _required(model: nn.Module) -> int:
+    """Return how many arguments a call of the model must have: also targets, if it computes its loss itself."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(model.forward).parameters.values()
+    return max(1, sum(one.kind in kinds and one.default is inspect.Parameter.empty for one in parameters))
 
 
 def _matrices(model: nn.Module) -> set[nn.Parameter]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
@@ -430,9 +431,9 @@ def muon_groups(
     shared with one of these. Several matrices in one parameter, such as the gates of recurrent layers and fused
     projections, are orthogonalised each by itself; parameters with the same split form a group. The uses are found in
     one forward pass (:func:`~torchboost.graph.matrix_uses.matrix_uses`). If the model cannot be run here, types of
-    modules decide: matrices and filters of torch's layers go to Muon, those of the last of these layers, and without
-    embeddings those of the first, to AdamW. Types also decide about parameters that the pass did not use, such as
-    experts that were not chosen.
+    modules decide, with a warning: matrices and filters of torch's layers go to Muon, those of the last of these
+    layers, and without embeddings those of the first, to AdamW. Fused projections are then not split. Types also decide
+    about parameters that the pass did not use, such as experts that were not chosen.
 
     Args:
         model: Wrapped or not. It is not changed.
@@ -463,7 +464,10 @@ def muon_groups(
         adamw 0.003 ['0.weight', '0.bias', '2.bias', '4.weight', '4.bias']
     """
     groups = param_groups(model, rules, include_frozen=include_frozen)
-    uses = _with_types(matrix_uses(model, sample), unwrap(model))
+    found = matrix_uses(model, sample)
+    if found is None and split:
+        _warn_of_types(model)
+    uses = _with_types(found, unwrap(model))
     presets = {"muon": dict(muon or {}), "adamw": dict(adamw or {})}
     chosen = {p: (n, group) for group in groups for p, n in zip(group["params"], group["param_names"], strict=True)}
     sorted_in: dict[frozenset[tuple[str, str]], ParamGroup] = {}
@@ -486,6 +490,18 @@ def muon_groups(
         members["params"].append(param)
         members["param_names"].append(name)
     return MuonSplit(sorted(sorted_in.values(), key=lambda group: group["rule"] != "muon"), rows)
+
+
+def _warn_of_types(model: nn.Module) -> None:
+    """Warn that the model was not run, unless its parameters have no values of their own here."""
+    if wrapper_of(model) != "fully_shard" and not any(parameter.is_meta for parameter in model.parameters()):
+        warnings.warn(
+            f"Muon: this {type(unwrap(model)).__name__} does not run on a guessed input, so the types of its modules "
+            "decide which matrices Muon trains, and fused projections, such as those of queries, keys and values, are "
+            "not split. Pass sample=, the inputs of a batch, to torchboost.optim.muon_from or muon_groups.",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def _reason(parameter: nn.Parameter, use: Use) -> str | None:
