@@ -492,13 +492,7 @@ _SYSTEM: dict[str, Algorithm] = {
 LEVELS: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {
         "O0": MappingProxyType({}),
-        "O1": MappingProxyType(
-            {
-                **{name: {} for name in _SYSTEM},
-                "less_bn": {"keep": "narrowest", "keep_every": 1},
-                "gradient_centralization": {},
-            }
-        ),
+        "O1": MappingProxyType({name: {} for name in _SYSTEM}),
         "O2": MappingProxyType(
             {
                 **{name: {} for name in _SYSTEM},

@@ -493,12 +493,16 @@ def muon_groups(
 
 
 def _warn_of_types(model: nn.Module) -> None:
-    """Warn that the model was not run, unless its parameters have no values of their own here."""
-    if wrapper_of(model) != "fully_shard" and not any(parameter.is_meta for parameter in model.parameters()):
+    """Warn that the model was not run, if it has a layer that may be several, and values of its own."""
+    bare = unwrap(model)
+    if wrapper_of(model) == "fully_shard" or any(parameter.is_meta for parameter in bare.parameters()):
+        return
+    hidden = [module for module in bare.modules() if isinstance(module, nn.Linear)][:-1]
+    if any(one.out_features > one.in_features and one.out_features % one.in_features == 0 for one in hidden):
         warnings.warn(
-            f"Muon: this {type(unwrap(model)).__name__} does not run on a guessed input, so the types of its modules "
-            "decide which matrices Muon trains, and fused projections, such as those of queries, keys and values, are "
-            "not split. Pass sample=, the inputs of a batch, to torchboost.optim.muon_from or muon_groups.",
+            f"Muon: this {type(bare).__name__} does not run on a guessed input, so the types of its modules decide "
+            "which matrices Muon trains, and fused projections, such as those of queries, keys and values, are not "
+            "split. Pass sample=, the inputs of a batch, to torchboost.optim.muon_from or muon_groups.",
             UserWarning,
             stacklevel=3,
         )

@@ -215,12 +215,13 @@ def standard_recipes(levers: Sequence[str], optimizer: Optimizer) -> list[Candid
         "schedule-free AdamW": {"optimizer": "schedule_free_adamw", "lr": own or ADAMW_LR},
     }
     fused = {name: value for name, value in on.items() if name != "fused_optimizer"}  # they are not torch's
-    gentle, strong = LEVELS["O1"], LEVELS["O2"]
-    centralized = {"gradient_centralization": dict(gentle["gradient_centralization"])}
+    level = {name: dict(settings) for name, settings in LEVELS["O2"].items()}
+    centralized = {"gradient_centralization": level["gradient_centralization"]}
+    milder = {name: value for name, value in level["less_bn"].items() if name != "blocks_per_norm"}
     algorithms = {
-        "less_bn and gradient_centralization as in O1": {"less_bn": dict(gentle["less_bn"]), **centralized},
-        "less_bn and gradient_centralization as in O2": {"less_bn": dict(strong["less_bn"]), **centralized},
-        "grad_freeze as in O2": {"grad_freeze": dict(strong["grad_freeze"])},
+        "less_bn and gradient_centralization, milder": {"less_bn": milder, **centralized},
+        "less_bn and gradient_centralization as in O2": {"less_bn": level["less_bn"], **centralized},
+        "grad_freeze as in O2": {"grad_freeze": level["grad_freeze"]},
         "grad_freeze from 30 % on": {"grad_freeze": {"full_share": 0.3}},
         "token_drop": {"token_drop": {}},
     }
