@@ -347,6 +347,14 @@ class Calibration:
         reasons = {lever.name: lever.without_effect for lever in none}
         return replace(self, fixed={**self.fixed, **reasons}, prior=self.prior - reasons.keys())
 
+    def not_before(self, choice: Choice, reduce: Reduce = list) -> Choice:
+        """Return a choice of rules without what the loop has itself, as the first call has shown on every rank."""
+        elsewhere = reduce([float(not isinstance(lever.without_effect, AlreadyOn)) for lever in self.levers])
+        before = [lever for lever, other in zip(self.levers, elsewhere, strict=True) if not other]
+        changes = {lever.name: {"kept": False, "reason": str(lever.without_effect), "before": True} for lever in before}
+        verdicts = tuple(verdict.but(**changes.get(verdict.lever, {})) for verdict in choice.verdicts)
+        return choice.model_copy(update={"verdicts": verdicts})
+
     def unchecked(self, choice: Choice, reason: str = "") -> Choice:
         """Return a choice with the reason why its levers were not compared with the plain step."""
         text = f"not checked: {reason or (_UNCHECKED if self.sharded else 'verify=False')}"
@@ -445,6 +453,8 @@ def _decided(
             calibration = calibration.without_effect(reduce)
             choice = calibration.measure(target, passes, reduce)
             calibration = calibration.in_form(choice, device)
+        elif choice.source == "prior":
+            choice = calibration.not_before(choice, reduce)
         return calibration.check(choice, target, passes, reduce), calibration
 
 
