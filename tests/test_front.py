@@ -341,6 +341,24 @@ def test_a_channels_last_program_or_one_under_autocast_is_no_gain():
     assert {"channels_last", "autocast"} <= before
 
 
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
+def test_a_copy_of_a_boosted_model_computes_channels_last_before_its_own_boost(layout):
+    model, images = small_cnn(), torch.randn(4, 3, 8, 8).to(memory_format=layout)
+
+    def state_of(trained: nn.Module) -> tuple[str, str]:
+        boosted = boost(trained, torch.optim.SGD(trained.parameters(), lr=0.1), total_steps=10_000, calibrate=False)
+        trained(images).square().mean().backward()
+        return next((row.state, row.did) for row in boosted.levers.explanation().rows if row.name == "channels_last")
+
+    ours = ("on", "stores images and kernels channels-last")
+    assert state_of(model) == ours
+    assert state_of(copy.deepcopy(model)) == ("was on before", "its convolutions compute channels-last as they are")
+    assert state_of(model) == ours  # the kernels are as the first boost of this very model has stored them
+    narrow = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 64, 2))
+    if layout is torch.contiguous_format:
+        assert state_of(narrow) == ours  # kernels of 1 x 1 have both formats
+
+
 @pytest.mark.parametrize("options", [{"total_steps": 100}, {"total_steps": 10_000, "calibrate": False}])
 def test_without_a_trial_too_no_credit_is_taken_for_what_the_loop_does(options):
     torch.manual_seed(0)
