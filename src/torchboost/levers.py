@@ -104,7 +104,7 @@ class Levers:
         settings: dict[str, Any] = {"calibrate": calibrate, "wrapper": wrapper, "verify": verify, "forward": forward}
         self._calibrated = functools.partial(Calibration.of, **settings)
         self._calibration = self._calibrated(self.asked)
-        obstacle = None if self._calibration is None else self._calibration.obstacle(target.model)
+        obstacle = None if self._calibration is None else self._calibration.obstacle(target)
         fixed = {} if self._calibration is None else self._calibration.fixed
         waits = levers - fixed.keys() if self._measures and obstacle is None else frozenset[str]()
         self.state: State = "waiting" if waits else "decided"
