@@ -18,7 +18,8 @@ CONTEXT, BATCH = 64, 16
 
 
 def one_cycle(optimizer: torch.optim.Optimizer, steps: int) -> OneCycleLR:
-    return OneCycleLR(optimizer, max_lr=optimizer.param_groups[0]["lr"], total_steps=steps + 1)
+    rates = [group["lr"] for group in optimizer.param_groups]  # that of Muon is another than that of the rest
+    return OneCycleLR(optimizer, max_lr=rates, total_steps=steps + 1, cycle_momentum=False)
 
 
 def gpt2(seed: int) -> Any:

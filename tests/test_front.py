@@ -340,6 +340,51 @@ def test_a_channels_last_program_or_one_under_autocast_is_no_gain():
     assert {"channels_last", "autocast"} <= before
 
 
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
+def test_a_copy_of_a_boosted_model_computes_channels_last_before_its_own_boost(layout):
+    model, images = small_cnn(), torch.randn(4, 3, 8, 8).to(memory_format=layout)
+
+    def state_of(trained: nn.Module) -> tuple[str, str]:
+        boosted = boost(trained, torch.optim.SGD(trained.parameters(), lr=0.1), total_steps=10_000, calibrate=False)
+        trained(images).square().mean().backward()
+        return next((row.state, row.did) for row in boosted.levers.explanation().rows if row.name == "channels_last")
+
+    ours = ("on", "stores images and kernels channels-last")
+    assert state_of(model) == ours
+    assert state_of(copy.deepcopy(model)) == ("was on before", "its convolutions compute channels-last as they are")
+    assert state_of(model) == ours  # the kernels are as the first boost of this very model has stored them
+    narrow = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 64, 2))
+    if layout is torch.contiguous_format:
+        assert state_of(narrow) == ours  # kernels of 1 x 1 have both formats
+
+
+@pytest.mark.parametrize("options", [{"total_steps": 100}, {"total_steps": 10_000, "calibrate": False}])
+def test_without_a_trial_too_no_credit_is_taken_for_what_the_loop_does(options):
+    torch.manual_seed(0)
+    model, images = small_cnn().to(memory_format=torch.channels_last), torch.randn(4, 3, 8, 8)
+    boosted = boost(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(images.to(memory_format=torch.channels_last)).square().mean().backward()
+    rows = {row.name: row for row in boosted.levers.explanation().rows}
+    assert rows["autocast"].state == rows["channels_last"].state == "was on before"
+    assert rows["autocast"].did == "the loop computes under torch.autocast to bfloat16"
+    assert not {"autocast", "channels_last"} & {*boosted.attached, *boosted.checks}
+    assert rows["fused_optimizer"].state == "on"
+
+
+def test_what_was_asked_for_or_is_only_idle_in_the_first_call_stays_without_a_trial():
+    model, images = small_cnn(), torch.randn(4, 3, 8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    boosted = boost(model, optimizer, total_steps=100, config={"extra": {"autocast": True}})
+    with torch.autocast("cpu", torch.bfloat16):
+        model(images).square().mean().backward()
+    assert "autocast" in boosted.attached
+    padded = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1)
+    boosted = boost(padded, torch.optim.SGD(padded.parameters(), lr=0.1), total_steps=100)
+    padded(torch.randn(2, 3, 8), src_key_padding_mask=torch.zeros(2, 3, dtype=torch.bool)).mean().backward()
+    assert "unpad" in boosted.attached
+
+
 def test_a_cell_of_a_page_is_escaped():
     page = Sheet(before=("a < b",), headings=("x",), rows=(("<script>",),))._repr_html_()
     assert "<script>" not in page

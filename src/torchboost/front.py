@@ -303,7 +303,7 @@ class Boosted:
 
         Raises:
             IncompatibleError: The call is none of a training, a part of the model is compiled or sharded, the memory
-                does not suffice, or two equal passes of the model differ.
+                does not suffice, two equal passes of the model differ, or a step of the optimizer needs a closure.
 
         Cost: at least 20 steps, and up to some seconds for each kind that is there.
 

@@ -31,7 +31,7 @@ from torchboost.calibration.choice import Choice, Verdict
 from torchboost.calibration.snapshot import streams_kept
 from torchboost.calibration.waste import NOTABLE, WasteReport, padded_share, waste_of
 from torchboost.calibration.watch import Call, Gate, is_training_call, shapes_of
-from torchboost.core.algorithm import Algorithm, Target, attach_all
+from torchboost.core.algorithm import Algorithm, AlreadyOn, Target, attach_all
 from torchboost.core.wrapping import hookable
 from torchboost.distributed.topology import Topology
 from torchboost.errors import IncompatibleError, NoEffectWarning
@@ -104,7 +104,7 @@ class Levers:
         settings: dict[str, Any] = {"calibrate": calibrate, "wrapper": wrapper, "verify": verify, "forward": forward}
         self._calibrated = functools.partial(Calibration.of, **settings)
         self._calibration = self._calibrated(self.asked)
-        obstacle = None if self._calibration is None else self._calibration.obstacle(target.model)
+        obstacle = None if self._calibration is None else self._calibration.obstacle(target)
         fixed = {} if self._calibration is None else self._calibration.fixed
         waits = levers - fixed.keys() if self._measures and obstacle is None else frozenset[str]()
         self.state: State = "waiting" if waits else "decided"
@@ -308,7 +308,8 @@ class Levers:
             self._note_checks(choice.verdicts, calibration.asked)
         choice = choice.only(self.asked.levers)
         if not self._measures or calibration is None:
-            self._decisions |= {v.lever: (False, v.reason) for v in choice.verdicts if not v.kept}
+            off = [verdict for verdict in choice.verdicts if not verdict.kept]
+            self._decisions |= {v.lever: (False, AlreadyOn(v.reason) if v.before else v.reason) for v in off}
             return
         self.choice = choice
         self._decisions |= {v.lever: (v.kept, v.reason) for v in choice.verdicts}

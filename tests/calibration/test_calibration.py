@@ -414,3 +414,21 @@ def test_a_trial_on_the_cpu_is_not_longer_for_the_price_of_compilation(monkeypat
     model = network()
     torchboost.boost(model, adamw(model), level="O1", total_steps=10_000).model(batches()[0][0])
     assert set(asked) == {None}
+
+
+def test_an_optimizer_that_needs_a_closure_gets_no_trial_and_explain_says_why():
+    model, (x, y) = network(), batches(1)[0]
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    pair = torchboost.boost(model, optimizer, "O1", total_steps=10_000, calibrate=1.0)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    said = pair.explain()
+    assert "not measured: LBFGS.step needs a closure, with which it computes several passes" in said
+    assert "TypeError" not in said
+    assert "autocast" in pair.checks

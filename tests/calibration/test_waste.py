@@ -544,3 +544,17 @@ def test_an_iterator_that_the_model_holds_is_not_read():
         boosted.waste(torch.randn(8, 4))
     model(torch.randn(8, 4))
     assert model.last == 0
+
+
+@pytest.mark.parametrize("config", [{}, {"extra": {"dim_reduce": True}}])
+def test_an_optimizer_whose_step_needs_a_closure_is_refused_with_what_to_do(config):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(8, 4)
+    optimizer = sgd(model) if config else torch.optim.LBFGS(model.parameters())
+    boosted = torchboost.boost(model, optimizer, total_steps=5000, config=config)
+    with pytest.raises(IncompatibleError, match=r"\.step needs a closure.*boost a copy of the model") as said:
+        boosted.waste(x)
+    assert "SGD(copied.parameters(), lr=0.1)" in str(said.value)
+    copied = copy.deepcopy(model)
+    report = torchboost.boost(copied, torch.optim.SGD(copied.parameters(), lr=0.1), level="O0").waste(x)
+    assert [one.kind for one in report.kinds] == KINDS

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
+from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
 from tests.graph.test_matrix_uses import Experts
 from tests.support.models import cnn, mlp
@@ -19,6 +21,7 @@ from torchboost.optim import (
     MixedOptimizer,
     MuonSplit,
     ScheduleFreeAdamW,
+    muon_from,
     muon_groups,
     named_optimizer,
     no_decay,
@@ -309,6 +312,26 @@ def test_the_rate_of_muon_is_not_that_of_adamw():
     with pytest.warns(NoEffectWarning, match="no hidden matrix or filter in this Sequential, so AdamW trains all"):
         optimizer = named_optimizer("muon", nn.Sequential(nn.Linear(4, 2)))
     assert [group["rule"] for group in optimizer.param_groups] == ["adamw"]
+
+
+@pytest.mark.parametrize("given", [None, torch.optim.SGD, torch.optim.AdamW])
+def test_no_schedule_of_torch_moves_the_momentum_of_mixed_groups(given: Any):
+    """It refuses to, and its message names the option; without that, the momentum stays."""
+    model = mlp()
+    optimizer = named_optimizer("muon", model)
+    if given is not None:
+        optimizer = muon_from(given(model.parameters(), lr=0.1), model, lr=0.02)
+    rates, momenta = ([group.get(key) for group in optimizer.param_groups] for key in ("lr", "momentum"))
+    for cyclic in (partial(OneCycleLR, total_steps=8), partial(CyclicLR, base_lr=0.0, step_size_up=4)):
+        with pytest.raises(ValueError, match="cycle_momentum"):
+            cyclic(optimizer, max_lr=rates)
+        scheduler = cyclic(optimizer, max_lr=rates, cycle_momentum=False)
+        for _ in range(3):
+            optimizer.step()
+            scheduler.step()
+        assert [group.get("momentum") for group in optimizer.param_groups] == momenta
+        first, second = (group["lr"] / rate for group, rate in zip(optimizer.param_groups, rates, strict=True))
+        assert first == pytest.approx(second)
 
 
 def test_every_name_trains():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from tests.support.planted import POINT, Effect, Planted, race
 from torchboost.errors import FactoryError
 from torchboost.tuning.race import Race
-from torchboost.tuning.report import FRESH_SEED, STOCK, Candidate
+from torchboost.tuning.report import FRESH_SEED, STOCK, Candidate, Run
 
 NO_NUMBER = {"metric": math.nan}
 FAST = Effect(time=0.7)
@@ -30,6 +31,12 @@ def outcomes(ended: Race) -> dict[str, str | None]:
 
 def name_of(chosen: Candidate | None) -> str | None:
     return None if chosen is None else chosen.label
+
+
+def wild(name: str) -> Callable[[Candidate, int, Run], dict[str, float]]:
+    """Return a change that makes the metric of a recipe with fresh seeds too random for a decision."""
+    noise = np.random.default_rng(0)
+    return lambda c, s, r: {"metric": r.metric + POINT * noise.normal(0, 3) * (s >= FRESH_SEED and c.name == name)}
 
 
 def test_the_fastest_plan_is_confirmed_with_fresh_seeds():
@@ -194,10 +201,8 @@ def test_the_budget_is_kept_and_what_it_cut_short_is_not_accepted():
             assert (chosen, runs.made, ended.whole) == (None, {}, [])
         if budget >= 333:
             assert chosen is not None
-    wild = np.random.default_rng(0)
-    vary = lambda c, s, r: {"metric": r.metric + POINT * wild.normal(0, 3) * (s >= FRESH_SEED and c.name == "a")}  # noqa: E731
     effects = {"a": Effect(needed=0.3, points=1.0), "levers: fast": Effect(time=0.6)}
-    ended, chosen = decided(Planted(effects, noise=0.1, change=vary), recipes=[LEVERS, MORE], budget=260.0)
+    ended, chosen = decided(Planted(effects, noise=0.1, change=wild("a")), recipes=[LEVERS, MORE], budget=260.0)
     assert chosen is None
     assert [one.outcome for one in ended.whole] == ["not shown", "not shown", "not tried"]
     assert ended.search.runs.spent <= 260
@@ -255,3 +260,45 @@ def test_a_short_budget_is_not_spread_over_attempts_that_cannot_end():
     assert {one.outcome for one in ended.whole} == {"not tried"}
     assert all("3 more pairs of runs" in one.reason for one in ended.whole)
     assert not [label for label, seed in ended.search.runs.made if seed >= FRESH_SEED]
+
+
+def test_an_attempt_without_time_hides_neither_the_one_before_it_nor_the_search():
+    """The fastest plan is tested with 5 seeds; for the same with more steps, and for the levers, no time is left."""
+    effects = {"a": Effect(needed=0.3, points=1.0), "levers: fast": Effect(time=0.6)}
+    ended, chosen = decided(Planted(effects, noise=0.1, change=wild("a")), recipes=[LEVERS, MORE], budget=150.0)
+    assert chosen is None
+    assert [one.outcome for one in ended.whole] == ["not shown", "not tried", "not tried"]
+    tested, levers = ended.search.findings["a"], ended.search.findings["levers: fast"]
+    assert tested.rates
+    assert tested.model_copy(update={"rates": {}}) == ended.whole[0]
+    assert (levers.outcome, levers.reason) == ("not tried", ended.whole[2].reason)
+    assert levers.change == 0  # as the search found it
+    assert levers.speed is not None
+
+
+def test_stock_is_said_to_need_all_steps_only_if_fewer_were_tried():
+    ended, chosen = decided(Planted(), budget=120.0)
+    stock = ended.search.findings[STOCK]
+    assert (chosen, stock.outcome) == (None, "not tried")
+    assert stock.reason.startswith("its search for fewer steps did not end: the budget of 120 s does not allow")
+    ended, chosen = decided(Planted())
+    stock = ended.search.findings[STOCK]
+    assert (chosen, stock.outcome, stock.reason) == (None, "no gain", "no smaller number of steps was found")
+    # The recipe is so fast that no number of steps of stock takes less time, and it is lost with fresh seeds.
+    ended, chosen = decided(Planted({"a": Effect(time=0.1, points=1.0, fresh=-5.0)}))
+    stock = ended.search.findings[STOCK]
+    assert (chosen, stock.outcome) == (None, "no gain")
+    assert stock.reason.startswith("even 20 % of the steps save no time against a")
+
+
+def test_a_plan_that_was_not_tested_is_not_said_to_be_slower_if_it_is_faster():
+    """Three attempts: the fastest plan, the same with more steps, and the levers; the second fastest has none."""
+    effects = {"a": Effect(needed=0.3, fresh=-5.0), "b": Effect(needed=0.4)}
+    recipes = [LEVERS, MORE.model_copy(update={"name": "b"}), MORE]  # b is found first
+    for levers, name in ((-5.0, None), (0.0, "levers: fast")):
+        effects["levers: fast"] = Effect(time=0.6, fresh=levers)
+        ended, chosen = decided(Planted(effects, noise=0.1), recipes=recipes)
+        assert name_of(chosen) == name
+        assert [one.candidate.name for one in ended.whole] == ["a", "a", "levers: fast"]
+        untested = ended.search.findings["b"]
+        assert (untested.outcome, untested.reason) == ("not chosen", "other plans were tested")

@@ -159,6 +159,16 @@ def test_rows_name_the_confirmation() -> None:
     assert norms[1:4] == ["no gain", "1\N{MULTIPLICATION SIGN}", ""]
 
 
+def test_rows_tell_the_attempts_of_one_recipe_apart_whatever_became_of_them() -> None:
+    half, times = LEVERS.at(1.0, 0.5), "\N{MULTIPLICATION SIGN}"
+    made = [Finding(candidate=half, outcome="lost", reason="its training diverged")]
+    made += [Finding(candidate=half.at(1.0, 0.65), outcome="not tried", reason="no time")]
+    first, second, third = rows(report(findings=[finding("not tried", "no time")], whole=made))
+    assert first[1:6] == ["not tried", f"1{times}", "100 %", f"1.50{times}", f"0.80{times}"]
+    assert second[1:4] == ["lost", f"1{times}", "50 %"]
+    assert third[1:4] == ["not tried", f"1{times}", "65 %"]
+
+
 def test_rows_of_rates_have_a_cell_per_multiple() -> None:
     one = Finding(candidate=MUON, rates={1.0: 0.8, 0.5: -math.inf})
     two = Finding(candidate=LEVERS, rates={1.0: 0.75, 2.0: 0.5})

@@ -411,6 +411,24 @@ def test_recipes_that_cannot_work_here_have_a_reason():
     assert [one.outcome for one in usable[:3]] == [None, None, None]
 
 
+def test_a_schedule_that_cannot_drive_muon_is_seen_before_a_training_with_what_to_pass():
+    lrs, rates = torch.optim.lr_scheduler, lambda o: [group["lr"] for group in o.param_groups]
+    muon = standard_recipes([], make(0)[1])[1]
+    for schedule, said in (
+        (lambda o, n: lrs.OneCycleLR(o, rates(o), n), "let the schedule pass cycle_momentum=False"),
+        (lambda o, n: lrs.CyclicLR(o, 0.0, rates(o)), "let the schedule pass cycle_momentum=False"),
+        (lambda o, n: lrs.OneCycleLR(o, rates(o)[0], n, cycle_momentum=False), "max_lr=[group['lr'] for group in"),
+        (lambda o, n: lrs.StepLR(o, o.defaults["momentum"]), "the schedule raises KeyError: 'momentum'"),
+        (lambda o, n: lrs.OneCycleLR(o, rates(o), n, cycle_momentum=False), None),
+        (lambda o, n: lrs.LambdaLR(o, lambda step: step / n), None),  # which begins at 0 for all
+    ):
+        (found,) = looked_at([muon], lambda seed, s=schedule: (*make(seed)[:5], s), 100)
+        assert found.outcome == (said and "not usable")
+        assert (said or "") in found.reason
+    (found,) = looked_at([muon], lambda seed: make(seed)[:5], 100)
+    assert found.outcome is None
+
+
 def test_two_candidates_that_come_to_the_same_training_are_one():
     """The levels keep one BatchNorm in every block or in one of eight, which is the same for a single block."""
     mild, strong = ({"less_bn": dict(LEVELS[level]["less_bn"])} for level in ("O1", "O2"))

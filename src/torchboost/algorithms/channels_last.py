@@ -118,12 +118,15 @@ class ChannelsLast(Algorithm):
         _refuse_unsafe(target.model)
 
     def fitted(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Self:
-        """See whether the program stores kernels and images channels-last itself."""
+        """See whether the convolutions of the call compute channels-last without this."""
         kernels = _kernels(model)
+        if any(kernel in _BEFORE or not _has_format(kernel) for kernel in kernels):
+            return self
         images = [tensor for tensor in tensors_in((args, kwargs)) if tensor.ndim in _FORMATS]
-        itself = all(map(_has_format, (*kernels, *images))) and not any(kernel in _BEFORE for kernel in kernels)
-        if images and itself and not any(image.is_contiguous() for image in images):
-            return self.noting(AlreadyOn("the program stores kernels and images channels-last"))
+        arrives = bool(images) and not any(image.is_contiguous() or not _has_format(image) for image in images)
+        stored = not _waiting(model) and not all(kernel.is_contiguous() for kernel in kernels)
+        if arrives or stored:
+            return self.noting(AlreadyOn("its convolutions compute channels-last as they are"))
         return self
 
     def needs_transform(self, model: nn.Module) -> bool:
@@ -158,16 +161,20 @@ def _refuse_unsafe(model: nn.Module) -> None:
 
 def _convert_inputs(model: nn.Module) -> Attachment:
     """Convert inputs in front of convolutions whose kernels do not change; the others do so themselves."""
-    convolutions = list(_convolutions(model))
-    if not convolutions:
+    if next(_convolutions(model), None) is None:
         warnings.warn(
             f"channels_last: {type(unwrap(model)).__name__} has no 2-d or 3-d convolution; leave it out.",
             NoEffectWarning,
             stacklevel=3,
         )
-    weights = [(module, parameter_slots(module).get("weight")) for module in convolutions]
-    waiting = [module for module, weight in weights if not (_is_plain(weight) and _has_format(weight))]
+    waiting = _waiting(model)
     return Attachment(*(plain_hook(one, one.register_forward_pre_hook(_channels_last_inputs)) for one in waiting))
+
+
+def _waiting(model: nn.Module) -> list[AnyConv]:
+    """Return the convolutions that do not bring their inputs into the format by themselves."""
+    weights = [(module, parameter_slots(module).get("weight")) for module in _convolutions(model)]
+    return [module for module, weight in weights if not (_is_plain(weight) and _has_format(weight))]
 
 
 def _channels_last_inputs(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

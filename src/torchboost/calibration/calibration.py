@@ -20,7 +20,7 @@ from torchboost.calibration.certificate import verified
 from torchboost.calibration.choice import Choice, Verdict, in_a_line, machine_of
 from torchboost.calibration.passes import Passes, on_real_inputs, reshard
 from torchboost.calibration.search import SET_ASIDE, Price, search
-from torchboost.calibration.trial import Reduce, Trial, free_bytes, needed_bytes
+from torchboost.calibration.trial import Reduce, Trial, free_bytes, needed_bytes, obstacle_to_updates
 from torchboost.calibration.watch import Call
 from torchboost.core.algorithm import Algorithm, AlreadyOn, Form, Target
 from torchboost.core.torch_private import (
@@ -232,7 +232,7 @@ class Calibration:
         pays = run * (1 - 1 / price.best_ratio) >= _WORTH * price.times * price.expected
         return wanted if pays and wanted <= _MOST_SHARE_WITH_PRICE * run else 0.0
 
-    def obstacle(self, model: nn.Module) -> str | None:
+    def obstacle(self, target: Target) -> str | None:
         """Return why no trial takes place. None if it does."""
         if self.calibrate is False:
             return "calibrate=False"
@@ -244,7 +244,7 @@ class Calibration:
                 f"a run of {self.total_steps:,} steps is short: a trial may take {_MOST_SHARE:.0%} of it, and needs "
                 f"{_LEAST_STEPS} steps; allow more with boost(..., calibrate=seconds)"
             )
-        return exchange_in(model)
+        return obstacle_to_updates(target.optimizers) or exchange_in(target.model)
 
     def without_trial(self, reason: str) -> Choice:
         """Return the choice of the prior, with the reason why nothing was measured."""
@@ -347,6 +347,14 @@ class Calibration:
         reasons = {lever.name: lever.without_effect for lever in none}
         return replace(self, fixed={**self.fixed, **reasons}, prior=self.prior - reasons.keys())
 
+    def not_before(self, choice: Choice, reduce: Reduce = list) -> Choice:
+        """Return a choice of rules without what the loop has itself, as the first call has shown on every rank."""
+        elsewhere = reduce([float(not isinstance(lever.without_effect, AlreadyOn)) for lever in self.levers])
+        before = [lever for lever, other in zip(self.levers, elsewhere, strict=True) if not other]
+        changes = {lever.name: {"kept": False, "reason": str(lever.without_effect), "before": True} for lever in before}
+        verdicts = tuple(verdict.but(**changes.get(verdict.lever, {})) for verdict in choice.verdicts)
+        return choice.model_copy(update={"verdicts": verdicts})
+
     def unchecked(self, choice: Choice, reason: str = "") -> Choice:
         """Return a choice with the reason why its levers were not compared with the plain step."""
         text = f"not checked: {reason or (_UNCHECKED if self.sharded else 'verify=False')}"
@@ -409,14 +417,14 @@ def decide(
     """
     model, ranks = target.model, deciding_ranks(calibration, target)
     with _comparing(ranks) as reduce:
-        no_trial = calibration.obstacle(model)
+        no_trial = calibration.obstacle(target)
         no_pass = _WITHOUT_DDP if ranks == [] else obstacle_to_passes(target)
         flags = [float(flag) for flag in (choice is None, no_trial is not None, no_pass is not None)]
         missing, no_trials, no_passes, *settings = reduce([*flags, *calibration.settings])
         calibration = calibration.agreed(settings)
         no_pass = no_pass or (_ELSEWHERE if no_passes else None)
         if missing:
-            no_trial = calibration.obstacle(model) or (_ELSEWHERE if no_trials else None)
+            no_trial = calibration.obstacle(target) or (_ELSEWHERE if no_trials else None)
             choice = None if no_trial is None else calibration.without_trial(no_trial)
         if choice is None or calibration.verify:
             if no_pass is None:
@@ -445,6 +453,8 @@ def _decided(
             calibration = calibration.without_effect(reduce)
             choice = calibration.measure(target, passes, reduce)
             calibration = calibration.in_form(choice, device)
+        elif choice.source == "prior":
+            choice = calibration.not_before(choice, reduce)
         return calibration.check(choice, target, passes, reduce), calibration
 
 

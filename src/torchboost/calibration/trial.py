@@ -15,12 +15,13 @@ from torch.optim import Optimizer
 from torchboost.calibration.passes import Passes
 from torchboost.calibration.watch import TimeUp, time_limit
 from torchboost.core.algorithm import Algorithm, AttachedAlgorithms, Target, attach_all
+from torchboost.core.step import ClosureOptimizer, needs_closure
 from torchboost.core.torch_private import hooks_of_optimizer, local_shard
 from torchboost.core.wrapping import hookable
 from torchboost.errors import IncompatibleError
 from torchboost.measure.stopwatch import Clock, collector_off
 
-__all__ = ["Contestant", "Reduce", "Trial", "free_bytes", "needed_bytes", "optimizer_over"]
+__all__ = ["Contestant", "Reduce", "Trial", "free_bytes", "needed_bytes", "obstacle_to_updates", "optimizer_over"]
 
 Reduce = Callable[[list[float]], list[float]]
 """Return for each number the largest one of all ranks. Infinity stands for a step that failed."""
@@ -253,6 +254,14 @@ class Contestant:
         seconds += clock() - last
         self.outputs = result.outputs
         return seconds
+
+
+def obstacle_to_updates(optimizers: Sequence[Optimizer]) -> str | None:
+    """Return why a trial cannot step one of the optimizers. None if it can step all."""
+    found = next((o for o in optimizers if isinstance(o, ClosureOptimizer) or needs_closure(hookable(o))), None)
+    if found is None:
+        return None
+    return f"{type(found).__name__}.step needs a closure, with which it computes several passes"
 
 
 def optimizer_over(

@@ -26,7 +26,7 @@ from torchboost.calibration.removals import (
     seen_in,
     without_argument,
 )
-from torchboost.calibration.trial import Contestant, free_bytes
+from torchboost.calibration.trial import Contestant, free_bytes, obstacle_to_updates
 from torchboost.calibration.watch import Call
 from torchboost.core.algorithm import Target
 from torchboost.core.forward import tensors_in
@@ -164,7 +164,7 @@ def waste_of(
 
     Raises:
         IncompatibleError: A part of the model is compiled or sharded, it or its inputs hold an iterator, no output
-            depends on its parameters, or two equal passes differ.
+            depends on its parameters, two equal passes differ, or a step of an optimizer needs a closure.
         Exception: What the model raises.
 
     Cost: at least 20 steps, and up to some seconds for each kind that is there.
@@ -173,6 +173,12 @@ def waste_of(
         raise IncompatibleError("a part of the model is compiled; measure the waste before torch.compile")
     if sharded_units(target.model):
         raise IncompatibleError("FSDP2 shards the model; measure the waste of the bare model on one process")
+    if (obstacle := obstacle_to_updates(target.optimizers)) is not None:
+        raise IncompatibleError(
+            f"the waste is not measured: {obstacle}. To measure that of one pass, boost a copy of the model with an "
+            "optimizer that needs none, such as copied = copy.deepcopy(model) and torch.optim.SGD(copied.parameters(), "
+            "lr=0.1), and call its waste(...)."
+        )
     with on_real_inputs(target, call, forward) as passes:
         if passes.snapshot.has_iterator:
             raise IncompatibleError("the model or its inputs hold an iterator, which can be read only once")

@@ -5,6 +5,7 @@ An optimizer may evaluate the loss again during its step. It receives the forwar
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,8 +18,17 @@ from torchboost.core.algorithm import AttachedAlgorithms, MicroSteps, Target
 from torchboost.core.wrapping import unwrap
 from torchboost.errors import IncompatibleError, NoEffectWarning
 
-__all__ = ["ClosureOptimizer", "Replay", "StepOutput", "TrainStep", "after_closure", "learns_nothing"]
+__all__ = [
+    "ClosureOptimizer",
+    "Replay",
+    "StepOutput",
+    "TrainStep",
+    "after_closure",
+    "learns_nothing",
+    "needs_closure",
+]
 
+_NAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _SHOWN = 5
 """Most parameter names that a warning lists."""
 
@@ -109,6 +119,12 @@ class Replay:
             # If autocast surrounds the step, its cache holds casts of the weights from before the move.
             torch.clear_autocast_cache()
             return self._forward()
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether ``step`` cannot be called without a closure, as that of LBFGS."""
+    closure = list(inspect.signature(type(optimizer).step).parameters.values())[1:2]
+    return bool(closure) and closure[0].default is inspect.Parameter.empty and closure[0].kind in _NAMED
 
 
 def after_closure(

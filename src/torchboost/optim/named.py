@@ -65,7 +65,9 @@ def named_optimizer(
     ``"schedule_free_adamw"`` is :class:`~torchboost.optim.ScheduleFreeAdamW`. Both decay weights by 0.01, as torch's
     AdamW does. Do not use Muon to fine-tune all weights of a model that was trained with Adam.
 
-    To resume, build the optimizer again by the same name and load its state.
+    With ``"muon"``, schedules that write rates and momentum, such as ``OneCycleLR``, need one rate per group and
+    ``cycle_momentum=False``, without which torch raises ``ValueError``: see :func:`~torchboost.optim.muon_from`. To
+    resume, build the optimizer again by the same name and load its state.
 
     Args:
         name: See above.

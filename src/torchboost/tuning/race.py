@@ -177,18 +177,32 @@ class Race:
         )
 
     def _conclude(self, chosen: Candidate | None) -> None:
-        """Say what became of every plan of the search."""
-        findings = self.search.findings
-        for finding in self.whole:
-            name = finding.candidate.name
-            findings[name] = finding.model_copy(update={"rates": findings[name].rates})
-        for name in [name for name, finding in findings.items() if finding.outcome is None]:
-            if chosen is not None:
-                self.search.end(name, "not chosen", f"{chosen.words} takes less time")
-            elif name == STOCK:
-                self.search.end(name, "no gain", "no smaller number of steps was found")
-            else:
-                self.search.end(name, "not chosen", "it takes longer than what was tested")
+        """Say what became of every plan of the search. Of several attempts with a recipe, the last trained one counts.
+
+        If none was trained, what the search knows of the recipe stays.
+        """
+        search = self.search
+        for tested in self.whole:
+            name = tested.candidate.name
+            known = search.findings[name]
+            if tested.outcome != "not tried":
+                search.findings[name] = tested.model_copy(update={"rates": known.rates})
+            elif not any(one.candidate.name == name and one.outcome != "not tried" for one in self.whole):
+                search.end(name, "not tried", tested.reason)
+        for name, finding in list(search.findings.items()):
+            if finding.outcome is None:
+                search.end(name, *self._untested(finding, chosen))
+
+    def _untested(self, finding: Finding, chosen: Candidate | None) -> tuple[Outcome, str]:
+        """Return why a recipe that kept the metric in the search was not tested."""
+        plan, runs = finding.candidate, self.search.runs
+        if chosen is None and plan.label == self.search.stock.label:
+            return self.search.all_steps
+        others = [one.candidate for one in self.whole] if chosen is None else [chosen]
+        if any(runs.seconds(plan, plan.share) < runs.seconds(one, one.share) for one in others):
+            return "not chosen", "other plans were tested"
+        longer = "it takes longer than what was tested"
+        return "not chosen", longer if chosen is None else f"{chosen.words} takes less time"
 
     def _compare_rates(self) -> None:
         """Find out what the user's rate costs, with the first fresh seeds."""

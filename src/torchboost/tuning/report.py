@@ -466,12 +466,11 @@ def notes(report: TuneReport) -> list[str]:
 def rows(report: TuneReport) -> list[list[str]]:
     """Return a line of text per recipe and plan that was confirmed or not."""
 
-    def row(name: str, finding: Finding, reason: str) -> list[str]:
+    def row(name: str, finding: Finding, reason: str, *, attempt: bool = False) -> list[str]:
         known, change = finding.candidate, finding.difference
-        tried = finding.outcome not in ("not usable", "duplicate", "not tried")
-        share = (
-            "" if finding.outcome in ("no gain", "lost") and finding.change is None else wording.percent(known.share)
-        )
+        tried = attempt or finding.speed is not None or finding.outcome not in ("not usable", "duplicate", "not tried")
+        found = attempt or finding.change is not None or finding.outcome not in ("no gain", "lost")
+        share = wording.percent(known.share) if found else ""
         rate = f"{known.section['lr']:g}" if "lr" in known.recipe else wording.multiple(known.rate)
         speed = "" if finding.speed is None else wording.ratio(finding.speed.mid)
         memory = "" if finding.memory is None else wording.ratio(finding.memory)
@@ -481,7 +480,7 @@ def rows(report: TuneReport) -> list[list[str]]:
         cells = [rate, share] if tried else ["", ""]
         return [name, finding.outcome or "open", *cells, speed, memory, metric, str(finding.seeds or ""), reason]
 
-    confirmed = [row("confirmation", one, f"{one.candidate.name}: {one.reason}") for one in report.whole]
+    confirmed = [row("confirmation", one, f"{one.candidate.name}: {one.reason}", attempt=True) for one in report.whole]
     return [row(one.candidate.name, one, one.reason) for one in report.findings] + confirmed
 
 

@@ -55,6 +55,7 @@ class Search:
         findings: What is known about each recipe.
         rate: What is known about the user's rate.
         target: The metric of stock at its best rate, the mean of the seeds.
+        all_steps: What becomes of stock with all of its steps, and why it has no fewer.
     """
 
     runs: Runs
@@ -65,6 +66,7 @@ class Search:
     findings: dict[str, Finding] = field(init=False)
     rate: Rate | None = field(default=None, init=False)
     target: float = field(default=math.nan, init=False)
+    all_steps: tuple[Outcome, str] = field(default=("not tried", ""), init=False)
 
     def __post_init__(self) -> None:
         self.findings = {one.name: Finding(candidate=one) for one in self.recipes}
@@ -90,6 +92,8 @@ class Search:
         try:
             self._all()
         except EndedError as ended:
+            if not self.all_steps[1]:
+                self.all_steps = "not tried", f"its search for fewer steps did not end: {ended}"
             for name, finding in self.findings.items():
                 if finding.outcome is None and finding.change is None:
                     self.end(name, "not tried", str(ended))
@@ -196,6 +200,9 @@ class Search:
             if self.findings[plan.name].change is None:
                 self.end(plan.name, ended.outcome, ended.reason)
             return
+        if plan.name == self.levers.name:
+            none = f"even {wording.percent(SHARES[0])} of the steps save no time against {fastest.words}"
+            self.all_steps = "no gain", "no smaller number of steps was found" if shares else none
         if self.findings[plan.name].change is None:
             lost = f"with {wording.percent(shares[-1])} of the steps it does not keep the metric" if shares else ""
             slow = "" if shares and shares[-1] == 1 else f"more steps take longer than {fastest.words}"

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from torchboost.bench.factory import Parts, check_fresh, loop_body, made_by, metric_of, one_epoch, score_of
+from torchboost.calibration.choice import in_a_line
 from torchboost.core.algorithm import Algorithm
 from torchboost.core.torch_private import compiled_graphs, forget_compiled
 from torchboost.errors import ConfigError, IncompatibleError, NoEffectWarning
@@ -381,6 +382,25 @@ def looked_at(candidates: Sequence[Candidate], make: Make, steps: int, levers: S
     return [_looked_at(one, make, steps, known, levers) for one in candidates]
 
 
+def _check_schedule(parts: Parts, boosted: Boosted) -> None:
+    """Raise ``IncompatibleError`` if the factory's schedule cannot drive groups of several rules and rates."""
+    if parts.schedule is None:
+        return
+    groups = boosted.optimizer.param_groups
+    before = {float(group["lr"]) for group in groups}
+    try:
+        parts.schedule(boosted.optimizer, max(LEAST_STEPS, boosted.steps or 0))
+    except Exception as error:  # the user's function may raise anything
+        hint = "; let the schedule pass cycle_momentum=False" if "cycle_momentum" in str(error) else ""
+        raise IncompatibleError(f"the schedule raises {in_a_line(error)}{hint}") from error
+    after = {float(group["lr"]) for group in groups}
+    if len(after) < len(before) and after != {0.0}:
+        raise IncompatibleError(
+            "the schedule gives all groups one rate, and matrices need another one than the rest; let it take one per "
+            "group, such as max_lr=[group['lr'] for group in optimizer.param_groups] for OneCycleLR"
+        )
+
+
 def _looked_at(candidate: Candidate, make: Make, steps: int, known: dict[str, str], levers: Sequence[str]) -> Finding:
     parts = made_by(make, 0)
     try:
@@ -388,6 +408,8 @@ def _looked_at(candidate: Candidate, make: Make, steps: int, known: dict[str, st
             if candidate.recipe:  # such as a Muon without a matrix
                 warnings.simplefilter("error", NoEffectWarning)
             boosted = boosted_by(parts, candidate, steps)
+        if candidate.recipe.get("optimizer") == "muon":
+            _check_schedule(parts, boosted)
     except ConfigError:
         raise  # it is not the model that this cannot work on
     except (IncompatibleError, ValueError, NoEffectWarning) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, partial
 from typing import Any
@@ -16,6 +15,7 @@ from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Attachment, Removable
 from torchboost.core.forward import plain_hook
+from torchboost.core.step import needs_closure
 from torchboost.core.torch_private import (
     active_ddp,
     build_again,
@@ -31,7 +31,6 @@ from torchboost.errors import IncompatibleError
 
 __all__ = ["GradientChecks", "Replicas", "check_freezable", "check_reducer", "rebuild_reducer"]
 
-_NAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _HINT = (
     "Flags must change on all ranks at the same update: use the same settings, seed and checkpoint on all ranks, and "
     "let all of them take or skip an update together."
@@ -55,8 +54,7 @@ def check_freezable(model: nn.Module | None, optimizer: Optimizer) -> None:
                 "changes (pytorch#139476), so unfrozen layers would never train; set torch._dynamo.config."
                 "skip_tensor_guards_with_matching_dict_tags = False at the start of the program, or update to 2.12."
             )
-    closure = list(inspect.signature(type(optimizer).step).parameters.values())[1:2]
-    if closure and closure[0].default is inspect.Parameter.empty and closure[0].kind in _NAMED:
+    if needs_closure(optimizer):
         raise IncompatibleError(
             f"freezing: {type(optimizer).__name__}.step needs a closure; such an optimizer, for example LBFGS, also "
             "moves parameters without a gradient. Use an optimizer that skips them, or leave freezing out."
