@@ -318,3 +318,15 @@ def test_a_loader_that_does_not_know_its_length_is_counted():
 
     streamed = changed(3, lambda: torch.utils.data.DataLoader(Stream(), batch_size=None))
     assert tuned(factory=streamed, epochs=1).steps == 6
+
+
+def test_a_run_may_have_a_number_of_steps_of_endless_batches(tmp_path):
+    def endless() -> Any:
+        while True:
+            yield from make(0)[3]
+
+    with pytest.raises(ValueError, match="found epochs=2 and steps=4; give one of them"):
+        tuned(steps=4)
+    found = tuned(factory=changed(3, endless), epochs=1, steps=4, budget="1s")
+    assert found.steps == 4
+    assert {run.steps for run in found.runs if run.name == STOCK} <= {4}

@@ -196,6 +196,9 @@ def tune(
     epochs: Annotated[
         int | None, typer.Option(min=1, help="Passes over the batches per run. Default: 1, or the workload's.")
     ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Updates per run, in place of --epochs. The batches may be endless.")
+    ] = None,
     total_steps: Annotated[
         int | None, typer.Option(min=1, help="Updates of the training that the answer is for. Default: those of a run.")
     ] = None,
@@ -239,7 +242,8 @@ def tune(
                 factory.make,
                 drop=POINT * drop,
                 budget=budget,
-                epochs=epochs or factory.epochs,
+                epochs=1 if steps is not None and epochs is None else epochs or factory.epochs,
+                steps=steps,
                 total_steps=total_steps,
                 rate=rate,
                 prior=prior or (),

@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -107,7 +107,10 @@ class Training:
             model, optimizer, steps = boosted.model, boosted.optimizer, max(LEAST_STEPS, boosted.steps or 0)
         if candidate.recipe.get("optimizer") == "schedule_free_adamw":
             parts = parts._replace(schedule=None)  # its average takes the place of one
-        step, batches = loop_body(parts, model, optimizer, steps), _batches(parts.batches, seed, self.device)
+        step, batches = (
+            loop_body(parts, model, optimizer, steps),
+            _batches(parts.batches, seed, self.device, self.steps),
+        )
         model.train()
         first = loss = step(*next(batches))
         ready = clock()
@@ -176,9 +179,12 @@ def _is_hopeless(first: float, means: Sequence[float], best: Sequence[float], st
     return best[third - 1] < first and 3 * (first - means[-1]) < first - best[third - 1]
 
 
-def _batches(epoch: Iterable[Any], seed: int, device: torch.device) -> Iterator[tuple[Any, Any]]:
-    """Yield batches without end. All candidates get the same ones in the same order."""
-    batches = list(epoch) if isinstance(epoch, Iterator) else epoch  # a generator can be read only once
+def _batches(epoch: Iterable[Any], seed: int, device: torch.device, most: int) -> Iterator[tuple[Any, Any]]:
+    """Yield batches without end. All candidates get the same ones in the same order.
+
+    A generator can be read only once, so its first ``most`` batches are kept.
+    """
+    batches = list(islice(epoch, most)) if isinstance(epoch, Iterator) else epoch
     for number in count():
         yield from one_epoch(batches, seed=seed, epoch=number, device=device)
 

@@ -59,6 +59,7 @@ def tune(
     drop: float,
     budget: float | str,
     epochs: int = 1,
+    steps: int | None = None,
     total_steps: int | None = None,
     candidates: Mapping[str, Mapping[str, Any]] | None = None,
     rate: str = "search",
@@ -83,8 +84,8 @@ def tune(
 
     Everything runs in this process. Of a training on several ranks, tune the part of one rank.
 
-    The answer is valid for runs like those that were made: ``epochs`` passes over the factory's batches. A drop that
-    only shows later in a longer run cannot be seen.
+    The answer is valid for runs like those that were made: ``epochs`` passes over the factory's batches, or ``steps``
+    updates. A drop that only shows later in a longer run cannot be seen.
 
     Args:
         make: ``make(seed) -> (model, optimizer, loss, batches, evaluate[, schedule[, validate]])``.
@@ -94,6 +95,7 @@ def tune(
         drop: Largest accepted drop of the metric, in its own units: 0.005 for half a point of an accuracy.
         budget: Seconds, or text such as ``"30m"``. The next run is not begun if it does not fit.
         epochs: Passes over the batches in a run of stock.
+        steps: Updates of a run of stock, in place of ``epochs``. The batches may then be endless.
         total_steps: Updates of the training that the answer is for, over which compilation is spread; by default those
             of a run.
         candidates: Name -> section ``extra`` of a configuration, in place of the standard recipes and the levers.
@@ -128,6 +130,10 @@ def tune(
     """
     check_number("drop", drop, above=True)
     check_count("epochs", epochs, of="passes over the batches")
+    if steps is not None:
+        check_count("steps", steps, of="updates of a run")
+        if epochs != 1:
+            raise ValueError(f"found epochs={epochs} and steps={steps}; give one of them.")
     check_count("seeds", seeds, of="seeds per comparison")
     if not LEAST_SEEDS <= seeds <= MOST_SEEDS:
         raise ValueError(f"seeds: found {seeds}; give a number from {LEAST_SEEDS} to {MOST_SEEDS}.")
@@ -148,7 +154,8 @@ def tune(
         )
     if Topology.current().world_size > 1:
         raise IncompatibleError("tune runs in one process, and here are several ranks; let one of them tune its part.")
-    steps = epochs * count_of(parts.batches, seconds)
+    if steps is None:
+        steps = epochs * count_of(parts.batches, seconds)
     if steps < LEAST_STEPS:
         raise FactoryError("a run has one step, of which no speed is known; give more batches, or more epochs.")
     if total_steps is not None and total_steps < steps:
