@@ -32,7 +32,8 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: setup
 	$(BIN)/torchboost bench docstrings --contestants stock,hand,O1 --seeds 3 --pairs 10 --out out/demo/text --force
-	$(BIN)/torchboost bench digits --contestants stock,hand,O1 --decide 60s --out out/demo/digits --force
+	rm -rf out/demo/digits
+	$(BIN)/torchboost tune digits --budget 100s --out out/demo/digits/boost.json
 
 test: setup
 	$(PYTEST) $(PYTEST_ARGS)
