@@ -273,7 +273,7 @@ def _stepped_by_the_trainer(facts: Facts) -> str | None:
 
 
 SHORT_RUN = 1_000
-"""Steps below which the levels use levers alone: there, LessBN was not shown to keep what O1 promises."""
+"""Steps below which O2 uses levers alone: there, LessBN was not shown to keep the accuracy."""
 
 
 def _too_short(facts: Facts, name: str) -> str | None:
