@@ -258,7 +258,7 @@ def test_a_forward_that_holds_the_model_does_not_let_boost_touch_it():
     x, y = batch()
     F.cross_entropy(model(x), y).backward()
     gradients, state = [p.grad.clone() for p in model.parameters()], copy.deepcopy(model.state_dict())
-    boosted = boost(model, optimizer, calibrate=False, config={"extra": {"less_bn": False}})
+    boosted = boost(model, optimizer, calibrate=False)
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     F.cross_entropy(model(x), y)  # the levers are checked here, on the model itself

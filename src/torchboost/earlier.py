@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from torchboost.algorithms.gradient_centralization import GradientCentralization
 from torchboost.algorithms.less_bn import LessBn
-from torchboost.core.torch_private import AnyBatchNorm
 
 __all__ = ["O1_HAD", "check_against_o1", "watch_for_o1"]
 
@@ -39,12 +38,16 @@ def check_against_o1(state: Mapping[str, Any], model: nn.Module, known: Collecti
         raise ValueError(f"the checkpoint was written with {' and '.join(off)}, which {verb} off here. {_remedy(off)}")
 
 
-def watch_for_o1(model: nn.Module, optimizers: Iterable[Optimizer]) -> ExitStack:
+def watch_for_o1(optimizers: Iterable[Optimizer], norms: int) -> ExitStack:
     """Let optimizers refuse a state that lacks parameters of BatchNorms, with what to do. Torch's error has no reason.
 
-    Closing the result ends it.
+    Args:
+        optimizers: Of a model.
+        norms: Number of its BatchNorms.
+
+    Returns:
+        Closing it ends that.
     """
-    norms = sum(isinstance(module, AnyBatchNorm) for module in model.modules())
 
     def look(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         saved, here = (sum(len(group["params"]) for group in of["param_groups"]) for of in (state, vars(optimizer)))
@@ -55,7 +58,7 @@ def watch_for_o1(model: nn.Module, optimizers: Iterable[Optimizer]) -> ExitStack
             )
 
     handles = ExitStack()
-    for optimizer in optimizers if norms else ():
+    for optimizer in optimizers:
         handles.callback(optimizer.register_load_state_dict_pre_hook(look).remove)
     return handles
 

@@ -125,7 +125,7 @@ class Facts:
             other += sum(isinstance(m, (nn.BatchNorm1d, nn.BatchNorm3d)) for m in modules)
             batch_norms = sum(isinstance(m, (AnyBatchNorm, RemovedNorm)) for m in modules)
             largest = _largest_matrix(modules)
-            trained = False if LessBn().applied(model) else was_trained(model) if batch_norms else None
+            trained = (not LessBn().applied(model) and was_trained(model)) if batch_norms else None
         device = device or default_device()
         half = half_precision(device, convolutions)
         return cls(
