@@ -25,9 +25,9 @@ def five_convolutions() -> nn.Sequential:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
 
 
-def boosted(model: nn.Module) -> torchboost.Boosted:
+def boosted(model: nn.Module, level: str = "O1") -> torchboost.Boosted:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return torchboost.boost(model, optimizer, level="O1", total_steps=10_000, calibrate=10.0)
+    return torchboost.boost(model, optimizer, level=level, total_steps=10_000, calibrate=10.0)
 
 
 def test_boost_enters_few_files_and_makes_few_calls():
@@ -86,7 +86,7 @@ def test_boost_needs_no_more_memory_than_one_copy_of_the_parameters():
     model = ResNet(Bottleneck, [2, 2, 2], width=32)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     with Peak() as peak:
-        made = boosted(model)
+        made = boosted(model, "O2")
     gc.collect()
     assert "less_bn" in made.attached
     assert peak.most <= 1.1 * size

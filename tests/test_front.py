@@ -21,6 +21,7 @@ from torchboost import IncompatibleError, NoEffectWarning, Target, boost, prepar
 from torchboost.front import Host, boosted_of
 from torchboost.graph import trace
 from torchboost.optim import ScheduleFreeAdamW
+from torchboost.registry import REGISTRY
 from torchboost.sheet import Sheet
 from torchboost.workloads.models import Bottleneck, ResNet
 
@@ -50,6 +51,24 @@ def test_o0_changes_nothing():
     boosted = boost(model, optimizer, level="O0")
     assert (len(boosted.attached), hooks(optimizer)) == (0, 0)
     assert boosted.state_dict() == {"attached": {}}
+
+
+@pytest.mark.parametrize("calibrate", [False, 0.2])
+def test_o1_changes_neither_the_network_nor_the_update_rule(calibrate):
+    model, optimizer = pair(lambda: ResNet(Bottleneck, [1, 1], width=8, classes=3))
+    kinds = [(name, type(module)) for name, module in model.named_modules()]
+    parameters = [(name, id(parameter), parameter.shape) for name, parameter in model.named_parameters()]
+    keys, groups = list(model.state_dict()), [[id(p) for p in group["params"]] for group in optimizer.param_groups]
+    boosted = boost(model, optimizer, level="O1", total_steps=10_000, calibrate=calibrate)
+    for _ in range(2):
+        assert (boosted.model, boosted.optimizer) == (model, optimizer)
+        assert [(name, type(module)) for name, module in model.named_modules()] == kinds
+        assert [(name, id(p), p.shape) for name, p in model.named_parameters()] == parameters
+        assert list(model.state_dict()) == keys
+        assert [[id(p) for p in group["params"]] for group in optimizer.param_groups] == groups
+        assert boosted.attached or calibrate
+        assert all(REGISTRY[name].lever for name in boosted.attached)
+        train(model, optimizer, 2)
 
 
 def test_a_missing_length_is_said_once_by_name():
@@ -239,7 +258,7 @@ def test_a_forward_that_holds_the_model_does_not_let_boost_touch_it():
     x, y = batch()
     F.cross_entropy(model(x), y).backward()
     gradients, state = [p.grad.clone() for p in model.parameters()], copy.deepcopy(model.state_dict())
-    boosted = boost(model, optimizer, calibrate=False, config={"extra": {"less_bn": False}})
+    boosted = boost(model, optimizer, calibrate=False)
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     F.cross_entropy(model(x), y)  # the levers are checked here, on the model itself
@@ -265,7 +284,7 @@ def test_a_second_boost_lists_what_the_first_one_changed_in_the_model():
     model = ResNet(Bottleneck, [1, 1], width=8, classes=4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
-        boosted = torchboost.boost(model, optimizer, level="O1", total_steps=1000, calibrate=False)
+        boosted = torchboost.boost(model, optimizer, level="O2", total_steps=1000, calibrate=False)
         assert {"less_bn", "gradient_centralization"} <= {algorithm.name for algorithm in boosted.plan.algorithms}
         model(torch.randn(4, 3, 16, 16)).square().mean().backward()
         optimizer.step()
@@ -318,9 +337,9 @@ def test_the_names_of_mindspore_that_are_not_here_lead_to_their_counterparts():
 def test_explain_says_what_was_on_before_and_takes_no_credit():
     model = small_cnn()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    boosted = boost(model, optimizer, "O1", total_steps=1000, calibrate=False)
+    boosted = boost(model, optimizer, "O2", total_steps=1000, calibrate=False)
     first, *_ = lines = boosted.explain().splitlines()
-    assert first == "level O1 for AdamW, 1,000 steps"
+    assert first == "level O2 for AdamW, 1,000 steps"
     states = [line.split("  ")[1].strip() for line in lines if line.startswith(("less_bn", "fused_optimizer"))]
     assert "was on before" in next(line for line in lines if line.startswith("fused_optimizer"))
     assert len(states) == 2
@@ -422,7 +441,7 @@ def test_facts_are_those_of_the_loop(bfloat16):
 def test_a_prepared_model_is_attached_later():
     model = ResNet(Bottleneck, [1, 1], width=8)
     norms = sum(isinstance(module, nn.BatchNorm2d) for module in model.modules())
-    plan = prepare(model, total_steps=1000)
+    plan = prepare(model, level="O2", total_steps=1000)
     assert sum(isinstance(module, nn.BatchNorm2d) for module in model.modules()) < norms
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     attached = plan.attach(Target(torch.compile(model, backend="eager"), optimizer))  # pyright: ignore
@@ -430,11 +449,13 @@ def test_a_prepared_model_is_attached_later():
 
 
 def test_what_has_nothing_to_change_is_left_out_and_nothing_is_said_to_be_measured():
-    text = prepare(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), total_steps=10_000).explain()
+    text = prepare(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), level="O2", total_steps=10_000).explain()
     assert re.search(r"^less_bn +off ", text, re.MULTILINE)
     assert "measures which of these pay" not in text
 
 
 def test_what_has_transformed_the_model_before_stays_on():
     model = ResNet(Bottleneck, [1, 1], width=8)
-    assert prepare(model, total_steps=1000).algorithms == prepare(model, total_steps=1000).algorithms
+    first = prepare(model, level="O2", total_steps=1000).algorithms
+    assert "less_bn" in {algorithm.name for algorithm in first}
+    assert prepare(model, level="O2", total_steps=1000).algorithms == first

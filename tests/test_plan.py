@@ -65,17 +65,18 @@ def test_auto_ignores_the_switches():
     plan = Plan.of("O0", {"boost": {"less_bn": True}}, FAST)
     assert names(plan) == set()
     assert "reads no switches; use mode manual" in reasons(plan)["less_bn"]
-    assert reasons(Plan.of("O1", {"boost": {"less_bn": True}}, FAST)).get("less_bn") is None
+    assert "reads no switches" in reasons(Plan.of("O1", {"boost": {"less_bn": True}}, FAST))["less_bn"]
+    assert reasons(Plan.of("O2", {"boost": {"less_bn": True}}, FAST)).get("less_bn") is None
 
 
 def test_auto_lists_a_switch_that_is_off_in_vain():
     off = {"boost": {"less_bn": False, "adasum": False}}
-    plan = Plan.of("O1", off, FAST)
+    plan = Plan.of("O2", off, FAST)
     assert "less_bn" in names(plan)
     assert reasons(plan)["boost.less_bn"] == "false is not read: mode auto follows the level; use extra.less_bn = false"
     assert "boost.less_bn" in plan.explain()
-    assert not any(name.startswith("boost.") for name in reasons(Plan.of("O1", {"boost": {"mode": "auto"}}, FAST)))
-    for level, config in (("O0", off), ("O1", {**off, "extra": {"less_bn": False}})):
+    assert not any(name.startswith("boost.") for name in reasons(Plan.of("O2", {"boost": {"mode": "auto"}}, FAST)))
+    for level, config in (("O0", off), ("O1", off), ("O2", {**off, "extra": {"less_bn": False}})):
         plan = Plan.of(level, config, FAST)
         assert "less_bn" not in names(plan)
         assert not any(name.startswith("boost.") for name in reasons(plan))
@@ -83,12 +84,12 @@ def test_auto_lists_a_switch_that_is_off_in_vain():
 
 def test_levels_leave_less_bn_out_of_trained_networks():
     trained = replace(FAST, trained=True)
-    plan = Plan.of("O1", facts=trained)
+    plan = Plan.of("O2", facts=trained)
     assert "measured from scratch only; ask for it with extra.less_bn" in reasons(plan)["less_bn"]
     assert "gradient_centralization" in names(plan)
     for config in ({"extra": {"less_bn": True}}, {"boost": {"mode": "manual", "less_bn": True}}):
-        assert "less_bn" in names(Plan.of("O1", config, trained))
-    assert "less_bn" in names(Plan.of("O1", facts=replace(FAST, trained=False)))
+        assert "less_bn" in names(Plan.of("O2", config, trained))
+    assert "less_bn" in names(Plan.of("O2", facts=replace(FAST, trained=False)))
 
 
 def test_auto_lists_what_it_was_asked_for_in_vain():
@@ -197,7 +198,7 @@ def test_the_documented_dict_pasted_does_not_weaken_a_level(level):
     )
     assert left_out.get("grad_freeze.freeze_type") == (said if level == "O2" else None)
     assert "grad_freeze.freeze_p" not in left_out
-    assert "extra.less_bn.normalize_head = true" in left_out["less_bn.fn_flag"]
+    assert ("extra.less_bn.normalize_head = true" in left_out.get("less_bn.fn_flag", "")) == (level == "O2")
     assert not {"dim_reduce", "adasum", "common.device_number", "grad_freeze.param_groups"} & set(left_out)
     manual = {**DOCUMENTED, "boost": {**DOCUMENTED["boost"], "mode": "manual", "less_bn": True, "grad_freeze": True}}
     built = {a.name: a for a in Plan.of(level, manual, FAST).algorithms}
@@ -312,7 +313,7 @@ def test_extra_turns_levers_off_on_and_sets_them():
 
 
 def test_facts_rule_out_with_a_reason():
-    plan = Plan.of("O1", facts=Facts(half_precision=False, convolutions=0))
+    plan = Plan.of("O2", facts=Facts(half_precision=False, convolutions=0))
     left_out = reasons(plan)
     assert "bfloat16" in left_out["autocast"]
     assert "no convolution" in left_out["channels_last"]
@@ -329,7 +330,7 @@ def test_facts_rule_out_with_a_reason():
     ],
 )
 def test_gradients_are_centralised_only_in_networks_of_the_measured_kind(layers, on):
-    plan = Plan.of("O1", facts=Facts.measure(nn.Sequential(*layers)))
+    plan = Plan.of("O2", facts=Facts.measure(nn.Sequential(*layers)))
     assert ("gradient_centralization" in names(plan)) == on
 
 
@@ -415,7 +416,7 @@ def test_transform_refuses_a_wrapped_model_unchanged():
 def test_fit_after_transform_keeps_what_was_transformed():
     model = ResNet(Bottleneck, [1, 1], width=8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    whole = Plan.of("O1", {"extra": {"compile": False}}, facts=FAST)
+    whole = Plan.of("O2", {"extra": {"compile": False}}, facts=FAST)
     before = whole.fit(model, optimizer)
     before.transform(model, optimizer)
     assert "less_bn" in names(before)
@@ -446,7 +447,7 @@ def test_fit_asks_each_algorithm_once(monkeypatch):
 
 def test_fit_lists_what_would_change_nothing():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 3))
-    plan = Plan.of("O1", facts=FAST).fit(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    plan = Plan.of("O2", facts=FAST).fit(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert "BatchNorm" in reasons(plan)["less_bn"]
 
 
@@ -503,10 +504,9 @@ def test_a_run_has_one_length():
         Plan.of("O1", {"grad_freeze": {"total_steps": 9}}, FAST, total_steps=7)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_short_runs_keep_what_costs_accuracy_in_them_out(level):
-    costly = {"less_bn", "gradient_centralization", *(["grad_freeze"] if level == "O2" else [])}
-    short, long = (Plan.of(level, facts=FAST, total_steps=steps) for steps in (999, 1000))
+def test_short_runs_keep_what_costs_accuracy_in_them_out():
+    costly = {"less_bn", "gradient_centralization", "grad_freeze"}
+    short, long = (Plan.of("O2", facts=FAST, total_steps=steps) for steps in (999, 1000))
     assert costly <= {one.name for one in long.algorithms}
     assert not costly & {one.name for one in short.algorithms}
     for name in costly:
@@ -514,7 +514,7 @@ def test_short_runs_keep_what_costs_accuracy_in_them_out(level):
         assert said.startswith("in runs of fewer than 1,000 steps it was not shown to keep the accuracy")
         assert said.endswith(f"this one has 999; ask for it with extra.{name}")
         assert said in in_one_line(short.explain())
-    asked = Plan.of(level, {"extra": dict.fromkeys(costly, True)}, FAST, total_steps=999)
+    asked = Plan.of("O2", {"extra": dict.fromkeys(costly, True)}, FAST, total_steps=999)
     assert costly <= {one.name for one in asked.algorithms}
     for wrong, error in ((0, ValueError), (True, TypeError), (2.0, TypeError)):
         with pytest.raises(error, match=r"total_steps: found .*give an integer, 1 or more"):

@@ -36,6 +36,12 @@ def test_the_tables_are_consistent_and_read_only():
             table["O1"] = {}
 
 
+def test_o1_has_switches_only_and_o2_has_them_too():
+    switches = {name for name in LEVELS["O1"] if REGISTRY[name].lever}
+    assert switches == set(LEVELS["O1"]) == {name for name, entry in REGISTRY.items() if entry.lever}
+    assert set(LEVELS["O2"]) - switches == {"less_bn", "gradient_centralization", "grad_freeze"}
+
+
 def test_measure_looks_at_the_model():
     assert Facts.measure(nn.Linear(2, 2)).convolutions == 0
     assert Facts.measure(nn.Linear(2, 2)).trained is None
@@ -77,7 +83,7 @@ def test_what_changes_the_training_is_for_networks_of_the_kind_that_it_was_measu
     assert not parts & {one.name for one in plans[1].algorithms}
     said = {entry.name: entry.reason for entry in plans[1].dropped}
     assert all("two-dimensional convolutions with BatchNorm only" in said[name] for name in parts)
-    asked = Plan.of("O1", {"extra": {"less_bn": True}}, Facts(convolutions=3, other_dimensions=3))
+    asked = Plan.of("O2", {"extra": {"less_bn": True}}, Facts(convolutions=3, other_dimensions=3))
     assert "less_bn" in {one.name for one in asked.algorithms}
 
 
@@ -107,21 +113,20 @@ def test_one_convolution_of_images_does_not_make_a_network_of_images(trunk):
 def test_a_network_of_depthwise_convolutions_keeps_its_batch_norms():
     """On a MobileNetV2 LessBN cost 4 to 6 points."""
     convolutions = (nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 4, 3))
-    plans = [Plan.of("O1", facts=Facts.measure(nn.Sequential(one, nn.BatchNorm2d(4)))) for one in convolutions]
+    plans = [Plan.of("O2", facts=Facts.measure(nn.Sequential(one, nn.BatchNorm2d(4)))) for one in convolutions]
     assert ["less_bn" in {one.name for one in plan.algorithms} for plan in plans] == [False, True]
     assert "depthwise" in {entry.name: entry.reason for entry in plans[0].dropped}["less_bn"]
-    asked = Plan.of("O1", {"extra": {"less_bn": True}}, Facts(convolutions=3, grouped_convolutions=1))
+    asked = Plan.of("O2", {"extra": {"less_bn": True}}, Facts(convolutions=3, grouped_convolutions=1))
     assert "less_bn" in {one.name for one in asked.algorithms}
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_the_levels_remove_batch_norms_of_residual_blocks_only(level):
+def test_o2_removes_batch_norms_of_residual_blocks_only():
     """Without those of a plain stack a VGG was not shown to keep its accuracy."""
     networks = vgg(), ResNet(BasicBlock, [1, 1], width=8)
     left_out = []
     for model in networks:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        plan = Plan.of(level, facts=Facts.measure(model, total_steps=10_000)).fit(model, optimizer)
+        plan = Plan.of("O2", facts=Facts.measure(model, total_steps=10_000)).fit(model, optimizer)
         left_out.append({entry.name: entry.reason for entry in plan.dropped}.get("less_bn"))
     assert "residual blocks" in (left_out[0] or "")
     assert left_out[1] is None

@@ -372,14 +372,16 @@ def boost(
             (:func:`~torchboost.optim.named_optimizer`). No level changes the optimizer by itself. Or a list of
             optimizers, each over parameters of its own, such as Muon for the matrices and AdamW for the rest: the loop
             steps all of them. What works with one optimizer only, such as gradient freezing, is then left out.
-        level: ``"O0"`` changes nothing, ``"O1"`` keeps the accuracy within 0.5 points, ``"O2"`` within 3 points. See
-            ``docs/levels.md`` for what each level turns on, and for the measurements.
+        level: ``"O0"`` changes nothing. ``"O1"`` turns on switches, which change neither the network nor the update
+            rule; the accuracy stays within 0.5 points. ``"O2"`` also removes BatchNorms, centralises gradients and
+            freezes the first blocks late in the run; the accuracy stays within 3 points. See ``docs/levels.md`` for
+            what each level turns on, and for the measurements.
         lr: Learning rate of an optimizer that is given by name. With ``"muon"`` it is the rate of the hidden matrices,
             and None takes 0.02. Otherwise None takes 0.001.
         adamw_lr: Learning rate of what ``"muon"`` leaves to AdamW. None takes 0.001.
         task: ``"fine_tune"`` freezes and caches the first half of the blocks (:func:`torchboost.fine_tuning`).
         total_steps: Number of updates in the whole run. Gradient freezing and compilation need it. In a run of fewer
-            than 1,000 the levels only use the speed levers. None counts as a long run.
+            than 1,000 ``"O2"`` turns on what ``"O1"`` does. None counts as a long run.
         config: Settings that override the level: a dict, a path to a JSON file, JSON text, or a :class:`BoostConfig`.
             If it has a recipe, as the result of :func:`torchboost.tune` may have, the optimizer is built and its rates
             are scaled first. Build the schedule after this call, on ``boosted.optimizer``, for ``boosted.steps``

@@ -32,8 +32,10 @@ from torchboost.calibration.snapshot import streams_kept
 from torchboost.calibration.waste import NOTABLE, WasteReport, padded_share, waste_of
 from torchboost.calibration.watch import Call, Gate, is_training_call, shapes_of
 from torchboost.core.algorithm import Algorithm, AlreadyOn, Target, attach_all
+from torchboost.core.torch_private import AnyBatchNorm
 from torchboost.core.wrapping import hookable
 from torchboost.distributed.topology import Topology
+from torchboost.earlier import check_against_o1, watch_for_o1
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.explanation import Explanation, Row
 from torchboost.optim.rules.base import UpdateRule
@@ -119,6 +121,10 @@ class Levers:
         self.attached.with_undo(self._note_removal).with_levers(
             self._saved, lambda levers: self.follow(Choice.saved({"levers": levers}))
         )
+        self.attached.with_check(lambda state: check_against_o1(state, target.model, {*self.attached, *self.withdrawn}))
+        norms = sum(isinstance(module, AnyBatchNorm) for module in target.model.modules())
+        if plan.level == "O1" and norms:
+            self.attached.with_undo(watch_for_o1(map(hookable, target.optimizers), norms).close)
         aside = wrapper is not None and self._calibration is None
         if aside or not verify:
             why = f"measured or checked: wrapped by {wrapper} before boost" if aside else "checked: verify=False"

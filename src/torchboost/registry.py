@@ -125,7 +125,7 @@ class Facts:
             other += sum(isinstance(m, (nn.BatchNorm1d, nn.BatchNorm3d)) for m in modules)
             batch_norms = sum(isinstance(m, (AnyBatchNorm, RemovedNorm)) for m in modules)
             largest = _largest_matrix(modules)
-            trained = False if LessBn().applied(model) else was_trained(model) if batch_norms else None
+            trained = (not LessBn().applied(model) and was_trained(model)) if batch_norms else None
         device = device or default_device()
         half = half_precision(device, convolutions)
         return cls(
@@ -273,7 +273,7 @@ def _stepped_by_the_trainer(facts: Facts) -> str | None:
 
 
 SHORT_RUN = 1_000
-"""Steps below which the levels use levers alone: there, LessBN was not shown to keep what O1 promises."""
+"""Steps below which O2 uses levers alone: there, LessBN was not shown to keep the accuracy."""
 
 
 def _too_short(facts: Facts, name: str) -> str | None:

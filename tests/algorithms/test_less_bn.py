@@ -509,7 +509,7 @@ def test_an_average_is_said_by_boost_too():
     model = ResNet(BasicBlock, [1, 1], width=4)
     average = averaged(model)
     with pytest.warns(UserWarning, match="AveragedModel"):
-        torchboost.boost(model, torch.optim.SGD(model.parameters(), lr=0.1), level="O1", total_steps=5000)
+        torchboost.boost(model, torch.optim.SGD(model.parameters(), lr=0.1), level="O2", total_steps=5000)
     assert average.module is not model
 
 

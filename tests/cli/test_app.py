@@ -134,7 +134,7 @@ def test_the_plan_of_a_model_is_explained(tmp_path, monkeypatch):
     found = answer("explain", "train.py:make", "--total-steps", "20000", "--json")
     assert found["total_steps"] == 20_000
     named = {row["name"] for row in found["algorithms"]} | set(found["waiting"])
-    assert {"fused_optimizer", "gradient_centralization"} <= named
+    assert {"fused_optimizer", "channels_last"} <= named
     assert set(found["waiting"]).isdisjoint(row["name"] for row in found["dropped"])
     assert run("explain", "train.py:other").exit_code == 1
     assert run("explain", "train.py:make", "--nodes", "2").exit_code == 1

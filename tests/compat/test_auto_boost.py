@@ -92,7 +92,7 @@ def test_a_refused_pair_is_left_as_it_was():
     before = norms(network), list(network.state_dict())
     wrapped = Wrapping(sgd(network))
     del wrapped.optimizer
-    for level in ("O0", "O1"):
+    for level in ("O0", "O1", "O2"):
         booster = AutoBoost(level)
         plan = booster.plan
         with pytest.raises(IncompatibleError, match="Wrapping does not call the hooks"):

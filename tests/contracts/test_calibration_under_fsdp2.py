@@ -19,7 +19,7 @@ from torchboost.algorithms.fused_optimizer import FusedOptimizer
 from torchboost.errors import NoEffectWarning
 from torchboost.front import Boosted
 
-CONFIG = {"compile": False, "grad_freeze": False, "less_bn": False, "gradient_centralization": False}
+CONFIG = {"compile": False}
 
 
 class Net(nn.Module):

@@ -59,8 +59,7 @@ def test_boosting_acts_on_the_optimizer_inside() -> None:
         plain = copy.deepcopy(model)
         inner, reference = (torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (model, plain))
         outer = wrap(inner)
-        config = {"extra": {"less_bn": False, "autocast": False, "gradient_centralization": False}}
-        booster = torchboost.AutoBoost("O1", config)
+        booster = torchboost.AutoBoost("O1", {"extra": {"autocast": False}})
         _, returned = booster.network_auto_process_train(model, outer)
         assert returned is outer
         assert {"fused_optimizer", "channels_last"} <= set(booster.attached)

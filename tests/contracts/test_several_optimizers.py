@@ -26,7 +26,7 @@ from torchboost.core.step import TrainStep
 from torchboost.front import boosted_of
 
 LEVERS = {"channels_last": True, "fused_optimizer": True}
-EXACT = {"extra": LEVERS | {"autocast": False, "compile": False, "less_bn": False, "gradient_centralization": False}}
+EXACT = {"extra": LEVERS | {"autocast": False, "compile": False}}
 Make = Callable[[nn.Module], list[Optimizer]]
 
 
@@ -144,9 +144,8 @@ def test_a_part_of_each_optimizer_is_timed_for_the_whole():
 def test_both_are_fused_and_both_are_centralised():
     model = network()
     first, second = sgd_and_adamw(model)
-    boosted = boost(
-        model, [second, first], total_steps=5000, calibrate=False, config={"extra": LEVERS | {"less_bn": False}}
-    )
+    config = {"extra": LEVERS | {"less_bn": False}}
+    boosted = boost(model, [second, first], level="O2", total_steps=5000, calibrate=False, config=config)
     assert "gradient_centralization" in boosted.attached
     images, labels = batch(0)
     F.cross_entropy(model(images), labels).backward()

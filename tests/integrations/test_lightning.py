@@ -120,7 +120,7 @@ def test_a_backbone_that_is_unfrozen_later(tmp_path: Path):
     module = Backbone(kind.seeded())
     before = copy.deepcopy(module.net.resnet.state_dict())
     tuning = BackboneFinetuning(unfreeze_backbone_at_epoch=1, lambda_func=lambda epoch: 1.0, verbose=False)
-    boost = Boost("O1", config={"extra": {"less_bn": False, "grad_freeze": False}})
+    boost = Boost("O1")
     lightning_of(tmp_path, boost, tuning, max_steps=-1, max_epochs=3).fit(module, loader(kind))
     after = module.net.resnet.state_dict()
     assert any(not torch.equal(before[name], value) for name, value in after.items() if name.endswith("weight"))

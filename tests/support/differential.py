@@ -65,9 +65,9 @@ def alone(name: str, **settings: Any) -> Choice:
 
 def level(name: str, **extra: Any) -> Choice:
     """Ask for a level, and say how long the run is; nothing is compiled."""
-    # A level leaves these out of runs as short as these, and less_bn out of plain stacks.
-    costly = {"less_bn": {"keep_every": 2}, "gradient_centralization": True}
-    settings = {"autocast": False, "compile": False, "grad_freeze": {"groups": 4}, **costly, **extra}
+    # O2 leaves these out of runs as short as these, and less_bn out of plain stacks.
+    costly = {"less_bn": {"keep_every": 2}, "gradient_centralization": True, "grad_freeze": {"groups": 4}}
+    settings = {"autocast": False, "compile": False, **(costly if name == "O2" else {}), **extra}
     return Choice(name, name, {"grad_freeze": {"total_steps": STEPS}, "extra": settings if name != "O0" else {}})
 
 

@@ -60,8 +60,7 @@ class Torchvision(MetaPathFinder, Loader):
 
 
 def boosted(name: str) -> dict[str, float]:
-    """Train a model two steps at O1 with LessBN, which O1 leaves out of most of them; return removed BatchNorms, and
-    how far the exported forms are from it."""
+    """Train a model two steps at O1 and with LessBN; return removed BatchNorms, and how far the exported forms are."""
     import timm
 
     import torchboost

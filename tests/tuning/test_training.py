@@ -324,10 +324,13 @@ def test_the_standard_recipes_have_the_levers_and_the_settings_of_the_levels():
         assert list(one.extra) == ["channels_last", "autocast"]
     names = {one.name: one for one in others}
     both = "less_bn and gradient_centralization"
-    for level, name, called in (("O1", "less_bn", both), ("O2", "less_bn", both), ("O2", "grad_freeze", "grad_freeze")):
-        one = names[f"{called} as in {level}"]
-        assert one.extra[name] == LEVELS[level][name]
+    for name, called in (("less_bn", both), ("grad_freeze", "grad_freeze")):
+        one = names[f"{called} as in O2"]
+        assert one.extra[name] == LEVELS["O2"][name]
         assert levers == list(one.extra)[:3]
+    milder = names[f"{both}, milder"].extra  # keeps a BatchNorm in every block
+    assert milder["less_bn"] == {"keep": "narrowest", "keep_every": 1}
+    assert list(milder) == [*levers, "less_bn", "gradient_centralization"]
     assert {"grad_freeze from 30 % on", "token_drop"} <= names.keys()
     assert standard_recipes([], sgd)[0] == Candidate(name="stock")
     adamw = torch.optim.AdamW(make(0)[0].parameters(), lr=0.005)
@@ -430,8 +433,9 @@ def test_a_schedule_that_cannot_drive_muon_is_seen_before_a_training_with_what_t
 
 
 def test_two_candidates_that_come_to_the_same_training_are_one():
-    """The levels keep one BatchNorm in every block or in one of eight, which is the same for a single block."""
-    mild, strong = ({"less_bn": dict(LEVELS[level]["less_bn"])} for level in ("O1", "O2"))
+    """One BatchNorm is kept in every block or in one of eight, which is the same for a single block."""
+    strong = {"less_bn": dict(LEVELS["O2"]["less_bn"])}
+    mild = {"less_bn": {**strong["less_bn"], "blocks_per_norm": 1}}
     norms = {"gradient_centralization": {}}
     for blocks, outcome in ((1, "duplicate"), (4, None)):
         first, second, alone = looked(residual(blocks), mild={**mild, **norms}, strong={**strong, **norms}, alone=mild)

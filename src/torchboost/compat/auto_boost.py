@@ -25,12 +25,12 @@ class AutoBoost:
     """Make training faster within the accuracy that a level promises. Objects are independent of each other.
 
     Args:
-        level: ``"O0"`` changes nothing; ``"O1"`` makes the run faster with the accuracy unchanged (within 0.5
-            points); ``"O2"`` makes it shorter still with the accuracy at most 3 points lower. ``docs/levels.md``
-            lists what each level turns on, with the measurements.
+        level: ``"O0"`` changes nothing; ``"O1"`` changes neither the network nor the update rule, and keeps the
+            accuracy within 0.5 points; ``"O2"`` also changes these, with the accuracy at most 3 points lower.
+            ``docs/levels.md`` lists what each level turns on, with the measurements.
         boost_config_dict: A dict, a path to a JSON file, JSON text, or empty.
         total_steps: Number of updates in the whole run. Gradient freezing and compilation need it. In a run of fewer
-            than 1,000 the levels only use the speed levers. None counts as a long run.
+            than 1,000 ``"O2"`` turns on what ``"O1"`` does. None counts as a long run.
         loop: The owner of the training loop: ``"own"``, which includes the training cells, or the trainer
             ``"transformers"``, ``"lightning"`` or ``"accelerate"``. Trainers accumulate gradients and scale the loss
             themselves, so accumulation and loss scaling are left out, and the reason names the trainer's setting.

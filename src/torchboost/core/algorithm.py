@@ -353,6 +353,7 @@ class AttachedAlgorithms:
         self._entries = {a.name: (a, live) for a, live in zip(algorithms, attachments, strict=True)}
         self._undo: list[Callable[[], None]] = []
         self._levers: tuple[Callable[[], Mapping[str, bool | str]], Callable[[Any], None]] | None = None
+        self._check: Callable[[Mapping[str, Any]], None] = lambda state: None
         self._awaited: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Attachment:
@@ -410,6 +411,7 @@ class AttachedAlgorithms:
             faults += [f"no state of {', '.join(missing)}, attached here"] if missing else []
             found = " and ".join(faults)
             raise ValueError(f"the checkpoint holds {found}; attach the algorithms it was written with before loading.")
+        self._check(state)
         loaded: list[str] = []
         earlier, self._awaited = self._awaited, {name: state[name] for name in awaited if state.get(name)}
         try:
@@ -438,6 +440,11 @@ class AttachedAlgorithms:
             load: Called with what ``read`` returned. If it raises, nothing is loaded.
         """
         self._levers = read, load
+        return self
+
+    def with_check(self, check: Callable[[Mapping[str, Any]], None]) -> Self:
+        """Let ``check`` look at a state before it is loaded. If it raises, nothing is loaded."""
+        self._check = check
         return self
 
     def detach(self, name: str) -> None:

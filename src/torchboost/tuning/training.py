@@ -208,7 +208,7 @@ LEVERS = tuple(name for name, entry in REGISTRY.items() if entry.lever)
 
 
 def standard_recipes(levers: Sequence[str], optimizer: Optimizer) -> list[Candidate]:
-    """Return what a tuning tries: stock, other optimizers, LessBN as in the levels, freezing, and dropping of tokens.
+    """Return what a tuning tries: stock, other optimizers, LessBN as in O2 and milder, freezing, dropping of tokens.
 
     Args:
         levers: Those that a trial kept, which all recipes have; the first recipe has nothing else.
@@ -282,10 +282,8 @@ def try_levers(make: Make, *, steps: int, seconds: float) -> TriedLevers:
         seconds: Length of the trial.
     """
     parts = made_by(make, 0)
-    others = {name: False for name in LEVELS["O1"] if name not in LEVERS}
-    model, optimizer = parts.model, parts.optimizer
-    boosted = boost(model, optimizer, level="O1", config={"extra": others}, total_steps=steps, calibrate=seconds)
-    batches = one_epoch(parts.batches, seed=0, epoch=0, device=next(model.parameters()).device)
+    boosted = boost(parts.model, parts.optimizer, level="O1", total_steps=steps, calibrate=seconds)
+    batches = one_epoch(parts.batches, seed=0, epoch=0, device=next(parts.model.parameters()).device)
     loop_body(parts, boosted.model, boosted.optimizer, steps)(*next(batches))
     on = {one.name: one for one in boosted.attached.algorithms}
     kept = [name for name in LEVERS if name in on]

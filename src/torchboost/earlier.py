@@ -1,0 +1,71 @@
+"""Checkpoints of earlier versions: up to version 0.7, level O1 removed BatchNorms and centralised gradients."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from torchboost.algorithms.gradient_centralization import GradientCentralization
+from torchboost.algorithms.less_bn import LessBn
+
+__all__ = ["O1_HAD", "check_against_o1", "watch_for_o1"]
+
+O1_HAD: Mapping[str, Any] = {LessBn.name: {"keep": "narrowest", "keep_every": 1}, GradientCentralization.name: {}}
+"""What O1 had in addition to the switches, with its settings."""
+
+
+def check_against_o1(state: Mapping[str, Any], model: nn.Module, known: Collection[str]) -> None:
+    """Refuse the state of algorithms that were written with a part of the former O1, if that is off here.
+
+    Args:
+        state: Algorithm -> its state.
+        model: The bare model.
+        known: Algorithms that are on, or were withdrawn.
+
+    Raises:
+        ValueError: The training would go on without it.
+    """
+    off = [name for name in O1_HAD if name in state and name not in known]
+    if LessBn.name in off and LessBn().applied(model):
+        off.remove(LessBn.name)
+    if off:
+        verb = "is" if len(off) == 1 else "are"
+        raise ValueError(f"the checkpoint was written with {' and '.join(off)}, which {verb} off here. {_remedy(off)}")
+
+
+def watch_for_o1(optimizers: Iterable[Optimizer], norms: int) -> ExitStack:
+    """Let optimizers refuse a state that lacks parameters of BatchNorms, with what to do. Torch's error has no reason.
+
+    Args:
+        optimizers: Of a model.
+        norms: Number of its BatchNorms.
+
+    Returns:
+        Closing it ends that.
+    """
+
+    def look(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        saved, here = (sum(len(group["params"]) for group in of["param_groups"]) for of in (state, vars(optimizer)))
+        if 0 < here - saved <= 2 * norms:
+            raise ValueError(
+                f"the checkpoint has the optimizer state of {saved} parameters, and this optimizer has {here}. "
+                f"{_remedy(O1_HAD)}"
+            )
+
+    handles = ExitStack()
+    for optimizer in optimizers:
+        handles.callback(optimizer.register_load_state_dict_pre_hook(look).remove)
+    return handles
+
+
+def _remedy(names: Iterable[str]) -> str:
+    config = json.dumps({"extra": {name: O1_HAD[name] for name in names}})
+    return (
+        "Boost with the level and the configuration that it was written with, then load it; for level O1 of version "
+        f"0.7 or earlier, which removed BatchNorms and centralised gradients, pass config={config}."
+    )
