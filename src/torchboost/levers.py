@@ -197,7 +197,12 @@ class Levers:
     @property
     def remarks(self) -> dict[str, str]:
         """Attached algorithm -> why it is not in effect, for those that are not."""
-        return {name: self.attached[name].remark for name in self.attached if self.attached[name].remark}
+        remarks = {name: self.attached[name].remark for name in self.attached}
+        length = self.asked.total_steps
+        for name in remarks:
+            if length is not None and self.attached[name].idle_until >= length:
+                remarks[name] += f", and this run ends before, after {length:,} updates"
+        return {name: remark for name, remark in remarks.items() if remark}
 
     @property
     def _in_effect(self) -> list[str]:

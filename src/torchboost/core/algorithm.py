@@ -202,6 +202,11 @@ class Attachment:
         """What people should know about the present state; empty if there is nothing."""
         return ""
 
+    @property
+    def idle_until(self) -> int:
+        """The update of the run before which it is not in effect; 0 if it is in effect, or will never be."""
+        return 0
+
     def figures(self) -> dict[str, float]:
         """Return the present state as numbers for a log, by name."""
         return {}
