@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import html
+import inspect
 import re
 import weakref
 from itertools import pairwise
@@ -438,3 +439,24 @@ def test_what_has_nothing_to_change_is_left_out_and_nothing_is_said_to_be_measur
 def test_what_has_transformed_the_model_before_stays_on():
     model = ResNet(Bottleneck, [1, 1], width=8)
     assert prepare(model, total_steps=1000).algorithms == prepare(model, total_steps=1000).algorithms
+
+
+@pytest.mark.parametrize(
+    ("more", "named", "said"),
+    [
+        ((), {"boost_config_dict": {}}, "boost takes no 'boost_config_dict', which is MindSpore's name; here it is c"),
+        ((), {"boost_level": "O1"}, "boost takes no 'boost_level', which is MindSpore's name; here it is level=."),
+        ((), {"total_step": 10}, "boost takes no 'total_step'; did you mean 'total_steps'?"),
+        (
+            ({"boost": {}},),
+            {},
+            "by position, and found {'boost': {}} after them; give the others by name, as in config=.",
+        ),
+    ],
+)
+def test_arguments_that_it_does_not_take_are_translated(more, named, said):
+    model, optimizer = pair()
+    with pytest.raises(TypeError, match=re.escape(said)):
+        boost(model, optimizer, "O1", *more, **named)
+    assert not hooks(optimizer)
+    assert not {"_rest", "_unknown"} & set(inspect.signature(boost).parameters)
