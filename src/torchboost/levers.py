@@ -149,6 +149,7 @@ class Levers:
         plan = self.plan.explanation(" and ".join(map(_title, self._target.optimizers)))
         removed = ("removed; before, this was so:",) if self.state == "removed" else ()
         measured = self.choice.measured if self.choice is not None else ""
+        measured = "; ".join(text for text in (measured, self._untimed) if measured and text)
         if self.choice is None and self._unseen:
             measured = f"not {'measured' if self._measures else 'checked'}: {UNSEEN}"
         rows = tuple(map(self._told, plan.rows))
@@ -173,6 +174,8 @@ class Levers:
             state = "was on before" if verdict.before else state
         if state != "on":
             return row._replace(state=state, did=did)
+        done = self._done.get(row.name)
+        did = f"{did}; {done}" if done else did
         remark = self.remarks.get(row.name)
         did = f"{did}; not in effect: {remark}" if remark else did
         return row._replace(did=did, exact=self.checks.get(row.name, row.exact))
@@ -193,6 +196,18 @@ class Levers:
                 'boosted.plan.save("boost.json"); boost(..., config="boost.json") then repeats this without measuring'
             )
         return "train; save boosted.state_dict() in your checkpoints"
+
+    @property
+    def _done(self) -> dict[str, str]:
+        """Algorithm -> how much it has changed in the model, for those that can count it."""
+        return {a.name: done for a in self.plan.algorithms if (done := a.done(self._target.model))}
+
+    @property
+    def _untimed(self) -> str:
+        """What is on in addition to switches, with which and without which no step was timed; empty if nothing is."""
+        done, on = self._done, [a.name for a in self.plan.algorithms if not REGISTRY[a.name].lever]
+        named = ", ".join(f"{name} ({done[name]})" if name in done else name for name in on)
+        return f"also on, not timed: {named}" if named else ""
 
     @property
     def remarks(self) -> dict[str, str]:
@@ -320,7 +335,7 @@ class Levers:
         self._decisions |= {v.lever: (v.kept, v.reason) for v in choice.verdicts}
         self._forms = calibration.in_form(choice, device_of(target.model)).levers
         nothing = choice.source == "trial" and not choice.gains
-        said = f"{self.asked.level}: {choice.summary}"
+        said = f"{self.asked.level}: {choice.summary(self._untimed)}"
         announced = nothing or (choice.source == "trial" and choice.budget >= WORTH_A_WORD)
         details = said if nothing else str(self.explanation().sheet)
         tell(said if announced else "", details, warns=nothing)

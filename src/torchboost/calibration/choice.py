@@ -162,15 +162,19 @@ class Choice(_Record):
         where = {"trial": trial, "checkpoint": "as in the checkpoint", "prior": ""}[self.source]
         return ", ".join(text for text in (self.gain, where) if text)
 
-    @property
-    def summary(self) -> str:
-        """What a trial found, and what to do next, in a line."""
+    def summary(self, untimed: str = "") -> str:
+        """Return what a trial found, and what to do next, in a line.
+
+        Args:
+            untimed: What was on in all of its steps, as a clause; empty for nothing.
+        """
         on = ", ".join(verdict.lever for verdict in self.verdicts if verdict.kept)
         gain, seconds = self.gain or "the gain of all together was not measured", _seconds(self.seconds)
+        gain = f"{gain}; {untimed}" if untimed else gain
         if self.gains:
             return f"on after {seconds} of measuring: {on}; {gain}. boosted.explain() says why"
         tried = ", ".join(verdict.lever for verdict in self.verdicts if verdict.pairs) or "nothing"
-        found = f"on: {on}; {gain}" if on else f"timed: {tried}; all are off"
+        found = f"on: {on}; {gain}" if on else f"timed: {tried}; all are off{f'; {untimed}' if untimed else ''}"
         return (
             f"no gain was found in {seconds} of measuring ({found}). boosted.explain() says why, and "
             "boosted.waste(**batch) shows what a step spends its time on"
