@@ -48,6 +48,7 @@ _LOG = logging.getLogger("torchboost")
 
 State = Literal["waiting", "decided", "removed"]
 
+_ENDED = "training has ended and the hooks are off; it ran with:"
 _WAITS = "waits: the trial at the first training call decides"
 
 
@@ -73,6 +74,7 @@ class Levers:
         attached: All attachments, also of algorithms that are no levers.
         state: Of the levers.
         due: Whether the first training call has still to come.
+        ended: Whether a trainer has said that the training has ended.
         choice: What the trial found out; None before the first training call, and if nothing is measured.
         checks: Lever -> how far its step is from the plain one, in words.
         withdrawn: What was taken out of the run -> the reason.
@@ -88,7 +90,7 @@ class Levers:
         wrapper: str | None,
         forward: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        self._target, self.due, self._unseen = target, False, False
+        self._target, self.due, self._unseen, self.ended = target, False, False, False
         self.choice: Choice | None = None
         self.checks: dict[str, str] = {}
         self.withdrawn: dict[str, str] = {}
@@ -147,7 +149,7 @@ class Levers:
     def explanation(self) -> Explanation:
         """Return what was asked for, what was decided, and what the checks have shown."""
         plan = self.plan.explanation(" and ".join(map(_title, self._target.optimizers)))
-        removed = ("removed; before, this was so:",) if self.state == "removed" else ()
+        removed = (_ENDED if self.ended else "removed; before, this was so:",) if self.state == "removed" else ()
         measured = self.choice.measured if self.choice is not None else ""
         measured = "; ".join(text for text in (measured, self._untimed) if measured and text)
         if self.choice is None and self._unseen:
@@ -429,6 +431,11 @@ class Levers:
         self.withdrawn[name] = reason
         self.attached.detach(name)
         self._refresh()
+
+    def end(self) -> None:
+        """Remove everything that was attached, because the training has ended."""
+        self.ended = True
+        self.attached.remove()
 
     def _refresh(self) -> None:
         """Decide nothing about levers that are gone. If none is left, stop waiting."""
