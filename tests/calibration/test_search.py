@@ -243,6 +243,7 @@ def test_an_undecided_lever_stays_as_it_was_unless_its_samples_speak_against_it(
         (verdict,) = search(["lever"], bench, seconds=0.05, undecided={"lever": True})[0]
         assert verdict.kept is kept
         assert "did not decide" in verdict.reason
+        assert verdict.reason.endswith("give it more with boost(..., calibrate=seconds)")
         assert verdict.ratio is None
 
 
@@ -259,6 +260,29 @@ def test_a_lever_without_time_stays_as_it_was():
     assert "on as usual" in found["second"].reason
     assert found["second"].pairs == 0
     assert ratio is None
+
+
+@pytest.mark.parametrize(
+    ("shrinks", "told"),
+    [
+        (True, "is now 4.0 s; boost(..., calibrate=20) measures longer"),
+        (False, "give it more with boost(..., calibrate=seconds)"),
+    ],
+)
+def test_a_lever_without_time_is_told_why_and_how_it_gets_more(shrinks: bool, told: str):
+    bench = Planted({"unpad": 0.25, "second": 0.9}, step=0.1, noise=0.001)
+    bench.pauses = {"unpad": 5.0 if shrinks else 1.7}
+    verdicts, _ = calibration_search.search(
+        ["unpad", "second"],
+        bench,  # pyright: ignore[reportArgumentType]
+        budget=lambda step: 160 * step if shrinks else 1.7,
+        undecided={"unpad": False, "second": True},
+        step_seconds=0.1,
+    )
+    assert verdicts[1].kept
+    assert "not measured" in verdicts[1].reason
+    assert verdicts[1].reason.endswith(told)
+    assert ("steps became faster, so the share of the run" in verdicts[1].reason) is shrinks
 
 
 @pytest.mark.parametrize(("factor", "kept"), [(1.0, True), (200.0, False)])

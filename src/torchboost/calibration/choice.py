@@ -14,7 +14,7 @@ from torchboost.core.algorithm import Algorithm
 from torchboost.measure.evidence import Interval
 from torchboost.measure.stopwatch import device_name, package_version, processor_name
 
-__all__ = ["Choice", "Source", "Verdict", "in_a_line", "machine_of"]
+__all__ = ["Choice", "Source", "Verdict", "in_a_line", "in_seconds", "machine_of"]
 
 Source = Literal["trial", "checkpoint", "prior"]
 """Where a choice comes from."""
@@ -158,7 +158,7 @@ class Choice(_Record):
     @property
     def measured(self) -> str:
         """How it was measured, with the gain of all together, in a line. Empty if nothing was measured."""
-        trial = f"measured at the first training call in {_seconds(self.seconds)}"
+        trial = f"measured at the first training call in {in_seconds(self.seconds)}"
         where = {"trial": trial, "checkpoint": "as in the checkpoint", "prior": ""}[self.source]
         return ", ".join(text for text in (self.gain, where) if text)
 
@@ -169,7 +169,7 @@ class Choice(_Record):
             untimed: What was on in all of its steps, as a clause; empty for nothing.
         """
         on = ", ".join(verdict.lever for verdict in self.verdicts if verdict.kept)
-        gain, seconds = self.gain or "the gain of all together was not measured", _seconds(self.seconds)
+        gain, seconds = self.gain or "the gain of all together was not measured", in_seconds(self.seconds)
         gain = f"{gain}; {untimed}" if untimed else gain
         if self.gains:
             return f"on after {seconds} of measuring: {on}; {gain}. boosted.explain() says why"
@@ -207,7 +207,8 @@ def _as_it_was(lever: str, on: Any) -> Verdict:
     return Verdict(lever=lever, kept=kept, form=form, reason="as in the checkpoint")
 
 
-def _seconds(number: float) -> str:
+def in_seconds(number: float) -> str:
+    """Return a time in words, with a digit behind the point if it is short."""
     return f"{number:.0f} s" if number >= 10 else f"{number:.1f} s"
 
 
