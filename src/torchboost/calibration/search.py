@@ -296,7 +296,9 @@ class _Search:
             if self._is_few(within):
                 self._leave_open(lever, "the trial had no time left for its first steps")
                 return
-            self._decide(lever, False, f"{error}; give it more with boost(..., calibrate=seconds)", None)
+            took = max(within, self.bench.elapsed() - began)
+            twice = _rounded(2 * (took / SET_ASIDE if lever in self.prices else self.seconds))
+            self._decide(lever, False, f"{error}; boost(..., calibrate={twice}) gives it twice as long", None)
             if within < _PATIENCE * self.last_step:
                 self.open.add(lever)
             return
@@ -423,9 +425,10 @@ class _Search:
                 f"{cost:.0f} s"
             )
         if price.expected > share:
+            enough = _rounded((price.expected + 2 * _LOOKS[0] * self.last_step) / SET_ASIDE)
             return (
                 f"to try it takes about {price.expected:.0f} s, and the trial has {max(share, 0):.0f} s left; "
-                "give it more with boost(..., calibrate=seconds)"
+                f"boost(..., calibrate={enough}) gives it enough"
             )
         return None
 
