@@ -27,7 +27,7 @@ from torchboost.calibration.calibration import (
     obstacle_to_passes,
     tell,
 )
-from torchboost.calibration.choice import Choice, Verdict
+from torchboost.calibration.choice import WASTE, Choice, Verdict
 from torchboost.calibration.snapshot import streams_kept
 from torchboost.calibration.waste import NOTABLE, WasteReport, padded_share, waste_of
 from torchboost.calibration.watch import Call, Gate, is_training_call, shapes_of
@@ -192,7 +192,7 @@ class Levers:
             call = f'torchboost.boost(model, optimizer, "{self.asked.level}", total_steps=...)'
             return f"{call}, with the number of updates: some switches only pay in a long run"
         if not len(self.attached):
-            return "print(boosted.waste(**batch)) shows what a step spends its time on" if self.asked.levers else ""
+            return f"{WASTE} shows what a step spends its time on" if self.asked.levers else ""
         if self.choice is not None and self.choice.source == "trial":
             return (
                 'boosted.plan.save("boost.json"); boost(..., config="boost.json") then repeats this without measuring'

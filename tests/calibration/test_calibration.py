@@ -157,7 +157,7 @@ def test_a_trial_without_a_gain_is_a_warning(monkeypatch, caplog, capsys):
     record = caplog.records[-1]
     assert record.levelname == "WARNING"
     assert "no gain was found" in record.message
-    assert "boosted.waste(" in record.message
+    assert "boosted.waste(*inputs), or boosted.waste(**batch) for a dict, shows" in record.message
     logger = logging.getLogger("torchboost")
     monkeypatch.setattr(type(logger), "hasHandlers", lambda self: False)
     for level, lines in ((logging.CRITICAL, 0), (logging.NOTSET, 1)):

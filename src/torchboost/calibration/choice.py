@@ -14,7 +14,10 @@ from torchboost.core.algorithm import Algorithm
 from torchboost.measure.evidence import Interval
 from torchboost.measure.stopwatch import device_name, package_version, processor_name
 
-__all__ = ["Choice", "Source", "Verdict", "in_a_line", "in_seconds", "machine_of"]
+__all__ = ["WASTE", "Choice", "Source", "Verdict", "in_a_line", "in_seconds", "machine_of"]
+
+WASTE = "boosted.waste(*inputs), or boosted.waste(**batch) for a dict,"
+"""The call that measures a batch, as the loop calls the model."""
 
 Source = Literal["trial", "checkpoint", "prior"]
 """Where a choice comes from."""
@@ -177,7 +180,7 @@ class Choice(_Record):
         found = f"on: {on}; {gain}" if on else f"timed: {tried}; all are off{f'; {untimed}' if untimed else ''}"
         return (
             f"no gain was found in {seconds} of measuring ({found}). boosted.explain() says why, and "
-            "boosted.waste(**batch) shows what a step spends its time on"
+            f"{WASTE} shows what a step spends its time on"
         )
 
     def measured_elsewhere(self, device: torch.device) -> str:
