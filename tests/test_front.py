@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import html
+import inspect
 import re
 import weakref
 from itertools import pairwise
@@ -459,3 +460,24 @@ def test_what_has_transformed_the_model_before_stays_on():
     first = prepare(model, level="O2", total_steps=1000).algorithms
     assert "less_bn" in {algorithm.name for algorithm in first}
     assert prepare(model, level="O2", total_steps=1000).algorithms == first
+
+
+@pytest.mark.parametrize(
+    ("more", "named", "said"),
+    [
+        ((), {"boost_config_dict": {}}, "boost takes no 'boost_config_dict', which is MindSpore's name; here it is c"),
+        ((), {"boost_level": "O1"}, "boost takes no 'boost_level', which is MindSpore's name; here it is level=."),
+        ((), {"total_step": 10}, "boost takes no 'total_step'; did you mean 'total_steps'?"),
+        (
+            ({"boost": {}},),
+            {},
+            "by position, and found {'boost': {}} after them; give the others by name, as in config=.",
+        ),
+    ],
+)
+def test_arguments_that_it_does_not_take_are_translated(more, named, said):
+    model, optimizer = pair()
+    with pytest.raises(TypeError, match=re.escape(said)):
+        boost(model, optimizer, "O1", *more, **named)
+    assert not hooks(optimizer)
+    assert not {"_rest", "_unknown"} & set(inspect.signature(boost).parameters)

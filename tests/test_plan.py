@@ -98,6 +98,17 @@ def test_auto_lists_what_it_was_asked_for_in_vain():
     assert "grad_freeze" not in reasons(Plan.of("O1", {"grad_freeze": {"total_steps": 9_000}}, FAST))
 
 
+def test_settings_of_an_algorithm_that_the_level_leaves_out_are_listed():
+    section = {"grad_freeze": {"freeze_p": 0.5, "param_groups": 4, "freeze_type": 1, "total_steps": 400}}
+    plan = Plan.of("O2", section, FAST)
+    assert "this one has 400" in reasons(plan)["grad_freeze"]
+    rows = {row.name: row for row in plan.explanation().rows if row.state == "not read"}
+    assert set(rows) == {"grad_freeze.freeze_p", "grad_freeze.param_groups"}  # a default says nothing
+    assert rows["grad_freeze.freeze_p"].did == "grad_freeze is off, for the reason that its row gives"
+    longer = Plan.of("O2", {"grad_freeze": {**section["grad_freeze"], "total_steps": 9_000}}, FAST)
+    assert reasons(longer).keys().isdisjoint(rows)
+
+
 def test_accumulation_is_for_those_who_ask_for_it():
     section = {"grad_accumulation": {"grad_accumulation_step": 4}}
     assert "use mode manual, or extra" in reasons(Plan.of("O2", section, FAST))["grad_accumulation"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import warnings
 import weakref
@@ -12,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import Never
 
 from torchboost.algorithms.grad_accumulation import Accumulator, GradAccumulation
 from torchboost.algorithms.grad_accumulation.optimizer import AccumulatingOptimizer
@@ -33,12 +35,13 @@ from torchboost.core.step import TrainStep
 from torchboost.core.torch_private import step_post_hooks
 from torchboost.core.wrapping import already_wrapped, hookable, wrapper_of
 from torchboost.distributed.agreement import from_first_rank
-from torchboost.errors import ConfigError, IncompatibleError, NoEffectWarning
+from torchboost.errors import ConfigError, IncompatibleError, NoEffectWarning, shown
 from torchboost.graph.trace import shared_traces
 from torchboost.inference import fast_copy
 from torchboost.levers import Levers
 from torchboost.optim.named import check_given, named_optimizer
 from torchboost.optim.recipe import apply_recipe
+from torchboost.optim.rules.options import hint_for
 from torchboost.optim.rules.schedule_free import warn_of_training_weights
 from torchboost.plan import Plan, why_idle
 from torchboost.registry import Facts, Loop
@@ -48,6 +51,15 @@ __all__ = ["Boosted", "Host", "boost", "boosted_of"]
 
 _LONG_RUN = 1_000_000
 """A run of so many steps repays the start-up cost of every algorithm."""
+
+_HERE = {
+    "boost_config_dict": "config=",
+    "boost_level": "level=",
+    "amp_level": 'config={"extra": {"autocast": True}}',
+    "loss_scale_manager": "scaler=",
+    "loss_fn": "boosted.step(loss_fn)",
+}
+"""MindSpore's name of an argument -> what takes its place."""
 
 # A second boost of a model finds the first one here. Both sides are weak: a model keeps no optimizer alive.
 _BOOSTED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Boosted]] = weakref.WeakKeyDictionary()
@@ -290,8 +302,8 @@ class Boosted:
         checkpointing that the memory does not need, the forward pass of frozen layers, and host synchronisations. What
         can be left out is timed in pairs of steps, with and without it.
 
-        Call it in training mode with what the model is called with: ``print(boosted.waste(**batch))``. The wait for
-        data is not part of a call: ``torchboost doctor`` measures it.
+        Call it in training mode with what the model is called with: ``print(boosted.waste(*inputs))``, or ``**batch``
+        for a dict. The wait for data is not part of a call: ``torchboost doctor`` measures it.
 
         Args:
             *args: The positional arguments of a training call.
@@ -348,7 +360,7 @@ def boost(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer] | str,
     level: str = "O1",
-    *,
+    *_rest: Never,
     lr: float | None = None,
     adamw_lr: float | None = None,
     task: Task | None = None,
@@ -358,6 +370,7 @@ def boost(
     loop: Loop = "own",
     calibrate: Calibrate = "auto",
     verify: bool = True,
+    **_unknown: Never,
 ) -> Boosted:
     """Make the training of a model faster within the accuracy that a level promises. The loop stays the same.
 
@@ -429,6 +442,7 @@ def boost(
         >>> loss.backward()
         >>> optimizer.step()
     """
+    _check_taken(_rest, _unknown)
     if isinstance(optimizer, str):
         if (other := BoostConfig.load(config).recipe.optimizer) is not None:
             found = f"{other!r}, and the optimizer {optimizer!r} by name"
@@ -450,6 +464,19 @@ def boost(
     )
     warn_of_missing_length(boosted, config, total_steps, loop)
     return boosted
+
+
+_TAKEN = {name: one for name, one in inspect.signature(boost).parameters.items() if not name.startswith("_")}
+vars(boost)["__signature__"] = inspect.signature(boost).replace(parameters=list(_TAKEN.values()))
+
+
+def _check_taken(rest: Sequence[object], unknown: Iterable[str]) -> None:
+    """Raise ``TypeError`` for arguments that :func:`boost` does not take, with the name that it takes instead."""
+    for name in unknown:
+        raise TypeError(f"boost takes no {name!r}{hint_for(name, _TAKEN, _HERE)}")
+    if rest:
+        found = f"boost takes model, optimizer and level by position, and found {shown(rest[0])} after them"
+        raise TypeError(f"{found}; give the others by name, as in config=.")
 
 
 def attach(

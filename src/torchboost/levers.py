@@ -27,7 +27,7 @@ from torchboost.calibration.calibration import (
     obstacle_to_passes,
     tell,
 )
-from torchboost.calibration.choice import Choice, Verdict
+from torchboost.calibration.choice import WASTE, Choice, Verdict
 from torchboost.calibration.snapshot import streams_kept
 from torchboost.calibration.waste import NOTABLE, WasteReport, padded_share, waste_of
 from torchboost.calibration.watch import Call, Gate, is_training_call, shapes_of
@@ -50,6 +50,7 @@ _LOG = logging.getLogger("torchboost")
 
 State = Literal["waiting", "decided", "removed"]
 
+_ENDED = "training has ended and the hooks are off; it ran with:"
 _WAITS = "waits: the trial at the first training call decides"
 
 
@@ -75,6 +76,7 @@ class Levers:
         attached: All attachments, also of algorithms that are no levers.
         state: Of the levers.
         due: Whether the first training call has still to come.
+        ended: Whether a trainer has said that the training has ended.
         choice: What the trial found out; None before the first training call, and if nothing is measured.
         checks: Lever -> how far its step is from the plain one, in words.
         withdrawn: What was taken out of the run -> the reason.
@@ -90,7 +92,7 @@ class Levers:
         wrapper: str | None,
         forward: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        self._target, self.due, self._unseen = target, False, False
+        self._target, self.due, self._unseen, self.ended = target, False, False, False
         self.choice: Choice | None = None
         self.checks: dict[str, str] = {}
         self.withdrawn: dict[str, str] = {}
@@ -153,8 +155,9 @@ class Levers:
     def explanation(self) -> Explanation:
         """Return what was asked for, what was decided, and what the checks have shown."""
         plan = self.plan.explanation(" and ".join(map(_title, self._target.optimizers)))
-        removed = ("removed; before, this was so:",) if self.state == "removed" else ()
+        removed = (_ENDED if self.ended else "removed; before, this was so:",) if self.state == "removed" else ()
         measured = self.choice.measured if self.choice is not None else ""
+        measured = "; ".join(text for text in (measured, self._untimed) if measured and text)
         if self.choice is None and self._unseen:
             measured = f"not {'measured' if self._measures else 'checked'}: {UNSEEN}"
         rows = tuple(map(self._told, plan.rows))
@@ -179,6 +182,8 @@ class Levers:
             state = "was on before" if verdict.before else state
         if state != "on":
             return row._replace(state=state, did=did)
+        done = self._done.get(row.name)
+        did = f"{did}; {done}" if done else did
         remark = self.remarks.get(row.name)
         did = f"{did}; not in effect: {remark}" if remark else did
         return row._replace(did=did, exact=self.checks.get(row.name, row.exact))
@@ -193,7 +198,7 @@ class Levers:
             call = f'torchboost.boost(model, optimizer, "{self.asked.level}", total_steps=...)'
             return f"{call}, with the number of updates: some switches only pay in a long run"
         if not len(self.attached):
-            return "print(boosted.waste(**batch)) shows what a step spends its time on" if self.asked.levers else ""
+            return f"{WASTE} shows what a step spends its time on" if self.asked.levers else ""
         if self.choice is not None and self.choice.source == "trial":
             return (
                 'boosted.plan.save("boost.json"); boost(..., config="boost.json") then repeats this without measuring'
@@ -201,9 +206,26 @@ class Levers:
         return "train; save boosted.state_dict() in your checkpoints"
 
     @property
+    def _done(self) -> dict[str, str]:
+        """Algorithm -> how much it has changed in the model, for those that can count it."""
+        return {a.name: done for a in self.plan.algorithms if (done := a.done(self._target.model))}
+
+    @property
+    def _untimed(self) -> str:
+        """What is on in addition to switches, with which and without which no step was timed; empty if nothing is."""
+        done, on = self._done, [a.name for a in self.plan.algorithms if not REGISTRY[a.name].lever]
+        named = ", ".join(f"{name} ({done[name]})" if name in done else name for name in on)
+        return f"also on, not timed: {named}" if named else ""
+
+    @property
     def remarks(self) -> dict[str, str]:
         """Attached algorithm -> why it is not in effect, for those that are not."""
-        return {name: self.attached[name].remark for name in self.attached if self.attached[name].remark}
+        remarks = {name: self.attached[name].remark for name in self.attached}
+        length = self.asked.total_steps
+        for name in remarks:
+            if length is not None and self.attached[name].idle_until >= length:
+                remarks[name] += f", and this run ends before, after {length:,} updates"
+        return {name: remark for name, remark in remarks.items() if remark}
 
     @property
     def _in_effect(self) -> list[str]:
@@ -321,7 +343,7 @@ class Levers:
         self._decisions |= {v.lever: (v.kept, v.reason) for v in choice.verdicts}
         self._forms = calibration.in_form(choice, device_of(target.model)).levers
         nothing = choice.source == "trial" and not choice.gains
-        said = f"{self.asked.level}: {choice.summary}"
+        said = f"{self.asked.level}: {choice.summary(self._untimed)}"
         announced = nothing or (choice.source == "trial" and choice.budget >= WORTH_A_WORD)
         details = said if nothing else str(self.explanation().sheet)
         tell(said if announced else "", details, warns=nothing)
@@ -415,6 +437,11 @@ class Levers:
         self.withdrawn[name] = reason
         self.attached.detach(name)
         self._refresh()
+
+    def end(self) -> None:
+        """Remove everything that was attached, because the training has ended."""
+        self.ended = True
+        self.attached.remove()
 
     def _refresh(self) -> None:
         """Decide nothing about levers that are gone. If none is left, stop waiting."""

@@ -487,7 +487,7 @@ def _unread_by_levels(config: BoostConfig, level: str, requested: list[str], on:
         if name in on and name in config.boost.model_fields_set and not getattr(config.boost, name):
             unread[f"boost.{name}"] = f"false is not read: mode auto follows the level; use extra.{name} = false"
         if name in requested:
-            unread |= _measured_otherwise(REGISTRY[name], config, level) if name in on else {}
+            unread |= (_measured_otherwise if name in on else _of_one_that_is_off)(REGISTRY[name], config, level)
             continue
         section = getattr(config, name, None)
         written = section is not None and any(_says(section, key) for key in section.model_fields_set - {LENGTH})
@@ -517,6 +517,13 @@ def _measured_otherwise(entry: Entry, config: BoostConfig, level: str) -> dict[s
                 f"{ours} = {_json(instead)}; to have yours, use extra.{entry.name}.{ours} = {_json(value)}"
             )
     return unread
+
+
+def _of_one_that_is_off(entry: Entry, config: BoostConfig, _: str) -> dict[str, str]:
+    """Return the written settings of an algorithm that was requested and left out."""
+    section = getattr(config, entry.name, None)
+    keys = [key for key in entry.words if section is not None and key != LENGTH and _says(section, key)]
+    return {f"{entry.name}.{key}": f"{entry.name} is off, for the reason that its row gives" for key in keys}
 
 
 def _unmeasured(config: BoostConfig, level: str, kept: list[Algorithm], facts: Facts) -> tuple[str, ...]:

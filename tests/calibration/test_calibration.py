@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import torchboost
+from tests.support.boosted import in_one_line
 from torchboost import Boosted
 from torchboost.calibration import calibration as module
 from torchboost.calibration.calibration import check_calibrate, resolved
@@ -21,6 +22,8 @@ from torchboost.calibration.choice import Choice
 from torchboost.calibration.search import Price
 from torchboost.calibration.trial import Trial
 from torchboost.core.torch_private import compiled_call, interceptor_of
+from torchboost.graph.removed_norm import RemovedNorm
+from torchboost.workloads.models import Bottleneck, ResNet
 
 CUT = {"extra": {"compile": False}}
 
@@ -154,7 +157,7 @@ def test_a_trial_without_a_gain_is_a_warning(monkeypatch, caplog, capsys):
     record = caplog.records[-1]
     assert record.levelname == "WARNING"
     assert "no gain was found" in record.message
-    assert "boosted.waste(" in record.message
+    assert "boosted.waste(*inputs), or boosted.waste(**batch) for a dict, shows" in record.message
     logger = logging.getLogger("torchboost")
     monkeypatch.setattr(type(logger), "hasHandlers", lambda self: False)
     for level, lines in ((logging.CRITICAL, 0), (logging.NOTSET, 1)):
@@ -172,6 +175,27 @@ def test_the_first_step_speaks_unless_logging_says_otherwise(monkeypatch, capsys
         train(*boosted(calibrate=3.0, steps=10_000), steps=1)
         said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("torchboost: ")]
         assert len(said) == lines
+
+
+@pytest.mark.parametrize("kept", [set(), {"fused_optimizer"}])
+def test_what_is_on_without_being_timed_is_named(monkeypatch, capsys, kept):
+    choose(monkeypatch, kept)
+    logger = logging.getLogger("torchboost")
+    monkeypatch.setattr(type(logger), "hasHandlers", lambda self: False)
+    monkeypatch.setattr(logger, "level", logging.NOTSET)
+    torch.manual_seed(0)
+    model = ResNet(Bottleneck, [1, 1], width=8, classes=4)
+    config = {"extra": {"compile": False, "grad_freeze": False}}
+    pair = torchboost.boost(model, adamw(model), "O2", total_steps=10_000, calibrate=5.0, config=config)
+    model(batches(1)[0][0]).sum().backward()
+    gone = sum(isinstance(module, RemovedNorm) for module in model.modules())
+    left = sum(isinstance(module, nn.BatchNorm2d) for module in model.modules())
+    told = f"also on, not timed: less_bn ({gone} of {gone + left} BatchNorms removed), gradient_centralization"
+    assert gone
+    assert told in capsys.readouterr().err
+    assert told in in_one_line(pair.explain())
+    row = next(row for row in pair.levers.explanation().rows if row.name == "less_bn")
+    assert row.did.endswith(f"; {gone} of {gone + left} BatchNorms removed")
 
 
 def test_calls_without_training_are_not_the_first_call(monkeypatch):

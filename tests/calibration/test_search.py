@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -210,14 +211,21 @@ def test_a_price_that_the_run_pays_for_each_graph_must_be_repaid_in_all(times, k
     assert kept or "costs 15 s" in verdicts[-1].reason
 
 
+def named_seconds(verdict: Verdict) -> int:
+    """The budget that a reason names."""
+    found = re.search(r"boost\(\.\.\., calibrate=(\d+)\) gives it", verdict.reason)
+    assert found is not None, verdict.reason
+    return int(found[1])
+
+
 def test_a_lever_that_takes_longer_than_the_trial_is_left_out():
-    bench = Planted({"nothing": 1.0, "compile": 0.5}, prices={"compile": 50.0})
-    verdicts, _ = search(
-        ["nothing", "compile"], bench, seconds=20, steps=10**6, prices={"compile": Price(expected=5.0)}
-    )
+    factors, given = {"nothing": 1.0, "compile": 0.5}, {"steps": 10**6, "prices": {"compile": Price(expected=5.0)}}
+    bench = Planted(factors, prices={"compile": 30.0})
+    verdicts, _ = search(["nothing", "compile"], bench, seconds=20, **given)
     assert not verdicts[1].kept
-    assert "calibrate=seconds" in verdicts[1].reason
     assert bench.now <= 20 * (1 + 1e-9)
+    longer = Planted(factors, prices={"compile": 30.0})
+    assert search(["nothing", "compile"], longer, seconds=named_seconds(verdicts[1]), **given)[0][1].kept
 
 
 def test_a_lever_whose_price_took_all_the_time_is_timed_nevertheless():
@@ -233,8 +241,10 @@ def test_a_price_above_what_is_left_is_not_paid():
     bench = Planted({"compile": 0.5}, prices={"compile": 50.0})
     (verdict,) = search(["compile"], bench, seconds=20, steps=10**6, prices={"compile": Price(expected=50.0)})[0]
     assert not verdict.kept
-    assert "calibrate=seconds" in verdict.reason
     assert bench.built == []
+    given = {"steps": 10**6, "prices": {"compile": Price(expected=50.0)}}
+    bench = Planted({"nothing": 1.0, "compile": 0.5}, prices={"compile": 50.0})
+    assert search(["nothing", "compile"], bench, seconds=named_seconds(verdict), **given)[0][1].kept
 
 
 def test_an_undecided_lever_stays_as_it_was_unless_its_samples_speak_against_it():
@@ -243,6 +253,7 @@ def test_an_undecided_lever_stays_as_it_was_unless_its_samples_speak_against_it(
         (verdict,) = search(["lever"], bench, seconds=0.05, undecided={"lever": True})[0]
         assert verdict.kept is kept
         assert "did not decide" in verdict.reason
+        assert verdict.reason.endswith("give it more with boost(..., calibrate=seconds)")
         assert verdict.ratio is None
 
 
@@ -259,6 +270,29 @@ def test_a_lever_without_time_stays_as_it_was():
     assert "on as usual" in found["second"].reason
     assert found["second"].pairs == 0
     assert ratio is None
+
+
+@pytest.mark.parametrize(
+    ("shrinks", "told"),
+    [
+        (True, "is now 4.0 s; boost(..., calibrate=20) measures longer"),
+        (False, "give it more with boost(..., calibrate=seconds)"),
+    ],
+)
+def test_a_lever_without_time_is_told_why_and_how_it_gets_more(shrinks: bool, told: str):
+    bench = Planted({"unpad": 0.25, "second": 0.9}, step=0.1, noise=0.001)
+    bench.pauses = {"unpad": 5.0 if shrinks else 1.7}
+    verdicts, _ = calibration_search.search(
+        ["unpad", "second"],
+        bench,  # pyright: ignore[reportArgumentType]
+        budget=lambda step: 160 * step if shrinks else 1.7,
+        undecided={"unpad": False, "second": True},
+        step_seconds=0.1,
+    )
+    assert verdicts[1].kept
+    assert "not measured" in verdicts[1].reason
+    assert verdicts[1].reason.endswith(told)
+    assert ("steps became faster, so the share of the run" in verdicts[1].reason) is shrinks
 
 
 @pytest.mark.parametrize(("factor", "kept"), [(1.0, True), (200.0, False)])

@@ -53,6 +53,8 @@ def test_saved_weights_are_those_of_the_original_class_and_nothing_is_left(train
     kind = KINDS["resnet"]
     trained = run(trainer, "resnet", tmp_path)
     assert "grad_freeze" in {algorithm.name for algorithm in trained.boosted.plan.algorithms}
+    told = "removed; before" if trainer == "accelerate" else "training has ended and the hooks are off; it ran with:"
+    assert trained.boosted.explain().startswith(told)  # the loop of accelerate is the user's, who calls remove()
     assert list(trained.net.state_dict()) == list(kind.build().state_dict())
     loaded, batch = WAYS[trainer].weights(tmp_path, kind), kind.data().batch(6)
     with torch.no_grad():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,26 @@ def test_the_headline_is_the_answer() -> None:
     share = made.whole[-1].candidate.share
     assert headline(made).startswith(f"Turn on Muon at 0.04, {100 * share:.0f} % of the steps, with autocast.")
     assert made.recipe == {"optimizer": "muon", "lr": 0.04, "rate": 0.5, "length": share}
+
+
+def test_a_budget_in_which_nothing_can_be_tried_is_said_once() -> None:
+    made = race(Planted(PLANTED), recipes=[LEVERS, MUON, NORMS], budget=60.0, aside=15.0)
+    assert made.decide() is None
+    ended = report(findings=[*made.search.findings.values(), Finding(candidate=MUON, outcome="not usable")])
+    (needed,) = re.findall(r"at least (\d+) s", headline(ended))
+    said = f"Nothing was tried: the budget of 60 s is too short; at least {needed} s are needed."
+    assert headline(ended) == said
+    assert headline(ended.model_copy(update={"extra": {"autocast": True}})).endswith(f"rounding. {said}")
+    second, first = rows(ended)
+    assert first[:2] == ["3 recipes", "not tried"]
+    assert "and 15 s were spent before the first" in first[-1]
+    assert all(one.name in first[-1] for one in (LEVERS, MUON, NORMS))
+    assert second[:2] == ["Muon", "not usable"]
+    enough = race(Planted(PLANTED), recipes=[LEVERS, MUON, NORMS], budget=float(needed), aside=15.0)
+    enough.decide()
+    assert enough.search.runs.made
+    cut = report(findings=[finding("not tried", "the budget was spent")], runs=list(enough.search.runs.made.values()))
+    assert headline(cut) == "No recipe was tried to its end: the budget was spent."
 
 
 def test_the_users_rate_is_the_first_finding() -> None:
@@ -218,7 +239,7 @@ def test_text_of_the_user_is_escaped() -> None:
 def test_a_tuning_without_a_comparison_has_no_figure() -> None:
     text = tune_page(tuned(budget=30.0))
     assert "<figure" not in text
-    assert "Nothing is turned on" in text
+    assert "Nothing was tried" in text
 
 
 @pytest.mark.slow

@@ -15,7 +15,11 @@ def test_reports_are_found_and_compared(tmp_path: Path) -> None:
     first, second = tmp_path / "a.report.json", tmp_path / "below" / "b.report.json"
     made = tuned()
     made.save(first)
-    made.model_copy(update={"whole": [], "state": "interrupted", "rate": None, "fingerprint": "1234567"}).save(second)
+    stock, *others = made.findings
+    named = stock.candidate.model_copy(update={"name": "switches: autocast"})
+    now = {"whole": [], "state": "interrupted", "rate": None, "fingerprint": "1234567"}
+    now["findings"] = [stock.model_copy(update={"candidate": named}), *others]
+    made.model_copy(update=now).save(second)
     edited = tmp_path / "c.report.json"
     edited.write_text(first.read_text().replace('"budget_seconds": 3000.0', '"budget_seconds": 9.0'), encoding="utf-8")
     other, old = tmp_path / "boost.json", tmp_path / "old.json"
@@ -32,7 +36,8 @@ def test_reports_are_found_and_compared(tmp_path: Path) -> None:
     assert {len(row) for row in result_rows(results)} == {len(RESULTS)}
     head, *rows = recipe_rows(results)
     assert head == ["recipe", "1", "2", "3"]
-    assert [row[0] for row in rows] == ["levers", "Muon", "less_bn as in O2"]
+    assert [row[0] for row in rows] == ["switches", "Muon", "less_bn as in O2"]
+    assert rows[0][1:] == [rows[0][1]] * 3  # one line, whatever a version called them
     assert rows[1][1].startswith("kept, ")
     assert rows[1][1].endswith(" in 50 % of the steps")
     (machine,) = machines(results)

@@ -90,7 +90,7 @@ def test_a_first_run_that_leaves_no_time_for_a_decision_is_refused():
     for change in ({"too_slow": True, "metric": math.nan, "wall_seconds": 5.0}, {"wall_seconds": 5.0}):
         train = Planted(change=lambda c, s, r, change=change: change)
         made = runs(train, budget=63.0, aside=7.0)
-        with pytest.raises(EndedError, match=r"half of a run takes .*5 s, and a decision needs at least 7 runs"):
+        with pytest.raises(EndedError, match=r"half of a run takes .*5\.0 s, a decision needs at least 7 runs"):
             made.score(HALF, 0)
         assert (made.made, made.spent) == ({}, 12.0)
         assert train.watched[HALF.label, 0].seconds == 4.0

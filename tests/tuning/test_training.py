@@ -315,7 +315,7 @@ def test_the_standard_recipes_have_the_levers_and_the_settings_of_the_levels():
     sgd = make(0)[1]
     levers = ["channels_last", "autocast", "fused_optimizer"]
     stock, muon, free, *others = standard_recipes(levers, sgd)
-    assert (stock.name, list(stock.extra)) == ("levers: channels_last, autocast, fused_optimizer", levers)
+    assert (stock.name, list(stock.extra)) == ("switches: channels_last, autocast, fused_optimizer", levers)
     for one, section in (
         (muon, {"optimizer": "muon", "lr": 0.02}),
         (free, {"optimizer": "schedule_free_adamw", "lr": 1e-3}),

@@ -14,7 +14,10 @@ from torchboost.core.algorithm import Algorithm
 from torchboost.measure.evidence import Interval
 from torchboost.measure.stopwatch import device_name, package_version, processor_name
 
-__all__ = ["Choice", "Source", "Verdict", "in_a_line", "machine_of"]
+__all__ = ["WASTE", "Choice", "Source", "Verdict", "in_a_line", "in_seconds", "machine_of"]
+
+WASTE = "boosted.waste(*inputs), or boosted.waste(**batch) for a dict,"
+"""The call that measures a batch, as the loop calls the model."""
 
 Source = Literal["trial", "checkpoint", "prior"]
 """Where a choice comes from."""
@@ -158,22 +161,26 @@ class Choice(_Record):
     @property
     def measured(self) -> str:
         """How it was measured, with the gain of all together, in a line. Empty if nothing was measured."""
-        trial = f"measured at the first training call in {_seconds(self.seconds)}"
+        trial = f"measured at the first training call in {in_seconds(self.seconds)}"
         where = {"trial": trial, "checkpoint": "as in the checkpoint", "prior": ""}[self.source]
         return ", ".join(text for text in (self.gain, where) if text)
 
-    @property
-    def summary(self) -> str:
-        """What a trial found, and what to do next, in a line."""
+    def summary(self, untimed: str = "") -> str:
+        """Return what a trial found, and what to do next, in a line.
+
+        Args:
+            untimed: What was on in all of its steps, as a clause; empty for nothing.
+        """
         on = ", ".join(verdict.lever for verdict in self.verdicts if verdict.kept)
-        gain, seconds = self.gain or "the gain of all together was not measured", _seconds(self.seconds)
+        gain, seconds = self.gain or "the gain of all together was not measured", in_seconds(self.seconds)
+        gain = f"{gain}; {untimed}" if untimed else gain
         if self.gains:
             return f"on after {seconds} of measuring: {on}; {gain}. boosted.explain() says why"
         tried = ", ".join(verdict.lever for verdict in self.verdicts if verdict.pairs) or "nothing"
-        found = f"on: {on}; {gain}" if on else f"timed: {tried}; all are off"
+        found = f"on: {on}; {gain}" if on else f"timed: {tried}; all are off{f'; {untimed}' if untimed else ''}"
         return (
             f"no gain was found in {seconds} of measuring ({found}). boosted.explain() says why, and "
-            "boosted.waste(**batch) shows what a step spends its time on"
+            f"{WASTE} shows what a step spends its time on"
         )
 
     def measured_elsewhere(self, device: torch.device) -> str:
@@ -203,7 +210,8 @@ def _as_it_was(lever: str, on: Any) -> Verdict:
     return Verdict(lever=lever, kept=kept, form=form, reason="as in the checkpoint")
 
 
-def _seconds(number: float) -> str:
+def in_seconds(number: float) -> str:
+    """Return a time in words, with a digit behind the point if it is short."""
     return f"{number:.0f} s" if number >= 10 else f"{number:.1f} s"
 
 

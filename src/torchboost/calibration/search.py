@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from torchboost.calibration.choice import Verdict, in_a_line
+from torchboost.calibration.choice import Verdict, in_a_line, in_seconds
 from torchboost.calibration.trial import Trial
 from torchboost.measure.evidence import Interval
 from torchboost.measure.statistics import exact_median
@@ -55,6 +55,8 @@ _FEW = 4.0
 """If a lever had less time than this number of steps, and was not timed, this says nothing about its speed."""
 _OVERTIME = 0.5
 """Share of the time left that a lever may take to its first look after its own time is up."""
+_ROUND = 10
+"""From so many seconds on, advice is in multiples of them."""
 SET_ASIDE = 0.75
 """Share of the budget for levers with a price, since a price that is paid in part is lost."""
 
@@ -172,6 +174,11 @@ def _is_clearly_slower(ratios: Sequence[float]) -> bool:
     return max(ratios) < least
 
 
+def _rounded(seconds: float) -> int:
+    """Return a time that is at least as long, as people would give it."""
+    return math.ceil(seconds) if seconds < _ROUND else math.ceil(seconds / _ROUND) * _ROUND
+
+
 @dataclass(slots=True)
 class _Search:
     levers: list[str]
@@ -183,6 +190,7 @@ class _Search:
     forms: dict[str, Sequence[str]]
     longer: Callable[[float, float, Price], float] | None
     last_step: float
+    announced: float = field(init=False)
     seconds: float = field(init=False)
     until: float = field(init=False)
     kept: list[str] = field(default_factory=list)
@@ -191,7 +199,7 @@ class _Search:
     assumed: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.until = self.seconds = self.budget(self.last_step)
+        self.until = self.seconds = self.announced = self.budget(self.last_step)
 
     def run(self) -> tuple[tuple[Verdict, ...], Interval | None]:
         free = [lever for lever in self.levers if lever not in self.prices]
@@ -288,7 +296,9 @@ class _Search:
             if self._is_few(within):
                 self._leave_open(lever, "the trial had no time left for its first steps")
                 return
-            self._decide(lever, False, f"{error}; give it more with boost(..., calibrate=seconds)", None)
+            took = max(within, self.bench.elapsed() - began)
+            twice = _rounded(2 * (took / SET_ASIDE if lever in self.prices else self.seconds))
+            self._decide(lever, False, f"{error}; boost(..., calibrate={twice}) gives it twice as long", None)
             if within < _PATIENCE * self.last_step:
                 self.open.add(lever)
             return
@@ -316,7 +326,17 @@ class _Search:
         if usual:
             self.assumed.add(lever)
             reason = f"not measured: {reason}; on as usual"
-        self.verdicts[lever] = Verdict(lever=lever, kept=usual, reason=reason)
+        self.verdicts[lever] = Verdict(lever=lever, kept=usual, reason=f"{reason}; {self._more}")
+
+    @property
+    def _more(self) -> str:
+        """How the user gives the trial more time, after the reason why it has less than was announced."""
+        if self.seconds >= self.announced:
+            return "give it more with boost(..., calibrate=seconds)"
+        return (
+            f"steps became faster, so the share of the run that a trial may take is now {in_seconds(self.seconds)}; "
+            f"boost(..., calibrate={_rounded(self.announced)}) measures longer"
+        )
 
     def _measure(self, sample: _Sample, deadline: float, *, stops: bool = True, grace: float = 0.0) -> None:
         """Add pairs to a sample until it is decided or the time is up. If it ``stops`` early, clear ones suffice."""
@@ -353,7 +373,8 @@ class _Search:
     def _judge(self, lever: str, sample: _Sample) -> None:
         if not sample.ratios:
             # Even if it was on without a trial: its steps may be what used up the time.
-            self._decide(lever, False, "the time for the trial was used up before its first pair of steps", sample)
+            text = f"the time for the trial was used up before its first pair of steps; {self._more}"
+            self._decide(lever, False, text, sample)
             return
         self.last_step = sorted(sample.incumbent)[len(sample.incumbent) // 2]
         middle = sorted(sample.ratios)[len(sample.ratios) // 2]
@@ -376,7 +397,7 @@ class _Search:
             keep = self.undecided.get(lever, False) and middle > 1
             what = "kept as usual" if keep else "left out"
             figure = f" ({middle:.2f} times as fast)" if sample.is_shown else ""
-            text = f"{_pairs(sample)} did not decide{figure}; {what}"
+            text = f"{_pairs(sample)} did not decide{figure}; {what}; {self._more}"
             self._decide(lever, keep, text, sample)
             if keep:
                 self.last_step /= middle
@@ -404,9 +425,10 @@ class _Search:
                 f"{cost:.0f} s"
             )
         if price.expected > share:
+            enough = _rounded((price.expected + 2 * _LOOKS[0] * self.last_step) / SET_ASIDE)
             return (
                 f"to try it takes about {price.expected:.0f} s, and the trial has {max(share, 0):.0f} s left; "
-                "give it more with boost(..., calibrate=seconds)"
+                f"boost(..., calibrate={enough}) gives it enough"
             )
         return None
 

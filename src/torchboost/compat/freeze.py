@@ -176,7 +176,7 @@ class FreezeOpt(WrappingOptimizer):
             raise ValueError("train_strategy: found one without train_parameter_groups; its indices need groups.")
         parameters = [p for group in opt.param_groups for p in group["params"]]
         lists = train_parameter_groups
-        groups = _split(parameters, _DEFAULT_GROUPS) if lists is None else _explicit(lists)
+        groups = _split(parameters, None) if lists is None else _explicit(lists)
         strangers = len({p for group in groups for p in group}.difference(parameters))
         if strangers:
             raise ValueError(
@@ -266,7 +266,9 @@ def _prefixes(groups: Sequence[Sequence[nn.Parameter]]) -> tuple[Prefix, ...]:
     return tuple(Prefix(parameters=tuple(p for p in every if p not in set(group))) for group in groups)
 
 
-def _split(parameters: list[nn.Parameter], groups: int) -> list[list[nn.Parameter]]:
+def _split(parameters: list[nn.Parameter], wanted: int | None) -> list[list[nn.Parameter]]:
+    """Return the groups. If no number is wanted, there are ten, or fewer for few units."""
+    groups = _DEFAULT_GROUPS if wanted is None else wanted
     units: list[list[nn.Parameter]] = []
     for parameter in parameters:
         if units and (parameter.ndim < 2 or len(units[-1]) < _LEAST):
@@ -276,12 +278,13 @@ def _split(parameters: list[nn.Parameter], groups: int) -> list[list[nn.Paramete
     if groups <= len(units):
         starts: Sequence[int] = range(0, groups * (len(units) // groups), len(units) // groups)
     else:
-        warnings.warn(
-            f"split_parameters_groups: {groups} groups were requested, but the parameters form {len(units)} units; "
-            f"there are {len(units)} groups.",
-            NoEffectWarning,
-            stacklevel=3,
-        )
+        if wanted is not None:
+            warnings.warn(
+                f"split_parameters_groups: {groups} groups were requested, but the parameters form {len(units)} units; "
+                f"there are {len(units)} groups.",
+                NoEffectWarning,
+                stacklevel=3,
+            )
         starts = group_starts(len(units), groups)
     return [[p for unit in units[start:] for p in unit] for start in starts]
 

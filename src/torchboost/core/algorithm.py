@@ -202,6 +202,11 @@ class Attachment:
         """What people should know about the present state; empty if there is nothing."""
         return ""
 
+    @property
+    def idle_until(self) -> int:
+        """The update of the run before which it is not in effect; 0 if it is in effect, or will never be."""
+        return 0
+
     def figures(self) -> dict[str, float]:
         """Return the present state as numbers for a log, by name."""
         return {}
@@ -284,6 +289,10 @@ class Algorithm:
     def applied(self, model: nn.Module) -> bool:
         """Whether :meth:`transform` has changed ``model``. If so, a plan lists the algorithm as on."""
         return False
+
+    def done(self, model: nn.Module) -> str:
+        """Return how much :meth:`transform` has changed, for people; empty if there is nothing to count."""
+        return ""
 
     def transform(self, model: nn.Module, optimizer: Optimizer | None = None, *others: Optimizer) -> Attachment | None:
         """Change the modules, once, before the model is wrapped, sharded or compiled.

@@ -160,7 +160,7 @@ class Boost(Callback):
 
     def _remove(self) -> None:
         if self.boosted is not None:
-            self.boosted.remove()
+            self.boosted.levers.end()
 
     def _network(self, pl_module: LightningModule) -> nn.Module:
         children = {name: child for name, child in pl_module.named_children() if any(True for _ in child.parameters())}

@@ -106,7 +106,7 @@ class BoostMixin(_Base):
         finally:
             self._stage, self._awaited = "outside", None
             if self.boosted is not None:
-                self.boosted.remove()
+                self.boosted.levers.end()
 
     def set_initial_training_values(self, *args: Any, **kwargs: Any) -> Any:
         """Count samples and updates as the trainer does, and shorten the run as the recipe says."""

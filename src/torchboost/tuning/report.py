@@ -372,7 +372,19 @@ def headline(report: TuneReport) -> str:
     if report.whole:
         reason = report.whole[-1].reason
         return f"{said}{nothing}: what the search found was not shown to keep the metric with fresh seeds ({reason})."
+    if why := _untried(report):
+        return f"{said}{why}."
     return f"{said}{nothing}: no recipe was found that saves time and keeps the metric within {report.drop:g}."
+
+
+def _untried(report: TuneReport) -> str:
+    """Return why no recipe that can be used was tried; empty if one was."""
+    usable = [one for one in report.findings if one.outcome not in ("not usable", "duplicate")]
+    if not usable or any(one.outcome != "not tried" for one in usable):
+        return ""
+    reason = usable[0].reason
+    short = reason.partition(": ")[0] if reason.startswith("the budget") else reason
+    return f"{'No recipe was tried to its end' if report.runs else 'Nothing was tried'}: {short}"
 
 
 def turned_on(report: TuneReport) -> str:
@@ -481,7 +493,12 @@ def rows(report: TuneReport) -> list[list[str]]:
         return [name, finding.outcome or "open", *cells, speed, memory, metric, str(finding.seeds or ""), reason]
 
     confirmed = [row("confirmation", one, f"{one.candidate.name}: {one.reason}", attempt=True) for one in report.whole]
-    return [row(one.candidate.name, one, one.reason) for one in report.findings] + confirmed
+    untried = [one for one in report.findings if one.outcome == "not tried" and not one.rates and one.speed is None]
+    alike = untried if len(untried) > 1 and len({one.reason for one in untried}) == 1 else []
+    names = "; ".join(one.candidate.name for one in alike)
+    together = [row(f"{len(alike)} recipes", one, f"{one.reason} ({names})") for one in alike[:1]]
+    shown = [one for one in report.findings if one not in alike]
+    return [*(row(one.candidate.name, one, one.reason) for one in shown), *together, *confirmed]
 
 
 def rate_rows(report: TuneReport) -> list[list[str]]:

@@ -125,16 +125,22 @@ def result_rows(results: Sequence[Result]) -> list[list[str]]:
 def recipe_rows(results: Sequence[Result]) -> list[list[str]]:
     """Return a line per recipe with what became of it in each report, after a line of headings.
 
-    The levers, which are others on another machine, have one line.
+    The switches, which are others on another machine, have one line, whatever a version called them.
     """
     columns = [
-        {finding.candidate.name.partition(": ")[0]: _became(finding) for finding in one.report.findings}
+        {_recipe(finding.candidate.name): _became(finding) for finding in one.report.findings}
         for one in results
         if one.report is not None
     ]
     numbers = [str(number) for number, one in enumerate(results, start=1) if one.report is not None]
     names = dict.fromkeys(name for column in columns for name in column)
     return [["recipe", *numbers], *([name, *(column.get(name, "") for column in columns)] for name in names)]
+
+
+def _recipe(name: str) -> str:
+    """Return the name of a recipe without its parts. Earlier versions called the switches levers."""
+    kind = name.partition(": ")[0]
+    return "switches" if kind == "levers" else kind
 
 
 def _became(finding: Finding) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torchboost.bench.factory import check_seeds
+from torchboost.calibration.choice import in_seconds
 from torchboost.errors import FactoryError
 from torchboost.tuning.report import FRESH_SEED, STOCK, Candidate, Outcome, Run
 
@@ -18,6 +19,9 @@ HALF = 0.5
 
 LEAST_RUNS = 7
 """A decision needs so many runs as long as stock's."""
+
+MARGIN = 1.15
+"""A longer budget gives more time to the trial of the switches, so that a decision needs more than a short one says."""
 
 TOO_SLOW = 3.0
 """A training is stopped if its steps take longer than this multiple of the time of stock's."""
@@ -156,17 +160,23 @@ class Runs:
         """Refuse a training of stock that diverges, and a budget that leaves no time for a decision."""
         run = self.made[key]
         if run.too_slow or self.aside + LEAST_RUNS * run.wall_seconds / HALF > self.budget:
-            self.aside += run.wall_seconds
+            before, self.aside = self.aside, self.aside + run.wall_seconds
             del self.made[key], self.asked[key]
-            raise EndedError(
-                f"half of a run takes {'more than ' if run.too_slow else ''}{run.wall_seconds:.0f} s, and a decision "
-                f"needs at least {LEAST_RUNS} runs; the budget is {self.budget:.0f} s. Shorten the run, or allow more "
-                "time"
-            )
+            raise EndedError(self._too_short(before, run))
         if not math.isfinite(run.metric):
             raise FactoryError(
                 f"the stock loop ended with the metric {run.metric} (seed {key[1]}); there is nothing to keep."
             )
+
+    def _too_short(self, before: float, run: Run) -> str:
+        """Return why the budget is refused, and which one is not, given the first run and the seconds before it."""
+        needed = math.ceil(MARGIN * (before + LEAST_RUNS * run.wall_seconds / HALF))
+        return (
+            f"the budget of {self.budget:.0f} s is too short; at least {needed} s are needed: half of a run takes "
+            f"{'more than ' if run.too_slow else ''}{in_seconds(run.wall_seconds)}, a decision needs at least "
+            f"{LEAST_RUNS} runs, and {in_seconds(before)} were spent before the first. Shorten the run, or allow more "
+            "time"
+        )
 
     def _check_seeds(self, candidate: Candidate) -> None:
         """Refuse a factory whose runs are the same for two seeds."""

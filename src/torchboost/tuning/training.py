@@ -215,7 +215,7 @@ def standard_recipes(levers: Sequence[str], optimizer: Optimizer) -> list[Candid
         optimizer: That of stock.
     """
     on = dict.fromkeys(levers, True)
-    stock = Candidate(name=f"levers: {', '.join(levers)}", extra=on) if levers else Candidate(name=STOCK)
+    stock = Candidate(name=f"switches: {', '.join(levers)}", extra=on) if levers else Candidate(name=STOCK)
     own = max(float(group["lr"]) for group in optimizer.param_groups) if isinstance(optimizer, (Adam, AdamW)) else 0.0
     optimizers = {
         "Muon": {"optimizer": "muon", "lr": MUON_LR},

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import torchboost
 from torchboost import Target, TrainStep
 from torchboost.algorithms import DimReduction
 from torchboost.algorithms.dim_reduce import algorithm as dim_reduce
@@ -74,6 +75,24 @@ def test_trains_from_checkpoints_of_an_earlier_run(tmp_path: Path) -> None:
     assert loss_of(model) < 0.5 * before
     assert run.subspace is not None
     assert run.subspace.accepted > 20
+
+
+@pytest.mark.parametrize(
+    ("length", "end"),
+    [(None, ""), (7, ""), (6, ", and this run ends before, after 6 updates")],
+)
+def test_says_until_when_it_collects(length: int | None, end: str) -> None:
+    model = network()
+    config = {"extra": {"dim_reduce": {"n_components": 2, "snapshot_every": 2, "snapshots": 3}}}
+    boosted = torchboost.boost(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), config=config, total_steps=length, calibrate=False
+    )
+    step = boosted.step(F.cross_entropy)
+    for number in range(6):
+        row = next(row for row in boosted.levers.explanation().rows if row.name == "dim_reduce")
+        assert row.did.endswith(f"not in effect: collecting until update 6{end}")
+        step(*batch(number))
+    assert "not in effect" not in boosted.explain()
 
 
 def test_continues_from_the_last_snapshot() -> None:

@@ -461,8 +461,9 @@ def test_settings_that_do_not_fit_are_refused_before_anything_changes() -> None:
 
 def test_more_groups_than_blocks_are_said_and_one_block_is_idle() -> None:
     model, optimizer = network()
-    with pytest.warns(NoEffectWarning, match="found groups=10, but the model has 4 blocks"):
-        freeze_blocks(model, optimizer, GradFreeze(pattern="interval", total_steps=10))
+    with pytest.warns(NoEffectWarning, match="found groups=5, but the model has 4 blocks"):
+        freeze_blocks(model, optimizer, GradFreeze(groups=5, pattern="interval", total_steps=10)).remove()
+    freeze_blocks(model, optimizer, GradFreeze(pattern="interval", total_steps=10))  # the default is no request
     single = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(single.parameters(), lr=0.1)
     idle = GradFreeze(total_steps=10)

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import torchboost
+from tests.support.boosted import in_one_line
 from tests.support.models import BottleneckNet, TinyGPT, batch_for, cnn, mlp
 from torchboost import DynamicLossScale, GroupGradScaler, ScaleRule, Target, TrainStep, autocast_forward
 from torchboost.algorithms import (
@@ -347,6 +349,27 @@ def test_it_brings_the_scaler_that_float16_asks_for():
     assert step.updated
     attached.remove()
     assert target.scaler is None
+
+
+@pytest.mark.parametrize("way", ["scaler", "step"])
+def test_a_loop_that_does_not_scale_is_told_that_nothing_is_in_effect(way):
+    model = deep(4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    boosted = torchboost.boost(model, optimizer, config={"extra": {"loss_scale_group": True}}, calibrate=False)
+    told = "not in effect: scale with boosted.scaler, or call boosted.step(loss_fn)"
+    x, y = torch.randn(4, 8), torch.randn(4, 8)
+    F.mse_loss(model(x), y).backward()
+    optimizer.step()
+    assert told in in_one_line(boosted.explain())
+    optimizer.zero_grad()
+    if way == "step":
+        boosted.step(F.mse_loss)(x, y)
+    else:
+        boosted.scaler.scale(F.mse_loss(model(x), y)).backward()
+        boosted.scaler.step(optimizer)
+        boosted.scaler.update()
+    assert told not in in_one_line(boosted.explain())
+    boosted.remove()
 
 
 def test_a_second_scaler_on_a_model_is_refused_while_the_first_is_there():

@@ -130,7 +130,7 @@ class DimReduction(Algorithm):
         original = target.optimizer
         run = DimReduceRun(original, target.model, self)
         target.optimizer = run
-        return Attachment(run, undo=lambda: setattr(target, "optimizer", original))
+        return _Reduced(run, undo=lambda: setattr(target, "optimizer", original))
 
     @property
     def collects(self) -> bool:
@@ -185,6 +185,14 @@ class DimReduceRun(WrappingOptimizer, ClosureOptimizer):  # pyright: ignore[repo
                 self._collect()
             self.updates += 1
         return loss
+
+    @property
+    def collects_until(self) -> int:
+        """The update at which the last snapshot is taken; 0 if there is a basis."""
+        if self.subspace is not None:
+            return 0
+        every, needed = self.settings.snapshot_every, self.settings.snapshots or self.settings.n_components
+        return (self.updates // every + needed - len(self._snapshots)) * every
 
     def remove(self) -> None:
         """Allow direct steps of the original optimizer again."""
@@ -259,6 +267,24 @@ class DimReduceRun(WrappingOptimizer, ClosureOptimizer):  # pyright: ignore[repo
             )
         rows = state["rows"][0].to(self._weights[0])
         return self._along(DimReduceBasis(rows, group, self.settings.n_components))
+
+
+class _Reduced(Attachment):
+    """The optimizer that was put in place of the given one."""
+
+    def __init__(self, run: DimReduceRun, undo: Callable[[], None]) -> None:
+        super().__init__(run, undo=undo)
+        self._run = run
+
+    @property
+    def remark(self) -> str:
+        """Until when the given optimizer trains."""
+        return f"collecting until update {self.idle_until:,}" if self.idle_until else ""
+
+    @property
+    def idle_until(self) -> int:
+        """The update at which the last snapshot is taken."""
+        return self._run.collects_until
 
 
 def _basis(settings: DimReduction, model: nn.Module, snapshots: Snapshots) -> DimReduceBasis:

@@ -186,10 +186,10 @@ def freeze_blocks(model: nn.Module, optimizer: Optimizer, settings: GradFreeze, 
     """
     _check_length(settings)
     blocks = blocks_of(model)
-    starts = group_starts(len(blocks), settings.groups)
+    starts, asked = group_starts(len(blocks), settings.groups), settings.groups != GradFreeze.groups
     if len(starts) < min(2, settings.groups):
         warnings.warn("grad_freeze: the model is a single block, so nothing is frozen.", NoEffectWarning, stacklevel=2)
-    elif len(starts) < settings.groups and settings.pattern in ("continuous", "interval"):
+    elif len(starts) < settings.groups and asked and settings.pattern in ("continuous", "interval"):
         warnings.warn(
             f"grad_freeze: found groups={settings.groups}, but the model has {len(blocks)} blocks; {len(starts)} "
             "groups are used.",

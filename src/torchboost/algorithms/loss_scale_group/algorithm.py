@@ -63,6 +63,9 @@ class GroupScaler(LossScaler):
         exact: Use the scales as they are, and from the start; otherwise the power of two below, between the first
             :meth:`scale` and :meth:`update`.
         agree: See :class:`~torchboost.algorithms.loss_scale_group.scalers.LossScaler`.
+
+    Attributes:
+        scaled: Whether a loss was scaled.
     """
 
     def __init__(
@@ -77,7 +80,7 @@ class GroupScaler(LossScaler):
         agree: bool = True,
     ) -> None:
         super().__init__(agree=agree)
-        self.rule, self.ratios = rule, Ratios(len(names))
+        self.rule, self.ratios, self.scaled = rule, Ratios(len(names)), False
         self._names, self._parameters, self._pinned, self._exact = tuple(names), parameters, pinned, exact
         self._membership: tuple[list[Tensor], list[list[Tensor]]] = ([], [])
         self.restart(scales)
@@ -122,6 +125,7 @@ class GroupScaler(LossScaler):
 
     def _begun(self, scales: Sequence[float]) -> None:
         self.ratios.set(scales)
+        self.scaled = True
 
     def _members(self, optimizer: Optimizer) -> list[list[Tensor]]:
         (params,) = super()._members(optimizer)
@@ -327,15 +331,28 @@ class LossScaleGroup(Algorithm):
         scaler = GroupGradScaler(target.model, self.groups, init_scale=self.init_scale, rule=self._rule())
         target.scaler = scaler
 
-        def release() -> None:
-            scaler.remove()
-            if target.scaler is scaler:
-                target.scaler = None
-
-        return Attachment(undo=release)
+        return _Scaling(target, scaler)
 
     def _rule(self) -> ScaleRule:
         return replace(GROUP_RULE, floor=self.floor, ceiling=self.ceiling)
+
+
+class _Scaling(Attachment):
+    """The scaler of a target, which the loop may never use."""
+
+    def __init__(self, target: Target, scaler: GroupGradScaler) -> None:
+        super().__init__(undo=self._release)
+        self._target, self._scaler = target, scaler
+
+    @property
+    def remark(self) -> str:
+        """What the loop must do, if it has not scaled a loss."""
+        return "" if self._scaler.scaled else "scale with boosted.scaler, or call boosted.step(loss_fn)"
+
+    def _release(self) -> None:
+        self._scaler.remove()
+        if self._target.scaler is self._scaler:
+            self._target.scaler = None
 
 
 def checked_scales(scales: Any, groups: int, rule: ScaleRule, name: str = "init_scale") -> list[float]:

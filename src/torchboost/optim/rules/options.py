@@ -33,6 +33,7 @@ __all__ = [
     "check_group_names",
     "check_options",
     "full_signature",
+    "hint_for",
     "miscomputes",
     "rule_arguments",
     "take_schedules",
@@ -107,7 +108,7 @@ def rule_arguments(scope: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     """
     kind, common = type(scope["self"]), scope.get("common", {})
     for name in common.keys() - COMMON.keys():
-        raise TypeError(f"{kind.__name__} takes no {name!r}{_hint(name, list(inspect.signature(kind).parameters))}")
+        raise TypeError(f"{kind.__name__} takes no {name!r}{hint_for(name, list(inspect.signature(kind).parameters))}")
     options = {name: value for name, value in scope.items() if name not in ("self", "__class__", "common")}
     options = {**COMMON, **options, **common, **more}
     apart = {name: options.pop(name) for name in ("params", "transforms", "nonfinite")}
@@ -276,12 +277,19 @@ def check_group_names(group: Iterable[str], taken: Collection[str]) -> None:
     """
     for name in group:
         if name in HERE and name not in taken:
-            raise TypeError(f"param_group: found the key {name!r}{_hint(name, sorted(taken))}")
+            raise TypeError(f"param_group: found the key {name!r}{hint_for(name, sorted(taken))}")
 
 
-def _hint(name: str, names: Collection[str]) -> str:
-    if name in HERE:
-        return f", which is MindSpore's name; here it is {HERE[name]}."
+def hint_for(name: str, names: Collection[str], here: Mapping[str, str] = HERE) -> str:
+    """Return how a message goes on after a name that something does not take.
+
+    Args:
+        name: The name.
+        names: Those that it takes.
+        here: MindSpore's name -> the name here.
+    """
+    if name in here:
+        return f", which is MindSpore's name; here it is {here[name]}."
     near = get_close_matches(name, names, n=1)
     return f"; did you mean {near[0]!r}?" if near else f"; it takes {', '.join(names)}."
 
