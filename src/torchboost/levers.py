@@ -208,7 +208,7 @@ class Levers:
     @property
     def _done(self) -> dict[str, str]:
         """Algorithm -> how much it has changed in the model, for those that can count it."""
-        return {a.name: done for a in self.plan.algorithms if (done := a.done(self._target.model))}
+        return {a.name: done for a in self.plan.algorithms if (done := REGISTRY[a.name].done(self._target.model))}
 
     @property
     def _untimed(self) -> str:

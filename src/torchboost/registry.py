@@ -156,6 +156,16 @@ def _never(facts: Facts) -> str | None:
     return None
 
 
+def _nothing_counted(model: nn.Module) -> str:
+    return ""
+
+
+def _removed_norms(model: nn.Module) -> str:
+    removed = sum(isinstance(module, RemovedNorm) for module in model.modules())
+    left = sum(isinstance(module, AnyBatchNorm) for module in model.modules())
+    return f"{removed} of {removed + left} BatchNorms removed" if removed else ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     """What a plan must know about an algorithm in addition to its settings.
@@ -177,6 +187,7 @@ class Entry:
         of_optimizer: Whether it changes the update alone.
         in_no_level: Why no level has it although MindSpore's levels do. Shown if its switch is not read.
         removed: Setting of an earlier version -> its default. Plan files may still have it at that value.
+        done: How much it has changed in a model, in words; empty if there is nothing to count.
     """
 
     algorithm: type[Algorithm]
@@ -194,6 +205,7 @@ class Entry:
     of_optimizer: bool = False
     in_no_level: str = ""
     removed: Mapping[str, Any] = field(default_factory=dict)
+    done: Callable[[nn.Module], str] = _nothing_counted
 
     @property
     def name(self) -> str:
@@ -355,6 +367,7 @@ _ENTRIES = (
     Entry(
         algorithm=LessBn,
         summary="removes the BatchNorm layers that are not needed",
+        done=_removed_norms,
         section="less_bn",
         words=MappingProxyType({"fn_flag": "normalize_head"}),
         brings=MappingProxyType({"gc_flag": GradientCentralization.name}),

@@ -149,12 +149,6 @@ class LessBn(Algorithm):
         """Whether a layer was removed from the model, or its head normalised."""
         return any(isinstance(module, (RemovedNorm, NormalizedLinear)) for module in model.modules())
 
-    def done(self, model: nn.Module) -> str:
-        """Return how many BatchNorms were removed, of how many."""
-        removed = sum(isinstance(module, RemovedNorm) for module in model.modules())
-        left = sum(isinstance(module, AnyBatchNorm) for module in model.modules())
-        return f"{removed} of {removed + left} BatchNorms removed" if removed else ""
-
     def needs_transform(self, model: nn.Module) -> bool:
         """Whether something is left to remove or the head is still to be normalised.
 

@@ -290,10 +290,6 @@ class Algorithm:
         """Whether :meth:`transform` has changed ``model``. If so, a plan lists the algorithm as on."""
         return False
 
-    def done(self, model: nn.Module) -> str:
-        """Return how much :meth:`transform` has changed, for people; empty if there is nothing to count."""
-        return ""
-
     def transform(self, model: nn.Module, optimizer: Optimizer | None = None, *others: Optimizer) -> Attachment | None:
         """Change the modules, once, before the model is wrapped, sharded or compiled.
 

@@ -281,7 +281,7 @@ def check_group_names(group: Iterable[str], taken: Collection[str]) -> None:
 
 
 def hint_for(name: str, names: Collection[str], here: Mapping[str, str] = HERE) -> str:
-    """Return how a message goes on after a name that something does not take.
+    """Return the end of a message, after a name that something does not take.
 
     Args:
         name: The name.
