@@ -20,7 +20,7 @@ O1_HAD: Mapping[str, Any] = {LessBn.name: {"keep": "narrowest", "keep_every": 1}
 
 
 def check_against_o1(state: Mapping[str, Any], model: nn.Module, known: Collection[str]) -> None:
-    """Refuse the state of algorithms that were written with a part of the former O1, if that is off here.
+    """Refuse the state of algorithms that was written with a part of the former O1, if that is off here.
 
     Args:
         state: Algorithm -> its state.
@@ -28,7 +28,7 @@ def check_against_o1(state: Mapping[str, Any], model: nn.Module, known: Collecti
         known: Algorithms that are on, or were withdrawn.
 
     Raises:
-        ValueError: The training would go on without it.
+        ValueError: The training would continue without it.
     """
     off = [name for name in O1_HAD if name in state and name not in known]
     if LessBn.name in off and LessBn().applied(model):

@@ -358,7 +358,7 @@ class AttachedAlgorithms:
         self._entries = {a.name: (a, live) for a, live in zip(algorithms, attachments, strict=True)}
         self._undo: list[Callable[[], None]] = []
         self._levers: tuple[Callable[[], Mapping[str, bool | str]], Callable[[Any], None]] | None = None
-        self._check: Callable[[Mapping[str, Any]], None] = lambda state: None
+        self._check: Callable[[Mapping[str, Any]], None] | None = None
         self._awaited: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Attachment:
@@ -402,7 +402,7 @@ class AttachedAlgorithms:
 
         Raises:
             ValueError: The checkpoint holds the state of an algorithm that is not attached, lacks the state of an
-                attached algorithm, or is damaged. Nothing is loaded.
+                attached algorithm, is refused by the function of :meth:`with_check`, or is damaged. Nothing is loaded.
         """
         if not isinstance(state, Mapping):
             raise ValueError(f"the state of the algorithms is {state!r:.60}, not a dictionary; load another one.")
@@ -416,7 +416,8 @@ class AttachedAlgorithms:
             faults += [f"no state of {', '.join(missing)}, attached here"] if missing else []
             found = " and ".join(faults)
             raise ValueError(f"the checkpoint holds {found}; attach the algorithms it was written with before loading.")
-        self._check(state)
+        if self._check is not None:
+            self._check(state)
         loaded: list[str] = []
         earlier, self._awaited = self._awaited, {name: state[name] for name in awaited if state.get(name)}
         try:
