@@ -300,10 +300,8 @@ class Boosted:
 
         It looks for padding, the output head at positions without a label, masks that mask nothing, activation
         checkpointing that the memory does not need, the forward pass of frozen layers, and host synchronisations. What
-        can be left out is timed in pairs of steps, with and without it.
-
-        Call it in training mode with what the model is called with: ``print(boosted.waste(*inputs))``, or ``**batch``
-        for a dict. The wait for data is not part of a call: ``torchboost doctor`` measures it.
+        can be left out is timed in pairs of steps. Call it in training mode with what the model is called with:
+        ``print(boosted.waste(*inputs))``, or ``**batch`` for a dict. ``torchboost doctor`` measures the wait for data.
 
         Args:
             *args: The positional arguments of a training call.
