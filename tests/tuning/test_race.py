@@ -66,6 +66,7 @@ def test_what_only_wins_against_an_untuned_rate_is_not_turned_on():
         assert ended.search.rate is not None
         assert (ended.search.rate.best, ended.search.rate.seeds, ended.search.rate.fresh) == (0.25, 3, True)
         assert ended.search.rate.change == pytest.approx(8 * POINT, abs=POINT)
+        assert ended.search.rate.kept
 
 
 def test_a_plan_must_also_keep_the_metric_at_the_users_rate():
@@ -81,6 +82,7 @@ def test_a_plan_must_also_keep_the_metric_at_the_users_rate():
     assert ended.search.rate is not None
     assert ended.search.rate.change is not None
     assert ended.search.rate.change < 0
+    assert not ended.search.rate.kept
     # One that diverges is not a rival.
     diverges = lambda c, s, r: NO_NUMBER if (c.label, s >= FRESH_SEED) == (STOCK, True) else {}  # noqa: E731
     ended, chosen = decided(Planted({STOCK: Effect(best=0.25), "a": FAST}, change=diverges))

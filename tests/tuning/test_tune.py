@@ -310,6 +310,22 @@ def test_nothing_is_overwritten(tmp_path):
     assert own.read_text(encoding="utf-8") == '{"mine": 1}'
 
 
+def test_a_better_rate_is_written_also_if_no_plan_is_confirmed(tmp_path, fake, monkeypatch):
+    """Stock is better at a quarter of its rate, which nothing beats."""
+
+    def metric(candidate: Candidate) -> float:
+        return 0.9 - 0.1 * abs(math.log2(candidate.rate / 0.25)) - max(0.0, 1.0 - candidate.share)
+
+    call = Fake.__call__
+    changed = lambda self, c, s, w: call(self, c, s, w).model_copy(update={"metric": metric(c) + 0.001 * (s % 3)})  # noqa: E731
+    monkeypatch.setattr(Fake, "__call__", changed)
+    found = tuned(tmp_path / "boost.json", candidates={"norms": {"gradient_centralization": True}})
+    assert found.rate is not None
+    assert (found.rate.best, found.rate.kept) == (0.25, True)
+    assert json.loads((tmp_path / "boost.json").read_text())["recipe"]["rate"] == 0.25
+    assert headline(found).startswith("Train at 0.25 times your learning rate, as the configuration does. Nothing else")
+
+
 @pytest.mark.usefixtures("fake")
 def test_a_loader_that_does_not_know_its_length_is_counted():
     class Stream(torch.utils.data.IterableDataset[Any]):

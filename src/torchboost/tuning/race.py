@@ -61,20 +61,22 @@ class Race:
     def decide(self) -> Candidate | None:
         """Make all runs that are needed, and return the plan that was confirmed; None without one.
 
-        The attempts are known before the first fresh seed, and each has an equal part of the error rate. So whatever
-        the search found, the probability that one passes which harms is at most the error rate.
+        The attempts are known before the first fresh seed, and each has an equal part of the error rate, as has the
+        test of stock's best rate against the user's. So whatever the search found, the probability that one passes
+        which harms is at most the error rate.
         """
         self.search.make()
         runs, attempts, chosen = self.search.runs, self.attempts(), None
+        part = self.error / max(1, len(attempts) + (self.search.stock.rate != 1.0))
         runs.limit = runs.budget
         if attempts and self.planned is None:
             self.planned = self._affordable(attempts[0])
         for plan in attempts:
-            if self.confirm(plan, self.error / len(attempts)).outcome == "kept":
+            if self.confirm(plan, part).outcome == "kept":
                 chosen = plan
                 break
         self._conclude(chosen)
-        self._compare_rates()
+        self._compare_rates(part, decides=chosen is None)
         self._note_constant()
         return chosen
 
@@ -204,20 +206,30 @@ class Race:
         longer = "it takes longer than what was tested"
         return "not chosen", longer if chosen is None else f"{chosen.words} takes less time"
 
-    def _compare_rates(self) -> None:
-        """Find out what the user's rate costs, with the first fresh seeds."""
+    def _compare_rates(self, error: float, *, decides: bool) -> None:
+        """Find out with fresh seeds what the user's rate costs, and whether stock's best one can take its place.
+
+        If a plan was confirmed, its rate was too, and the first seeds suffice.
+        """
         best, own = self.search.stock, Candidate(name=STOCK)
         if best.rate == own.rate:
             return
+        test = SequentialTest(margin=self.search.drop, most=self.most, error=error, planned=self.planned)
+        changes, look = list[float](), test.look([])
         try:
-            seeds = range(self.fresh, self.fresh + OWN_SEEDS)
-            pairs = [[self.search.runs.run(one, seed) for one in (best, own)] for seed in seeds]
+            for seed in range(self.fresh, self.fresh + self.most):
+                if len(changes) >= OWN_SEEDS and (look.decided or not decides):
+                    break
+                first, second = (self.search.runs.run(one, seed).metric for one in (best, own))
+                changes.append(first - second)
+                look = test.look(changes)
         except EndedError:
-            return
-        change = statistics.fmean(first.metric - second.metric for first, second in pairs)
-        self.search.rate = Rate(
-            best=best.rate, change=change if math.isfinite(change) else None, seeds=OWN_SEEDS, fresh=True
-        )
+            pass
+        if len(changes) >= OWN_SEEDS:
+            change = statistics.fmean(changes)
+            known = change if math.isfinite(change) else None
+            kept = decides and look.state == "passed" and known is not None and known > 0
+            self.search.rate = Rate(best=best.rate, change=known, seeds=len(changes), fresh=True, kept=kept)
 
     def _note_constant(self) -> None:
         metrics = [run.metric for one, run in self.search.runs.of(STOCK) if one.label == self.search.stock.label]

@@ -196,12 +196,14 @@ class Rate(Record):
         change: The metric there minus that at the user's own rate; None if they were not compared at full length.
         seeds: Seeds of which it is the mean.
         fresh: Whether these are seeds of the confirmation, on the data of ``evaluate``.
+        kept: Whether no plan was confirmed and this rate was: it is better, and costs no more than the accepted drop.
     """
 
     best: float
     change: float | None = None
     seeds: int = 0
     fresh: bool = False
+    kept: bool = False
 
 
 class Start(Record):
@@ -366,9 +368,10 @@ def headline(report: TuneReport) -> str:
             else f" A training then takes {wording.percent(1 / proven.speed.mid)} of the time."
         )
         return f"Turn on {turned_on(report)}.{gain}"
-    on = turned_on(report)
-    nothing = f"{'Nothing else' if on else 'Nothing'} is turned on"
+    on, better = turned_on(report), report.rate is not None and report.rate.kept
+    nothing = f"{'Nothing else' if on or better else 'Nothing'} is turned on"
     said = f"Turn on {on}: a step is faster and the same but for rounding. " if on else ""
+    said += f"Train at {report.stock.rate:g} times your learning rate, as the configuration does. " if better else ""
     if report.whole:
         reason = report.whole[-1].reason
         return f"{said}{nothing}: what the search found was not shown to keep the metric with fresh seeds ({reason})."
@@ -388,7 +391,7 @@ def _untried(report: TuneReport) -> str:
 
 
 def turned_on(report: TuneReport) -> str:
-    """Return what the final configuration turns on, in words; empty if that is nothing."""
+    """Return what the final configuration turns on, in words; empty if that is no algorithm."""
     proven = proven_whole(report)
     if proven is not None:
         return words_of(proven.candidate)
@@ -428,7 +431,7 @@ def rate_words(report: TuneReport) -> str:
     times = f"{max(found.best, 1 / found.best):g} times too {'high' if found.best < 1 else 'low'}"
     seeds = f"{found.seeds} {'fresh seeds' if found.fresh else 'seeds of the search'}"
     gain = "" if found.change is None else f": {_changed(found.change)} at {found.best:g} of it, the mean of {seeds}"
-    return f"Your rate is {times}{gain}."
+    return f"Your rate is {times}{gain}.{' The configuration has the better one.' if found.kept else ''}"
 
 
 def repaid(report: TuneReport) -> list[str]:

@@ -284,7 +284,8 @@ class _Session:
             self._note(race, findings, state="interrupted")
             raise
         if chosen is None:
-            chosen = Candidate(name=STOCK, extra=dict.fromkeys(self.report.exact, True))
+            rate = search.rate.best if search.rate is not None and search.rate.kept else 1.0
+            chosen = Candidate(name=STOCK, rate=rate, extra=dict.fromkeys(self.report.exact, True))
         self._note(race, findings, state="complete", extra=chosen.extra, recipe=chosen.section)
         if self.out is not None:
             boosted = boosted_by(made_by(self.make, 0), chosen, self.report.total_steps)
