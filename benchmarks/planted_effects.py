@@ -45,6 +45,7 @@ class Planted:
         needed: The share of the steps that it needs; each rung below costs ``late`` points.
         time: Of a step, times that of stock.
         fresh: Its effect with the seeds of the confirmation, if the search sees another one.
+        fresh_best: The best multiple of the rate with these seeds, if the search sees another one.
     """
 
     effect: float = 0.0
@@ -52,12 +53,15 @@ class Planted:
     needed: float = 1.0
     time: float = 1.0
     fresh: float | None = None
+    fresh_best: float | None = None
     late: float = 1.5
 
     def points(self, plan: Candidate, seed: int) -> float:
-        effect = self.fresh if self.fresh is not None and seed >= FRESH_SEED else self.effect
+        is_fresh = seed >= FRESH_SEED
+        effect = self.fresh if self.fresh is not None and is_fresh else self.effect
+        best = self.fresh_best if self.fresh_best is not None and is_fresh else self.best
         lost = self.late * max(0.0, self.needed - plan.share) / RUNG
-        return effect - 1.5 * math.log2(plan.rate / self.best) ** 2 - lost
+        return effect - 1.5 * math.log2(plan.rate / best) ** 2 - lost
 
 
 @dataclass(frozen=True)
@@ -78,13 +82,22 @@ def _only(name: str, low: float = 0.2, high: float = 1.0) -> Callable[[Candidate
     return lambda chosen: chosen is not None and chosen.name == name and low - 1e-9 <= chosen.share <= high + 1e-9
 
 
+def _rate_alone(chosen: Candidate | None) -> bool:
+    return chosen is not None and chosen.name == STOCK and chosen.share == 1 and chosen.rate < 1
+
+
 FAST = Planted(time=0.7)
 NO, YES = "nothing is turned on", "it is turned on"
 CASES: dict[str, Case] = {
     "a loss of 2 points": Case({"a": Planted(-2.0, time=0.7)}, NO, _nothing),
     "a loss of 1 point, the accepted drop itself": Case({"a": Planted(-1.0, time=0.7)}, NO, _nothing),
     "the same, but not in the search": Case({"a": Planted(time=0.5, fresh=-1.0)}, NO, _nothing),
-    "wins only against an untuned rate": Case({STOCK: Planted(best=0.25), "a": Planted(-2.0, time=0.7)}, NO, _nothing),
+    "wins only against an untuned rate": Case(
+        {STOCK: Planted(best=0.25), "a": Planted(-2.0, time=0.7)}, "the rate of stock alone is changed", _rate_alone
+    ),
+    "another rate wins in the search, and costs the accepted drop": Case(
+        {STOCK: Planted(best=0.25, fresh_best=2 ** (-5 / 6))}, NO, _nothing
+    ),
     "all steps are needed": Case({}, NO, _nothing),
     "each rung costs the accepted drop": Case({STOCK: Planted(late=1.0)}, NO, _nothing),
     "fewer steps suffice: 0.45": Case({STOCK: Planted(needed=0.45)}, "turned on within a rung", _only(STOCK, 0.4, 0.5)),
@@ -167,8 +180,22 @@ def another(planted: dict[str, Planted]) -> dict[str, Planted]:
 
 
 def harm(planted: dict[str, Planted], chosen: Candidate | None) -> float:
-    """Return the points that an answer costs, against stock at its best rate with all steps."""
-    return 0.0 if chosen is None else -planted.get(chosen.name, Planted()).points(chosen, FRESH_SEED)
+    """Return the points that an answer costs, against stock at its best rate with all steps.
+
+    A rate that is changed alone is compared with the user's.
+    """
+    if chosen is None:
+        return 0.0
+    effect = planted.get(chosen.name, Planted())
+    rate_alone = chosen.name == STOCK and chosen.share == 1
+    against = effect.points(Candidate(name=STOCK), FRESH_SEED) if rate_alone else 0.0
+    return against - effect.points(chosen, FRESH_SEED)
+
+
+def answer_of(race: Race) -> Candidate | None:
+    """Return what a tuning turns on: the plan that was confirmed, or else another rate of stock."""
+    chosen, rate = race.decide(), race.search.rate
+    return Candidate(name=STOCK, rate=rate.best) if chosen is None and rate is not None and rate.kept else chosen
 
 
 Network = Callable[[dict[str, Planted]], dict[str, Planted]]
@@ -186,7 +213,7 @@ def repeated(case: Case, of: int, network: Network | None) -> dict[str, float]:
     for seed in range(of):
         prior = [] if network is None else [report_of(tuned(network(case.recipes), OTHERS + seed))]
         race = tuned(case.recipes, seed, budget=case.budget, prior=prior)
-        answer = race.decide()
+        answer = answer_of(race)
         right, harmful = right + case.right(answer), harmful + (harm(case.recipes, answer) >= 1 - 1e-9)
         runs.append(race.search.runs.spent)
     return {"right": right, "harmful": harmful, "of": of, "runs": float(np.median(runs))}
