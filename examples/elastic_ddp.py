@@ -61,9 +61,9 @@ if __name__ == "__main__":
 
 # It prints, on one busy core of a CPU:
 #
-#     update 10 of 60, started from 0: loss 1.372
-#     update 20 of 60, started from 0: loss 0.419
-#     update 30 of 60, started from 0: loss 0.113
-#     update 40 of 60, started from 0: loss 0.119
-#     update 50 of 60, started from 0: loss 0.327
-#     update 60 of 60, started from 0: loss 0.015
+#     update 10 of 60, started from 0: loss 1.373
+#     update 20 of 60, started from 0: loss 0.420
+#     update 30 of 60, started from 0: loss 0.112
+#     update 40 of 60, started from 0: loss 0.113
+#     update 50 of 60, started from 0: loss 0.330
+#     update 60 of 60, started from 0: loss 0.016

@@ -53,29 +53,24 @@ if __name__ == "__main__":
 
 # It prints, on one busy core of a CPU:
 #
-#     level O1, mode auto
-#     on:
-#       channels_last            stores images and kernels channels-last
-#       autocast                 computes the forward and backward pass in bfloat16
-#       fused_optimizer          updates all parameters in one kernel
-#     left out:
-#       threads                  it is tried only if torch does not use all cores and the program has set no number;
-#           ask with extra.threads
-#       matmul_precision         TF32 is a precision of CUDA devices
-#       less_bn                  in runs of fewer than 1,000 steps it was not shown to keep the accuracy, and this one
-#           has 322; ask for it with extra.less_bn
-#       gradient_centralization  in runs of fewer than 1,000 steps it was not shown to keep the accuracy, and this one
-#           has 322; ask for it with extra.gradient_centralization
-#       unpad                    no argument of its forward masks padding
-#       sparse_head              the model has no output head that a loss could read in part
-#       compile                  322 steps do not repay it: at best it saves 15 s, and it costs about 16 s
-#     measured times decide about speed levers; plan.save(path) keeps this plan for exact repetition
-#     measured at the first training call, 1.4 s:
-#       channels_last  on: the steps did not decide (1.29 times as fast); kept as usual
-#       autocast  on: not measured: the trial had no time left for its first steps; on as usual
-#       fused_optimizer  on: not measured: the time for the trial was used up; on as usual
-#       compile  off: 322 steps do not repay it: at best it saves 15 s, and it costs about 16 s
-#       channels_last  as near as rounding lets this network be: gradient 1e-02
-#       autocast  checked: the gradient differs by 0.2, outputs by 0.021
-#       fused_optimizer  exact here
-#     96.6% of the test images right, by a model that torchboost never changed
+#     level O1 for SGD, 322 steps
+#     measured at the first training call in 2.4 s
+#
+#     switch            state  what it did
+#         how exact
+#     channels_last     on     2 pairs did not decide; kept as usual; give it more with boost(..., calibrate=seconds)
+#         as near as rounding lets this network be: gradient 1e-02
+#     fused_optimizer   on     1 pair did not decide; kept as usual; give it more with boost(..., calibrate=seconds)
+#         exact here
+#     threads           off    it is tried only if torch does not use all cores and the program has set no number; ask
+#                              with extra.threads
+#     matmul_precision  off    TF32 is a precision of CUDA devices
+#     unpad             off    no argument of its forward masks padding
+#     sparse_head       off    the model has no output head that a loss could read in part
+#     autocast          off    the time for the trial was used up; steps became faster, so the share of the run that a
+#                              trial may take is now 2.0 s; boost(..., calibrate=3) measures longer
+#     compile           off    to try it takes about 16 s, and the trial has 0 s left; boost(..., calibrate=30) gives it
+#                              enough
+#
+#     next: boosted.plan.save("boost.json"); boost(..., config="boost.json") then repeats this without measuring
+#     97.3% of the test images right, by a model that torchboost never changed
