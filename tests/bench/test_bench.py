@@ -467,11 +467,23 @@ def test_a_configuration_trains_for_its_length_and_is_not_mixed_with_another(tmp
     assert (short.kind, short.algorithms[-1].name) == ("config", "recipe")
     assert short.curves[0].epochs == [1.0, 1.5]  # 6 of 8 steps
     assert any("0.75 of the steps" in note for note in short.notes)
-    file.write_text('{"recipe": {"length": 0.5}}', encoding="utf-8")
-    with pytest.raises(ValueError, match="has changed since its steps were timed"):
-        benched(tiny(), "stock", str(file), seeds=2, resume=True, **settings)
+    recipe = '{"recipe": {"rate": 0.5, "length": 0.75}'
+    for other in '{"recipe": {"length": 0.5}}', recipe + ', "extra": {"gradient_centralization": true}}':
+        file.write_text(other, encoding="utf-8")
+        for more in {"seeds": 2}, {"contestants": ("stock", "O0", str(file)), "seeds": 1}:  # the latter times again
+            with pytest.raises(ValueError, match="has changed since its steps were timed"):
+                run_bench(
+                    tiny(), **({"contestants": ("stock", str(file)), "pairs": 1, "resume": True} | settings | more)
+                )
     with pytest.raises(ValueError, match="found no such file"):
         Recipe.parse(str(tmp_path / "absent.json"))
+
+
+def test_a_configuration_in_a_file_named_like_a_level_has_not_its_margin(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("O2+half.json").write_text('{"recipe": {"length": 0.5}}', encoding="utf-8")
+    report = benched(tiny(), "stock", "O2+half.json", seeds=2, epochs=1, planner=None)
+    assert [one.margin for one in by_name(report)["O2+half.json"].quality] == [0.005]
 
 
 def test_a_schedule_free_configuration_is_evaluated_with_its_average(tmp_path: Path) -> None:

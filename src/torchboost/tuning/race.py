@@ -233,7 +233,8 @@ class Race:
             change = statistics.fmean(changes)
             known = change if math.isfinite(change) else None
             better = sound if known is None else look.state == "passed" and known > 0  # the user's may diverge
-            self.search.rate = Rate(best=best.rate, change=known, seeds=len(changes), fresh=True, kept=decides and better)
+            kept = decides and better
+            self.search.rate = Rate(best=best.rate, change=known, seeds=len(changes), fresh=True, kept=kept)
 
     def _note_constant(self) -> None:
         metrics = [run.metric for one, run in self.search.runs.of(STOCK) if one.label == self.search.stock.label]
