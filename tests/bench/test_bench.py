@@ -459,31 +459,22 @@ def test_levels_and_additions_go_through_the_planner() -> None:
     assert seen == [("O0", ("less_bn",)), ("O2", ()), ("O1", ("compile",))]
 
 
-def test_a_configuration_trains_for_its_length_and_is_not_mixed_with_another(tmp_path: Path) -> None:
-    file, out = tmp_path / "boost.json", tmp_path / "report.json"
-    file.write_text('{"recipe": {"rate": 0.5, "length": 0.75}}', encoding="utf-8")
-    settings: dict[str, Any] = {"epochs": 2, "planner": None, "out": out}
-    short = by_name(benched(tiny(), "stock", str(file), seeds=1, **settings))[str(file)]
-    assert (short.kind, short.algorithms[-1].name) == ("config", "recipe")
+def test_a_configuration_trains_for_its_length_and_is_not_mixed_with_another(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    name, recipe = "O2+boost.json", '{"recipe": {"rate": 0.5, "length": 0.75}'
+    Path(name).write_text(recipe + "}", encoding="utf-8")
+    settings: dict[str, Any] = {"epochs": 2, "planner": None, "out": "report.json"}
+    short = by_name(benched(tiny(), "stock", name, seeds=2, **settings))[name]
+    assert (short.kind, short.algorithms[-1].name, short.quality[0].margin) == ("config", "recipe", 0.005)
     assert short.curves[0].epochs == [1.0, 1.5]  # 6 of 8 steps
     assert any("0.75 of the steps" in note for note in short.notes)
-    recipe = '{"recipe": {"rate": 0.5, "length": 0.75}'
     for other in '{"recipe": {"length": 0.5}}', recipe + ', "extra": {"gradient_centralization": true}}':
-        file.write_text(other, encoding="utf-8")
-        for more in {"seeds": 2}, {"contestants": ("stock", "O0", str(file)), "seeds": 1}:  # the latter times again
+        Path(name).write_text(other, encoding="utf-8")
+        for names in ("stock", name), ("stock", "O0", name):  # the latter times all steps again
             with pytest.raises(ValueError, match="has changed since its steps were timed"):
-                run_bench(
-                    tiny(), **({"contestants": ("stock", str(file)), "pairs": 1, "resume": True} | settings | more)
-                )
+                benched(tiny(), *names, seeds=3, resume=True, **settings)
     with pytest.raises(ValueError, match="found no such file"):
         Recipe.parse(str(tmp_path / "absent.json"))
-
-
-def test_a_configuration_in_a_file_named_like_a_level_has_not_its_margin(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("O2+half.json").write_text('{"recipe": {"length": 0.5}}', encoding="utf-8")
-    report = benched(tiny(), "stock", "O2+half.json", seeds=2, epochs=1, planner=None)
-    assert [one.margin for one in by_name(report)["O2+half.json"].quality] == [0.005]
 
 
 def test_a_schedule_free_configuration_is_evaluated_with_its_average(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def tune(
     if steps is None:
         steps = epochs * count_of(parts.batches, seconds)
     if steps < LEAST_STEPS:
-        raise FactoryError("a run has one step, of which no speed is known; give more batches, or more epochs.")
+        raise FactoryError("a run has one step, of which no speed is known; give more steps, batches or epochs.")
     if total_steps is not None and total_steps < steps:
         raise ValueError(f"total_steps: found {total_steps}; the runs that are made have {steps} steps.")
     report = TuneReport(
