@@ -459,17 +459,20 @@ def test_levels_and_additions_go_through_the_planner() -> None:
     assert seen == [("O0", ("less_bn",)), ("O2", ()), ("O1", ("compile",))]
 
 
-def test_a_configuration_trains_for_its_length_and_is_not_mixed_with_another(tmp_path: Path) -> None:
-    file, out = tmp_path / "boost.json", tmp_path / "report.json"
-    file.write_text('{"recipe": {"rate": 0.5, "length": 0.75}}', encoding="utf-8")
-    settings: dict[str, Any] = {"epochs": 2, "planner": None, "out": out}
-    short = by_name(benched(tiny(), "stock", str(file), seeds=1, **settings))[str(file)]
-    assert (short.kind, short.algorithms[-1].name) == ("config", "recipe")
+def test_a_configuration_trains_for_its_length_and_is_not_mixed_with_another(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    name, recipe = "O2+boost.json", '{"recipe": {"rate": 0.5, "length": 0.75}'
+    Path(name).write_text(recipe + "}", encoding="utf-8")
+    settings: dict[str, Any] = {"epochs": 2, "planner": None, "out": "report.json"}
+    short = by_name(benched(tiny(), "stock", name, seeds=2, **settings))[name]
+    assert (short.kind, short.algorithms[-1].name, short.quality[0].margin) == ("config", "recipe", 0.005)
     assert short.curves[0].epochs == [1.0, 1.5]  # 6 of 8 steps
     assert any("0.75 of the steps" in note for note in short.notes)
-    file.write_text('{"recipe": {"length": 0.5}}', encoding="utf-8")
-    with pytest.raises(ValueError, match="has changed since its steps were timed"):
-        benched(tiny(), "stock", str(file), seeds=2, resume=True, **settings)
+    for other in '{"recipe": {"length": 0.5}}', recipe + ', "extra": {"gradient_centralization": true}}':
+        Path(name).write_text(other, encoding="utf-8")
+        for names in ("stock", name), ("stock", "O0", name):  # the latter times all steps again
+            with pytest.raises(ValueError, match="has changed since its steps were timed"):
+                benched(tiny(), *names, seeds=3, resume=True, **settings)
     with pytest.raises(ValueError, match="found no such file"):
         Recipe.parse(str(tmp_path / "absent.json"))
 

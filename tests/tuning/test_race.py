@@ -91,6 +91,17 @@ def test_a_plan_must_also_keep_the_metric_at_the_users_rate():
     assert ended.search.rate.change is None
 
 
+def test_the_best_rate_of_stock_is_kept_if_the_users_diverges_and_not_if_it_diverges_itself():
+    own = lambda c, s, r: NO_NUMBER if (c.label, s) == (STOCK, FRESH_SEED + 1) else {}  # noqa: E731
+    both = lambda c, s, r: NO_NUMBER if (c.name, s) == (STOCK, FRESH_SEED + 1) else {}  # noqa: E731
+    for change, kept in (own, True), (both, False):
+        ended, chosen = decided(Planted({STOCK: Effect(best=0.25)}, change=change), "")
+        assert chosen is None
+        assert ended.search.rate is not None
+        assert (ended.search.rate.best, ended.search.rate.change) == (0.25, None)
+        assert ended.search.rate.kept is kept
+
+
 def test_what_the_search_got_wrong_is_lost_and_more_steps_are_tried():
     """With fresh seeds the recipe needs 0.1 more of the steps than in the search."""
 
@@ -242,8 +253,8 @@ def test_a_stock_loop_that_diverges_is_an_error():
 
 def test_an_error_rate_that_the_attempts_cannot_share_is_refused_before_any_run():
     train = Planted()
-    with pytest.raises(ValueError, match=r"error: found 0\.002"):
-        race(train, error=0.006)
+    with pytest.raises(ValueError, match=r"error: found 0\.0025"):
+        race(train, error=0.01)  # three attempts, and the test of stock's best rate
     assert train.trained == []
 
 

@@ -247,8 +247,8 @@ def test_arguments_are_checked_before_any_run(tmp_path):
     parts = make(0)
     for changes, said in (
         ({"error": "small"}, "error: found 'small'"),
-        ({"error": 0.6}, r"error: found 0.6; give a number from 0.01 to below 0.5"),
-        ({"error": 0.008}, r"error: found 0.008"),
+        ({"error": 0.6}, r"error: found 0.6; give a number from 0.012 to below 0.5"),
+        ({"error": 0.01}, r"error: found 0.01;"),
         ({"drop": 0.0}, "drop: found 0.0"),
         ({"drop": "0.5"}, "drop: found '0.5'"),
         ({"budget": "soon"}, "budget: found 'soon'"),

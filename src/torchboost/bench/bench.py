@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchboost.bench.contestants import RECIPE, Loop, Planner, Recipe, averaged, build_loop
+from torchboost.bench.contestants import Loop, Planner, Recipe, averaged, build_loop, version_of
 from torchboost.bench.factory import RETURNS, Epoch, Factory, check_seeds, one_epoch
 from torchboost.bench.verdict import LEAST_PAIRS, stock_of
 from torchboost.core.forward import tensors_in
@@ -206,6 +206,8 @@ class _Session:
 
     def time(self, names: list[str], pairs: int) -> None:
         """Put new step times of all ``names`` into the report. Its curves are kept."""
+        for known in self.report.contestants:
+            self.check_version(known)
         loops = {name: self.loop(name, 0, TIMING_SCHEDULE) for name in names}
         every = itertools.chain.from_iterable(self.batches(loops[names[0]], 0, epoch) for epoch in itertools.count())
         warm, timed = list(itertools.islice(every, WARM_BATCHES)), _taken(every, pairs)
@@ -229,6 +231,7 @@ class _Session:
             Contestant(
                 name=name,
                 kind=Recipe.parse(name).kind,
+                source=version_of(name),
                 algorithms=loop.algorithms,
                 dropped=loop.dropped,
                 step_seconds=comparison.step_seconds(name),
@@ -293,12 +296,13 @@ class _Session:
 
     def curve(self, name: str, seed: int, share: Callable[[int], tuple[int, int]]) -> Curve:
         """Train a contestant from scratch."""
+        contestant = next(one for one in self.report.contestants if one.name == name)
+        self.check_version(contestant)
         curve, clock = Curve(seed=seed, epochs=[], seconds=[], train_loss=[], metric=[]), Clock.of(self.device)
         losses: list[Tensor] = []
         with PeakMemory(self.device) as peak:
             start, trained = clock(), 0.0
             loop = self.loop(name, seed, self.report.epochs * self.epoch.steps)
-            self.check_recipe(name, loop)
             setup = clock() - start
             for epoch in range(math.ceil(loop.steps / self.epoch.steps)):
                 self.tell("training", *share(epoch), f"{name}, seed {seed}, epoch {epoch + 1}")
@@ -316,18 +320,16 @@ class _Session:
                 curve.train_loss.append(_smoothed(losses))
                 with averaged(loop.parts.optimizer):
                     curve.metric.append(self.factory.evaluate(loop.parts, loop.predict))
-        timed = next(contestant.algorithms for contestant in self.report.contestants if contestant.name == name)
-        if loop.algorithms != timed:
-            ours, theirs = (", ".join(row.name for row in rows) or "nothing" for rows in (loop.algorithms, timed))
+        timed, used = contestant.algorithms, loop.algorithms
+        if used != timed:
+            ours, theirs = (", ".join(row.name for row in rows) or "nothing" for rows in (used, timed))
             self.update(notes=[*self.report.notes, f"{name}, seed {seed}: {CHANGED.format(ours, theirs)}"])
         return curve.model_copy(update={"setup_seconds": setup, "peak_bytes": peak.bytes})
 
-    def check_recipe(self, name: str, loop: Loop) -> None:
+    def check_version(self, contestant: Contestant) -> None:
         """Raise ``ValueError`` if a configuration is no longer the one whose steps were timed."""
-        rows = next(contestant.algorithms for contestant in self.report.contestants if contestant.name == name)
-        then, now = ([row.settings for row in some if row.name == RECIPE] for some in (rows, loop.algorithms))
-        if then != now:
-            raise ValueError(REWRITTEN.format(name))
+        if version_of(contestant.name) != contestant.source:
+            raise ValueError(REWRITTEN.format(contestant.name))
 
     def judge(self) -> list[str]:
         """Judge the final metrics against stock's, if the allowed drops are known, and return the undecided levels."""
@@ -337,12 +339,13 @@ class _Session:
         sign = 1.0 if self.factory.higher_is_better else -1.0
         theirs = {curve.seed: sign * curve.final for curve in stock.curves}
         for contestant in self.report.contestants:
-            base, quality = contestant.name.partition("+")[0], []
+            config = contestant.kind == "config"
+            base, quality = "" if config else contestant.name.partition("+")[0], []
             ours = {curve.seed: sign * curve.final for curve in contestant.curves}
             differences = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
             margin = self.factory.drops[base == "O2"]
             if contestant is not stock and len(differences) > 1:
-                promising = base in PROMISING or contestant.kind == "config"
+                promising = base in PROMISING or config
                 sequential = SEQUENTIAL in self.report.notes and promising
                 looks = {"most": MOST_SEEDS} if sequential else {"least": len(differences), "most": len(differences)}
                 look = SequentialTest(margin=margin, **looks).look(differences)

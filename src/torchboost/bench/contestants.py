@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchboost.bench.factory import Factory, Parts, loop_body
+from torchboost.config import BoostConfig
 from torchboost.core.algorithm import Target
 from torchboost.core.hardware import half_precision
 from torchboost.core.torch_private import AnyConv
@@ -40,7 +42,7 @@ from torchboost.optim.fusing import obstacle
 from torchboost.plan import Plan
 from torchboost.registry import Facts
 
-__all__ = ["RECIPE", "Loop", "Planner", "Recipe", "averaged", "build_loop", "plan_for"]
+__all__ = ["Loop", "Planner", "Recipe", "averaged", "build_loop", "plan_for", "version_of"]
 
 BASES = ("stock", "hand", "O0", "O1", "O2")
 BY_HAND = "compile"
@@ -235,6 +237,13 @@ def build_loop(
     done += [name for name, on in options.items() if on]
     step = by_hand_body if channels_last or shorten is not None else body
     return Loop(parts=parts, step=step, steps=steps, predict=target.model, by_hand=done, boosted=plan)
+
+
+def version_of(name: str) -> str:
+    """Return a text that tells apart the versions of a configuration; empty for another contestant."""
+    if Recipe.parse(name).kind != "config":
+        return ""
+    return hashlib.sha256(BoostConfig.load(name).model_dump_json(exclude={"about"}).encode()).hexdigest()[:16]
 
 
 @contextlib.contextmanager

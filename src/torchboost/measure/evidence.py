@@ -154,7 +154,10 @@ class Quality(Record):
 
 
 class Contestant(Record):
-    """One way to train the model, with all of its measurements."""
+    """One way to train the model, with all of its measurements.
+
+    ``source`` tells apart the versions of a configuration.
+    """
 
     name: str
     kind: Literal["stock", "hand", "level", "algorithm", "config"]
@@ -167,6 +170,7 @@ class Contestant(Record):
     curves: list[Curve] = []
     quality: list[Quality] = []
     notes: list[str] = []
+    source: str = ""
 
 
 class BenchReport(SavedRecord):

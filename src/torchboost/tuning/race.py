@@ -25,6 +25,9 @@ LONGER = 0.15
 MOST_ATTEMPTS = 3
 """Plans that the confirmation tries."""
 
+MOST_TESTS = MOST_ATTEMPTS + 1
+"""Tests that share the error rate: the attempts, and that of stock's best rate."""
+
 LEAST_SEEDS = 3
 """Fewest seeds of a test. Without time for them an attempt is not begun. Nothing is set aside for later attempts: a few
 seeds for each of them would decide nothing."""
@@ -56,7 +59,7 @@ class Race:
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        SequentialTest(margin=self.search.drop, most=self.most, error=self.error / MOST_ATTEMPTS)  # the strictest
+        SequentialTest(margin=self.search.drop, most=self.most, error=self.error / MOST_TESTS)  # the strictest
 
     def decide(self) -> Candidate | None:
         """Make all runs that are needed, and return the plan that was confirmed; None without one.
@@ -215,20 +218,22 @@ class Race:
         if best.rate == own.rate:
             return
         test = SequentialTest(margin=self.search.drop, most=self.most, error=error, planned=self.planned)
-        changes, look = list[float](), test.look([])
+        changes, look, sound = list[float](), test.look([]), True
         try:
             for seed in range(self.fresh, self.fresh + self.most):
                 if len(changes) >= OWN_SEEDS and (look.decided or not decides):
                     break
                 first, second = (self.search.runs.run(one, seed).metric for one in (best, own))
                 changes.append(first - second)
+                sound = sound and math.isfinite(first)
                 look = test.look(changes)
         except EndedError:
             pass
         if len(changes) >= OWN_SEEDS:
             change = statistics.fmean(changes)
             known = change if math.isfinite(change) else None
-            kept = decides and look.state == "passed" and known is not None and known > 0
+            better = sound if known is None else look.state == "passed" and known > 0  # the user's may diverge
+            kept = decides and better
             self.search.rate = Rate(best=best.rate, change=known, seeds=len(changes), fresh=True, kept=kept)
 
     def _note_constant(self) -> None:

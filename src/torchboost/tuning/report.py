@@ -193,10 +193,12 @@ class Rate(Record):
 
     Args:
         best: The multiple of it with which stock ends best.
-        change: The metric there minus that at the user's own rate; None if they were not compared at full length.
+        change: The metric there minus that at the user's own rate; None if they were not compared at full length,
+            or one of them diverged.
         seeds: Seeds of which it is the mean.
         fresh: Whether these are seeds of the confirmation, on the data of ``evaluate``.
         kept: Whether no plan was confirmed and this rate was: it is better, and costs no more than the accepted drop.
+            If the user's own rate diverges, it suffices that this one does not.
     """
 
     best: float

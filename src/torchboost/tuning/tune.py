@@ -41,8 +41,8 @@ __all__ = ["report_path", "tune"]
 TRIAL_SHARE, TRIAL_MOST = 0.1, 60.0
 """The trial of the levers takes at most this share of the budget, and at most so many seconds."""
 
-LEAST_ERROR, MOST_ERROR = 0.01, 0.5
-"""Limits of ``error``; an attempt of the final test, with a third of it, needs 0.003 at least."""
+LEAST_ERROR, MOST_ERROR = 0.012, 0.5
+"""Limits of ``error``; an attempt of the final test, with a fourth of it, needs 0.003 at least."""
 
 ABSOLUTE = (
     "the schedule writes rates of its own, so that those of the optimizer have no effect; let it take them from the "
@@ -157,7 +157,7 @@ def tune(
     if steps is None:
         steps = epochs * count_of(parts.batches, seconds)
     if steps < LEAST_STEPS:
-        raise FactoryError("a run has one step, of which no speed is known; give more batches, or more epochs.")
+        raise FactoryError("a run has one step, of which no speed is known; give more steps, batches or epochs.")
     if total_steps is not None and total_steps < steps:
         raise ValueError(f"total_steps: found {total_steps}; the runs that are made have {steps} steps.")
     report = TuneReport(
