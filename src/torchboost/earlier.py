@@ -50,11 +50,13 @@ def watch_for_o1(optimizers: Iterable[Optimizer], norms: int) -> ExitStack:
     """
 
     def look(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        saved, here = (sum(len(group["params"]) for group in of["param_groups"]) for of in (state, vars(optimizer)))
-        if 0 < here - saved <= 2 * norms:
+        theirs, ours = ([len(group["params"]) for group in of["param_groups"]] for of in (state, vars(optimizer)))
+        saved, here = sum(theirs), sum(ours)
+        if len(theirs) == len(ours) and 0 < here - saved <= 2 * norms:
+            remedy = _remedy(O1_HAD)
             raise ValueError(
-                f"the checkpoint has the optimizer state of {saved} parameters, and this optimizer has {here}. "
-                f"{_remedy(O1_HAD)}"
+                f"the checkpoint has the optimizer state of {saved} parameters, and this optimizer has {here}. If both "
+                f"are of the same model and nothing was frozen, {remedy[0].lower()}{remedy[1:]}"
             )
 
     handles = ExitStack()

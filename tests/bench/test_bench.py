@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from torchboost.algorithms.compile import Compile
+from torchboost.algorithms.grad_accumulation import GradAccumulation
 from torchboost.bench import bench
 from torchboost.bench.bench import run_bench
 from torchboost.bench.contestants import Recipe, averaged, build_loop, plan_for
@@ -552,23 +553,12 @@ def test_the_real_planner_knows_levels_and_single_algorithms() -> None:
         plan_for("O0", ("no_such_thing",), model, optimizer, 8)
 
 
-def test_a_plan_with_accumulation_is_refused() -> None:
-    class Accumulator:
-        steps, ready = 2, False
-
-        def micro_step(self) -> AbstractContextManager[None]:
-            return nullcontext()
-
-    @dataclass(frozen=True, kw_only=True)
-    class Accumulating(Algorithm):
-        name: ClassVar[str] = "accumulating"
-
-        def attach(self, target: Target) -> Attachment:
-            target.accumulator = Accumulator()  # pyright: ignore[reportAttributeAccessIssue]
-            return Attachment()
-
-    with pytest.raises(ValueError, match="accumulates gradients"):
-        build_loop(Recipe.parse("O1"), tiny(), seed=0, steps=8, planner=planner_of(Accumulating()))
+def test_a_plan_with_accumulation_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "boost.json"
+    file.write_text('{"extra": {"grad_accumulation": {"steps": 2}}}', encoding="utf-8")
+    for name, planner in ("O1", planner_of(GradAccumulation(steps=2))), (str(file), None):
+        with pytest.raises(ValueError, match="accumulates gradients"):
+            build_loop(Recipe.parse(name), tiny(), seed=0, steps=8, planner=planner)
 
 
 class Seeing(nn.Module):

@@ -96,3 +96,15 @@ def test_what_the_former_o1_had_may_be_off_in_words_or_be_on_by_hand() -> None:
     here.remove()
     with pytest.raises(ValueError, match="doesn't match the size"):  # torch's own, of an optimizer that is plain again
         here.optimizer.load_state_dict(removed.optimizer.state_dict())
+
+
+def test_a_state_that_no_former_o1_wrote_is_not_taken_for_one() -> None:
+    model = network()
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD([{"params": parameters[:4]}, {"params": parameters[4:]}], lr=0.05)
+    boosted = torchboost.boost(model, optimizer, level="O1", calibrate=False)
+    with pytest.raises(ValueError, match="different number of parameter groups"):  # torch's own
+        boosted.optimizer.load_state_dict(torch.optim.SGD(parameters[4:], lr=0.05).state_dict())
+    head = torch.optim.SGD([{"params": parameters[:4]}, {"params": parameters[6:]}], lr=0.05).state_dict()
+    with pytest.raises(ValueError, match="If both are of the same model and nothing was frozen, boost with the level"):
+        boosted.optimizer.load_state_dict(head)

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchboost.algorithms.grad_accumulation import GradAccumulation
 from torchboost.bench.factory import Factory, Parts, loop_body
 from torchboost.config import BoostConfig
 from torchboost.core.algorithm import Target
@@ -200,6 +201,7 @@ def build_loop(
     if recipe.kind == "level" and planner is None:
         added = dict.fromkeys(recipe.planned, True)
         boosted = boost(model, parts.optimizer, level=recipe.base, total_steps=total, config={"extra": added})
+        _check_updates(boosted.plan)
         body = loop_body(parts, boosted.model, boosted.optimizer, steps)
         return Loop(parts=parts, step=body, steps=steps, predict=boosted.model, boosted=boosted)
     by_hand = recipe.base == "hand"
@@ -217,9 +219,8 @@ def build_loop(
     if recipe.compiled_by_hand:
         model.compile()
     if plan is not None:
+        _check_updates(plan)
         plan.attach(target)
-        if target.accumulator is not None:
-            raise ValueError("the plan accumulates gradients; the loops of a benchmark update after every batch.")
     autocast = functools.partial(torch.autocast, torch.device(device).type, torch.bfloat16)
     body = loop_body(parts, target.model, target.optimizer, steps, autocast if half else contextlib.nullcontext)
     shorten = factory.shorten if by_hand else None
@@ -262,12 +263,18 @@ def averaged(optimizer: Optimizer) -> Iterator[None]:
 
 def _configured(path: str, parts: Parts, model: nn.Module, steps: int, total: int) -> Loop:
     boosted = boost(model, parts.optimizer, config=path, total_steps=total)
+    _check_updates(boosted.plan)
     if isinstance(boosted.optimizer, ScheduleFreeAdamW):
         parts = parts._replace(schedule=None)  # its average takes the place of one
     parts = parts._replace(optimizer=boosted.optimizer)
     steps = max(2, round(boosted.plan.recipe.length * steps))
     body = loop_body(parts, boosted.model, boosted.optimizer, steps)
     return Loop(parts=parts, step=body, steps=steps, predict=boosted.model, boosted=boosted)
+
+
+def _check_updates(plan: Plan) -> None:
+    if any(isinstance(algorithm, GradAccumulation) for algorithm in plan.algorithms):
+        raise ValueError("the plan accumulates gradients; the loops of a benchmark update after every batch.")
 
 
 def _fuse(optimizer: Optimizer) -> bool:

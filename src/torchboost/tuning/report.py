@@ -393,7 +393,7 @@ def _untried(report: TuneReport) -> str:
 
 
 def turned_on(report: TuneReport) -> str:
-    """Return what the final configuration turns on, in words; empty if that is no algorithm."""
+    """Return what the final configuration turns on, in words; empty without an algorithm."""
     proven = proven_whole(report)
     if proven is not None:
         return words_of(proven.candidate)
