@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,34 +14,42 @@ __all__ = ["WIDTH", "Sheet", "in_columns", "wrapped"]
 WIDTH = 120
 """Characters of a line."""
 _LEAST = 40
-"""A cell with less room than this has lines of its own, below the row."""
+"""A last cell with less room than this has lines of its own, below the row."""
+_MOST = 60
+"""Characters of a line of any other cell."""
 
 
 def in_columns(rows: Sequence[Sequence[str]], width: int = WIDTH) -> list[str]:
     """Return the lines of a table.
 
-    The last filled cell of a row may be long. It does not move the columns of the other rows, and its text continues in
-    further lines.
+    A long cell continues in further lines. The last filled cell of a row takes the room that is left, and does not move
+    the columns of the other rows.
 
     Args:
         rows: Cells.
-        width: Of a line, in characters. The other cells of a row are not broken, so it may be wider.
+        width: Of a line, in characters.
     """
     filled = [max((k + 1 for k, cell in enumerate(row) if cell), default=0) for row in rows]
     columns = range(max(filled, default=0))
     widths = [
-        max((len(row[k]) for row, count in zip(rows, filled, strict=True) if k + 1 < count), default=0) for k in columns
+        min(_MOST, max((len(row[k]) for row, count in zip(rows, filled, strict=True) if k + 1 < count), default=0))
+        for k in columns
     ]
-    lines: list[str] = []
-    for row, count in zip(rows, filled, strict=True):
-        before = "".join(f"{cell.ljust(wide)}  " for cell, wide in zip(row, widths[: max(count - 1, 0)], strict=False))
-        last, indent = row[count - 1] if count else "", len(before)
-        if len(last) > width - indent and width - indent < _LEAST:
-            lines.append(before.rstrip())
-            before, indent = "    ", 4
-        first, *more = wrapped(last, width - indent) or [""]
-        lines += [f"{before}{first}".rstrip(), *(" " * indent + line for line in more)]
-    return lines
+    return [line for row, count in zip(rows, filled, strict=True) for line in _lines(row[:count], widths, width)]
+
+
+def _lines(row: Sequence[str], widths: Sequence[int], width: int) -> list[str]:
+    """Return a row as lines."""
+    *cells, last = row or [""]
+    indent = sum(widths[: len(cells)]) + 2 * len(cells)
+    below = len(last) > width - indent and width - indent < _LEAST
+    columns = [wrapped(cell, wide) for cell, wide in zip(cells, widths, strict=False)]
+    columns += [[]] if below else [wrapped(last, max(1, width - indent))]
+    lines = [
+        "  ".join(part.ljust(wide) for part, wide in zip(parts, [*widths[: len(cells)], 0], strict=True)).rstrip()
+        for parts in itertools.zip_longest(*columns, fillvalue="")
+    ]
+    return [*(lines or [""]), *([f"    {line}" for line in wrapped(last, width - 4)] if below else [])]
 
 
 def wrapped(text: str, width: int = WIDTH) -> list[str]:
