@@ -31,9 +31,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: setup
-	$(BIN)/torchboost bench docstrings --contestants stock,hand,O1 --seeds 3 --pairs 10 --out out/demo/text --force
-	rm -rf out/demo/digits
-	$(BIN)/torchboost tune digits --budget 100s --out out/demo/digits/boost.json
+	$(BIN)/torchboost bench docstrings --contestants stock,hand,O1 --seeds 3 --pairs 10 --out out/demo --force
 
 test: setup
 	$(PYTEST) $(PYTEST_ARGS)
