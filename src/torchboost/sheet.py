@@ -8,10 +8,9 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["WIDTH", "Sheet", "in_columns", "wrapped"]
+__all__ = ["Sheet", "in_columns"]
 
-
-WIDTH = 120
+_WIDTH = 120
 """Characters of a line."""
 _LEAST = 40
 """A last cell with less room than this has lines of its own, below the row."""
@@ -19,7 +18,7 @@ _MOST = 60
 """Characters of a line of any other cell."""
 
 
-def in_columns(rows: Sequence[Sequence[str]], width: int = WIDTH) -> list[str]:
+def in_columns(rows: Sequence[Sequence[str]], width: int = _WIDTH) -> list[str]:
     """Return the lines of a table.
 
     A long cell continues in further lines. The last filled cell of a row takes the room that is left, and does not move
@@ -43,16 +42,16 @@ def _lines(row: Sequence[str], widths: Sequence[int], width: int) -> list[str]:
     *cells, last = row or [""]
     indent = sum(widths[: len(cells)]) + 2 * len(cells)
     below = len(last) > width - indent and width - indent < _LEAST
-    columns = [wrapped(cell, wide) for cell, wide in zip(cells, widths, strict=False)]
-    columns += [[]] if below else [wrapped(last, max(1, width - indent))]
+    columns = [_wrapped(cell, wide) for cell, wide in zip(cells, widths, strict=False)]
+    columns += [[]] if below else [_wrapped(last, max(1, width - indent))]
     lines = [
         "  ".join(part.ljust(wide) for part, wide in zip(parts, [*widths[: len(cells)], 0], strict=True)).rstrip()
         for parts in itertools.zip_longest(*columns, fillvalue="")
     ]
-    return [*(lines or [""]), *([f"    {line}" for line in wrapped(last, width - 4)] if below else [])]
+    return [*(lines or [""]), *([f"    {line}" for line in _wrapped(last, width - 4)] if below else [])]
 
 
-def wrapped(text: str, width: int = WIDTH) -> list[str]:
+def _wrapped(text: str, width: int = _WIDTH) -> list[str]:
     """Return a text as lines. A longer word, such as a path, is not broken."""
     return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
 
@@ -79,7 +78,7 @@ class Sheet:
 
     def __str__(self) -> str:
         """Return the text, with an empty line around the table."""
-        before, after = ([line for text in part for line in wrapped(text)] for part in (self.before, self.after))
+        before, after = ([line for text in part for line in _wrapped(text)] for part in (self.before, self.after))
         parts = (before, in_columns(self._table), after)
         return "\n\n".join("\n".join(part) for part in parts if part)
 

@@ -306,7 +306,7 @@ def test_a_test_that_is_planned_for_few_pairs_decides_sooner_and_errs_no_more() 
     clear = [0.0, 0.03, 0.0, 0.03]
     assert (usual.look(clear).state, planned.look(clear).state) == ("open", "passed")
     assert planned.look([*clear, 0.0, 0.03]).state == "passed"
-    assert planned.look([0.01, -0.05, 0.03, -0.01]).state == "open"  # it goes on after these four
+    assert planned.look([0.01, -0.05, 0.03, -0.01]).state == "open"  # it continues after these four
     rng = np.random.default_rng(0)
     for number in (3, 4, 8):
         test = SequentialTest(margin=0.02, error=0.05, planned=number)

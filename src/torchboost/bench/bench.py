@@ -327,7 +327,7 @@ class _Session:
         return curve.model_copy(update={"setup_seconds": setup, "peak_bytes": peak.bytes})
 
     def check_version(self, contestant: Contestant) -> None:
-        """Raise ``ValueError`` if a configuration is no longer the one whose steps were timed."""
+        """Raise ``ValueError`` if the configuration has changed since its steps were timed."""
         if version_of(contestant.name) != contestant.source:
             raise ValueError(REWRITTEN.format(contestant.name))
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
+from torchboost.bench.contestants import averaged
 from torchboost.bench.factory import Parts, check_fresh, loop_body, made_by, metric_of, one_epoch, score_of
 from torchboost.calibration.choice import in_a_line
 from torchboost.core.algorithm import Algorithm
@@ -135,9 +136,8 @@ class Training:
                 break
         trained, last = clock() - ready, float(loss)
         if not (too_slow or diverged or hopeless or (not math.isfinite(last) and _has_diverged(parts.model))):
-            if callable(average := getattr(optimizer, "eval", None)):
-                average()  # a schedule-free optimizer then has its average in the weights
-            metric = (score_of if watch.chooses else metric_of)(parts, parts.model)
+            with averaged(optimizer):
+                metric = (score_of if watch.chooses else metric_of)(parts, parts.model)
         left = steps - 1 - compiled_steps
         return Run(
             name=candidate.label,
