@@ -5,7 +5,8 @@ What it found is then confirmed with seeds that it has not seen: plain stock at 
 against what ``boost`` makes of ``boost.json``. The rival is the best loop by hand, at the same rate of stock: a fused
 optimizer, channels-last, bfloat16 autocast if it is fast here, texts padded to the longest of their batch; once with
 the optimizer of stock, and once with Muon for the matrices, its rate and its length chosen by hand on the validation
-data. Nothing is compiled by hand, since the runs take less than three minutes.
+data. Nothing is compiled by hand, since the runs take less than three minutes. Level O1 is run as well, at the same
+rate: it promises the metric of stock.
 
 Seconds are processor time from the construction of the model to the last update. What both have in common, the load of
 the data and the evaluation, does not count. Use one thread and one core: ``OMP_NUM_THREADS=1 taskset -c 0 python
@@ -18,6 +19,7 @@ import itertools
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,7 +33,7 @@ from promises import final, machine, signed
 from time_to_metric import cpu_seconds
 
 import torchboost
-from torchboost.bench.contestants import Recipe, averaged, build_loop
+from torchboost.bench.contestants import Loop, Recipe, averaged, build_loop
 from torchboost.bench.factory import Factory, Parts, metric_of, one_epoch, score_of
 from torchboost.bench.report import wording
 from torchboost.bench.report.table import Table
@@ -43,7 +45,9 @@ from torchboost.tuning.report import TuneReport
 from torchboost.workloads.data import Images
 from torchboost.workloads.named import Workload, find_workload
 
-STOCK, TUNED, HAND, HAND_MUON = "stock", "tuned", "by hand", "by hand, Muon"
+STOCK, TUNED, HAND, HAND_MUON, LEVEL = "stock", "tuned", "by hand", "by hand, Muon", "O1"
+RECIPES = {STOCK: "stock", HAND: "hand", HAND_MUON: "hand", LEVEL: "O1"}
+"""Way -> the contestant of ``torchboost bench`` that it is."""
 SEEDS, FRESH = 8, 2000
 """Seeds of the confirmation, and the first one. Those of ``tune`` begin at 0 and at 1000."""
 MUON_RATES, MUON_SHARES = (0.01, 0.02, 0.04, 0.08, 0.16), (0.5, 0.7, 1.0)
@@ -151,25 +155,24 @@ class Bench:
         forget_compiled()
         torch.manual_seed(seed)
         wall, began = time.perf_counter(), cpu_seconds()
-        step, parts, steps = self._loop(way, seed, **chosen)
-        for inputs, targets in itertools.islice(_batches(parts, seed), steps):
-            step(inputs, targets)
+        loop = self._loop(way, seed, **chosen)
+        for inputs, targets in itertools.islice(_batches(loop.parts, seed), loop.steps):
+            loop.step(inputs, targets)
         seconds, wall = cpu_seconds() - began, time.perf_counter() - wall
+        parts, result = loop.parts, {"way": way, "seed": seed, **chosen, "steps": loop.steps}
+        if way == LEVEL:
+            result["on"] = [row.name for row in loop.algorithms]
         with averaged(parts.optimizer):
             scores = {"metric": metric_of(parts, parts.model), "score": score_of(parts, parts.model)}
-        return {"way": way, "seed": seed, **chosen, "steps": steps, "seconds": seconds, "wall": wall, **scores}
+        return {**result, "seconds": seconds, "wall": wall, **scores}
 
-    def _loop(
-        self, way: str, seed: int, share: float = 1.0, muon: float = 0.0
-    ) -> tuple[Callable[[Any, Any], Any], Parts, int]:
+    def _loop(self, way: str, seed: int, share: float = 1.0, muon: float = 0.0) -> Loop:
         steps = max(2, round(share * self.steps))
         if way == TUNED:
-            loop = build_loop(Recipe.parse(str(self.config)), self.factory, seed=seed, steps=steps)
-            return loop.step, loop.parts, loop.steps
+            return build_loop(Recipe.parse(str(self.config)), self.factory, seed=seed, steps=steps)
         optimizer = None if way != HAND_MUON else partial(with_muon, self.sample, muon)
         factory = replace(self.factory, make=scaled(self.factory.make, self.rate, optimizer))
-        loop = build_loop(Recipe.parse("stock" if way == STOCK else "hand"), factory, seed=seed, steps=steps)
-        return loop.step, loop.parts, steps
+        return build_loop(Recipe.parse(RECIPES[way]), factory, seed=seed, steps=steps)
 
 
 def _batches(parts: Parts, seed: int) -> Iterator[tuple[Any, Any]]:
@@ -270,7 +273,7 @@ def measured(
     muon = muon_by_hand(bench, runs, job.drops[0]) if hand else {}
     runs.note("muon", muon)
     ways: list[tuple[str, dict[str, float]]] = [(STOCK, {}), (TUNED, {})]
-    ways += [(HAND, {}), (HAND_MUON, muon)] if hand else []
+    ways += [(HAND, {}), (HAND_MUON, muon), (LEVEL, {})] if hand else []
     for number, seed in enumerate(range(FRESH, FRESH + seeds)):
         turn = number % len(ways)
         for way, chosen in (*ways[turn:], *ways[:turn]):
@@ -348,6 +351,27 @@ def rival_table_of(found: Sequence[tuple[Result, Job]]) -> tuple[Table, str]:
         "time of the tuned run, times its",
     )
     return Table(headings=head, rows=tuple(lines)), _said([result for result, _ in found])
+
+
+def level_table(folder: Path) -> tuple[Table, str]:
+    """Return the metric of level O1 against stock, at the rate found for stock, and whether O1 kept its promise."""
+    lines = []
+    for result in results(folder):
+        job, stock, level = workload(result["name"]), _fresh(result, STOCK), _fresh(result, LEVEL)
+        seeds = sorted(stock.keys() & level.keys())
+        if len(seeds) < 2:
+            continue
+        pairs = [(stock[seed]["metric"], level[seed]["metric"]) for seed in seeds]
+        gap, drop = paired_difference(*zip(*pairs, strict=True)), result["drop"]
+        verdict = "kept" if gap.low >= -drop else "broken" if gap.high < -drop else "not decided"
+        on = Counter(name for seed in seeds for name in level[seed]["on"])
+        names = [name if count == len(seeds) else f"{name} ({count} of {len(seeds)})" for name, count in on.items()]
+        allowed = f"{100 * drop:g} points" if job.metric == "accuracy" else f"{drop:g}"
+        stock_metric = final([run["metric"] for run in stock.values()], job)
+        cells = (result["title"], stock_metric, ", ".join(names) or "nothing")
+        lines.append((*cells, signed(gap, job.metric == "accuracy"), allowed, verdict))
+    head = ("workload", "stock tuned: metric", "switches on", "metric, against stock", "may lose", "promise")
+    return Table(headings=head, rows=tuple(lines)), _said(results(folder))
 
 
 def _fresh(result: Result, way: str) -> dict[int, Result]:

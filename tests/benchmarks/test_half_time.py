@@ -73,10 +73,11 @@ def test_fresh_seeds_of_every_way_are_trained_and_kept(
     path = half_time.measure("digits-resnet", smoke, seeds=2)
     result = json.loads(path.read_text())
     assert (tuned[0]["drop"], tuned[0]["resume"], tuned[0]["epochs"]) == (0.005, False, 1)
-    ways = (half_time.STOCK, half_time.TUNED, half_time.HAND, half_time.HAND_MUON)
+    ways = (half_time.STOCK, half_time.TUNED, half_time.HAND, half_time.HAND_MUON, half_time.LEVEL)
     fresh = [(run["way"], run["seed"]) for run in result["runs"] if run["seed"] >= half_time.FRESH]
     assert sorted(fresh) == sorted((way, seed) for way in ways for seed in (2000, 2001))
-    assert fresh[0][0] != fresh[4][0]  # they take turns at being first
+    assert all(("on" in run) == (run["way"] == half_time.LEVEL) for run in result["runs"])
+    assert fresh[0][0] != fresh[5][0]  # they take turns at being first
     searched = [run for run in result["runs"] if run["seed"] == 0]
     assert {run["muon"] for run in searched if "muon" in run} == set(half_time.MUON_RATES)
     assert {run["steps"] for run in searched if run["way"] == half_time.HAND_MUON} <= {4, 6, 8}
@@ -141,6 +142,28 @@ def result_of(name: str, **changes: Any) -> dict[str, Any]:
         "runs": runs,
         **changes,
     }
+
+
+def level_runs(losses: list[float]) -> list[dict[str, Any]]:
+    runs = result_of("text-gpt")["runs"]
+    for seed, loss in zip((2000, 2001, 2002), losses, strict=True):
+        on = ["autocast"] if loss else ["autocast", "fused_optimizer"]
+        runs.append({"way": "O1", "seed": seed, "seconds": 5.0, "metric": 0.8 - loss, "on": on})
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("losses", "verdict"),
+    [([0.0, 0.001, 0.002], "kept"), ([0.03, 0.04, 0.04], "broken"), ([0.0, 0.001, 0.02], "not decided")],
+)
+def test_a_level_keeps_its_promise_if_the_bound_does(tmp_path: Path, losses: list[float], verdict: str) -> None:
+    (tmp_path / "half_time-cifar10-vgg.json").write_text(json.dumps(result_of("cifar10-vgg", runs=level_runs(losses))))
+    (tmp_path / "half_time-text-gpt.json").write_text(json.dumps(result_of("text-gpt")))  # without the level
+    found, _ = half_time.level_table(tmp_path)
+    (line,) = found.rows
+    assert len(line) == len(found.headings)
+    assert (line[1], line[4], line[5]) == ("80.0 %", "0.5 points", verdict)
+    assert line[2] == ("autocast" if losses[0] else "autocast, fused_optimizer (1 of 3)")
 
 
 def test_the_tables_count_fresh_seeds_alone_and_say_what_is_not_reached(tmp_path: Path) -> None:
