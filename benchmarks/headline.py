@@ -33,6 +33,7 @@ ZOOS: Mapping[str, str] = MappingProxyType(
         "zoo-avx2-second": "the same, simulated with AVX2 only, second run",
         "zoo-no_amx": "with AVX512-BF16, without AMX",
         "zoo-present": "with AVX512-BF16, without AMX",
+        "zoo-one_core": "with AVX512-BF16, without AMX, one thread",
     }
 )
 """Claim of the zoo -> what its machine is called."""

@@ -80,6 +80,7 @@ WHOLE: dict[str, Callable[[str], str]] = {
     "results_avx2": lambda folder: results("zoo-avx2"),
     "results_avx2_second": lambda folder: results("zoo-avx2-second"),
     "results_present": lambda folder: results("zoo-present"),
+    "results_one_core": lambda folder: results("zoo-one_core"),
     "results_no_amx": lambda folder: results("zoo-no_amx"),
     "accuracy": lambda folder: rows(headline.accuracy()),
     "fewer_steps": lambda folder: own(fewer_steps_table.metrics_table(RESULTS)),
