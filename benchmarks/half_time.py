@@ -355,12 +355,10 @@ def rival_table_of(found: Sequence[tuple[Result, Job]]) -> tuple[Table, str]:
 
 def level_table(folder: Path) -> tuple[Table, str]:
     """Return the metric of level O1 against stock, at the rate found for stock, and whether O1 kept its promise."""
-    lines = []
-    for result in results(folder):
+    lines, found = [], [result for result in results(folder) if len(_fresh(result, LEVEL)) > 1]
+    for result in found:
         job, stock, level = workload(result["name"]), _fresh(result, STOCK), _fresh(result, LEVEL)
         seeds = sorted(stock.keys() & level.keys())
-        if len(seeds) < 2:
-            continue
         pairs = [(stock[seed]["metric"], level[seed]["metric"]) for seed in seeds]
         gap, drop = paired_difference(*zip(*pairs, strict=True)), result["drop"]
         verdict = "kept" if gap.low >= -drop else "broken" if gap.high < -drop else "not decided"
@@ -371,7 +369,7 @@ def level_table(folder: Path) -> tuple[Table, str]:
         cells = (result["title"], stock_metric, ", ".join(names) or "nothing")
         lines.append((*cells, signed(gap, job.metric == "accuracy"), allowed, verdict))
     head = ("workload", "stock tuned: metric", "switches on", "metric, against stock", "may lose", "promise")
-    return Table(headings=head, rows=tuple(lines)), _said(results(folder))
+    return Table(headings=head, rows=tuple(lines)), _said(found, LEVEL)
 
 
 def _fresh(result: Result, way: str) -> dict[int, Result]:
@@ -410,8 +408,8 @@ def chosen_in(config: Result) -> str:
     return ", ".join(said) or "nothing"
 
 
-def _said(found: list[Result]) -> str:
-    seeds = sorted({len(_fresh(result, TUNED)) for result in found})
+def _said(found: list[Result], way: str = TUNED) -> str:
+    seeds = sorted({len(_fresh(result, way)) for result in found})
     many = " to ".join(str(count) for count in dict.fromkeys((seeds[0], seeds[-1]))) if seeds else "0"
     machines = sorted({machine(Environment(**result["environment"])) for result in found})
     return (

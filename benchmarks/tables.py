@@ -95,6 +95,7 @@ WHOLE: dict[str, Callable[[str], str]] = {
     "planted_priors": lambda folder: rows(planted_effects.prior_table(RESULTS / "planted_effects-tune.json")),
     "freeze_rival": lambda folder: own(freeze_rival.table(RESULTS)),
     "half_time": lambda folder: own(half_time.table(RESULTS)),
+    "half_time_level": lambda folder: own(half_time.level_table(RESULTS)),
     "half_time_rival": lambda folder: own(half_time.rival_table(RESULTS)),
     "padding": lambda folder: own(padding_table.table(RESULTS)),
     "padding_short": lambda folder: own(padding_table.summary(RESULTS)),
