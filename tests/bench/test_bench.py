@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -21,13 +23,14 @@ from torchboost.algorithms.compile import Compile
 from torchboost.algorithms.grad_accumulation import GradAccumulation
 from torchboost.bench import bench
 from torchboost.bench.bench import run_bench
-from torchboost.bench.contestants import Recipe, averaged, build_loop, plan_for
+from torchboost.bench.contestants import Recipe, averaged, build_loop, plan_for, version_of
 from torchboost.bench.factory import Factory, Parts
 from torchboost.core.algorithm import Algorithm, Attachment, Target
-from torchboost.errors import FactoryError
+from torchboost.errors import FactoryError, IncompatibleError
 from torchboost.measure.evidence import BenchReport, Contestant, Curve
 from torchboost.measure.statistics import SequentialTest
 from torchboost.measure.stopwatch import Clock
+from torchboost.optim import ScheduleFreeAdamW
 from torchboost.plan import Dropped, Plan
 
 DRAW = torch.Generator().manual_seed(0)
@@ -474,8 +477,65 @@ def test_a_configuration_trains_for_its_length_and_is_not_mixed_with_another(tmp
         for names in ("stock", name), ("stock", "O0", name):  # the latter times all steps again
             with pytest.raises(ValueError, match="has changed since its steps were timed"):
                 benched(tiny(), *names, seeds=3, resume=True, **settings)
-    with pytest.raises(ValueError, match="found no such file"):
-        Recipe.parse(str(tmp_path / "absent.json"))
+    for absent in "absent.json", "absent.json+compile":
+        with pytest.raises(ValueError, match=f"contestant '{re.escape(absent)}': found no such file"):
+            Recipe.parse(absent)
+
+
+def test_a_configuration_takes_additions_as_levels_do(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    for extra, settings in (
+        ({}, "GradientCentralization()"),
+        ({"gradient_centralization": False}, "GradientCentralization()"),
+        ({"less_bn": {"blocks_per_norm": 3}}, "blocks_per_norm=3"),
+    ):
+        Path("half.json").write_text(json.dumps({"recipe": {"length": 0.5}, "extra": extra}), encoding="utf-8")
+        added = "gradient_centralization" if "less_bn" not in extra else "less_bn"
+        recipe = Recipe.parse(f"half.json+{added}")
+        assert (recipe.kind, recipe.base, recipe.planned) == ("config", "half.json", (added,))
+        loop = build_loop(recipe, tiny(), seed=1, steps=8)
+        assert loop.steps == 4
+        assert any(settings in row.settings for row in loop.algorithms), loop.algorithms
+    assert version_of(f"half.json+{added}") == version_of("half.json") != ""
+    with pytest.raises(ValueError, match="name each addition once"):
+        Recipe.parse("half.json+")
+
+
+def test_what_a_schedule_leaves_of_a_recipe_is_said_before_anything_is_timed(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    cycle = torch.optim.lr_scheduler.OneCycleLR
+    factory = tiny(evaluate=None)
+    absolute = replace(factory, make=lambda seed: (*factory.make(seed)[:5], lambda o, n: cycle(o, 0.1, n)))
+    each = lambda o, n: cycle(o, [group["lr"] for group in o.param_groups], n)  # noqa: E731
+    momentum = replace(factory, make=lambda seed: (*factory.make(seed)[:5], each))
+    Path("rate.json").write_text('{"recipe": {"rate": 0.5}}', encoding="utf-8")
+    Path("muon.json").write_text('{"recipe": {"optimizer": "muon"}}', encoding="utf-8")
+    said = "rate.json: recipe.rate=0.5 has no effect: the schedule writes rates of its own"
+    notes = benched(absolute, "stock", "rate.json", seeds=0, epochs=0).notes
+    assert sum(note.startswith(said) for note in notes) == 1, notes
+    assert not any("has no effect" in note for note in benched(momentum, "stock", "rate.json", seeds=0, epochs=0).notes)
+    for one, message in (
+        (absolute, "contestant 'muon.json': recipe.optimizer='muon': the schedule writes rates of its own.*max_lr="),
+        (momentum, "contestant 'muon.json': the schedule raises .*let the schedule pass cycle_momentum=False"),
+    ):
+        with pytest.raises(IncompatibleError, match=message):
+            benched(one, "stock", "muon.json", seeds=0, epochs=0)
+
+
+def test_a_schedule_of_the_user_stays_with_a_schedule_free_optimizer_of_the_user(tmp_path: Path) -> None:
+    file, seen = tmp_path / "boost.json", list[int]()
+    file.write_text('{"recipe": {"length": 0.5}}', encoding="utf-8")
+
+    def schedule(optimizer: Optimizer, steps: int) -> Any:
+        seen.append(steps)
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+
+    def make(seed: int) -> Parts:
+        model = network()
+        return Parts(model, ScheduleFreeAdamW(model.parameters()), F.cross_entropy, BATCHES, accuracy, schedule)
+
+    build_loop(Recipe.parse(str(file)), replace(tiny(), make=make), seed=0, steps=8)
+    assert seen == [4]
 
 
 def test_a_schedule_free_configuration_is_evaluated_with_its_average(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from torchboost.bench.bench import check_same
 from torchboost.bench.factory import count_of, made_by, source_of
+from torchboost.bench.schedules import ABSOLUTE, LEAST_STEPS, schedule_sets_rates
 from torchboost.core.arguments import check_count, check_number, is_number, seconds_of
 from torchboost.distributed.topology import Topology
 from torchboost.errors import FactoryError, IncompatibleError
@@ -23,7 +24,6 @@ from torchboost.tuning.report import STOCK, Candidate, Finding, TuneReport
 from torchboost.tuning.runs import Runs
 from torchboost.tuning.search import Search
 from torchboost.tuning.training import (
-    LEAST_STEPS,
     Training,
     boosted_by,
     data_of,
@@ -31,7 +31,6 @@ from torchboost.tuning.training import (
     fresh,
     looked_at,
     named_candidates,
-    schedule_sets_rates,
     standard_recipes,
     try_levers,
 )
@@ -43,11 +42,6 @@ TRIAL_SHARE, TRIAL_MOST = 0.1, 60.0
 
 LEAST_ERROR, MOST_ERROR = 0.012, 0.5
 """Limits of ``error``; an attempt of the final test, with a fourth of it, needs 0.003 at least."""
-
-ABSOLUTE = (
-    "the schedule writes rates of its own, so that those of the optimizer have no effect; let it take them from the "
-    "optimizer, such as max_lr=[group['lr'] for group in optimizer.param_groups] for OneCycleLR"
-)
 
 MOST_SEEDS = 100
 """The limits of the sequential test are simulated for all seeds, which takes seconds for a hundred."""
