@@ -94,6 +94,10 @@ def test_a_wrong_configuration_is_refused_with_one_message(tmp_path):
         assert result.stderr.startswith("Error: ")
         assert said in result.stderr
         assert "Traceback" not in result.output
+    file = tmp_path / "boost.json"
+    file.write_text('{"extra": {"less_bnn": true}}')
+    shown = " ".join(run("explain", str(file)).stderr.split())
+    assert f"extra.less_bnn in '{file}': found an unknown algorithm" in shown
     for words in (
         ("explain", str(tmp_path / "none.json")),
         ("explain", "--level", "O9"),

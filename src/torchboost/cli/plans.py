@@ -22,7 +22,7 @@ from torchboost.cli.shared import (
     usable_device,
     user_errors,
 )
-from torchboost.config import BoostConfig
+from torchboost.config import BoostConfig, ConfigSource
 from torchboost.core.hardware import device_fault, half_precision
 from torchboost.errors import ConfigError
 from torchboost.front import boost
@@ -69,9 +69,9 @@ def show_plan(
 ) -> None:
     """Print what a level and a configuration turn on for this machine."""
     try:
-        loaded = _load(config)
-        facts = _facts(loaded, nodes, device, convolutions)
-        plan = Plan.of(level, loaded, facts, total_steps=total_steps)
+        source = _source(config)
+        facts = _facts(BoostConfig.load(source), nodes, device, convolutions)
+        plan = Plan.of(level, source, facts, total_steps=total_steps)
     except ConfigError as error:
         _refuse(error, json)
     _show(plan, plan.explain(), json)
@@ -112,15 +112,15 @@ def _refuse(error: ConfigError, json: bool) -> NoReturn:
     raise typer.Exit(1)
 
 
-def _load(config: str | None) -> BoostConfig:
+def _source(config: str | None) -> ConfigSource:
     if config != "-":
-        return BoostConfig.load(Path(config) if config is not None else None)
+        return Path(config) if config is not None else None
     text = sys.stdin.read().lstrip()
     # BoostConfig.load takes text that is not a JSON object for a path; here it can only be a mistake.
     if not text.startswith("{"):
         content = f"text on standard input that starts with {text[:20]!r}" if text else "nothing on standard input"
         raise ConfigError("", found=content, allowed="a JSON object")
-    return BoostConfig.load(text)
+    return text
 
 
 def _facts(config: BoostConfig, nodes: int, device: str, convolutions: int | None) -> Facts:
