@@ -45,9 +45,8 @@ class ConfigError(ValueError):
 
     def __reduce__(self) -> tuple[partial[ConfigError], tuple[()]]:
         """Pickle the arguments: errors travel between ranks, and an exception alone keeps only its text."""
-        return partial(
-            type(self), self.path, **{key: vars(self)[key] for key in ("found", "allowed", "hint", "file")}
-        ), ()
+        told = {key: vars(self)[key] for key in ("found", "allowed", "hint", "file")}
+        return partial(type(self), self.path, **told), ()
 
     def within(self, file: str) -> ConfigError:
         """Return the same, which names its file."""

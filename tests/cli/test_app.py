@@ -154,6 +154,8 @@ def test_errors_are_short():
         (("explain", "--device", "toaster"), 1, "--device"),
         (("explain", "--nodes", "0"), 2, "nodes"),
         (("explain", "none.json"), 1, "there is no such file"),
+        (("explain", "train.py"), 1, "found 'train.py' without a function; needed: train.py:make."),
+        (("doctor", "train.py"), 1, "found 'train.py' without a function; needed: train.py:make."),
         (("report", "none.json"), 1, "none.json: No such file"),
         (("nonsense",), 2, "nonsense"),
     ):

@@ -52,7 +52,7 @@ def tune(
     *,
     drop: float,
     budget: float | str,
-    epochs: int = 1,
+    epochs: int | None = None,
     steps: int | None = None,
     total_steps: int | None = None,
     candidates: Mapping[str, Mapping[str, Any]] | None = None,
@@ -88,7 +88,7 @@ def tune(
             uses it, and ``evaluate`` without it.
         drop: Largest accepted drop of the metric, in its own units: 0.005 for half a point of an accuracy.
         budget: Seconds, or text such as ``"30m"``. The next run is not begun if it does not fit.
-        epochs: Passes over the batches in a run of stock.
+        epochs: Passes over the batches in a run of stock, 1 by default.
         steps: Updates of a run of stock, in place of ``epochs``. The batches may then be endless.
         total_steps: Updates of the training that the answer is for, over which compilation is spread; by default those
             of a run.
@@ -123,10 +123,11 @@ def tune(
         450
     """
     check_number("drop", drop, above=True)
-    check_count("epochs", epochs, of="passes over the batches")
+    if epochs is not None:
+        check_count("epochs", epochs, of="passes over the batches")
     if steps is not None:
         check_count("steps", steps, of="updates of a run")
-        if epochs != 1:
+        if epochs is not None:
             raise ValueError(f"found epochs={epochs} and steps={steps}; give one of them.")
     check_count("seeds", seeds, of="seeds per comparison")
     if not LEAST_SEEDS <= seeds <= MOST_SEEDS:
@@ -149,7 +150,7 @@ def tune(
     if Topology.current().world_size > 1:
         raise IncompatibleError("tune runs in one process, and here are several ranks; let one of them tune its part.")
     if steps is None:
-        steps = epochs * count_of(parts.batches, seconds)
+        steps = (1 if epochs is None else epochs) * count_of(parts.batches, seconds)
     if steps < LEAST_STEPS:
         raise FactoryError("a run has one step, of which no speed is known; give more steps, batches or epochs.")
     if total_steps is not None and total_steps < steps:
