@@ -23,6 +23,7 @@ def start() -> tuple[torch.nn.Module, torch.optim.Optimizer, torchboost.TrainSte
 
 
 def main() -> bool:
+    torch.manual_seed(1)
     inputs, labels = torch.randn(64, 8), torch.randint(0, 4, (64,))
     model, optimizer, step = start()
     for _ in range(10):

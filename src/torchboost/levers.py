@@ -42,6 +42,7 @@ from torchboost.optim.rules.base import UpdateRule
 from torchboost.optim.wrapping_optimizer import WrappingOptimizer
 from torchboost.plan import Plan
 from torchboost.registry import REGISTRY
+from torchboost.sheet import percent
 from torchboost.tokens.call import PartialForward
 
 __all__ = ["Levers"]
@@ -240,7 +241,7 @@ class Levers:
             return [f"waste: {waste}" for waste in self._waste.without(on).notable]
         if self._padded <= NOTABLE or Unpad.name in on:
             return []
-        return [f"waste: padding: {self._padded:.0%} of the positions of the first batch, and {Unpad.name} is off"]
+        return [f"waste: padding: {percent(self._padded)} of the positions of the first batch, and {Unpad.name} is off"]
 
     def waste(self, call: Call) -> WasteReport:
         """Measure what a step wastes on a training call; see :meth:`torchboost.Boosted.waste`."""

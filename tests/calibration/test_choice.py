@@ -83,7 +83,7 @@ def test_a_time_above_zero_is_never_shown_as_zero() -> None:
     [
         (
             Interval(low=0.7, mid=1.4, high=2.8),
-            "1.5 s of measuring did not decide (on: autocast; together a step is 1.40",
+            "1.5 s of measuring did not decide (on: autocast; together a step",
         ),
         (Interval(low=0.97, mid=1.0, high=1.03), "no gain was found in 1.5 s of measuring (on: autocast; together"),
         (Interval(low=1.1, mid=1.2, high=1.3), "on after 1.5 s of measuring: autocast; together a step is 1.20"),

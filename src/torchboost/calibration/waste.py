@@ -34,7 +34,7 @@ from torchboost.core.wrapping import is_compiled, sharded_units
 from torchboost.errors import IncompatibleError
 from torchboost.measure.statistics import paired_ratio
 from torchboost.measure.stopwatch import Clock, collector_off
-from torchboost.sheet import Sheet
+from torchboost.sheet import Sheet, percent
 
 __all__ = ["Waste", "WasteReport", "padded_share", "waste_of"]
 
@@ -75,7 +75,7 @@ class Waste:
         """The seconds and the share, in words."""
         if self.seconds is None or self.share is None:
             return "unknown"
-        return f"{1e3 * self.seconds:.1f} ms, {self.share:.0%}" if self.share else "none"
+        return f"{1e3 * self.seconds:.1f} ms, {percent(self.share)}" if self.share else "none"
 
     def __str__(self) -> str:
         """Say it in a line."""
@@ -249,7 +249,8 @@ class _Bench:
         if low <= 0:
             text = f"{detail}no measurable time in {len(times)} pairs of steps"
             return Waste(kind=kind, seconds=0.0, share=0.0, found=text)
-        text = f"{detail}{low:.0%} to {high:.0%} of the computation, in {len(times)} pairs of steps with and without it"
+        range_ = f"{detail}{percent(low)} to {percent(high)} of the computation"
+        text = f"{range_}, in {len(times)} pairs of steps with and without it"
         return Waste(kind=kind, seconds=share * self.plain, share=share, found=text, remedy=remedy)
 
     def _pair(self, change: Change, *, turned: bool) -> tuple[float, float]:
@@ -276,7 +277,7 @@ def _padding(bench: _Bench, padded: Sequence[Padded]) -> Waste:
     if not padded:
         return _none(kind, "no mask in the arguments of the model or of its parts shows padding")
     first = padded[0]
-    detail = f"{1 - float(first.mask.float().mean()):.0%} of the positions are padding"
+    detail = f"{percent(1 - float(first.mask.float().mean()))} of the positions are padding"
     columns = 1 - float(first.mask.any(0).float().mean())
     live: Any = unpad_forward(first.module)
     with bench.passes.prepared(), live:
@@ -292,7 +293,7 @@ def _padding(bench: _Bench, padded: Sequence[Padded]) -> Waste:
         kind=kind,
         seconds=columns * bench.plain,
         share=columns,
-        found=f"{detail}; estimated from the {columns:.0%} of the columns that hold padding alone",
+        found=f"{detail}; estimated from the {percent(columns)} of the columns that hold padding alone",
         remedy="pad to the longest sequence of each batch",
     )
 
