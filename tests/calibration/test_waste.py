@@ -107,6 +107,27 @@ def test_padding():
     assert found["padding"].remedy.endswith("unpad_forward(model)")
 
 
+def test_padding_is_none_only_if_a_mask_says_so_or_nothing_can_be_padded():
+    class Inside(nn.Module):
+        """Its mask is made of the ids."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, 2)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.head((self.words(ids) * (ids > 0)[..., None]).sum(1))
+
+    inputs = padded()
+    found = measured(Inside(), inputs["input_ids"])["padding"]
+    assert (found.seconds, found.share, found.figure, found.remedy) == (None, None, "unknown", "")
+    assert found.found.startswith("no mask seen")
+    inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
+    found = measured(Words(), **inputs)["padding"]
+    assert (found.figure, found.found.endswith("shows padding")) == ("none", True)
+    assert measured(nn.Linear(2, 2), torch.ones(1, 2))["padding"].figure == "none"
+
+
 def test_padding_inside_of_a_wrapper_is_left_out_there():
     class Wrapper(nn.Module):
         def __init__(self) -> None:

@@ -140,6 +140,8 @@ def test_the_plan_of_a_model_is_explained(tmp_path, monkeypatch):
     named = {row["name"] for row in found["algorithms"]} | set(found["waiting"])
     assert {"fused_optimizer", "channels_last"} <= named
     assert set(found["waiting"]).isdisjoint(row["name"] for row in found["dropped"])
+    assert not any(row["reason"].startswith("waits") for row in found["dropped"])
+    assert "does not apply: " in {row["name"]: row["reason"] for row in found["dropped"]}["sparse_head"]
     assert run("explain", "train.py:other").exit_code == 1
     assert run("explain", "train.py:make", "--nodes", "2").exit_code == 1
 

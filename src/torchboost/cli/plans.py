@@ -25,6 +25,7 @@ from torchboost.cli.shared import (
 from torchboost.config import BoostConfig, ConfigSource
 from torchboost.core.hardware import device_fault, half_precision
 from torchboost.errors import ConfigError
+from torchboost.explanation import Row
 from torchboost.front import boost
 from torchboost.plan import Plan
 from torchboost.registry import LEVELS, REGISTRY, Facts
@@ -84,20 +85,21 @@ def show_plan_of_model(source: str, level: str, *, total_steps: int | None, devi
         model = parts.model.to(usable_device(device)).train()
         boosted = boost(model, parts.optimizer, level, total_steps=total_steps)
         plan, text = boosted.plan, boosted.explain()
-        waiting = [row.name for row in boosted.levers.explanation().rows if row.state == "waits"]
+        rows = boosted.levers.explanation().rows
         boosted.remove()
-    _show(plan, text, json, waiting)
+    _show(plan, text, json, rows)
 
 
-def _show(plan: Plan, text: str, json: bool, waiting: Sequence[str] = ()) -> None:
+def _show(plan: Plan, text: str, json: bool, rows: Sequence[Row] = ()) -> None:
     if not json:
         typer.echo(text)
         return
     on = [{"name": a.name, "summary": REGISTRY[a.name].summary, "settings": _settings_of(a)} for a in plan.algorithms]
-    dropped = [{"name": d.name, "reason": d.reason} for d in plan.dropped if d.name not in waiting]
+    waiting, told = [row.name for row in rows if row.state == "waits"], {row.name: row.did for row in rows}
+    dropped = [{"name": d.name, "reason": told.get(d.name, d.reason)} for d in plan.dropped if d.name not in waiting]
     recipe = plan.recipe.model_dump(mode="json")
     choice = {"level": plan.level, "mode": plan.mode, "total_steps": plan.total_steps, "recipe": recipe}
-    print_json({**choice, "algorithms": on, "waiting": [*waiting], "dropped": dropped})
+    print_json({**choice, "algorithms": on, "waiting": waiting, "dropped": dropped})
 
 
 def _settings_of(algorithm: Any) -> dict[str, Any]:
