@@ -190,7 +190,7 @@ def users_traceback(error: BaseException) -> str:
         first = next((number for number, frame in enumerate(frames) if _is_users(Path(frame.filename))), len(frames))
         users = users or first < len(frames)
         one.stack = traceback.StackSummary.from_list(frames[first:])
-        one = one.__cause__ or one.__context__
+        one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
     return "".join(shown.format()) if users else ""
 
 
