@@ -158,7 +158,8 @@ def test_a_schedule_that_cannot_drive_a_configuration_is_one_line(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     cycle = "lambda o, n: torch.optim.lr_scheduler.OneCycleLR(o, [group['lr'] for group in o.param_groups], n)"
     text = WRONG.format(before="", inside="pass", wrong="").replace("nn.Linear(4, 2)", "wide()")
-    text = text.replace("cross_entropy, batches", f"cross_entropy, batches, None, {cycle}").replace("lr=0.1", "0.1, 0.9")
+    text = text.replace("lr=0.1", "0.1, 0.9")
+    text = text.replace("cross_entropy, batches", f"cross_entropy, batches, None, {cycle}")
     wide = "\n\ndef wide():\n    return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2))\n"
     (tmp_path / "train.py").write_text(text + wide)
     (tmp_path / "muon.json").write_text('{"recipe": {"optimizer": "muon"}}')
