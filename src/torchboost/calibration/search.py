@@ -438,8 +438,7 @@ class _Search:
             enough = _rounded((price.expected + 2 * _LOOKS[0] * self.last_step) / SET_ASIDE)
             return (
                 f"to try it takes about {in_seconds(price.expected)}, and the trial has {in_seconds(max(share, 0))} "
-                "left; "
-                f"boost(..., calibrate={enough}) gives it enough"
+                f"left; boost(..., calibrate={enough}) gives it enough"
             )
         return None
 

@@ -432,9 +432,9 @@ def muon_groups(
     shared with one of these. Several matrices in one parameter, such as the gates of recurrent layers and fused
     projections, are orthogonalised each by itself; parameters with the same split form a group. The uses are found in
     one forward pass (:func:`~torchboost.graph.matrix_uses.matrix_uses`). If the model cannot be run here, types of
-    modules decide, with a warning: matrices and filters of torch's layers go to Muon, those of the last of these
-    layers, and without embeddings those of the first, to AdamW. Fused projections are then not split. Types also decide
-    about parameters that the pass did not use, such as experts that were not chosen.
+    modules decide: matrices and filters of torch's layers go to Muon, those of the last of these layers, and without
+    embeddings those of the first, to AdamW. Fused projections are then not split, with a warning if a layer may be one.
+    Types also decide about parameters that the pass did not use, such as experts that were not chosen.
 
     Args:
         model: Wrapped or not. It is not changed.
