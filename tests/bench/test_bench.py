@@ -390,10 +390,16 @@ def test_a_configuration_trains_for_its_length_and_is_not_mixed_with_another(tmp
 def test_what_a_schedule_leaves_of_a_recipe_is_said_before_anything_is_timed(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     cycle = torch.optim.lr_scheduler.OneCycleLR
-    factory = tiny(evaluate=None)
-    absolute = replace(factory, make=lambda seed: (*factory.make(seed)[:5], lambda o, n: cycle(o, 0.1, n)))
-    each = lambda o, n: cycle(o, [group["lr"] for group in o.param_groups], n)  # noqa: E731
-    momentum = replace(factory, make=lambda seed: (*factory.make(seed)[:5], each))
+
+    def scheduled(schedule: Any) -> Factory:
+        def make(seed: int) -> Parts:
+            model = nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.Linear(8, 8), nn.Linear(8, 4))
+            return Parts(model, sgd(model), F.cross_entropy, BATCHES, None, schedule)
+
+        return replace(tiny(), make=make)
+
+    absolute = scheduled(lambda o, n: cycle(o, 0.1, n))
+    momentum = scheduled(lambda o, n: cycle(o, [group["lr"] for group in o.param_groups], n))
     Path("rate.json").write_text('{"recipe": {"rate": 0.5}}', encoding="utf-8")
     Path("muon.json").write_text('{"recipe": {"optimizer": "muon"}}', encoding="utf-8")
     said = "rate.json: recipe.rate=0.5 has no effect: the schedule writes rates of its own"

@@ -119,10 +119,10 @@ def test_a_configuration_takes_additions_as_levels_do(tmp_path: Path, monkeypatc
     for extra, settings in (
         ({}, "GradientCentralization()"),
         ({"gradient_centralization": False}, "GradientCentralization()"),
-        ({"less_bn": {"blocks_per_norm": 3}}, "blocks_per_norm=3"),
+        ({"grad_freeze": {"groups": 2}}, "groups=2"),
     ):
         Path("half.json").write_text(json.dumps({"recipe": {"length": 0.5}, "extra": extra}), encoding="utf-8")
-        added = "gradient_centralization" if "less_bn" not in extra else "less_bn"
+        added = "gradient_centralization" if "grad_freeze" not in extra else "grad_freeze"
         recipe = Recipe.parse(f"half.json+{added}")
         assert (recipe.kind, recipe.base, recipe.planned) == ("config", "half.json", (added,))
         loop = build_loop(recipe, tiny(), seed=1, steps=8)
