@@ -206,7 +206,7 @@ def test_what_structure_rules_out_does_not_wait():
     model, optimizer = pair()
     for group in optimizer.param_groups:
         group["fused"] = True
-    boosted = boost(model, optimizer, total_steps=1000)
+    boosted = boost(model, optimizer, total_steps=1000, calibrate=0.1)
     rows = {row.name: row for row in boosted.levers.explanation().rows}
     for name, state, did in (
         ("unpad", "off", "does not apply: no argument of its forward masks padding"),
