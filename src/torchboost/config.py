@@ -234,7 +234,7 @@ class BoostConfig(_Section):
         try:
             return cls.model_validate(data)
         except ValidationError as error:
-            raise _explained(cls, data, error).within(_file_of(source)) from None
+            raise _naming(_explained(cls, data, error), source) from None
 
 
 ConfigSource: TypeAlias = Mapping[str, Any] | str | os.PathLike[str] | BoostConfig | None
@@ -273,13 +273,16 @@ def naming_file(source: Any) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        raise error.within(_file_of(source)) from None
+        raise _naming(error, source) from None
 
 
-def _file_of(source: Any) -> str:
-    """Return the path of a source that is a file; empty for any other."""
-    path = isinstance(source, os.PathLike) or (isinstance(source, str) and source.strip()[:1] not in ("", "{"))
-    return os.fsdecode(source) if path else ""
+def _naming(error: ConfigError, source: Any) -> ConfigError:
+    """Return an error that names its source, if that is a file and it names none yet."""
+    is_file = isinstance(source, os.PathLike) or (isinstance(source, str) and source.strip()[:1] not in ("", "{"))
+    if error.file or not is_file:
+        return error
+    told = {"found": error.found, "allowed": error.allowed, "hint": error.hint}
+    return ConfigError(error.path, **told, file=os.fsdecode(source))
 
 
 def _parse(text: str) -> dict[str, Any]:

@@ -48,10 +48,6 @@ class ConfigError(ValueError):
         told = {key: vars(self)[key] for key in ("found", "allowed", "hint", "file")}
         return partial(type(self), self.path, **told), ()
 
-    def within(self, file: str) -> ConfigError:
-        """Return the same, which names its file."""
-        return type(self)(self.path, found=self.found, allowed=self.allowed, hint=self.hint, file=self.file or file)
-
 
 class FactoryError(ValueError):
     """What a factory returned cannot be trained or compared; the message says what is needed."""

@@ -439,7 +439,7 @@ def test_the_length_of_every_algorithm_is_the_shortened_one(tmp_path: Path):
     again = Plan.of("O0", tmp_path / "boost.json", Facts(), total_steps=3001)
     assert again.algorithms == plan.algorithms
     with pytest.raises(
-        ConfigError, match=r"total_steps: found 1500, and total_steps=2000 as an argument, of which recipe"
+        ConfigError, match=r"total_steps in .*: found 1500, and total_steps=2000 as an argument, of which recipe"
     ):
         Plan.of("O0", tmp_path / "boost.json", Facts(), total_steps=2000)
     alone = Plan.of("O0", tmp_path / "boost.json", Facts())

@@ -64,7 +64,7 @@ def pixels_of(image: Any, source: Path | IO[bytes], name: str) -> Any:
         name: What an error calls it.
 
     Raises:
-        ValueError: It is no PNG or JPEG, or its channels have more than 8 bits, which Pillow would cut off at 255.
+        ValueError: It is not a PNG or a JPEG, or its channels have more than 8 bits, which Pillow would cut off at 255.
     """
     try:
         with image.open(source, formats=FORMATS) as picture:
