@@ -23,6 +23,7 @@ def start() -> tuple[torch.nn.Module, torch.optim.Optimizer, torchboost.TrainSte
 
 
 def main() -> bool:
+    torch.manual_seed(1)
     inputs, labels = torch.randn(64, 8), torch.randint(0, 4, (64,))
     model, optimizer, step = start()
     for _ in range(10):
@@ -48,5 +49,5 @@ if __name__ == "__main__":
 
 # It prints, on one busy core of a CPU:
 #
-#     loss 1.185, overflow False, scale 1024
+#     loss 1.163, overflow False, scale 1024
 #     resumed run equals the undisturbed one bit for bit: True

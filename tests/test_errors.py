@@ -16,6 +16,9 @@ def test_config_error_carries_place_finding_and_remedy_and_travels_between_proce
         assert str(one) == "a.b: found int 3; allowed: true or false. Did you mean 'c'?"
     whole = ConfigError("", found="null", allowed="an object")
     assert str(whole) == "the configuration: found null; allowed: an object."
+    of_file = pickle.loads(pickle.dumps(ConfigError("a.b", **given, file="boost.json")))
+    assert (of_file.path, of_file.file) == ("a.b", "boost.json")
+    assert str(of_file) == "a.b in 'boost.json': found int 3; allowed: true or false. Did you mean 'c'?"
 
 
 def test_nearest():

@@ -49,8 +49,12 @@ def test_muon_learns_faster_than_adamw(capsys):
     assert "hidden matrix" in capsys.readouterr().out
 
 
-def test_train_step_resumes_bit_for_bit():
+def test_train_step_resumes_bit_for_bit_and_prints_the_same_in_every_run(capsys):
     assert example("train_step")()
+    said = capsys.readouterr().out
+    torch.manual_seed(123)
+    example("train_step")()
+    assert capsys.readouterr().out == said
 
 
 def test_less_bn_report_counts_the_published_networks():

@@ -225,11 +225,36 @@ def test_every_front_door_takes_it(tmp_path, monkeypatch):
     assert booster.plan.algorithms == wanted
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"extra": {"unpadd": True}}, r"extra\.unpadd in 'boost\.json': found an unknown algorithm.*'unpad'"),
+        ({"extra": {"compile": {"speed": 1}}}, r"extra\.compile\.speed in 'boost\.json': found an unknown setting"),
+        ({"recipe": {"rate": 0}}, r"recipe\.rate in 'boost\.json': found int 0"),
+    ],
+)
+def test_errors_at_every_front_door_name_the_file(content, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "boost.json").write_text(json.dumps(content))
+    model, optimizer = net()
+    for door in (
+        lambda: Plan.of("O2", "boost.json", FAST),
+        lambda: boost(model, optimizer, config="boost.json"),
+        lambda: prepare(model, config="boost.json"),
+        lambda: AutoBoost("O0", "boost.json"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            door()
+    with pytest.raises(ConfigError, match=r"^level: found 'O9'"):
+        Plan.of("O9", "boost.json" if "recipe" not in content else None, FAST)
+
+
 def test_it_has_one_length_of_the_run(tmp_path):
     by_hand(GradFreeze(total_steps=9)).save(tmp_path / "boost.json")
     assert Plan.of("O1", tmp_path / "boost.json", FAST, total_steps=9).algorithms[0].total_steps == 9
     with pytest.raises(
-        ConfigError, match=r"extra\.grad_freeze\.total_steps: found 9, and total_steps=7 as an argument"
+        ConfigError,
+        match=r"extra\.grad_freeze\.total_steps in '.*boost\.json': found 9, and total_steps=7 as an argument",
     ):
         Plan.of("O1", tmp_path / "boost.json", FAST, total_steps=7)
 

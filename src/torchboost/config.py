@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -28,6 +29,7 @@ __all__ = [
     "GradFreezeSection",
     "LessBNSection",
     "RecipeSection",
+    "naming_file",
 ]
 
 _SWITCH = "true or false"
@@ -232,7 +234,7 @@ class BoostConfig(_Section):
         try:
             return cls.model_validate(data)
         except ValidationError as error:
-            raise _explained(cls, data, error) from None
+            raise _naming(_explained(cls, data, error), source) from None
 
 
 ConfigSource: TypeAlias = Mapping[str, Any] | str | os.PathLike[str] | BoostConfig | None
@@ -245,9 +247,11 @@ def _read(source: Any) -> dict[str, Any]:
     if isinstance(source, Mapping):
         return dict(source)
     if isinstance(source, str) and source.lstrip().startswith("{"):
-        return _parse(source, "")
+        return _parse(source)
     if isinstance(source, (str, os.PathLike)):
-        return _parse(_read_file(os.fspath(source)), f" in {shown(os.fspath(source))}")
+        text = _read_file(os.fspath(source))
+        with naming_file(source):
+            return _parse(text)
     raise ConfigError("", found=_found(source), allowed="a dict, a path to a JSON file, JSON text, or nothing")
 
 
@@ -263,15 +267,33 @@ def _read_file(path: str | bytes) -> str:
         ) from None
 
 
-def _parse(text: str, where: str) -> dict[str, Any]:
+@contextmanager
+def naming_file(source: Any) -> Iterator[None]:
+    """Let errors about a configuration name the file that it was read from."""
+    try:
+        yield
+    except ConfigError as error:
+        raise _naming(error, source) from None
+
+
+def _naming(error: ConfigError, source: Any) -> ConfigError:
+    """Return an error that names its source, if that is a file and it names none yet."""
+    is_file = isinstance(source, os.PathLike) or (isinstance(source, str) and source.strip()[:1] not in ("", "{"))
+    if error.file or not is_file:
+        return error
+    told = {"found": error.found, "allowed": error.allowed, "hint": error.hint}
+    return ConfigError(error.path, **told, file=os.fsdecode(source))
+
+
+def _parse(text: str) -> dict[str, Any]:
     try:
         data = json.loads(text, object_pairs_hook=_object)
     except ConfigError:
         raise
     except (ValueError, RecursionError) as error:
-        raise ConfigError("", found=f"JSON{where} with a fault: {error}", allowed="a JSON object") from None
+        raise ConfigError("", found=f"JSON with a fault: {error}", allowed="a JSON object") from None
     if not isinstance(data, dict):
-        raise ConfigError("", found=f"{_found(data)}{where}", allowed="a JSON object with sections such as 'boost'")
+        raise ConfigError("", found=_found(data), allowed="a JSON object with sections such as 'boost'")
     return data
 
 

@@ -30,20 +30,23 @@ class ConfigError(ValueError):
         found: The value at this path.
         allowed: The values that are allowed at this path.
         hint: What to do, such as the nearest valid name.
+        file: The file that the configuration was read from; empty if it is another source.
     """
 
-    def __init__(self, path: str, *, found: str, allowed: str, hint: str = "") -> None:
+    def __init__(self, path: str, *, found: str, allowed: str, hint: str = "", file: str = "") -> None:
         self.path = path
         self.found = found
         self.allowed = allowed
         self.hint = hint
-        where = path or "the configuration"
+        self.file = file
+        where = f"{path or 'the configuration'}{f' in {shown(file)}' if file else ''}"
         text = f"{where}: found {found}; allowed: {allowed.rstrip('.')}."
         super().__init__(f"{text} {hint}" if hint else text)
 
     def __reduce__(self) -> tuple[partial[ConfigError], tuple[()]]:
         """Pickle the arguments: errors travel between ranks, and an exception alone keeps only its text."""
-        return partial(type(self), self.path, found=self.found, allowed=self.allowed, hint=self.hint), ()
+        told = {key: vars(self)[key] for key in ("found", "allowed", "hint", "file")}
+        return partial(type(self), self.path, **told), ()
 
 
 class FactoryError(ValueError):

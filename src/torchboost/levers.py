@@ -40,8 +40,9 @@ from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.explanation import Explanation, Row
 from torchboost.optim.rules.base import UpdateRule
 from torchboost.optim.wrapping_optimizer import WrappingOptimizer
-from torchboost.plan import Plan
+from torchboost.plan import Plan, why_idle
 from torchboost.registry import REGISTRY
+from torchboost.sheet import percent
 from torchboost.tokens.call import PartialForward
 
 __all__ = ["Levers"]
@@ -173,6 +174,11 @@ class Levers:
     def _told(self, row: Row) -> Row:
         """Return a row of the plan with what is known about it in this run."""
         if row.name in self._waiting and row.name not in self.withdrawn:
+            reason = self._why_idle(row.name)
+            if isinstance(reason, AlreadyOn):
+                return row._replace(state="was on before", did=str(reason))
+            if reason is not None:
+                return row._replace(state="off", did=f"does not apply: {reason}")
             return row._replace(state="waits", did=REGISTRY[row.name].summary)
         verdicts = {} if self.choice is None else {verdict.lever: verdict for verdict in self.choice.verdicts}
         verdict = None if row.name in self.withdrawn else verdicts.get(row.name)
@@ -187,6 +193,11 @@ class Levers:
         remark = self.remarks.get(row.name)
         did = f"{did}; not in effect: {remark}" if remark else did
         return row._replace(did=did, exact=self.checks.get(row.name, row.exact))
+
+    def _why_idle(self, name: str) -> str | None:
+        """Return why a lever that waits would change nothing for this pair as it is now. The first call asks again."""
+        lever = next(lever for lever in self.asked.levers if lever.name == name)
+        return why_idle(lever, self._target.model, [hookable(one) for one in self._target.optimizers])
 
     def _ask(self) -> str:
         """Return the line that the user would type next; empty if there is none."""
@@ -240,7 +251,7 @@ class Levers:
             return [f"waste: {waste}" for waste in self._waste.without(on).notable]
         if self._padded <= NOTABLE or Unpad.name in on:
             return []
-        return [f"waste: padding: {self._padded:.0%} of the positions of the first batch, and {Unpad.name} is off"]
+        return [f"waste: padding: {percent(self._padded)} of the positions of the first batch, and {Unpad.name} is off"]
 
     def waste(self, call: Call) -> WasteReport:
         """Measure what a step wastes on a training call; see :meth:`torchboost.Boosted.waste`."""

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchboost.algorithms.adaptive_sum import AdaptiveSum
-from torchboost.config import BoostConfig, BoostSwitches, ConfigSource, RecipeSection
+from torchboost.config import BoostConfig, BoostSwitches, ConfigSource, RecipeSection, naming_file
 from torchboost.core.algorithm import Algorithm, AlreadyOn, AttachedAlgorithms, Target, attach_all
 from torchboost.core.arguments import check_module, check_optimizer, check_pair, check_shapes, in_words
 from torchboost.core.files import write_whole
@@ -111,13 +111,16 @@ class Plan:
             ValueError: ``loop`` is unknown.
         """
         loaded = BoostConfig() if config is None else BoostConfig.load(config)
+        _check_level(level)
         facts = facts if facts is not None else Facts.measure()
         if loop is not None:
             facts = replace(facts, loop=loop)
         if total_steps is not None:
             facts = replace(facts, total_steps=total_steps)
-            check_one_length(total_steps, loaded)
-        return resolve(loaded, level, facts)
+        with naming_file(config):
+            if total_steps is not None:
+                check_one_length(total_steps, loaded)
+            return resolve(loaded, level, facts)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a configuration that gives this plan again, on any machine and at any level, without measuring.
@@ -367,6 +370,11 @@ def _of_each(reasons: Sequence[str | None], optimizers: Sequence[Optimizer]) -> 
     return "; ".join(f"{name}: {reason}" for name, reason in named if reason is not None)
 
 
+def _check_level(level: Any) -> None:
+    if not isinstance(level, str) or level not in LEVELS:
+        raise ConfigError("level", found=repr(level), allowed=", ".join(LEVELS), hint=nearest(str(level), LEVELS))
+
+
 def resolve(config: BoostConfig, level: str, facts: Facts) -> Plan:
     """Turn a level, a configuration and facts into a plan. A pure function: the same inputs give the same plan.
 
@@ -382,8 +390,7 @@ def resolve(config: BoostConfig, level: str, facts: Facts) -> Plan:
         ConfigError: The level is unknown, a name or setting under ``extra`` is unknown, or a setting has the wrong type
             or is out of range.
     """
-    if not isinstance(level, str) or level not in LEVELS:
-        raise ConfigError("level", found=repr(level), allowed=", ".join(LEVELS), hint=nearest(str(level), LEVELS))
+    _check_level(level)
     for name in config.extra:
         if name not in REGISTRY:
             allowed, hint = ", ".join(REGISTRY), nearest(name, REGISTRY)

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Sheet", "in_columns"]
+__all__ = ["Sheet", "in_columns", "percent"]
 
 _WIDTH = 120
 """Characters of a line."""
@@ -16,6 +16,11 @@ _LEAST = 40
 """A last cell with less room than this has lines of its own, below the row."""
 _MOST = 60
 """Characters of a line of any other cell."""
+
+
+def percent(share: float, digits: int = 0) -> str:
+    """Return a share in words: ``0.674`` -> ``67 %``."""
+    return f"{100 * share:.{digits}f} %"
 
 
 def in_columns(rows: Sequence[Sequence[str]], width: int = _WIDTH) -> list[str]:

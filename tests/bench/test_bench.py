@@ -1,8 +1,9 @@
-"""``run_bench`` and its contestants: equal terms, resuming, deciding, and what each loop is."""
+"""``run_bench``: equal terms, resuming, deciding, and what it says of configurations."""
 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -18,13 +19,12 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from torchboost.algorithms.compile import Compile
-from torchboost.algorithms.grad_accumulation import GradAccumulation
 from torchboost.bench import bench
 from torchboost.bench.bench import run_bench
-from torchboost.bench.contestants import Recipe, averaged, build_loop, plan_for
+from torchboost.bench.contestants import Recipe, plan_for
 from torchboost.bench.factory import Factory, Parts
 from torchboost.core.algorithm import Algorithm, Attachment, Target
-from torchboost.errors import FactoryError
+from torchboost.errors import FactoryError, IncompatibleError
 from torchboost.measure.evidence import BenchReport, Contestant, Curve
 from torchboost.measure.statistics import SequentialTest
 from torchboost.measure.stopwatch import Clock
@@ -368,98 +368,6 @@ def test_a_factory_that_ignores_its_seed_is_refused(decided: Callable[..., Bench
         assert by_name(BenchReport.load(out))["O1"].quality == []
 
 
-def weights(name: str, **settings: Any) -> torch.Tensor:
-    loop = build_loop(Recipe.parse(name), tiny(), seed=1, steps=8, **settings)
-    for inputs, labels in BATCHES:
-        loop.step(inputs, labels)
-    return torch.cat([p.detach().flatten() for p in loop.parts.model.parameters()])
-
-
-def test_names_of_contestants() -> None:
-    for name, kind, planned, compiled in (
-        ("stock", "stock", (), False),
-        ("hand", "hand", (), False),
-        ("hand+compile", "hand", (), True),
-        ("hand+compile+less_bn", "algorithm", ("less_bn",), True),
-        ("stock+compile", "algorithm", ("compile",), False),
-        ("O2", "level", (), False),
-        ("O1+compile", "level", ("compile",), False),
-    ):
-        recipe = Recipe.parse(name)
-        assert (recipe.kind, recipe.planned, recipe.compiled_by_hand) == (kind, planned, compiled)
-    for name, message in {"stok": "found 'stok'.*Did you mean 'stock'", "hand+": "once", "hand+a+a": "once"}.items():
-        with pytest.raises(ValueError, match=message):
-            Recipe.parse(name)
-
-
-def test_stock_is_the_loop_one_would_write_and_o0_the_same_bit_for_bit() -> None:
-    torch.manual_seed(1)
-    model = network()
-    optimizer = sgd(model)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer)
-    for inputs, labels in BATCHES:
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()
-        schedule.step()
-    expected = torch.cat([p.detach().flatten() for p in model.parameters()])
-    assert torch.equal(weights("stock"), expected)
-    assert torch.equal(weights("O0"), expected)
-
-
-def test_a_model_in_evaluation_mode_is_trained_in_training_mode() -> None:
-    for name in ("stock", "hand", "O0", "O1"):
-        loop = build_loop(Recipe.parse(name), tiny(train=False), seed=1, steps=8)
-        assert all(module.training for module in (*loop.parts.model.modules(), *loop.predict.modules()))
-
-
-def test_the_hand_loop_computes_the_same_and_in_bfloat16_only_where_that_is_fast(bfloat16: Callable[..., None]) -> None:
-    for speed, half in ((0.5, False), (2.0, True)):
-        bfloat16(speed, 2.0)
-        seen: list[torch.dtype] = []
-        loop = build_loop(Recipe.parse("hand"), tiny(), seed=1, steps=8)
-        loop.parts.model.register_forward_hook(lambda module, args, output, seen=seen: seen.append(output.dtype))
-        loop.step(*BATCHES[0])
-        assert loop.parts.model.get_parameter("0.weight").is_contiguous(memory_format=torch.channels_last)
-        assert loop.notes == [f"by hand: fused optimizer, channels-last{', bfloat16 autocast' if half else ''}"]
-        assert seen == [torch.bfloat16 if half else torch.float32]
-    bfloat16(0.5, 2.0)
-    torch.testing.assert_close(weights("hand"), weights("stock"), rtol=1e-3, atol=1e-5)
-
-
-def test_the_hand_loop_keeps_the_groups_of_the_user_and_is_fused_where_that_exists() -> None:
-    for kind, fused in ((torch.optim.SGD, True), (torch.optim.Rprop, False)):
-
-        def make(seed: int, kind: Any = kind) -> Parts:
-            model = network()
-            groups = [{"params": [model.get_parameter("0.weight")], "lr": 0.5}, {"params": [model[4].weight]}]
-            return Parts(model, kind(groups, lr=0.1), F.cross_entropy, BATCHES)
-
-        loop = build_loop(Recipe.parse("hand"), replace(tiny(), make=make), seed=1, steps=8)
-        assert type(loop.parts.optimizer) is kind
-        groups = loop.parts.optimizer.param_groups
-        assert [(group["lr"], bool(group.get("fused"))) for group in groups] == [(0.5, fused), (0.1, fused)]
-        assert groups[0]["params"][0] is loop.parts.model.get_parameter("0.weight")
-        assert ("fused optimizer" in loop.notes[0]) is fused
-
-
-def test_levels_and_additions_go_through_the_planner() -> None:
-    loop = build_loop(Recipe.parse("O1"), tiny(), seed=1, steps=8, planner=HALVING)
-    assert [(row.name, row.settings) for row in loop.algorithms] == [("halved", "Halved()")]
-    assert [(row.name, row.reason) for row in loop.dropped] == [("less_bn", "not today")]
-    for base in ("stock", "hand"):
-        assert not torch.equal(weights(f"{base}+halved", planner=HALVING), weights(base))
-    seen: list[tuple[str, tuple[str, ...]]] = []
-
-    def planner(level: str, added: Sequence[str], model: nn.Module, optimizer: Optimizer, total_steps: int) -> Plan:
-        seen.append((level, tuple(added)))
-        return Plan(level=level, mode="auto", algorithms=())
-
-    for name in ("stock", "hand", "hand+less_bn", "O2", "O1+compile"):
-        build_loop(Recipe.parse(name), tiny(), seed=0, steps=8, planner=planner)
-    assert seen == [("O0", ("less_bn",)), ("O2", ()), ("O1", ("compile",))]
-
-
 def test_a_configuration_trains_for_its_length_and_is_not_mixed_with_another(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     name, recipe = "O2+boost.json", '{"recipe": {"rate": 0.5, "length": 0.75}'
@@ -474,91 +382,36 @@ def test_a_configuration_trains_for_its_length_and_is_not_mixed_with_another(tmp
         for names in ("stock", name), ("stock", "O0", name):  # the latter times all steps again
             with pytest.raises(ValueError, match="has changed since its steps were timed"):
                 benched(tiny(), *names, seeds=3, resume=True, **settings)
-    with pytest.raises(ValueError, match="found no such file"):
-        Recipe.parse(str(tmp_path / "absent.json"))
+    for absent in "absent.json", "absent.json+compile":
+        with pytest.raises(ValueError, match=f"contestant '{re.escape(absent)}': found no such file"):
+            Recipe.parse(absent)
 
 
-def test_a_schedule_free_configuration_is_evaluated_with_its_average(tmp_path: Path) -> None:
-    file = tmp_path / "boost.json"
-    file.write_text('{"recipe": {"optimizer": "schedule_free_adamw", "lr": 0.01}}', encoding="utf-8")
-    loop = build_loop(Recipe.parse(str(file)), tiny(), seed=0, steps=4)
-    for inputs, targets in BATCHES:
-        loop.step(inputs, targets)
-    weight = next(loop.parts.model.parameters())
-    trained = weight.detach().clone()
-    with averaged(loop.parts.optimizer):
-        assert not torch.equal(weight, trained)
-    assert torch.allclose(weight, trained, atol=1e-6)
+def test_what_a_schedule_leaves_of_a_recipe_is_said_before_anything_is_timed(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    cycle = torch.optim.lr_scheduler.OneCycleLR
 
-
-def test_a_level_is_boosted_and_decided_at_the_first_step() -> None:
-    loop = build_loop(Recipe.parse("O1"), tiny(), seed=1, steps=8)
-    assert loop.notes == []
-    loop.step(*BATCHES[0])
-    assert "channels_last" in {row.name for row in loop.algorithms}
-    assert any(note.startswith("channels_last: exact here") for note in loop.notes), loop.notes
-    assert "compile" in {row.name for row in loop.dropped}
-    assert [row.name for row in build_loop(Recipe.parse("O0"), tiny(), seed=1, steps=8).algorithms] == []
-
-
-def test_a_lever_without_effect_is_said_to_have_none() -> None:
-    class Padded(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words, self.out = nn.Embedding(9, 8, padding_idx=0), nn.Linear(8, 2)
-
-        def forward(self, ids: Tensor) -> Tensor:
-            return self.out(self.words(ids).mean(1))  # reads the padding
-
-    def make(seed: int) -> Parts:
-        model = Padded()
-        return Parts(model, sgd(model), F.cross_entropy, BATCHES)
-
-    loop = build_loop(Recipe.parse("O1"), replace(tiny(), make=make), seed=1, steps=8)
-    ids = torch.tensor([[1, 2, 3, 4], [5, 0, 0, 0]])
-    for _ in range(3):
-        loop.step(ids, torch.tensor([0, 1]))
-    assert [note for note in loop.notes if note.startswith("unpad: ")] == [
-        "unpad: not in effect: mean: it combines positions"
-    ]
-
-
-def test_the_loop_by_hand_alone_cuts_its_batches_to_the_longest_sequence() -> None:
-    widths: dict[str, list[int]] = {}
-
-    def factory(name: str) -> Factory:
+    def scheduled(schedule: Any) -> Factory:
         def make(seed: int) -> Parts:
-            model = nn.Sequential(nn.AdaptiveAvgPool2d(8), network())
-            model.register_forward_pre_hook(lambda _, args: widths.setdefault(name, []).append(args[0].shape[-1]))
-            return Parts(model, sgd(model), F.cross_entropy, BATCHES)
+            model = nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.Linear(8, 8), nn.Linear(8, 4))
+            return Parts(model, sgd(model), F.cross_entropy, BATCHES, None, schedule)
 
-        return replace(tiny(), make=make, shorten=lambda inputs: inputs[..., :6])
+        return replace(tiny(), make=make)
 
-    for name in ("stock", "hand", "O0"):
-        loop = build_loop(Recipe.parse(name), factory(name), seed=1, steps=8)
-        loop.step(*BATCHES[0])
-        assert any("padded to their longest sequence" in note for note in loop.notes) is (name == "hand")
-    assert widths == {"stock": [8], "hand": [6], "O0": [8]}
-
-
-def test_the_real_planner_knows_levels_and_single_algorithms() -> None:
-    model = network()
-    optimizer = sgd(model)
-    assert plan_for("O0", (), model, optimizer, 8).algorithms == ()
-    single = plan_for("O0", ("gradient_centralization",), model, optimizer, 8)
-    assert [a.name for a in single.algorithms] == ["gradient_centralization"]
-    level = plan_for("O2", (), model, optimizer, 8)
-    assert {a.name for a in level.algorithms} | {d.name for d in level.dropped} >= {"less_bn", "channels_last"}
-    with pytest.raises(ValueError, match="no_such_thing"):
-        plan_for("O0", ("no_such_thing",), model, optimizer, 8)
-
-
-def test_a_plan_with_accumulation_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "boost.json"
-    file.write_text('{"extra": {"grad_accumulation": {"steps": 2}}}', encoding="utf-8")
-    for name, planner in ("O1", planner_of(GradAccumulation(steps=2))), (str(file), None):
-        with pytest.raises(ValueError, match="accumulates gradients"):
-            build_loop(Recipe.parse(name), tiny(), seed=0, steps=8, planner=planner)
+    absolute = scheduled(lambda o, n: cycle(o, 0.1, n))
+    momentum = scheduled(lambda o, n: cycle(o, [group["lr"] for group in o.param_groups], n))
+    Path("rate.json").write_text('{"recipe": {"rate": 0.5}}', encoding="utf-8")
+    Path("muon.json").write_text('{"recipe": {"optimizer": "muon"}}', encoding="utf-8")
+    said = "rate.json: recipe.rate=0.5 has no effect: the schedule writes rates of its own"
+    notes = benched(absolute, "stock", "rate.json", seeds=0, epochs=0).notes
+    assert sum(note.startswith(said) for note in notes) == 1, notes
+    assert not any("has no effect" in note for note in benched(momentum, "stock", "rate.json", seeds=0, epochs=0).notes)
+    for one, message in (
+        (absolute, "contestant 'muon.json': recipe.optimizer='muon': the schedule writes rates of its own.*max_lr="),
+        (momentum, "contestant 'muon.json': the schedule raises .*let the schedule pass cycle_momentum=False"),
+    ):
+        with pytest.raises(IncompatibleError, match=message):
+            benched(one, "stock", "muon.json", seeds=0, epochs=0)
 
 
 class Seeing(nn.Module):

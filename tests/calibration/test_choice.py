@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from torchboost.calibration.choice import Choice, Verdict, machine_of
+from torchboost.calibration.choice import Choice, Verdict, in_seconds, machine_of
 from torchboost.measure.evidence import Interval
 from torchboost.measure.stopwatch import environment
 
@@ -71,6 +71,26 @@ def test_a_machine_is_described_by_what_this_process_uses(monkeypatch):
     other = CHOICE.model_copy(update={"machine": {**here, "device": "GPU", "torch": "1.0"}})
     text = f"measured elsewhere (device: found GPU, here cpu; torch: found 1.0, here {torch.__version__})"
     assert text in other.measured_elsewhere(torch.device("cpu"))
+
+
+def test_a_time_above_zero_is_never_shown_as_zero() -> None:
+    shown = {1e-5: "0.01 ms", 0.0312: "31 ms", 0.0499: "50 ms", 0.06: "0.1 s", 4.0: "4.0 s", 12.4: "12 s", 0.0: "0.0 s"}
+    assert {number: in_seconds(number) for number in shown} == shown
+
+
+@pytest.mark.parametrize(
+    ("ratio", "said"),
+    [
+        (
+            Interval(low=0.7, mid=1.4, high=2.8),
+            "1.5 s of measuring did not decide (on: autocast; together a step",
+        ),
+        (Interval(low=0.97, mid=1.0, high=1.03), "no gain was found in 1.5 s of measuring (on: autocast; together"),
+        (Interval(low=1.1, mid=1.2, high=1.3), "on after 1.5 s of measuring: autocast; together a step is 1.20"),
+    ],
+)
+def test_the_summary_says_no_more_than_the_interval_of_all_together(ratio: Interval, said: str) -> None:
+    assert CHOICE.model_copy(update={"ratio": ratio}).summary().startswith(said)
 
 
 def test_what_was_on_before_another_run_is_not_said_of_this_one() -> None:

@@ -103,8 +103,29 @@ def test_padding():
     # The head of 64 outputs has two thirds of the work of a position. Without labels at padding it is found in both.
     assert found["padding"].share == pytest.approx(0.75, rel=0.1)
     assert found["unlabelled head"].share == pytest.approx(0.75 * 64 / 96, rel=0.1)
-    assert "75% of the positions are padding" in found["padding"].found
+    assert "75 % of the positions are padding" in found["padding"].found
     assert found["padding"].remedy.endswith("unpad_forward(model)")
+
+
+def test_padding_is_none_only_if_a_mask_says_so_or_nothing_can_be_padded():
+    class Inside(nn.Module):
+        """Its mask is made of the ids."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, 2)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.head((self.words(ids) * (ids > 0)[..., None]).sum(1))
+
+    inputs = padded()
+    found = measured(Inside(), inputs["input_ids"])["padding"]
+    assert (found.seconds, found.share, found.figure, found.remedy) == (None, None, "unknown", "")
+    assert found.found.startswith("no mask seen")
+    inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
+    found = measured(Words(), **inputs)["padding"]
+    assert (found.figure, found.found.endswith("shows padding")) == ("none", True)
+    assert measured(nn.Linear(2, 2), torch.ones(1, 2))["padding"].figure == "none"
 
 
 def test_padding_inside_of_a_wrapper_is_left_out_there():
@@ -138,7 +159,7 @@ def test_padding_that_cannot_be_left_out_is_estimated_from_columns():
     del inputs["labels"]
     found = measured(Mixed(), **inputs)["padding"]
     assert found.share == pytest.approx(0.5)
-    assert "estimated from the 50% of the columns" in found.found
+    assert "estimated from the 50 % of the columns" in found.found
     assert "longest sequence" in found.remedy
     inputs["attention_mask"][1, :] = 1
     found = measured(Mixed(), **inputs)["padding"]
@@ -302,10 +323,10 @@ def test_a_waste_reads_as_a_line():
     assert str(report).splitlines() == [
         "a plain step takes 500.0 ms",
         "",
-        "work without effect    of a step      how it was found  what leaves it out",
-        "padding                250.0 ms, 50%  measured          unpad",
-        "unlabelled head        none           no head",
-        "host synchronisations  unknown        3 times           x",
+        "work without effect    of a step       how it was found  what leaves it out",
+        "padding                250.0 ms, 50 %  measured          unpad",
+        "unlabelled head        none            no head",
+        "host synchronisations  unknown         3 times           x",
     ]
     left_out = report.without(["unpad"])
     assert not left_out.notable
@@ -404,7 +425,7 @@ def test_explain_shows_what_stays():
     )
     boosted.levers._waste = planted
     lines = [line for line in boosted.explain().splitlines() if line.startswith("waste")]
-    assert lines == ["waste: padding: 800.0 ms, 80%; measured; unpad_forward"]
+    assert lines == ["waste: padding: 800.0 ms, 80 %; measured; unpad_forward"]
     boosted = boosted_words(level="O1", config={"extra": {"unpad": {}}})
     boosted.model(**inputs).backward()
     boosted.levers._waste = planted
@@ -418,7 +439,7 @@ def test_explain_shows_the_padding_of_the_first_call_if_unpad_is_off():
         config = {"extra": {"fused_optimizer": {}, **({"unpad": {}} if mode == "on" else {})}}
         boosted = boosted_words(config=config, verify=True)
         boosted.model(**padded()).backward()
-        line = "waste: padding: 75% of the positions of the first batch, and unpad is off"
+        line = "waste: padding: 75 % of the positions of the first batch, and unpad is off"
         assert (line in boosted.explain().splitlines()) is shown, boosted.explain()
 
 

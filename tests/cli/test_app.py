@@ -94,6 +94,10 @@ def test_a_wrong_configuration_is_refused_with_one_message(tmp_path):
         assert result.stderr.startswith("Error: ")
         assert said in result.stderr
         assert "Traceback" not in result.output
+    file = tmp_path / "boost.json"
+    file.write_text('{"extra": {"less_bnn": true}}')
+    shown = " ".join(run("explain", str(file)).stderr.split())
+    assert f"extra.less_bnn in '{file}': found an unknown algorithm" in shown
     for words in (
         ("explain", str(tmp_path / "none.json")),
         ("explain", "--level", "O9"),
@@ -136,6 +140,12 @@ def test_the_plan_of_a_model_is_explained(tmp_path, monkeypatch):
     named = {row["name"] for row in found["algorithms"]} | set(found["waiting"])
     assert {"fused_optimizer", "channels_last"} <= named
     assert set(found["waiting"]).isdisjoint(row["name"] for row in found["dropped"])
+    monkeypatch.setenv("TORCHBOOST_CALIBRATE", "1")  # so that switches wait for a trial; nothing is trained
+    found = answer("explain", "train.py:make", "--total-steps", "20000", "--json")
+    reasons = {row["name"]: row["reason"] for row in found["dropped"]}
+    assert reasons["sparse_head"].startswith("does not apply: the model has no output head")
+    assert "fused_optimizer" in found["waiting"]
+    assert set(found["waiting"]).isdisjoint(reasons)
     assert run("explain", "train.py:other").exit_code == 1
     assert run("explain", "train.py:make", "--nodes", "2").exit_code == 1
 
@@ -150,6 +160,8 @@ def test_errors_are_short():
         (("explain", "--device", "toaster"), 1, "--device"),
         (("explain", "--nodes", "0"), 2, "nodes"),
         (("explain", "none.json"), 1, "there is no such file"),
+        (("explain", "train.py"), 1, "found 'train.py' without a function; needed: train.py:make."),
+        (("doctor", "train.py"), 1, "found 'train.py' without a function; needed: train.py:make."),
         (("report", "none.json"), 1, "none.json: No such file"),
         (("nonsense",), 2, "nonsense"),
     ):

@@ -154,6 +154,23 @@ def test_an_error_in_the_users_file_is_shown_from_its_line_on(tmp_path):
         assert "/torchboost/" not in result.stderr
 
 
+def test_a_schedule_that_cannot_drive_a_configuration_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cycle = "lambda o, n: torch.optim.lr_scheduler.OneCycleLR(o, [group['lr'] for group in o.param_groups], n)"
+    text = WRONG.format(before="", inside="pass", wrong="").replace("nn.Linear(4, 2)", "wide()")
+    text = text.replace("lr=0.1", "0.1, 0.9")
+    text = text.replace("cross_entropy, batches", f"cross_entropy, batches, None, {cycle}")
+    wide = "\n\ndef wide():\n    return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2))\n"
+    (tmp_path / "train.py").write_text(text + wide)
+    (tmp_path / "muon.json").write_text('{"recipe": {"optimizer": "muon"}}')
+    result = run("train.py:make", "--contestants", "stock,muon.json", "--pairs", "1", "--seeds", "0")
+    assert result.exit_code == 1
+    assert "Traceback" not in result.stderr
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("Error: contestant 'muon.json': the schedule raises ValueError: ")
+    assert last.endswith("let the schedule pass cycle_momentum=False.")
+
+
 def test_interrupted(pretend, tmp_path):
     saved = "24 finished training runs; repeat the command with --resume"
     for folder, earlier, saves, words, said in (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import textwrap
 import time
@@ -169,8 +170,10 @@ def test_the_waste_of_a_step_is_measured(file, monkeypatch):
     kinds = {kind["kind"]: kind for kind in found["kinds"]}
     assert (list(kinds), found["fault"]) == (KINDS, "")
     assert kinds["unlabelled head"]["share"] > 0.1  # the loss is outside of the model
-    assert kinds["padding"]["share"] == 0.0
+    assert (kinds["padding"]["share"], kinds["padding"]["seconds"]) == (None, None)
     shown = run(f"{file}:sparse", "--steps", "3").stdout
+    assert re.search(r"^padding +not known *$", shown, re.MULTILINE), shown
+    assert "padding: no mask seen" in shown
     assert "waste of a step" in shown
     assert "Remedy: boost tries the switch sparse_head" in shown
     assert json.loads(run("--json").stdout)["waste"] is None

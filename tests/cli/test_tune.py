@@ -99,6 +99,7 @@ def test_mistakes_are_one_line_and_nothing_of_others_is_overwritten(factory, tmp
         ("digitz",): "Did you mean 'digits-resnet'",
         ("digits", "--budget", "soon"): "budget: found 'soon'",
         ("digits", "--drop", "0"): "drop: found 0.0",
+        ("digits", "--steps", "4", "--epochs", "1"): "found epochs=1 and steps=4; give one of them",
         ("digits", "--rate", "fast"): "rate: found 'fast'",
         ("digits", "--device", "toaster"): "--device",
         (factory, "--out", str(tmp_path)): "a folder; give a file",

@@ -283,6 +283,20 @@ def test_a_schedule_on_the_given_optimizer_is_refused_at_the_first_step():
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
+@pytest.mark.parametrize("section", [MUON, {"optimizer": "schedule_free_adamw"}])
+def test_a_plateau_on_the_given_optimizer_is_said_once_to_have_no_effect(section: dict[str, Any]):
+    model, optimizer = pair()
+    scheduler = ReduceLROnPlateau(optimizer, factor=0.1, patience=0)
+    boosted = recipe(model, optimizer, **section)
+    train(*boosted, range(1))
+    for loss in (1.0, 2.0):
+        scheduler.step(loss)
+    with pytest.warns(NoEffectWarning, match=r"as by ReduceLROnPlateau, which has no effect.*on boosted\.optimizer"):
+        train(*boosted, range(1))
+    scheduler.step(3.0)
+    train(*boosted, range(1))
+
+
 def test_a_plateau_follows_the_scaled_rates():
     model, optimizer = pair()
     scheduler = ReduceLROnPlateau(optimizer, factor=0.1, patience=0)
@@ -425,7 +439,7 @@ def test_the_length_of_every_algorithm_is_the_shortened_one(tmp_path: Path):
     again = Plan.of("O0", tmp_path / "boost.json", Facts(), total_steps=3001)
     assert again.algorithms == plan.algorithms
     with pytest.raises(
-        ConfigError, match=r"total_steps: found 1500, and total_steps=2000 as an argument, of which recipe"
+        ConfigError, match=r"total_steps in .*: found 1500, and total_steps=2000 as an argument, of which recipe"
     ):
         Plan.of("O0", tmp_path / "boost.json", Facts(), total_steps=2000)
     alone = Plan.of("O0", tmp_path / "boost.json", Facts())

@@ -186,10 +186,36 @@ class Unknown(nn.Module):
         return self.leave(self.hidden(self.enter(x + y)) + self.table[:1])
 
 
+class Attending(Unknown):
+    """Also a fused projection of queries, keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.ModuleDict({"fused": nn.Linear(8, 24), "out": nn.Linear(8, 8)})
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        query, key, value = self.block["fused"](self.hidden(self.enter(x + y))).chunk(3, -1)
+        return self.leave(self.block["out"](nn.functional.scaled_dot_product_attention(query, key, value)))
+
+
+class Gated(Unknown):
+    """Two wide layers side by side, whose product the third one reads whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.ModuleDict({"gate": nn.Linear(8, 32), "up": nn.Linear(8, 32), "down": nn.Linear(32, 8)})
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.hidden(self.enter(x + y))
+        return self.leave(self.block["down"](self.block["gate"](hidden) * self.block["up"](hidden)))
+
+
 def test_types_decide_if_the_model_cannot_be_run():
-    with pytest.warns(UserWarning, match=r"does not run on a guessed input.*Pass sample="):
-        groups = muon_groups(Unknown())
-    assert names(groups)["muon"] == {"hidden.weight"}
+    for plain in (Unknown(), Gated()):  # without a warning: no layer of them can be a fused projection
+        assert "hidden.weight" in names(muon_groups(plain))["muon"]
+    with pytest.warns(UserWarning, match=r"does not run on a guessed input.*fused projections.*Pass sample="):
+        groups = muon_groups(Attending())
+    assert names(groups)["muon"] == {"hidden.weight", "block.fused.weight", "leave.weight"}
     sample = (torch.ones(2, 4), torch.ones(2, 4))
     assert names(muon_groups(Unknown(), sample=sample))["muon"] == {"hidden.weight"}
     with pytest.raises(ValueError, match="does not run on the sample"):

@@ -27,7 +27,6 @@ from torchboost.tuning.training import (
     fingerprint_of,
     looked_at,
     named_candidates,
-    schedule_sets_rates,
     standard_recipes,
     try_levers,
 )
@@ -291,20 +290,6 @@ def test_a_training_that_learns_much_slower_than_the_best_is_stopped_at_a_third(
         assert run.hopeless == stopped
         assert math.isnan(run.metric) == stopped
         assert len(run.losses) == (2 if stopped else 6)
-
-
-def test_a_schedule_that_writes_its_own_rates_is_seen():
-    lrs = torch.optim.lr_scheduler
-    for schedule, own in (
-        (None, False),
-        (lambda o, n: lrs.CosineAnnealingLR(o, n), False),
-        (lambda o, n: lrs.LambdaLR(o, lambda step: min(1.0, step / 2)), False),
-        (lambda o, n: lrs.OneCycleLR(o, max_lr=0.1, total_steps=n), True),
-        (lambda o, n: lrs.OneCycleLR(o, max_lr=[g["lr"] for g in o.param_groups], total_steps=n), False),
-        (lambda o, n: lrs.CyclicLR(o, base_lr=0.01, max_lr=0.1), True),
-        (lambda o, n: lrs.SequentialLR(o, [lrs.ConstantLR(o), lrs.ExponentialLR(o, 0.9)], [2]), False),
-    ):
-        assert schedule_sets_rates(lambda seed, s=schedule: (*make(seed)[:5], s)[: 6 if s else 5], 50) is own
 
 
 def test_the_standard_recipes_have_the_levers_and_the_settings_of_the_levels():

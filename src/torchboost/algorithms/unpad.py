@@ -17,11 +17,11 @@ from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import check_module
 from torchboost.core.wrapping import compiled_parts, sharded_units, unwrap
 from torchboost.tokens.call import Part, PartialCall, PartialForward
-from torchboost.tokens.entrance import Entrance, Key, Pair, Place, layouts_of, may_mask
+from torchboost.tokens.entrance import Entrance, Key, Pair, Place, has_mask, layouts_of, may_mask
 from torchboost.tokens.layout import Layout
 from torchboost.tokens.rows import MissingRows
 
-__all__ = ["Unpad", "masks_among", "unpad_forward"]
+__all__ = ["Unpad", "marks_padding", "masks_among", "unpad_forward"]
 
 _PAIRS: tuple[Pair, ...] = (
     ("attention_mask", "input_ids"),
@@ -163,6 +163,11 @@ def _attached(model: nn.Module, optimizers: Sequence[Optimizer], pairs: Sequence
 def masks_among(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Return the tokens of padded sequences as far as the arguments of a call tell. The model is not run."""
     return [layout.mask for layout in _entrance(model, args, kwargs, _PAIRS).layouts]
+
+
+def marks_padding(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an argument of a call tells where another one has padding, also if there is none."""
+    return has_mask(_PAIRS, _arguments(inspect.signature(unwrap(model).forward), args, dict(kwargs)))
 
 
 def _entrance(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], pairs: Sequence[Pair]) -> Entrance:

@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,11 @@ from torch import Tensor
 
 from torchboost.bench.contestants import Loop, Planner, Recipe, averaged, build_loop, version_of
 from torchboost.bench.factory import RETURNS, Epoch, Factory, check_seeds, one_epoch
+from torchboost.bench.schedules import without_effect
 from torchboost.bench.verdict import LEAST_PAIRS, stock_of
+from torchboost.config import BoostConfig
 from torchboost.core.forward import tensors_in
+from torchboost.errors import IncompatibleError
 from torchboost.measure.evidence import AlgorithmRow, BenchReport, Contestant, Curve, Quality
 from torchboost.measure.machine import PeakMemory
 from torchboost.measure.statistics import SequentialTest
@@ -98,6 +101,7 @@ def run_bench(
         progress: Called in every phase.
 
     Raises:
+        IncompatibleError: The factory's schedule cannot drive the optimizer of a configuration.
         ValueError: Contestants are unknown or repeated, the report in ``out`` belongs to another measurement,
             ``decide`` is given for a metric of unknown units, or ``epochs`` for a factory without a metric.
         KeyboardInterrupt: Passed on. The report in ``out`` holds all complete runs.
@@ -145,6 +149,7 @@ def run_bench(
     )
     if resume:
         session.take_up()
+    session.check_recipes(recipes)
     names = [contestant.name for contestant in session.report.contestants]
     if not recipes.keys() <= set(names):
         session.time(list(dict.fromkeys([*names, *contestants])), pairs)
@@ -190,6 +195,23 @@ class _Session:
     def batches(self, loop: Loop, seed: int, epoch: int) -> Iterator[tuple[Any, Any]]:
         some = itertools.islice(loop.parts.batches, self.epoch.steps)
         return one_epoch(some, seed=seed, epoch=epoch, device=self.device)
+
+    def check_recipes(self, contestants: Mapping[str, Recipe]) -> None:
+        """Note what of a configuration has no effect here.
+
+        Raises:
+            IncompatibleError: The factory's schedule cannot drive the optimizer of a configuration.
+        """
+        steps = self.report.epochs * self.epoch.steps or TIMING_SCHEDULE
+        for name, contestant in contestants.items():
+            if contestant.kind == "config":
+                recipe = BoostConfig.load(contestant.base).recipe
+                try:
+                    remark = without_effect(self.factory.make, recipe, steps)
+                except IncompatibleError as error:
+                    raise IncompatibleError(f"contestant {name!r}: {error}.") from None
+                if remark and (note := f"{name}: {remark}") not in self.report.notes:
+                    self.update(notes=[*self.report.notes, note])
 
     def take_up(self) -> None:
         """Continue the saved report, if there is one that belongs to this measurement."""

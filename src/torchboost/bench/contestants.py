@@ -11,7 +11,8 @@ The name of a contestant is a base and, after plus signs, the additions to it.
 ``O0``, ``O1``, ``O2``     the plain loop, boosted at that level
 ``hand+less_bn``           the hand loop with one algorithm attached; likewise ``stock+...``
 ``O1+compile``             a level with one more algorithm
-``boost.json``             what ``tune`` wrote to this file, for the number of steps that it names
+``boost.json``             what ``tune`` wrote to this file, for the number of steps that it names; also
+                           ``boost.json+compile``
 =========================  ==========================================================================
 """
 
@@ -31,6 +32,7 @@ from torch.optim import Optimizer
 
 from torchboost.algorithms.grad_accumulation import GradAccumulation
 from torchboost.bench.factory import Factory, Parts, loop_body
+from torchboost.bench.schedules import LEAST_STEPS, of_boosted
 from torchboost.config import BoostConfig
 from torchboost.core.algorithm import Target
 from torchboost.core.hardware import half_precision
@@ -38,7 +40,6 @@ from torchboost.core.torch_private import AnyConv
 from torchboost.errors import nearest
 from torchboost.front import Boosted, boost
 from torchboost.measure.evidence import AlgorithmRow, DroppedRow
-from torchboost.optim import ScheduleFreeAdamW
 from torchboost.optim.fusing import obstacle
 from torchboost.plan import Plan
 from torchboost.registry import Facts
@@ -72,12 +73,17 @@ class Recipe:
             ValueError: The part before the first plus is not a base, an addition is empty or repeated, or there is no
                 such file.
         """
+        file, mark, rest = name.rpartition(f"{CONFIG}+")
         if name.endswith(CONFIG):
-            if not Path(name).is_file():
+            base, added = name, []
+        elif mark:
+            base, added = file + CONFIG, rest.split("+")
+        else:
+            base, *added = name.split("+")
+        if base.endswith(CONFIG):
+            if not Path(base).is_file():
                 raise ValueError(f"contestant '{name}': found no such file; give one that `torchboost tune` wrote.")
-            return cls(base=name)
-        base, *added = name.split("+")
-        if base not in BASES:
+        elif base not in BASES:
             hint = nearest(base, BASES)
             allowed = f"{', '.join(BASES)}, and the name of a file that ends with {CONFIG}"
             raise ValueError(f"contestant '{name}': found '{base}'; allowed are {allowed}. {hint}".rstrip())
@@ -197,7 +203,7 @@ def build_loop(
     model = parts.model.to(device).train()
     total = total_steps or steps
     if recipe.kind == "config":
-        return _configured(recipe.base, parts, model, steps, total)
+        return _configured(recipe, parts, model, steps, total)
     if recipe.kind == "level" and planner is None:
         added = dict.fromkeys(recipe.planned, True)
         boosted = boost(model, parts.optimizer, level=recipe.base, total_steps=total, config={"extra": added})
@@ -242,9 +248,10 @@ def build_loop(
 
 def version_of(name: str) -> str:
     """Return a text that tells apart the versions of a configuration; empty for another contestant."""
-    if Recipe.parse(name).kind != "config":
+    recipe = Recipe.parse(name)
+    if recipe.kind != "config":
         return ""
-    return hashlib.sha256(BoostConfig.load(name).model_dump_json(exclude={"about"}).encode()).hexdigest()[:16]
+    return hashlib.sha256(BoostConfig.load(recipe.base).model_dump_json(exclude={"about"}).encode()).hexdigest()[:16]
 
 
 @contextlib.contextmanager
@@ -261,13 +268,15 @@ def averaged(optimizer: Optimizer) -> Iterator[None]:
         after()
 
 
-def _configured(path: str, parts: Parts, model: nn.Module, steps: int, total: int) -> Loop:
-    boosted = boost(model, parts.optimizer, config=path, total_steps=total)
+def _configured(recipe: Recipe, parts: Parts, model: nn.Module, steps: int, total: int) -> Loop:
+    config = BoostConfig.load(recipe.base)
+    added = {name: config.extra.get(name) or True for name in recipe.planned}
+    if added:
+        config = config.model_copy(update={"extra": {**config.extra, **added}})
+    boosted = boost(model, parts.optimizer, config=config if added else recipe.base, total_steps=total)
     _check_updates(boosted.plan)
-    if isinstance(boosted.optimizer, ScheduleFreeAdamW):
-        parts = parts._replace(schedule=None)  # its average takes the place of one
-    parts = parts._replace(optimizer=boosted.optimizer)
-    steps = max(2, round(boosted.plan.recipe.length * steps))
+    parts = of_boosted(parts, boosted)
+    steps = max(LEAST_STEPS, boosted.plan.recipe.steps_of(steps))
     body = loop_body(parts, boosted.model, boosted.optimizer, steps)
     return Loop(parts=parts, step=body, steps=steps, predict=boosted.model, boosted=boosted)
 

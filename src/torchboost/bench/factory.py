@@ -452,6 +452,8 @@ def function_at(source: str) -> Callable[[int], object]:
     Raises:
         ValueError: The file or the function does not exist, or the file raises an error.
     """
+    if source.endswith(".py"):
+        raise ValueError(f"found {source!r} without a function; needed: {source}:make.")
     file, _, name = source.rpartition(":")
     path = Path(file)
     if not path.is_file():

@@ -16,6 +16,7 @@ from torchboost.bench.factory import ACCURACY_DROPS
 from torchboost.bench.report import wording
 from torchboost.measure.evidence import BenchReport, Contestant, Interval, Ratio
 from torchboost.measure.statistics import mean_of, paired_difference, paired_ratio
+from torchboost.sheet import percent
 
 __all__ = [
     "Difference",
@@ -318,7 +319,7 @@ def _promise(summary: Summary, metric: str, share: bool) -> Sentence | None:
     if interval.high < 1:
         return Sentence("bad", f"{asked}: missed here, it is slower.")
     if summary.hand is not None and summary.hand.interval.high < 1 - BEHIND_HAND:
-        behind = f"{level} promises to be at most {wording.percent(BEHIND_HAND)} behind the best loop by hand"
+        behind = f"{level} promises to be at most {percent(BEHIND_HAND)} behind the best loop by hand"
         return Sentence("bad", f"{behind}: missed here.")
     if summary.stock_diverged:
         return Sentence("open", f"{asked}: not decided, since stock diverged.")

@@ -36,6 +36,7 @@ from torchboost.distributed.topology import Topology
 from torchboost.errors import RankDisagreementError
 from torchboost.plan import Plan, own_settings
 from torchboost.registry import REGISTRY
+from torchboost.sheet import percent
 
 __all__ = [
     "UNSEEN",
@@ -241,8 +242,8 @@ class Calibration:
         counts_steps = self.total_steps is not None and isinstance(self.calibrate, (bool, str))
         if counts_steps and _steps_of_trial(self.total_steps or 0) < _LEAST_STEPS:
             return (
-                f"a run of {self.total_steps:,} steps is short: a trial may take {_MOST_SHARE:.0%} of it, and needs "
-                f"{_LEAST_STEPS} steps; allow more with boost(..., calibrate=seconds)"
+                f"a run of {self.total_steps:,} steps is short: a trial may take {percent(_MOST_SHARE)} of it, and "
+                f"needs {_LEAST_STEPS} steps; allow more with boost(..., calibrate=seconds)"
             )
         return obstacle_to_updates(target.optimizers) or exchange_in(target.model)
 

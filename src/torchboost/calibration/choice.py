@@ -14,10 +14,13 @@ from torchboost.core.algorithm import Algorithm
 from torchboost.measure.evidence import Interval
 from torchboost.measure.stopwatch import device_name, package_version, processor_name
 
-__all__ = ["WASTE", "Choice", "Source", "Verdict", "in_a_line", "in_seconds", "machine_of"]
+__all__ = ["SEEMS_FASTER", "WASTE", "Choice", "Source", "Verdict", "in_a_line", "in_seconds", "machine_of"]
 
 WASTE = "boosted.waste(*inputs), or boosted.waste(**batch) for a dict,"
 """The call that measures a batch, as the loop calls the model."""
+
+SEEMS_FASTER = 1.02
+"""From this ratio on a step seems to be faster, also if its interval does not exclude 1."""
 
 Source = Literal["trial", "checkpoint", "prior"]
 """Where a choice comes from."""
@@ -178,10 +181,9 @@ class Choice(_Record):
             return f"on after {seconds} of measuring: {on}; {gain}. boosted.explain() says why"
         tried = ", ".join(verdict.lever for verdict in self.verdicts if verdict.pairs) or "nothing"
         found = f"on: {on}; {gain}" if on else f"timed: {tried}; all are off{f'; {untimed}' if untimed else ''}"
-        return (
-            f"no gain was found in {seconds} of measuring ({found}). boosted.explain() says why, and "
-            f"{WASTE} shows what a step spends its time on"
-        )
+        open_ = on and self.ratio is not None and self.ratio.mid >= SEEMS_FASTER
+        lead = f"{seconds} of measuring did not decide" if open_ else f"no gain was found in {seconds} of measuring"
+        return f"{lead} ({found}). boosted.explain() says why, and {WASTE} shows what a step spends its time on"
 
     def measured_elsewhere(self, device: torch.device) -> str:
         """Return how the machine of a checkpoint's choice differs from this one, and what to do. Empty if it is not."""
@@ -211,7 +213,9 @@ def _as_it_was(lever: str, on: Any) -> Verdict:
 
 
 def in_seconds(number: float) -> str:
-    """Return a time in words, with a digit behind the point if it is short."""
+    """Return a time in words, with a digit behind the point if it is short, or in milliseconds."""
+    if 0 < number < 0.05:
+        return f"{1e3 * number:.2g} ms"
     return f"{number:.0f} s" if number >= 10 else f"{number:.1f} s"
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from torchboost.algorithms.unpad import masks_among
+from torchboost.algorithms.unpad import marks_padding, masks_among
 from torchboost.calibration.passes import Pass, Passes, relative
 from torchboost.core.algorithm import Attachment
 from torchboost.core.forward import cover_forward
@@ -25,6 +25,7 @@ __all__ = [
     "HostWaits",
     "Kept",
     "Padded",
+    "Seen",
     "UselessMask",
     "each_end",
     "same",
@@ -62,14 +63,28 @@ class UselessMask(NamedTuple):
     tensor: Tensor
 
 
-def seen_in(passes: Passes, root: str) -> tuple[list[Padded], list[UselessMask]]:
+class Seen(NamedTuple):
+    """What the arguments of the modules show.
+
+    Args:
+        padded: The calls with padding of the outermost module that has some.
+        useless: Masks that may mask nothing.
+        masked: Whether an argument tells where another one has padding, be there some or none.
+    """
+
+    padded: list[Padded]
+    useless: list[UselessMask]
+    masked: bool
+
+
+def seen_in(passes: Passes, root: str) -> Seen:
     """Look at the arguments of all modules in one pass, outer modules first.
 
     Args:
         passes: Passes of the model.
         root: The name of the model, with which those of its parts begin; empty without one.
     """
-    padded, masks = list[Padded](), list[UselessMask]()
+    padded, masks, marks = list[Padded](), list[UselessMask](), list[str]()
 
     def look(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
@@ -79,6 +94,8 @@ def seen_in(passes: Passes, root: str) -> tuple[list[Padded], list[UselessMask]]
             return
         if not padded:
             padded.extend(Padded(name, module, mask) for mask in masks_among(module, args, kwargs))
+        if not marks and marks_padding(module, args, kwargs):
+            marks.append(name)
         for argument, value in arguments.items():
             if signature.parameters[argument].default is None and len(masks) < _MOST_MASKS and _is_constant(value):
                 masks.append(UselessMask(name, module, argument, value))
@@ -89,7 +106,7 @@ def seen_in(passes: Passes, root: str) -> tuple[list[Padded], list[UselessMask]]
             hooks.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
         with passes.prepared():
             passes.run()
-    return padded, masks
+    return Seen(padded, masks, bool(marks))
 
 
 def _is_constant(value: Any) -> bool:

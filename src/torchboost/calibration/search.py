@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from torchboost.calibration.choice import Verdict, in_a_line, in_seconds
+from torchboost.calibration.choice import SEEMS_FASTER, Verdict, in_a_line, in_seconds
 from torchboost.calibration.trial import Trial
 from torchboost.measure.evidence import Interval
 from torchboost.measure.statistics import exact_median
@@ -16,7 +16,7 @@ __all__ = ["SET_ASIDE", "Price", "search"]
 _LOOKS = (7, 11, 15, 20, 28, 40, 60, 90)
 """Numbers of pairs at which a lever may be decided."""
 _ENOUGH = 40
-_PROMISING = 1.02
+_PROMISING = SEEMS_FASTER
 """After 40 pairs, only a lever that seems to gain 2 % is timed further."""
 _CONFIDENCE = 0.98
 """Of one look. Over all looks, a lever that does nothing is kept in fewer than 1 of 20 trials."""
@@ -166,6 +166,16 @@ def _pairs(sample: _Sample) -> str:
 def _in_each(what: str, sample: _Sample) -> str:
     each = "the only pair" if len(sample.ratios) == 1 else f"each of {_pairs(sample)}"
     return f"a step is clearly {what} in {each}"
+
+
+def _without_gain(sample: _Sample, interval: Interval) -> str:
+    """Say why a lever is not kept after its last look: it gains too little, nothing was found, or it is still open."""
+    figure = f"{interval.mid:.2f} times as fast"
+    if interval.low > 1:
+        return f"it gains too little: {figure}"
+    if interval.mid >= _PROMISING:
+        return f"{_pairs(sample)} did not decide: {figure}; left out"
+    return f"no gain was found: {figure}"
 
 
 def _is_clearly_slower(ratios: Sequence[float]) -> bool:
@@ -385,14 +395,14 @@ class _Search:
         elif sample.is_clearly_faster or (sample.interval is not None and sample.interval.low > 1 and middle >= least):
             saving, price = self._saving(middle), self._in_all(lever, sample.price)
             if lever in self.prices and saving is not None and saving <= price:
-                text = f"{middle:.2f} times as fast, which saves {saving:.0f} s and costs {price:.0f} s"
+                text = f"{middle:.2f} times as fast, which saves {in_seconds(saving)} and costs {in_seconds(price)}"
                 self._decide(lever, False, text, sample)
             else:
                 text = f"a step is {middle:.2f} times as fast"
                 self._decide(lever, True, text if sample.is_shown else _in_each("faster", sample), sample)
                 self.last_step /= middle
         elif sample.interval is not None and (sample.is_decided or len(sample.ratios) >= _LOOKS[-1]):
-            self._decide(lever, False, f"no gain was found: {sample.interval.mid:.2f} times as fast", sample)
+            self._decide(lever, False, _without_gain(sample, sample.interval), sample)
         else:
             keep = self.undecided.get(lever, False) and middle > 1
             what = "kept as usual" if keep else "left out"
@@ -421,14 +431,14 @@ class _Search:
         saving = self._saving(price.best_ratio)
         if saving is not None and saving <= (cost := self._in_all(lever, price.expected)):
             return (
-                f"{self.steps:,} steps do not repay it: at best it saves {saving:.0f} s, and it costs about "
-                f"{cost:.0f} s"
+                f"{self.steps:,} steps do not repay it: at best it saves {in_seconds(saving)}, and it costs about "
+                f"{in_seconds(cost)}"
             )
         if price.expected > share:
             enough = _rounded((price.expected + 2 * _LOOKS[0] * self.last_step) / SET_ASIDE)
             return (
-                f"to try it takes about {price.expected:.0f} s, and the trial has {max(share, 0):.0f} s left; "
-                f"boost(..., calibrate={enough}) gives it enough"
+                f"to try it takes about {in_seconds(price.expected)}, and the trial has {in_seconds(max(share, 0))} "
+                f"left; boost(..., calibrate={enough}) gives it enough"
             )
         return None
 

@@ -19,7 +19,7 @@ from torchboost.calibration.passes import Passes, on_real_inputs
 from torchboost.calibration.removals import (
     HostWaits,
     Kept,
-    Padded,
+    Seen,
     UselessMask,
     each_end,
     same,
@@ -34,7 +34,7 @@ from torchboost.core.wrapping import is_compiled, sharded_units
 from torchboost.errors import IncompatibleError
 from torchboost.measure.statistics import paired_ratio
 from torchboost.measure.stopwatch import Clock, collector_off
-from torchboost.sheet import Sheet
+from torchboost.sheet import Sheet, percent
 
 __all__ = ["Waste", "WasteReport", "padded_share", "waste_of"]
 
@@ -48,6 +48,8 @@ _SECONDS = 2.0
 _LOOKS = 5
 _MOST_TRIES = 6
 _MOST_OF_FREE = 0.5
+_OF_TOKENS = (nn.Embedding, nn.MultiheadAttention)
+"""Modules of models whose positions may be padding."""
 
 Change = Callable[[], AbstractContextManager[Any]]
 
@@ -75,7 +77,7 @@ class Waste:
         """The seconds and the share, in words."""
         if self.seconds is None or self.share is None:
             return "unknown"
-        return f"{1e3 * self.seconds:.1f} ms, {self.share:.0%}" if self.share else "none"
+        return f"{1e3 * self.seconds:.1f} ms, {percent(self.share)}" if self.share else "none"
 
     def __str__(self) -> str:
         """Say it in a line."""
@@ -183,11 +185,11 @@ def waste_of(
         if passes.snapshot.has_iterator:
             raise IncompatibleError("the model or its inputs hold an iterator, which can be read only once")
         bench = _Bench(passes, target.optimizers, clock)
-        padded, masks = seen_in(passes, root)
+        seen = seen_in(passes, root)
         kinds = [
-            _guarded("padding", lambda: _padding(bench, padded)),
+            _guarded("padding", lambda: _padding(bench, seen)),
             _guarded("unlabelled head", lambda: _head(bench, target.optimizer)),
-            _guarded("masks that mask nothing", lambda: _masks(bench, masks)),
+            _guarded("masks that mask nothing", lambda: _masks(bench, seen.useless)),
             _guarded("activation checkpointing", lambda: _checkpoints(bench)),
             _guarded("forward pass of frozen layers", lambda: _frozen(bench)),
             _guarded("host synchronisations", lambda: _waits(bench)),
@@ -249,7 +251,8 @@ class _Bench:
         if low <= 0:
             text = f"{detail}no measurable time in {len(times)} pairs of steps"
             return Waste(kind=kind, seconds=0.0, share=0.0, found=text)
-        text = f"{detail}{low:.0%} to {high:.0%} of the computation, in {len(times)} pairs of steps with and without it"
+        between = f"{detail}{percent(low)} to {percent(high)} of the computation"
+        text = f"{between}, in {len(times)} pairs of steps with and without it"
         return Waste(kind=kind, seconds=share * self.plain, share=share, found=text, remedy=remedy)
 
     def _pair(self, change: Change, *, turned: bool) -> tuple[float, float]:
@@ -271,12 +274,17 @@ def _none(kind: str, why: str) -> Waste:
     return Waste(kind=kind, seconds=0.0, share=0.0, found=why)
 
 
-def _padding(bench: _Bench, padded: Sequence[Padded]) -> Waste:
+def _padding(bench: _Bench, seen: Seen) -> Waste:
     kind = "padding"
-    if not padded:
+    if not seen.padded and seen.masked:
         return _none(kind, "no mask in the arguments of the model or of its parts shows padding")
-    first = padded[0]
-    detail = f"{1 - float(first.mask.float().mean()):.0%} of the positions are padding"
+    if not seen.padded and not any(isinstance(one, _OF_TOKENS) for one in bench.passes.model.modules()):
+        return _none(kind, "the model has no embedding and no attention of torch")
+    if not seen.padded:
+        text = "no mask seen among the arguments of the model or of its parts; whether forward makes one is not known"
+        return Waste(kind=kind, seconds=None, share=None, found=text)
+    first = seen.padded[0]
+    detail = f"{percent(1 - float(first.mask.float().mean()))} of the positions are padding"
     columns = 1 - float(first.mask.any(0).float().mean())
     live: Any = unpad_forward(first.module)
     with bench.passes.prepared(), live:
@@ -292,7 +300,7 @@ def _padding(bench: _Bench, padded: Sequence[Padded]) -> Waste:
         kind=kind,
         seconds=columns * bench.plain,
         share=columns,
-        found=f"{detail}; estimated from the {columns:.0%} of the columns that hold padding alone",
+        found=f"{detail}; estimated from the {percent(columns)} of the columns that hold padding alone",
         remedy="pad to the longest sequence of each batch",
     )
 

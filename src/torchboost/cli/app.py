@@ -70,8 +70,9 @@ def explain(
 ) -> None:
     """Show what a level turns on for this machine, a configuration or a model, what it leaves out, and why."""
     from torchboost.cli.plans import show_plan, show_plan_of_model
+    from torchboost.cli.shared import names_file
 
-    if source is not None and source.rpartition(":")[0].endswith(".py"):
+    if source is not None and names_file(source):
         if nodes != 1 or convolutions is not None:
             typer.echo("Error: --nodes and --convolutions: leave them out; the model and the process tell.", err=True)
             raise typer.Exit(1)
@@ -242,7 +243,7 @@ def tune(
                 factory.make,
                 drop=POINT * drop,
                 budget=budget,
-                epochs=1 if steps is not None and epochs is None else epochs or factory.epochs,
+                epochs=epochs if steps is not None else epochs or factory.epochs,
                 steps=steps,
                 total_steps=total_steps,
                 rate=rate,

@@ -21,7 +21,6 @@ from torch.utils.collect_env import get_env_info
 from torch.utils.data import DataLoader
 
 from torchboost.bench.factory import Factory, Parts, one_epoch, outputs_of
-from torchboost.bench.report import wording
 from torchboost.calibration.choice import in_a_line
 from torchboost.calibration.waste import waste_of
 from torchboost.cli.shared import (
@@ -38,6 +37,7 @@ from torchboost.core.hardware import half_precision
 from torchboost.core.torch_private import compiler_follows_flags
 from torchboost.measure.machine import Kind, products
 from torchboost.measure.stopwatch import Clock, Progress, package_version
+from torchboost.sheet import percent
 
 __all__ = ["cpp_compiler", "examine", "measure_machine", "measure_step", "measure_waste", "show_doctor", "verdict"]
 
@@ -63,9 +63,7 @@ def show_doctor(factory: str | None, *, steps: int, device: str, json: bool) -> 
         return
     print_table(["what", "found"], [*_installed(facts), *_measured(figures)])
     if step is not None:
-        rows = [
-            [name, f"{part['median_ms']:.2f}", wording.percent(part["share"])] for name, part in step["parts"].items()
-        ]
+        rows = [[name, f"{part['median_ms']:.2f}", percent(part["share"])] for name, part in step["parts"].items()]
         typer.echo()
         print_table([f"part of a step ({step['steps']} steps, {step['device']})", "median, ms", "share"], rows)
         typer.echo(step["verdict"])
@@ -244,7 +242,7 @@ def _print_waste(waste: dict[str, Any]) -> None:
     rows, notes = [], []
     for kind in waste["kinds"]:
         known = kind["seconds"] is not None
-        figures = [f"{1e3 * kind['seconds']:.2f}", wording.percent(kind["share"])] if known else ["not known", ""]
+        figures = [f"{1e3 * kind['seconds']:.2f}", percent(kind["share"])] if known else ["not known", ""]
         rows.append([kind["kind"], *figures])
         remedy = f" Remedy: {kind['remedy']}." if kind["remedy"] else ""
         notes.append(f"{kind['kind']}: {kind['found']}.{remedy}")
@@ -265,12 +263,10 @@ def verdict(loading: float, workers: int | None) -> str:
             if workers is None
             else f"raise num_workers (found {workers}), or do less work per sample"
         )
-        share = wording.percent(loading)
+        share = percent(loading)
         return f"The loader is the bottleneck: it takes {share} of a step, and no level helps; {remedy}."
     limit = f" If they took no time, a step would be {1 / loading:.1f} times as fast." if loading > 0.01 else ""
-    return (
-        f"A level acts on forward, backward and optimizer, which take {wording.percent(1 - loading)} of a step.{limit}"
-    )
+    return f"A level acts on forward, backward and optimizer, which take {percent(1 - loading)} of a step.{limit}"
 
 
 def _installed(facts: dict[str, Any]) -> list[list[str]]:

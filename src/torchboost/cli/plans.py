@@ -22,9 +22,10 @@ from torchboost.cli.shared import (
     usable_device,
     user_errors,
 )
-from torchboost.config import BoostConfig
+from torchboost.config import BoostConfig, ConfigSource
 from torchboost.core.hardware import device_fault, half_precision
 from torchboost.errors import ConfigError
+from torchboost.explanation import Row
 from torchboost.front import boost
 from torchboost.plan import Plan
 from torchboost.registry import LEVELS, REGISTRY, Facts
@@ -69,9 +70,9 @@ def show_plan(
 ) -> None:
     """Print what a level and a configuration turn on for this machine."""
     try:
-        loaded = _load(config)
-        facts = _facts(loaded, nodes, device, convolutions)
-        plan = Plan.of(level, loaded, facts, total_steps=total_steps)
+        source = _source(config)
+        facts = _facts(BoostConfig.load(source), nodes, device, convolutions)
+        plan = Plan.of(level, source, facts, total_steps=total_steps)
     except ConfigError as error:
         _refuse(error, json)
     _show(plan, plan.explain(), json)
@@ -84,20 +85,21 @@ def show_plan_of_model(source: str, level: str, *, total_steps: int | None, devi
         model = parts.model.to(usable_device(device)).train()
         boosted = boost(model, parts.optimizer, level, total_steps=total_steps)
         plan, text = boosted.plan, boosted.explain()
-        waiting = [row.name for row in boosted.levers.explanation().rows if row.state == "waits"]
+        rows = boosted.levers.explanation().rows
         boosted.remove()
-    _show(plan, text, json, waiting)
+    _show(plan, text, json, rows)
 
 
-def _show(plan: Plan, text: str, json: bool, waiting: Sequence[str] = ()) -> None:
+def _show(plan: Plan, text: str, json: bool, rows: Sequence[Row] = ()) -> None:
     if not json:
         typer.echo(text)
         return
     on = [{"name": a.name, "summary": REGISTRY[a.name].summary, "settings": _settings_of(a)} for a in plan.algorithms]
-    dropped = [{"name": d.name, "reason": d.reason} for d in plan.dropped if d.name not in waiting]
+    waiting, told = [row.name for row in rows if row.state == "waits"], {row.name: row.did for row in rows}
+    dropped = [{"name": d.name, "reason": told.get(d.name, d.reason)} for d in plan.dropped if d.name not in waiting]
     recipe = plan.recipe.model_dump(mode="json")
     choice = {"level": plan.level, "mode": plan.mode, "total_steps": plan.total_steps, "recipe": recipe}
-    print_json({**choice, "algorithms": on, "waiting": [*waiting], "dropped": dropped})
+    print_json({**choice, "algorithms": on, "waiting": waiting, "dropped": dropped})
 
 
 def _settings_of(algorithm: Any) -> dict[str, Any]:
@@ -112,15 +114,15 @@ def _refuse(error: ConfigError, json: bool) -> NoReturn:
     raise typer.Exit(1)
 
 
-def _load(config: str | None) -> BoostConfig:
+def _source(config: str | None) -> ConfigSource:
     if config != "-":
-        return BoostConfig.load(Path(config) if config is not None else None)
+        return Path(config) if config is not None else None
     text = sys.stdin.read().lstrip()
     # BoostConfig.load takes text that is not a JSON object for a path; here it can only be a mistake.
     if not text.startswith("{"):
         content = f"text on standard input that starts with {text[:20]!r}" if text else "nothing on standard input"
         raise ConfigError("", found=content, allowed="a JSON object")
-    return BoostConfig.load(text)
+    return text
 
 
 def _facts(config: BoostConfig, nodes: int, device: str, convolutions: int | None) -> Facts:

@@ -40,6 +40,7 @@ __all__ = [
     "chosen",
     "fail",
     "loaded",
+    "names_file",
     "page_of",
     "print_csv",
     "print_json",
@@ -82,6 +83,11 @@ def usable_device(device: str) -> torch.device:
     return place
 
 
+def names_file(source: str) -> bool:
+    """Return whether an argument names a Python file, with a function as it should, or without."""
+    return source.endswith(".py") or source.rpartition(":")[0].endswith(".py")
+
+
 def chosen(workload: str, *, accuracy: bool = False, **options: object) -> Workload | Factory:
     """Return the workload with a name, or the factory that ``path/to/train.py:make`` names. No data is loaded.
 
@@ -93,9 +99,7 @@ def chosen(workload: str, *, accuracy: bool = False, **options: object) -> Workl
     Raises:
         ValueError: The workload or function does not exist, or an option does not apply to it.
     """
-    if workload.endswith(".py"):
-        raise ValueError(f"found {workload!r} without a function; needed: {workload}:make.")
-    if not workload.rpartition(":")[0].endswith(".py"):
+    if not names_file(workload):
         if accuracy:
             raise ValueError("--accuracy: leave it out; the metric of a named workload is known.")
         return find_workload(workload)
@@ -186,7 +190,7 @@ def users_traceback(error: BaseException) -> str:
         first = next((number for number, frame in enumerate(frames) if _is_users(Path(frame.filename))), len(frames))
         users = users or first < len(frames)
         one.stack = traceback.StackSummary.from_list(frames[first:])
-        one = one.__cause__ or one.__context__
+        one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
     return "".join(shown.format()) if users else ""
 
 

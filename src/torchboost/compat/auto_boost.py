@@ -67,7 +67,7 @@ class AutoBoost:
         self.loop: Loop = loop
         self.calibrate: Calibrate = calibrate
         self.verify = verify
-        self._plan = Plan.of(level, self._config, loop=loop, total_steps=total_steps)
+        self._plan = Plan.of(level, boost_config_dict, loop=loop, total_steps=total_steps)
         self._boosted: front.Boosted | None = None
         self.attached = AttachedAlgorithms()
         self.scaler: Scaler | None = None

@@ -23,6 +23,7 @@ from torchboost.data.pipes import OWN, Pipe, Stock, Variant
 from torchboost.data.sameness import bytes_of, can_be_pinned, same
 from torchboost.data.sending import Packed, Unfit, pack
 from torchboost.data.trial import LEAST_WAIT, SHARE, Race, Reading, Trial, Window
+from torchboost.sheet import percent
 
 __all__ = ["Loader", "loader"]
 
@@ -434,7 +435,7 @@ def _shared_memory() -> float:
 
 
 def _told(reading: Reading) -> str:
-    return f"{reading.share:.1%} of a step ({1e3 * reading.wait:.3g} of {1e3 * reading.step:.3g} ms)"
+    return f"{percent(reading.share, 1)} of a step ({1e3 * reading.wait:.3g} of {1e3 * reading.step:.3g} ms)"
 
 
 def _lost(race: Race) -> str:

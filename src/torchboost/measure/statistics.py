@@ -13,6 +13,7 @@ from typing import Literal
 import numpy as np
 
 from torchboost.measure.evidence import Interval
+from torchboost.sheet import percent
 
 __all__ = [
     "AnytimeTest",
@@ -96,7 +97,7 @@ def exact_median(values: Sequence[float], *, confidence: float = 0.95) -> Interv
     ordered, count = sorted(values), len(values)
     below, tail = 0, 2.0 * 0.5**count
     if count < 1 or tail > 1 - confidence:
-        raise ValueError(f"found {count} values; an exact interval of {confidence:.0%} for a median needs more.")
+        raise ValueError(f"found {count} values; an exact interval of {percent(confidence)} for a median needs more.")
     while True:
         tail += 2.0 * math.comb(count, below + 1) * 0.5**count
         if tail > 1 - confidence or 2 * below + 3 > count:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -431,9 +432,9 @@ def muon_groups(
     shared with one of these. Several matrices in one parameter, such as the gates of recurrent layers and fused
     projections, are orthogonalised each by itself; parameters with the same split form a group. The uses are found in
     one forward pass (:func:`~torchboost.graph.matrix_uses.matrix_uses`). If the model cannot be run here, types of
-    modules decide, with a warning: matrices and filters of torch's layers go to Muon, those of the last of these
-    layers, and without embeddings those of the first, to AdamW. Fused projections are then not split. Types also decide
-    about parameters that the pass did not use, such as experts that were not chosen.
+    modules decide: matrices and filters of torch's layers go to Muon, those of the last of these layers, and without
+    embeddings those of the first, to AdamW. Fused projections are then not split, with a warning if a layer may be one.
+    Types also decide about parameters that the pass did not use, such as experts that were not chosen.
 
     Args:
         model: Wrapped or not. It is not changed.
@@ -493,12 +494,11 @@ def muon_groups(
 
 
 def _warn_of_types(model: nn.Module) -> None:
-    """Warn that the model was not run, if it has a layer that may be several, and values of its own."""
+    """Warn that the model was not run, if it has a layer that may be a fused projection, and values of its own."""
     bare = unwrap(model)
     if wrapper_of(model) == "fully_shard" or any(parameter.is_meta for parameter in bare.parameters()):
         return
-    hidden = [module for module in bare.modules() if isinstance(module, nn.Linear)][:-1]
-    if any(one.out_features > one.in_features and one.out_features % one.in_features == 0 for one in hidden):
+    if _may_be_fused(bare):
         warnings.warn(
             f"Muon: this {type(bare).__name__} does not run on a guessed input, so the types of its modules decide "
             "which matrices Muon trains, and fused projections, such as those of queries, keys and values, are not "
@@ -506,6 +506,21 @@ def _warn_of_types(model: nn.Module) -> None:
             UserWarning,
             stacklevel=3,
         )
+
+
+def _may_be_fused(model: nn.Module) -> bool:
+    """Whether a layer before the last has a multiple of its inputs as outputs that no layer near it reads whole.
+
+    Near are the next layer, and those in the same module. The wide layer of a perceptron has such a reader.
+    """
+    around = {child: parent for parent in model.modules() for child in parent.children()}
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    for one, after in itertools.pairwise(layers):
+        near = [after, *(m for m in around[one].children() if isinstance(m, nn.Linear))]
+        wide = one.out_features > one.in_features > 0 and one.out_features % one.in_features == 0
+        if wide and all(layer.in_features != one.out_features for layer in near):
+            return True
+    return False
 
 
 def _reason(parameter: nn.Parameter, use: Use) -> str | None:

@@ -187,15 +187,33 @@ def _check(recipe: RecipeSection, optimizers: Sequence[Optimizer], inner: Sequen
 
 
 class _LooksForSchedule:
-    """A hook that raises at the first step of an optimizer if a schedule drives the one that it replaces."""
+    """A hook of an optimizer that looks for schedules on the one that it replaces.
+
+    If a schedule has marked the replaced one, the first step raises. ``ReduceLROnPlateau`` leaves no mark. It shows
+    when it first changes a rate, in the middle of a run, so that only warns.
+    """
 
     def __init__(self, given: Optimizer) -> None:
-        self._given, self._looked = given, False
+        self._given, self._looked, self._warned = given, False, False
+        self._rates = self._now()
+
+    def _now(self) -> list[Any]:
+        """Return the rates that are numbers. To read a tensor might wait for the device."""
+        return [rate for group in self._given.param_groups if is_number(rate := group.get("lr"))]
 
     def __call__(self, *_: Any) -> None:
         if not self._looked:
             _check_unscheduled(self._given)
             self._looked = True
+        if not self._warned and self._now() != self._rates:
+            self._warned = True
+            warnings.warn(
+                f"the rates of the {type(self._given).__name__} that was given have changed, as by ReduceLROnPlateau, "
+                "which has no effect, because the recipe trains with another optimizer; build the schedule on "
+                "boosted.optimizer.",
+                NoEffectWarning,
+                stacklevel=4,
+            )
 
 
 def _all(functions: Iterable[Callable[[], None]]) -> Callable[[], None]:

@@ -16,7 +16,7 @@ from torchboost.tokens.operations import PaddedRows
 from torchboost.tokens.rows import BATCH, TOKEN
 from torchboost.tokens.scores import EXCLUDED
 
-__all__ = ["Entrance", "Key", "Pair", "Place", "kept_positions", "layouts_of", "may_mask"]
+__all__ = ["Entrance", "Key", "Pair", "Place", "has_mask", "kept_positions", "layouts_of", "may_mask"]
 
 Pair = tuple[str, str]
 Key = tuple[int, tuple[int, ...], tuple[int, ...]]
@@ -53,22 +53,35 @@ def layouts_of(owner: object, pairs: Sequence[Pair], arguments: Mapping[str, Any
         arguments: Of a call.
     """
     layouts: dict[Key, Place] = {}
-    by_mask: dict[int, Layout | None] = {}
+    known: dict[int, tuple[Tensor, Layout | None]] = {}
+    for tokens, kept in _masked(pairs, arguments):
+        if kept is not None:
+            if id(kept) not in known:
+                known[id(kept)] = kept, _layout(owner, kept)
+            _enter(layouts, tokens, known[id(kept)][1])
+    return layouts
+
+
+def has_mask(pairs: Sequence[Pair], arguments: Mapping[str, Any]) -> bool:
+    """Whether an argument tells where another one has padding, be it much, little or none."""
+    return any(kept is not None for _, kept in _masked(pairs, arguments))
+
+
+def _masked(pairs: Sequence[Pair], arguments: Mapping[str, Any]) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yield the arguments that are masked, and where they have tokens; None if the mask does not tell."""
+    named: dict[int, Tensor | None] = {}
     for mask_name, name in pairs:
         mask, tokens = arguments.get(mask_name), arguments.get(name)
         if type(mask) is not Tensor or type(tokens) is not Tensor or mask.ndim != 2:
             continue
         if tokens.shape[:2] != mask.shape or tokens.ndim > 3:
             continue
-        if id(mask) not in by_mask:
-            by_mask[id(mask)] = _layout(owner, _kept(mask))
-        _enter(layouts, tokens, by_mask[id(mask)])
-    if by_mask:
-        return layouts
-    for mask, tokens in _guessed(arguments):
+        if id(mask) not in named:
+            named[id(mask)] = _kept(mask)
+        yield tokens, named[id(mask)]
+    for mask, tokens in () if named else _guessed(arguments):
         kept = _kept(mask)
-        _enter(layouts, tokens, _layout(owner, None if kept is None else kept_positions(tokens, kept)))
-    return layouts
+        yield tokens, None if kept is None else kept_positions(tokens, kept)
 
 
 def _enter(layouts: dict[Key, Place], tokens: Tensor, layout: Layout | None) -> None:
@@ -119,10 +132,8 @@ def _ends(tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     return tokens.masked_fill(~mask, ends.max).amin(), tokens.masked_fill(~mask, ends.min).amax()
 
 
-def _layout(owner: object, kept: Tensor | None) -> Layout | None:
+def _layout(owner: object, kept: Tensor) -> Layout | None:
     """Return the layout of positions; None if it would leave out next to nothing, or a whole sequence."""
-    if kept is None:
-        return None
     lengths = kept.sum(1)
     count, least = torch.stack([lengths.sum(), lengths.amin()]).tolist() if kept.numel() else (0, 0)
     return None if count > (1 - _LEAST) * kept.numel() or not least else Layout(kept, owner)

@@ -16,7 +16,7 @@ from torchboost.bench.report import wording
 from torchboost.bench.report.page import Scale, Tick, render, ticks
 from torchboost.errors import ConfigError
 from torchboost.measure.evidence import Environment, Interval, Record, SavedRecord
-from torchboost.sheet import Sheet
+from torchboost.sheet import Sheet, percent
 
 __all__ = [
     "BLOCK",
@@ -364,11 +364,7 @@ def headline(report: TuneReport) -> str:
         )
     proven = proven_whole(report)
     if proven is not None:
-        gain = (
-            ""
-            if proven.speed is None
-            else f" A training then takes {wording.percent(1 / proven.speed.mid)} of the time."
-        )
+        gain = "" if proven.speed is None else f" A training then takes {percent(1 / proven.speed.mid)} of the time."
         return f"Turn on {turned_on(report)}.{gain}"
     on, better = turned_on(report), report.rate is not None and report.rate.kept
     nothing = f"{'Nothing else' if on or better else 'Nothing'} is turned on"
@@ -487,7 +483,7 @@ def rows(report: TuneReport) -> list[list[str]]:
         known, change = finding.candidate, finding.difference
         tried = attempt or finding.speed is not None or finding.outcome not in ("not usable", "duplicate", "not tried")
         found = attempt or finding.change is not None or finding.outcome not in ("no gain", "lost")
-        share = wording.percent(known.share) if found else ""
+        share = percent(known.share) if found else ""
         rate = f"{known.section['lr']:g}" if "lr" in known.recipe else wording.multiple(known.rate)
         speed = "" if finding.speed is None else wording.ratio(finding.speed.mid)
         memory = "" if finding.memory is None else wording.ratio(finding.memory)

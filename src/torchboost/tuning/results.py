@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from torchboost.bench.report import wording
 from torchboost.errors import ConfigError
+from torchboost.sheet import percent
 from torchboost.tuning.report import Finding, TuneReport, headline, proven_whole, turned_on
 
 __all__ = [
@@ -146,7 +147,7 @@ def _recipe(name: str) -> str:
 def _became(finding: Finding) -> str:
     if finding.speed is None:
         return finding.outcome or "open"
-    share = "" if finding.candidate.share == 1 else f" in {wording.percent(finding.candidate.share)} of the steps"
+    share = "" if finding.candidate.share == 1 else f" in {percent(finding.candidate.share)} of the steps"
     return f"{finding.outcome or 'open'}, {wording.ratio(finding.speed.mid)}{share}"
 
 

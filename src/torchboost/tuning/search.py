@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from torchboost.bench.report import wording
 from torchboost.measure.statistics import paired_ratio
+from torchboost.sheet import percent
 from torchboost.tuning.report import STOCK, Candidate, Finding, Outcome, Rate, Run, Start
 from torchboost.tuning.runs import HALF, EndedError, RecipeEndedError, Runs
 
@@ -201,10 +202,10 @@ class Search:
                 self.end(plan.name, ended.outcome, ended.reason)
             return
         if plan.name == self.levers.name:
-            none = f"even {wording.percent(SHARES[0])} of the steps save no time against {fastest.words}"
+            none = f"even {percent(SHARES[0])} of the steps save no time against {fastest.words}"
             self.all_steps = "no gain", "no smaller number of steps was found" if shares else none
         if self.findings[plan.name].change is None:
-            lost = f"with {wording.percent(shares[-1])} of the steps it does not keep the metric" if shares else ""
+            lost = f"with {percent(shares[-1])} of the steps it does not keep the metric" if shares else ""
             slow = "" if shares and shares[-1] == 1 else f"more steps take longer than {fastest.words}"
             self.end(plan.name, "no gain", ", and ".join(filter(None, (lost, slow))))
 

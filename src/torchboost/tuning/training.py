@@ -18,7 +18,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from torchboost.bench.contestants import averaged
 from torchboost.bench.factory import Parts, check_fresh, loop_body, made_by, metric_of, one_epoch, score_of
-from torchboost.calibration.choice import in_a_line
+from torchboost.bench.schedules import LEAST_STEPS, check_schedule, of_boosted
 from torchboost.core.algorithm import Algorithm
 from torchboost.core.torch_private import compiled_graphs, forget_compiled
 from torchboost.errors import ConfigError, IncompatibleError, NoEffectWarning
@@ -31,7 +31,6 @@ from torchboost.tuning.report import BLOCK, STOCK, Candidate, Finding, Run
 from torchboost.tuning.runs import Watch
 
 __all__ = [
-    "LEAST_STEPS",
     "Training",
     "boosted_by",
     "data_of",
@@ -39,13 +38,9 @@ __all__ = [
     "fresh",
     "looked_at",
     "named_candidates",
-    "schedule_sets_rates",
     "standard_recipes",
     "try_levers",
 ]
-
-LEAST_STEPS = 2
-"""The first step of a run is its set-up, so the time of a step is known from the second on."""
 
 UNWATCHED = Watch()
 """Nothing ends a training early, and its metric is that of ``evaluate``."""
@@ -106,8 +101,7 @@ class Training:
         if candidate.section or any(value is not False for value in candidate.extra.values()):
             boosted = boosted_by(parts, candidate, steps)
             model, optimizer, steps = boosted.model, boosted.optimizer, max(LEAST_STEPS, boosted.steps or 0)
-        if candidate.recipe.get("optimizer") == "schedule_free_adamw":
-            parts = parts._replace(schedule=None)  # its average takes the place of one
+            parts = of_boosted(parts, boosted)
         step, batches = (
             loop_body(parts, model, optimizer, steps),
             _batches(parts.batches, seed, self.device, self.steps),
@@ -239,26 +233,6 @@ def standard_recipes(levers: Sequence[str], optimizer: Optimizer) -> list[Candid
     ]
 
 
-def schedule_sets_rates(make: Make, steps: int) -> bool:
-    """Return whether the factory's schedule writes rates of its own, whatever those of the optimizer are.
-
-    Such as ``OneCycleLR`` with ``max_lr=0.1``. A multiple of the optimizer's rate would change nothing.
-    """
-    found: list[list[float]] = []
-    for factor in (1.0, 0.5):
-        parts = made_by(make, 0)
-        for group in parts.optimizer.param_groups:
-            group["lr"] = group["lr"] * factor
-        schedule = None if parts.schedule is None else parts.schedule(parts.optimizer, steps)
-        rates: list[float] = []
-        for _ in range(min(steps, 4) if hasattr(schedule, "step") else 0):
-            rates += [float(group["lr"]) for group in parts.optimizer.param_groups]
-            parts.optimizer.step()
-            schedule.step()  # pyright: ignore[reportOptionalMemberAccess]
-        found.append(rates)
-    return any(one == other != 0 for one, other in zip(*found, strict=True))
-
-
 class TriedLevers(NamedTuple):
     """What the trial says of the levers.
 
@@ -386,25 +360,6 @@ def looked_at(candidates: Sequence[Candidate], make: Make, steps: int, levers: S
     return [_looked_at(one, make, steps, known, levers) for one in candidates]
 
 
-def _check_schedule(parts: Parts, boosted: Boosted) -> None:
-    """Raise ``IncompatibleError`` if the factory's schedule cannot drive groups of several rules and rates."""
-    if parts.schedule is None:
-        return
-    groups = boosted.optimizer.param_groups
-    before = {float(group["lr"]) for group in groups}
-    try:
-        parts.schedule(boosted.optimizer, max(LEAST_STEPS, boosted.steps or 0))
-    except Exception as error:  # the user's function may raise anything
-        hint = "; let the schedule pass cycle_momentum=False" if "cycle_momentum" in str(error) else ""
-        raise IncompatibleError(f"the schedule raises {in_a_line(error)}{hint}") from error
-    after = {float(group["lr"]) for group in groups}
-    if len(after) < len(before) and after != {0.0}:
-        raise IncompatibleError(
-            "the schedule gives all groups one rate, and matrices need another one than the rest; let it take one per "
-            "group, such as max_lr=[group['lr'] for group in optimizer.param_groups] for OneCycleLR"
-        )
-
-
 def _looked_at(candidate: Candidate, make: Make, steps: int, known: dict[str, str], levers: Sequence[str]) -> Finding:
     parts = made_by(make, 0)
     try:
@@ -413,7 +368,7 @@ def _looked_at(candidate: Candidate, make: Make, steps: int, known: dict[str, st
                 warnings.simplefilter("error", NoEffectWarning)
             boosted = boosted_by(parts, candidate, steps)
         if candidate.recipe.get("optimizer") == "muon":
-            _check_schedule(parts, boosted)
+            check_schedule(parts, boosted)
     except ConfigError:
         raise  # it is not the model that this cannot work on
     except (IncompatibleError, ValueError, NoEffectWarning) as error:

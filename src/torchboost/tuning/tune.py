@@ -13,6 +13,7 @@ import torch
 
 from torchboost.bench.bench import check_same
 from torchboost.bench.factory import count_of, made_by, source_of
+from torchboost.bench.schedules import ABSOLUTE, LEAST_STEPS, schedule_sets_rates
 from torchboost.core.arguments import check_count, check_number, is_number, seconds_of
 from torchboost.distributed.topology import Topology
 from torchboost.errors import FactoryError, IncompatibleError
@@ -23,7 +24,6 @@ from torchboost.tuning.report import STOCK, Candidate, Finding, TuneReport
 from torchboost.tuning.runs import Runs
 from torchboost.tuning.search import Search
 from torchboost.tuning.training import (
-    LEAST_STEPS,
     Training,
     boosted_by,
     data_of,
@@ -31,7 +31,6 @@ from torchboost.tuning.training import (
     fresh,
     looked_at,
     named_candidates,
-    schedule_sets_rates,
     standard_recipes,
     try_levers,
 )
@@ -44,11 +43,6 @@ TRIAL_SHARE, TRIAL_MOST = 0.1, 60.0
 LEAST_ERROR, MOST_ERROR = 0.012, 0.5
 """Limits of ``error``; an attempt of the final test, with a fourth of it, needs 0.003 at least."""
 
-ABSOLUTE = (
-    "the schedule writes rates of its own, so that those of the optimizer have no effect; let it take them from the "
-    "optimizer, such as max_lr=[group['lr'] for group in optimizer.param_groups] for OneCycleLR"
-)
-
 MOST_SEEDS = 100
 """The limits of the sequential test are simulated for all seeds, which takes seconds for a hundred."""
 
@@ -58,7 +52,7 @@ def tune(
     *,
     drop: float,
     budget: float | str,
-    epochs: int = 1,
+    epochs: int | None = None,
     steps: int | None = None,
     total_steps: int | None = None,
     candidates: Mapping[str, Mapping[str, Any]] | None = None,
@@ -94,7 +88,7 @@ def tune(
             uses it, and ``evaluate`` without it.
         drop: Largest accepted drop of the metric, in its own units: 0.005 for half a point of an accuracy.
         budget: Seconds, or text such as ``"30m"``. The next run is not begun if it does not fit.
-        epochs: Passes over the batches in a run of stock.
+        epochs: Passes over the batches in a run of stock, 1 by default.
         steps: Updates of a run of stock, in place of ``epochs``. The batches may then be endless.
         total_steps: Updates of the training that the answer is for, over which compilation is spread; by default those
             of a run.
@@ -129,10 +123,11 @@ def tune(
         450
     """
     check_number("drop", drop, above=True)
-    check_count("epochs", epochs, of="passes over the batches")
+    if epochs is not None:
+        check_count("epochs", epochs, of="passes over the batches")
     if steps is not None:
         check_count("steps", steps, of="updates of a run")
-        if epochs != 1:
+        if epochs is not None:
             raise ValueError(f"found epochs={epochs} and steps={steps}; give one of them.")
     check_count("seeds", seeds, of="seeds per comparison")
     if not LEAST_SEEDS <= seeds <= MOST_SEEDS:
@@ -155,7 +150,7 @@ def tune(
     if Topology.current().world_size > 1:
         raise IncompatibleError("tune runs in one process, and here are several ranks; let one of them tune its part.")
     if steps is None:
-        steps = epochs * count_of(parts.batches, seconds)
+        steps = (1 if epochs is None else epochs) * count_of(parts.batches, seconds)
     if steps < LEAST_STEPS:
         raise FactoryError("a run has one step, of which no speed is known; give more steps, batches or epochs.")
     if total_steps is not None and total_steps < steps:

@@ -180,7 +180,7 @@ def test_a_resumed_run_has_the_same_numbers():
     resumed.load_state_dict(saved[2])  # back from the plain code
     assert "forward" in vars(again.blocks[1])
     _, other = start(gpt(), total_steps=12, keep=0.3)
-    with pytest.raises(ValueError, match="computed 75% of the tokens"):
+    with pytest.raises(ValueError, match="computed 75 % of the tokens"):
         other.load_state_dict(saved[2])
     assert other.step == 0
 

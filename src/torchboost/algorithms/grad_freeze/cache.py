@@ -19,6 +19,7 @@ from torchboost.core.forward import cover_forward, own_forward
 from torchboost.core.torch_private import inside_function_transform, inside_mode, is_tracing, versions
 from torchboost.core.wrapping import wrapper_of
 from torchboost.errors import IncompatibleError, NoEffectWarning
+from torchboost.sheet import percent
 
 __all__ = ["FastPrefix", "FastPrefixReport", "check_cacheable"]
 
@@ -44,7 +45,7 @@ class FastPrefixReport:
     def __str__(self) -> str:
         text = (
             f"frozen prefix: {self.parameters:,} parameters; {self.rows:,} samples held "
-            f"({self.bytes / 2**20:.1f} MiB), {self.hit_rate:.0%} of look-ups found"
+            f"({self.bytes / 2**20:.1f} MiB), {percent(self.hit_rate)} of look-ups found"
         )
         return f"{text}; {self.note}" if self.note else text
 

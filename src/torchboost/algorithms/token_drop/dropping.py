@@ -33,6 +33,7 @@ from torchboost.core.torch_private import (
     module_hooks,
 )
 from torchboost.errors import IncompatibleError, NoEffectWarning
+from torchboost.sheet import percent
 from torchboost.tokens.rows import MissingRows, Rows
 
 __all__ = ["TokenDropping"]
@@ -154,8 +155,8 @@ class TokenDropping(Attachment):
         step, seed, share = int(state["step"]), int(state["seed"]), float(state["share"])
         if share != self._share(step):
             raise ValueError(
-                f"the checkpoint computed {share:.0%} of the tokens at update {step}, but these settings compute "
-                f"{self._share(step):.0%}; attach with the settings that the checkpoint was saved with."
+                f"the checkpoint computed {percent(share)} of the tokens at update {step}, but these settings compute "
+                f"{percent(self._share(step))}; attach with the settings that the checkpoint was saved with."
             )
         self.step, self._seed, self._waiting = step, seed, 0
         self._follow()

@@ -15,7 +15,6 @@ __all__ = [
     "is_share",
     "measure",
     "multiple",
-    "percent",
     "ratio",
     "ratio_interval",
     "seconds",
@@ -67,11 +66,6 @@ def ratio(value: float) -> str:
 def multiple(value: float) -> str:
     """Format a factor that was chosen: ``0.5`` -> ``0.5x``, with the multiplication sign."""
     return f"{value:g}{_TIMES}"
-
-
-def percent(share: float) -> str:
-    """Format a share: ``0.674`` -> ``67 %``."""
-    return f"{share:.0%}".replace("%", " %")
 
 
 def ratio_interval(interval: Interval) -> str:

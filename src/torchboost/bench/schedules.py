@@ -1,0 +1,98 @@
+"""What the schedule of a factory leaves of a recipe: it may write rates of its own, or not drive another optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torchboost.bench.factory import Parts, made_by
+from torchboost.calibration.choice import in_a_line
+from torchboost.config import RecipeSection
+from torchboost.errors import IncompatibleError
+from torchboost.front import Boosted, boost
+
+__all__ = ["ABSOLUTE", "LEAST_STEPS", "check_schedule", "of_boosted", "schedule_sets_rates", "without_effect"]
+
+LEAST_STEPS = 2
+"""The first step of a run is its set-up, so the time of a step is known from the second on."""
+
+ABSOLUTE = (
+    "the schedule writes rates of its own, so that those of the optimizer have no effect; let it take them from the "
+    "optimizer, such as max_lr=[group['lr'] for group in optimizer.param_groups] for OneCycleLR"
+)
+
+
+def schedule_sets_rates(make: Callable[[int], object], steps: int) -> bool:
+    """Return whether the factory's schedule writes rates of its own, whatever those of the optimizer are.
+
+    Such as ``OneCycleLR`` with ``max_lr=0.1``. A multiple of the optimizer's rate would change nothing.
+    """
+    found: list[list[float]] = []
+    for factor in (1.0, 0.5):
+        parts = made_by(make, 0)
+        for group in parts.optimizer.param_groups:
+            group["lr"] = group["lr"] * factor
+        schedule = None if parts.schedule is None else parts.schedule(parts.optimizer, steps)
+        rates: list[float] = []
+        for _ in range(min(steps, 4) if hasattr(schedule, "step") else 0):
+            rates += [float(group["lr"]) for group in parts.optimizer.param_groups]
+            parts.optimizer.step()
+            schedule.step()  # pyright: ignore[reportOptionalMemberAccess]
+        found.append(rates)
+    return any(one == other != 0 for one, other in zip(*found, strict=True))
+
+
+def check_schedule(parts: Parts, boosted: Boosted) -> None:
+    """Raise ``IncompatibleError`` if the factory's schedule cannot drive groups of several rules and rates."""
+    if parts.schedule is None:
+        return
+    groups = boosted.optimizer.param_groups
+    before = {float(group["lr"]) for group in groups}
+    try:
+        parts.schedule(boosted.optimizer, max(LEAST_STEPS, boosted.steps or 0))
+    except Exception as error:  # the user's function may raise anything
+        hint = "; let the schedule pass cycle_momentum=False" if "cycle_momentum" in str(error) else ""
+        raise IncompatibleError(f"the schedule raises {in_a_line(error)}{hint}") from error
+    after = {float(group["lr"]) for group in groups}
+    if len(after) < len(before) and after != {0.0}:
+        raise IncompatibleError(
+            "the schedule gives all groups one rate, and matrices need another one than the rest; let it take one per "
+            "group, such as max_lr=[group['lr'] for group in optimizer.param_groups] for OneCycleLR"
+        )
+
+
+def without_effect(make: Callable[[int], object], recipe: RecipeSection, steps: int) -> str:
+    """Return what of a recipe has no effect under the factory's schedule, and why; empty if all of it has.
+
+    Args:
+        make: The factory.
+        recipe: Of a configuration.
+        steps: Updates of a run without the recipe.
+
+    Raises:
+        IncompatibleError: The schedule cannot drive the optimizer that the recipe builds, or sets its rates.
+
+    Cost: if the recipe has Muon or a rate, and the factory a schedule, the factory is called up to four times.
+    """
+    muon = recipe.optimizer == "muon"
+    if not (muon or (recipe.rate != 1 and recipe.optimizer is None)) or (parts := made_by(make, 0)).schedule is None:
+        return ""
+    if schedule_sets_rates(make, max(LEAST_STEPS, recipe.steps_of(steps))):
+        if muon:
+            raise IncompatibleError(f"recipe.optimizer='muon': {ABSOLUTE}")
+        return f"recipe.rate={recipe.rate:g} has no effect: {ABSOLUTE}"
+    if muon:
+        config = {"recipe": recipe.model_dump()}
+        pair = parts.model, parts.optimizer
+        boosted = boost(*pair, level="O0", config=config, total_steps=steps, calibrate=False, verify=False)
+        check_schedule(parts, boosted)
+        boosted.remove()
+    return ""
+
+
+def of_boosted(parts: Parts, boosted: Boosted) -> Parts:
+    """Return a factory's parts with the optimizer of a boosted pair, and the schedule that it is trained with.
+
+    Schedule-free AdamW that a recipe has built has none: its average takes the place of one.
+    """
+    free = boosted.plan.recipe.optimizer == "schedule_free_adamw"
+    return parts._replace(optimizer=boosted.optimizer, schedule=None if free else parts.schedule)
