@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchboost.algorithms.loss_scale_group.borders import Ratios, ScaleBorders, has_borders
-from torchboost.algorithms.loss_scale_group.scalers import LossScaler, MovingScale, ScaleRule, ScaleState
+from torchboost.algorithms.loss_scale_group.scalers import LossScaler, MovingScale, ScaleRule, check_scale
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import check_module
 from torchboost.core.wrapping import is_compiled, unwrap
@@ -89,7 +89,7 @@ class GroupScaler(LossScaler):
     def report(self) -> tuple[GroupStatus, ...]:
         """The status of every group, including the rest of the model if its scale moves."""
         moving = list(zip(self._names, self._moving, strict=True))[self._pinned :]
-        return tuple(GroupStatus(name, each.state.scale, each.overflows, each.in_a_row) for name, each in moving)
+        return tuple(GroupStatus(name, each.scale, each.overflows, each.in_a_row) for name, each in moving)
 
     def get_scale(self) -> float:
         """Return the smallest scale of a group."""
@@ -97,29 +97,26 @@ class GroupScaler(LossScaler):
 
     def restart(self, scales: Sequence[float]) -> None:
         """Begin again with these scales, one per name. A window that has begun keeps its own."""
-        states = [self.rule.start(scale) for scale in scales]
-        if self._pinned:
-            states[0] = ScaleState(1.0)
+        begun = [1.0, *scales[1:]] if self._pinned else scales
         self._moving = [
-            MovingScale(self.rule, state, f"the loss scale of group '{name}'")
-            for name, state in zip(self._names, states, strict=True)
+            MovingScale(self.rule, scale, f"the loss scale of group '{name}'")
+            for name, scale in zip(self._names, begun, strict=True)
         ]
         self._settle()
 
     def multiply(self, group: int, ratio: float) -> float:
         """Multiply the scale of a group within its bounds, and return it."""
         moving = self._moving[group]
-        scale = min(max(moving.state.scale * ratio, self.rule.floor), self.rule.ceiling)
-        moving.state = moving.state._replace(scale=scale)
+        moving.scale = min(max(moving.scale * ratio, self.rule.floor), self.rule.ceiling)
         self._settle()
-        return scale
+        return moving.scale
 
     def _settle(self) -> None:
         if self._in_use is None:
             self.ratios.set(self._applied() if self._exact else None)
 
     def _applied(self) -> list[float]:
-        scales = [each.state.scale for each in self._moving]
+        scales = [each.scale for each in self._moving]
         # Powers of two change the exponent of a gradient only, so that unscaling gives back the same bits.
         return scales if self._exact else [2.0 ** math.floor(math.log2(scale)) for scale in scales]
 
@@ -145,11 +142,8 @@ class GroupScaler(LossScaler):
             each.warn(overflow)
 
     def _own_state(self) -> dict[str, Any]:
-        return {
-            "names": list(self._names),
-            "states": [list(each.state) for each in self._moving],
-            "alarms": [each.counts() for each in self._moving],
-        }
+        states, alarms = zip(*(each.saved() for each in self._moving), strict=True)
+        return {"names": list(self._names), "states": list(states), "alarms": list(alarms)}
 
     def _load_own_state(self, state: Mapping[str, Any]) -> None:
         if list(state["names"]) != list(self._names):
@@ -228,8 +222,6 @@ class GroupGradScaler(GroupScaler):
         agree: bool = True,
     ) -> None:
         check_module(model)
-        if not isinstance(rule, ScaleRule):
-            raise TypeError(f"rule: found {type(rule).__name__}; give a torchboost.ScaleRule(...).")
         self._groups = _resolved(model, groups)
         self._resumed = False
         scales = checked_scales(init_scale, len(self._groups), rule)
@@ -367,7 +359,9 @@ def checked_scales(scales: Any, groups: int, rule: ScaleRule, name: str = "init_
         listed = list(scales)
     else:
         listed = [scales] * groups
-    return [rule.start(scale, name).scale for scale in listed]
+    for scale in listed:
+        check_scale(name, scale, rule)
+    return [float(scale) for scale in listed]
 
 
 def _check_groups(groups: Any) -> None:
@@ -407,19 +401,10 @@ def _resolved(model: nn.Module, groups: Any) -> list[Modules]:
     if isinstance(groups, int):
         return _automatic(model, network, groups)
     resolved = [_outermost(pair for pick in _picks(entry) for pair in _matches(network, pick)) for entry in groups]
-    owner: dict[nn.Module, int] = {}
-    for index, group in enumerate(resolved, start=1):
-        for name, module in group.items():
-            for inner in module.modules():
-                if owner.setdefault(inner, index) != index:
-                    raise ValueError(
-                        f"groups: the module '{name}' is in group {owner[inner]} and, itself or a part of it, in "
-                        f"group {index}; name it once."
-                    )
     for param_name, users in _shared(network, resolved).items():
         raise IncompatibleError(
-            f"loss_scale_group: the parameter '{param_name}' is shared by {' and '.join(users)}, so that its gradient "
-            "would be a sum of two scales; put all modules that use it into one group."
+            f"loss_scale_group: the parameter '{param_name}' is shared by {' and '.join(users)}, of different groups, "
+            "so that its gradient would be a sum of two scales; put all modules that use it into one group."
         )
     return resolved
 
@@ -470,11 +455,13 @@ def _automatic(model: nn.Module, network: nn.Module, count: int) -> list[Modules
 
 def _shared(network: nn.Module, groups: Sequence[Mapping[str, nn.Module]]) -> dict[str, list[str]]:
     """Return the parameters that modules of different groups use, with the names of those modules."""
-    owner = {inner: i for i, group in enumerate(groups, 1) for module in group.values() for inner in module.modules()}
+    grouped = [(i, name, module) for i, group in enumerate(groups, 1) for name, module in group.items()]
+    inside = {inner for *_, module in grouped for inner in module.modules()}
+    rest = [(0, name, module) for name, module in network.named_modules() if module not in inside]
     users: dict[int, dict[int, str]] = {}
-    for name, module in network.named_modules():
-        for param in module.parameters(recurse=False):
-            users.setdefault(id(param), {}).setdefault(owner.get(module, 0), f"'{name}'")
+    for place, name, module in (*grouped, *rest):
+        for param in module.parameters(recurse=place > 0):
+            users.setdefault(id(param), {}).setdefault(place, f"'{name}'")
     return {n: list(users[id(p)].values()) for n, p in network.named_parameters() if len(users[id(p)]) > 1}
 
 
