@@ -148,7 +148,7 @@ def test_an_update_cell_may_return_the_scale():
         assert float(cell(*data(0)).loss_scale) == 2.0**17
     for returned, message in ((-1.0, "found -1"), ("x", "found 'x'"), (math.nan, "found nan")):
         cell = BoostTrainOneStepWithLossScaleCell(*pair(), lambda scale, overflow, returned=returned: returned)
-        with pytest.raises((TypeError, ValueError), match=f"the update cell, a function: loss_scale: {message}"):
+        with pytest.raises((TypeError, ValueError), match=f"loss_scale of the update cell, a function: {message}"):
             cell(*data(0))
 
 
