@@ -247,6 +247,16 @@ def test_borders_by_hand_train_like_no_scale():
         assert shrunk == pytest.approx(max(before[2] * 2**-0.5, 1.0))
 
 
+def test_a_copy_of_the_network_has_the_groups_of_its_own_parameters():
+    torch.manual_seed(0)
+    network = ByHand([2.0**10, 2.0**4])
+    twin = copy.deepcopy(network)
+    for each in (network, twin):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        BoostTrainOneStepWithLossScaleCell(each, optimizer, each.manager)(*data(0))
+    assert equal(network, twin)
+
+
 def test_the_groups_may_come_after_the_network_that_holds_the_manager():
     """As the documented example has it: the network is built with the manager, the groups come from the network."""
 

@@ -385,7 +385,7 @@ class GroupLossScaleManager(nn.Module):
         self._scaler = GroupScaler(
             ["ends", *map(str, range(len(listed)))],
             [1.0, *scales],
-            lambda: listed,
+            listed,
             rule=self._rule,
             exact=True,
             agree=self._agree,

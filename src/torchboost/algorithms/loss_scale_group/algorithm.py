@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import partial
 from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
@@ -57,7 +56,7 @@ class GroupScaler(LossScaler):
     Args:
         names: Of the groups; the first is the rest of the model, whose scale multiplies the loss.
         scales: At the beginning, one per name.
-        parameters: Returns the parameters of each group but the first; called again when those of the optimizer change.
+        groups: The parameters of each group but the first, or what :meth:`_grouped` finds them in.
         rule: Moves each scale.
         pinned: Whether the first scale is always 1, as nothing would tell of its overflows.
         exact: Use the scales as they are, and from the start; otherwise the power of two below, between the first
@@ -72,7 +71,7 @@ class GroupScaler(LossScaler):
         self,
         names: Sequence[str],
         scales: Sequence[float],
-        parameters: Callable[[], Sequence[Sequence[Tensor]]],
+        groups: Sequence[Any],
         *,
         rule: ScaleRule = GROUP_RULE,
         pinned: bool = True,
@@ -81,7 +80,7 @@ class GroupScaler(LossScaler):
     ) -> None:
         super().__init__(agree=agree)
         self.rule, self.ratios, self.scaled = rule, Ratios(len(names)), False
-        self._names, self._parameters, self._pinned, self._exact = tuple(names), parameters, pinned, exact
+        self._names, self._groups, self._pinned, self._exact = tuple(names), groups, pinned, exact
         self._membership: tuple[list[Tensor], list[list[Tensor]]] = ([], [])
         self.restart(scales)
 
@@ -128,10 +127,14 @@ class GroupScaler(LossScaler):
         (params,) = super()._members(optimizer)
         known, members = self._membership
         if len(params) != len(known) or any(a is not b for a, b in zip(params, known, strict=True)):
-            owner = {id(param): i for i, group in enumerate(self._parameters(), start=1) for param in group}
+            owner = {id(param): i for i, group in enumerate(self._grouped(), start=1) for param in group}
             members = [[param for param in params if owner.get(id(param), 0) == i] for i in range(len(self._names))]
             self._membership = (params, members)
         return members
+
+    def _grouped(self) -> Sequence[Sequence[Tensor]]:
+        """Return the parameters of each group but the first. Called again when those of the optimizer change."""
+        return self._groups
 
     def _conclude(self, overflows: Sequence[bool]) -> None:
         moving = list(zip(self._moving, overflows, strict=True))[self._pinned :]
@@ -222,19 +225,19 @@ class GroupGradScaler(GroupScaler):
         agree: bool = True,
     ) -> None:
         check_module(model)
-        self._groups = _resolved(model, groups)
+        modules = _resolved(model, groups)
         self._resumed = False
-        scales = checked_scales(init_scale, len(self._groups), rule)
-        grouped = {id(param) for params in _parameters(self._groups) for param in params}
+        scales = checked_scales(init_scale, len(modules), rule)
+        grouped = {id(param) for group in modules for module in group.values() for param in module.parameters()}
         super().__init__(
-            [REST, *(_title(group) for group in self._groups)],
+            [REST, *(_title(group) for group in modules)],
             [min(scales), *scales],
-            partial(_parameters, self._groups),  # not a method, which would keep the scaler and its borders alive
+            modules,
             rule=rule,
             pinned=all(id(param) in grouped for param in model.parameters()),
             agree=agree,
         )
-        self._borders = ScaleBorders(self._groups, self.ratios)
+        self._borders = ScaleBorders(modules, self.ratios)
 
     def __del__(self) -> None:
         if self._borders is not None:
@@ -246,6 +249,9 @@ class GroupGradScaler(GroupScaler):
             self._borders.remove()
         self._borders = None
         self._in_use = self._applied() if self._in_use is not None else None
+
+    def _grouped(self) -> Sequence[Sequence[Tensor]]:
+        return [[param for module in group.values() for param in module.parameters()] for group in self._groups]
 
     def _members(self, optimizer: Optimizer) -> list[list[Tensor]]:
         if self._borders is not None and not self._resumed:
@@ -463,10 +469,6 @@ def _shared(network: nn.Module, groups: Sequence[Mapping[str, nn.Module]]) -> di
         for param in module.parameters(recurse=place > 0):
             users.setdefault(id(param), {}).setdefault(place, f"'{name}'")
     return {n: list(users[id(p)].values()) for n, p in network.named_parameters() if len(users[id(p)]) > 1}
-
-
-def _parameters(groups: Sequence[Modules]) -> list[list[Tensor]]:
-    return [[param for module in group.values() for param in module.parameters()] for group in groups]
 
 
 def _title(group: Mapping[str, nn.Module]) -> str:
