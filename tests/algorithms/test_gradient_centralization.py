@@ -164,9 +164,6 @@ def test_attach_skips_by_structure_and_adds_nothing_to_checkpoints():
 
 def test_nothing_to_centralise_warns():
     refusing = [{"params": list(nn.Linear(4, 3).parameters()), "grad_centralization": False}]
-    for groups, message in (
-        (refusing, "in a group that does not refuse it"),
-        (nn.BatchNorm1d(3).parameters(), "no kernel or weight matrix among the 2 parameters"),
-    ):
-        with pytest.warns(NoEffectWarning, match=message):
+    for groups in (refusing, nn.BatchNorm1d(3).parameters()):
+        with pytest.warns(NoEffectWarning, match="no kernel or weight matrix among the 2 parameters .* but for groups"):
             GradientCentralization().attach(Target(nn.Linear(1, 1), torch.optim.SGD(groups, lr=0.1)))

@@ -94,19 +94,9 @@ def wrong() -> list[str]:
 
 def test_without_a_process_group():
     weight = nn.Parameter(torch.zeros(2))
-    with pytest.raises(IncompatibleError, match="needs a process group; call"):
-        AdaSum(0, 8, 2, [weight])
-    for arguments, error in (
-        ((0.0, 1, 1, [weight]), TypeError),
-        ((0, True, 1, [weight]), TypeError),
-        ((0, 1, 0, [weight]), ValueError),
-        ((0, 1, 1, []), TypeError),
-        ((0, 1, 1, ["weight"]), TypeError),
-    ):
-        with pytest.raises(error, match=r"; (give|pass)"):
-            AdaSum(*arguments)
-    with pytest.raises(TypeError, match="fusion: found list; give"):
-        AdaSum(0, 1, 1, [weight], fusion=[1])  # pyright: ignore[reportArgumentType]
+    for numbers in ((0, 8, 2), (1, 1, 1), (0, 0, 1), (0, 1, 0)):
+        with pytest.raises(ValueError, match=r"in rank 0 of 1; give .* after torch\.distributed\.init_process_group"):
+            AdaSum(*numbers, [weight])
     with pytest.raises(ValueError, match="no index"):
         AdaSum(0, 1, 1, [weight], fusion=ParameterProcess())
 
@@ -164,9 +154,8 @@ def test_ranks():
     first, second = run_ranks(on_two_nodes, 2)
     for rank, messages in enumerate((first.pop("wrong"), second.pop("wrong"))):
         assert len(messages) == 5
-        assert "found 1 and 3, but the process group has 2 ranks; give" in messages[0]
-        assert "found 3 and 1" in messages[1]
-        assert f"rank: found {1 - rank}, but this is rank {rank}" in messages[2]
+        for numbers, message in zip(((rank, 1, 3), (rank, 3, 1), (1 - rank, 1, 2)), messages, strict=False):
+            assert f"found {numbers} in rank {rank} of 2; give this rank" in message
         assert "delta_weights: found tensors of shapes []" in messages[3]
         assert "delta_weights: found tensors of shapes [(3,)]" in messages[4]
     assert first == second

@@ -148,7 +148,7 @@ def test_an_update_cell_may_return_the_scale():
         assert float(cell(*data(0)).loss_scale) == 2.0**17
     for returned, message in ((-1.0, "found -1"), ("x", "found 'x'"), (math.nan, "found nan")):
         cell = BoostTrainOneStepWithLossScaleCell(*pair(), lambda scale, overflow, returned=returned: returned)
-        with pytest.raises((TypeError, ValueError), match=f"the update cell, a function: loss_scale: {message}"):
+        with pytest.raises((TypeError, ValueError), match=f"loss_scale of the update cell, a function: {message}"):
             cell(*data(0))
 
 
@@ -245,6 +245,16 @@ def test_borders_by_hand_train_like_no_scale():
         grown, shrunk = network.manager.get_loss_scale()[1:3]
         assert grown == pytest.approx(before[1] * 2 ** (1 / 1000))
         assert shrunk == pytest.approx(max(before[2] * 2**-0.5, 1.0))
+
+
+def test_a_copy_of_the_network_has_the_groups_of_its_own_parameters():
+    torch.manual_seed(0)
+    network = ByHand([2.0**10, 2.0**4])
+    twin = copy.deepcopy(network)
+    for each in (network, twin):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        BoostTrainOneStepWithLossScaleCell(each, optimizer, each.manager)(*data(0))
+    assert equal(network, twin)
 
 
 def test_the_groups_may_come_after_the_network_that_holds_the_manager():

@@ -51,14 +51,14 @@ def test_gradient_accumulation_is_the_window_under_its_old_name():
     before = model.weight.detach().clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     accumulate = GradientAccumulation(2, optimizer)
-    assert accumulate.max_accumulation_step == 2
+    assert accumulate.steps == 2
     for expected in (False, True):
         accumulate("a loss of any kind", [torch.ones(2, 4), None])
         assert accumulate.updated == expected
     torch.testing.assert_close(model.weight.detach(), before - 0.1)
-    accumulate.max_accumulation_step = 1
+    accumulate.steps = 1
     accumulate("a loss of any kind", [None, torch.ones(2)])
     assert accumulate.updated
     for steps in (0, True, 1.5, "2"):
-        with pytest.raises(ValueError, match=f"max_accumulation_step: found {steps!r}"):
+        with pytest.raises(ValueError, match=f"steps: found {steps!r}"):
             GradientAccumulation(steps, optimizer)

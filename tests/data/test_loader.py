@@ -139,11 +139,6 @@ def test_an_iterable_that_is_slow_is_told():
         len(batches)
 
 
-def test_what_is_not_iterable():
-    with pytest.raises(TypeError, match="loader: found int; allowed is what a for loop can read"):
-        loader(3)  # type: ignore[arg-type]
-
-
 def test_closed_workers_start_again(eager):
     batches = loader(DataLoader(Sleeping(0.0, 60), batch_size=1))
     for _ in range(8):

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import is_integer
 from torchboost.core.wrapping import check_mesh, check_ranks, data_parallel, unwrap
-from torchboost.distributed.agreement import bit_sum
+from torchboost.distributed.agreement import bit_sum, local_part
 from torchboost.distributed.topology import NodeGroups, Topology
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.optim.rules.base import has_master
@@ -79,28 +79,23 @@ class AdaptiveSumming(Attachment):
     step are not sent. Cost: one lasting copy of the weights, and two more of the pack being combined.
     """
 
-    def __init__(self, optimizer: Optimizer, parameters: Iterable[Tensor], points: Sequence[int]) -> None:
-        super().__init__()
-        self._optimizer, self._points = optimizer, points
+    def __init__(
+        self, optimizer: Optimizer, parameters: Iterable[Tensor], points: Sequence[int], groups: NodeGroups | None
+    ) -> None:
+        hooks = []
+        if groups is not None:  # there are several nodes
+            hooks.append(optimizer.register_step_pre_hook(_untraced(self._keep)))
+            hooks.append(optimizer.register_step_post_hook(_untraced(self._combine)))
+        super().__init__(*hooks, undo=self._forget)
+        self._points, self._groups = points, groups
         self._places = {parameter: place for place, parameter in enumerate(parameters)}
-        self._groups: NodeGroups | None = None
-        self._old: dict[Tensor, Tensor] = {}
-        self._moving: list[tuple[int, Tensor]] = []
+        self._forget()
         self._cosines: list[Tensor] = []
         self._compared = self._warned = False
 
-    def start(self, groups: NodeGroups) -> AdaptiveSumming:
-        """Register the hooks, to combine over these groups."""
-        self._groups = groups
-        before = self._optimizer.register_step_pre_hook(_untraced(self._keep))
-        after = self._optimizer.register_step_post_hook(_untraced(self._combine))
-
-        def release() -> None:
-            before.remove()
-            after.remove()
-            self._old, self._moving = {}, []
-
-        return self.with_undo(release)
+    def _forget(self) -> None:
+        self._old: dict[Tensor, Tensor] = {}
+        self._moving: list[tuple[int, Tensor]] = []
 
     @property
     def active(self) -> bool:
@@ -134,8 +129,8 @@ class AdaptiveSumming(Attachment):
         self._moving = sorted(zip(places, parameters, strict=True), key=lambda entry: entry[0])
         for param in parameters:
             if param not in self._old:
-                self._old[param] = torch.empty_like(_local(param))
-            self._old[param].copy_(_local(param))
+                self._old[param] = torch.empty_like(local_part(param))
+            self._old[param].copy_(local_part(param))
 
     @torch.no_grad()
     def _combine(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -143,11 +138,11 @@ class AdaptiveSumming(Attachment):
         self._cosines = []
         for _, entries in groupby(self._moving, key=lambda entry: bisect_right(self._points, entry[0])):
             pack = [param for _, param in entries]
-            deltas = [self._old[param] - _local(param) for param in pack]
+            deltas = [self._old[param] - local_part(param) for param in pack]
             sharded = any(hasattr(param, "device_mesh") for param in pack)
             self._cosines.append(adasum_(deltas, self._groups.across, self._groups.inside, sharded=sharded))
             for param, delta in zip(pack, deltas, strict=True):
-                _local(param).copy_(self._old[param] - delta)
+                local_part(param).copy_(self._old[param] - delta)
         if self._moving and not self._warned:
             self._warned = True
             self._warn_if_equal()
@@ -279,12 +274,10 @@ class AdaptiveSum(Algorithm):
         topology = self._topology(target)
         points = self.split_groups if isinstance(self.split_groups, tuple) else ()
         parameters = dict.fromkeys([*unwrap(target.model).parameters(), *_parameters(target.optimizer)])
-        summing = AdaptiveSumming(target.optimizer, parameters, points)
-        reason = _one_node(topology)
-        if reason is None:
-            return summing.start(NodeGroups.of(topology))
-        warnings.warn(f"adasum: {reason}.", NoEffectWarning, stacklevel=2)
-        return summing
+        if (reason := _one_node(topology)) is not None:
+            warnings.warn(f"adasum: {reason}.", NoEffectWarning, stacklevel=2)
+        groups = None if reason is not None else NodeGroups.of(topology)
+        return AdaptiveSumming(target.optimizer, parameters, points, groups)
 
     def _topology(self, target: Target) -> Topology:
         return target.topology if self.devices_per_node is None else Topology.current(self.devices_per_node)
@@ -323,11 +316,6 @@ def _check_scaler(scaler: Any) -> None:
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters of an optimizer, in the order of its groups."""
     return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-def _local(param: Any) -> Tensor:
-    """Return the part of a parameter that this rank holds."""
-    return param.to_local() if hasattr(param, "to_local") else param
 
 
 def _untraced(hook: Callable[..., None]) -> Callable[..., None]:
@@ -419,7 +407,8 @@ def _combine(
         for place, (left, right, end) in enumerate(pairs):
             alpha, beta = _weights(dots[place], right - left, end - right, flat.dtype)
             for tensor, part in segments:
-                _add_(rows[left][part], rows[right][part], alpha[tensor], beta[tensor])
+                a, b = rows[left][part], rows[right][part].to(alpha[tensor].dtype)
+                a.copy_(a.to(b.dtype).mul_(alpha[tensor]).addcmul_(b, beta[tensor]))  # in place, but in half precision
         aa, ab, bb = dots.unbind(-1)
         lengths = aa.sqrt() * bb.sqrt()
         cosines.append(torch.where(lengths == 0, 0.0, ab / lengths).clamp(-1, 1))
@@ -477,14 +466,6 @@ def _weights(dots: Tensor, left: int, right: int, dtype: torch.dtype) -> list[tu
         weight = torch.where(there | square.isnan(), weight, 1.0)
         weights.append(weight.clamp(-most, most).to(adding).unbind())
     return weights
-
-
-def _add_(a: Tensor, b: Tensor, alpha: Tensor, beta: Tensor) -> None:
-    """Replace ``a`` by ``alpha a + beta b``, computed in the dtype of the weights."""
-    if a.dtype == alpha.dtype:
-        a.mul_(alpha).addcmul_(b, beta)
-    else:
-        a.copy_(a.to(alpha.dtype).mul_(alpha).addcmul_(b.to(alpha.dtype), beta))
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:

@@ -16,7 +16,7 @@ from torchboost.core.torch_private import AnyConv
 from torchboost.errors import NoEffectWarning
 from torchboost.graph.norms import NormalizedLinear
 from torchboost.optim.pipeline import GradientPipeline
-from torchboost.optim.transforms import Centralize, has_rows, wish
+from torchboost.optim.transforms import Centralize, has_rows
 
 __all__ = ["GradientCentralization", "centralizable", "centralize_gradients", "depthwise_and_normalized"]
 
@@ -90,14 +90,9 @@ class GradientCentralization(Algorithm):
         held = [(param, group) for group in groups for param in group["params"]]
         centralize = Centralize(skip=skip)
         if not any(centralize.applies(param, group) for param, group in held):
-            refused = (
-                " in a group that does not refuse it by 'grad_centralization': False"
-                if any(wish(group) is False for group in groups)
-                else ""
-            )
             warnings.warn(
-                f"'{self.name}' found no kernel or weight matrix among the {len(held)} parameters of the optimizer"
-                f"{refused}.",
+                f"'{self.name}' found no kernel or weight matrix among the {len(held)} parameters of the optimizer, "
+                "but for groups with 'grad_centralization': False.",
                 NoEffectWarning,
                 stacklevel=2,
             )

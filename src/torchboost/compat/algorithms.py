@@ -17,11 +17,10 @@ from torchboost.algorithms.dim_reduce.optimizer import Subspace
 from torchboost.algorithms.grad_accumulation.optimizer import GradientWindow
 from torchboost.algorithms.less_bn import LessBnReport, less_bn
 from torchboost.compat.process import ParameterProcess
-from torchboost.core.arguments import check_optimizer, is_integer
+from torchboost.core.arguments import check_optimizer
 from torchboost.core.step import Replay
 from torchboost.distributed.topology import NodeGroups, Topology
 from torchboost.errors import IncompatibleError
-from torchboost.graph.norms import Keep
 
 __all__ = ["AdaSum", "DimReduce", "GradientAccumulation", "LessBN"]
 
@@ -35,13 +34,10 @@ class LessBN(nn.Module):
     Args:
         network: Changed in place. Calls are passed to it.
         fn_flag: Replace the last linear layer by one that normalises its input and weight rows.
-        keep: Which BatchNorm of a residual branch is kept, the ``"last"`` or the ``"narrowest"``.
-        keep_shortcut: Keep the BatchNorms of the shortcuts.
-        keep_every: In stacks without shortcuts, keep one BatchNorm out of so many.
-        blocks_per_norm: Keep a BatchNorm in only one out of so many residual blocks.
         optimizer: Its groups follow the change. If an optimizer exists but is not passed, it does not train new
             parameters (the head's factor, biases after folding), and a ``NoEffectWarning`` names them.
-        sample: Input to trace the network with. Guessed if missing.
+        **settings: Of :func:`torchboost.less_bn`, such as ``keep_shortcut`` and ``sample``. ``keep`` is ``"last"``
+            unless given.
 
     Attributes:
         network: The network.
@@ -63,24 +59,12 @@ class LessBN(nn.Module):
         network: nn.Module,
         fn_flag: bool = False,
         *,
-        keep: Keep = "last",
-        keep_shortcut: bool = False,
-        keep_every: int = 2,
-        blocks_per_norm: int = 1,
         optimizer: Optimizer | None = None,
-        sample: Any = None,
+        **settings: Any,
     ) -> None:
         super().__init__()
-        self.report: LessBnReport = less_bn(
-            network,
-            optimizer,
-            normalize_head=fn_flag,
-            keep=keep,
-            keep_shortcut=keep_shortcut,
-            keep_every=keep_every,
-            blocks_per_norm=blocks_per_norm,
-            sample=sample,
-        )
+        chosen: dict[str, Any] = {"keep": "last", **settings}
+        self.report: LessBnReport = less_bn(network, optimizer, normalize_head=fn_flag, **chosen)
         self.network = network
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -115,19 +99,8 @@ class GradientAccumulation(GradientWindow):
         True
     """
 
-    steps_name = "max_accumulation_step"
-
     def __init__(self, max_accumulation_step: int, optimizer: Optimizer) -> None:
         super().__init__(max_accumulation_step, optimizer)
-
-    @property
-    def max_accumulation_step(self) -> int:
-        """Calls per update."""
-        return self.steps
-
-    @max_accumulation_step.setter
-    def max_accumulation_step(self, steps: int) -> None:
-        self.steps = steps
 
 
 class AdaSum:
@@ -145,9 +118,7 @@ class AdaSum:
             set of collectives. With None all do.
 
     Raises:
-        TypeError: There are no parameters, or a number is not an integer.
-        ValueError: The numbers differ from the process group's, or the index does not fit the parameters.
-        IncompatibleError: A process group is missing.
+        ValueError: The numbers are not those of the running job, or the index does not fit the parameters.
 
     Cost: see :func:`~torchboost.algorithms.adaptive_sum.adasum_`.
 
@@ -170,20 +141,18 @@ class AdaSum:
         *,
         fusion: ParameterProcess | None = None,
     ) -> None:
-        numbers = {"rank": (rank, 0), "device_number": (device_number, 1), "group_number": (group_number, 1)}
-        for name, (value, least) in numbers.items():
-            if not is_integer(value) or value < least:
-                kind = ValueError if is_integer(value) else TypeError
-                raise kind(f"{name}: found {value!r}; give an integer of {least} or more.")
-        parameters = list(parameter_tuple)
-        if not parameters or not all(isinstance(param, Tensor) for param in parameters):
-            raise TypeError(f"parameter_tuple: found {parameter_tuple!r}; give at least one parameter.")
-        self._shapes = [param.shape for param in parameters]
-        if not isinstance(fusion, ParameterProcess | None):
-            raise TypeError(f"fusion: found {type(fusion).__name__}; give a ParameterProcess.")
-        index = (0,) * len(parameters) if fusion is None else fusion.fusion_index(parameters)
+        self._shapes = [param.shape for param in parameter_tuple]
+        index = (0,) * len(self._shapes) if fusion is None else fusion.fusion_index(parameter_tuple)
         self._packs = [[i for i, other in enumerate(index) if other == number] for number in dict.fromkeys(index)]
-        self._groups = _node_groups(rank, device_number, group_number)
+        topology = Topology.current(device_number)
+        found, here = (rank, device_number, group_number), (topology.rank, topology.devices_per_node, topology.nodes)
+        if found != here or device_number * group_number != topology.world_size:
+            raise ValueError(
+                f"rank, device_number, group_number: found {found} in rank {topology.rank} of {topology.world_size}; "
+                "give this rank, the ranks on a node and the number of nodes, after torch.distributed."
+                "init_process_group."
+            )
+        self._groups = NodeGroups.of(topology) if topology.world_size > 1 else None
 
     def __call__(
         self, delta_weights: Sequence[Tensor], parameters: Sequence[Tensor], old_parameters: Sequence[Tensor]
@@ -216,25 +185,6 @@ class AdaSum:
         return combined
 
 
-def _node_groups(rank: int, device_number: int, group_number: int) -> NodeGroups | None:
-    if not (dist.is_available() and dist.is_initialized()):
-        if device_number * group_number == 1:
-            return None
-        raise IncompatibleError(
-            f"AdaSum for {group_number} nodes of {device_number} ranks needs a process group; call "
-            "torch.distributed.init_process_group first, under torchrun."
-        )
-    ranks = dist.get_world_size()
-    if device_number * group_number != ranks:
-        raise ValueError(
-            f"device_number, group_number: found {device_number} and {group_number}, but the process group has {ranks} "
-            "ranks; give the number of ranks on a node and the number of nodes, whose product must be that."
-        )
-    if rank != dist.get_rank():
-        raise ValueError(f"rank: found {rank}, but this is rank {dist.get_rank()}; give torch.distributed.get_rank().")
-    return NodeGroups.of(Topology.current(device_number))
-
-
 class DimReduce:
     """Update the weights inside and outside a subspace, with gradients that were computed elsewhere.
 
@@ -258,8 +208,7 @@ class DimReduce:
         rank_size: Number of ranks. They average their losses.
 
     Raises:
-        TypeError: ``optimizer`` is not an optimizer, ``network`` cannot be called, or ``pca_mat_local`` is not a
-            matrix.
+        TypeError: ``optimizer`` is not an optimizer, or ``pca_mat_local`` is not a matrix.
         ValueError: Shapes or settings do not fit.
         IncompatibleError: The job has another number of ranks.
 
@@ -290,10 +239,6 @@ class DimReduce:
         rank: int,
         rank_size: int,
     ) -> None:
-        if not callable(network):
-            raise TypeError(
-                f"network: found {type(network).__name__}; give a function or module that returns the loss of a batch."
-            )
         check_optimizer(optimizer)
         weights = list(weight)
         local = _matrix(pca_mat_local, weights)
@@ -371,11 +316,10 @@ def _matrix(rows: Any, weights: Sequence[Tensor]) -> Tensor:
 
 
 def _all_ranks(rank: int, rank_size: int) -> dist.ProcessGroup | None:
-    running = dist.is_available() and dist.is_initialized()
-    here = (dist.get_rank(), dist.get_world_size()) if running else (0, 1)
-    if here != (rank, rank_size):
+    here = Topology.current()
+    if (here.rank, here.world_size) != (rank, rank_size):
         raise IncompatibleError(
-            f"DimReduce: found rank={rank} of rank_size={rank_size}, this process is rank {here[0]} of {here[1]}; give "
-            "the numbers of the running job."
+            f"DimReduce: found rank={rank} of rank_size={rank_size}, this process is rank {here.rank} of "
+            f"{here.world_size}; give the numbers of the running job."
         )
     return dist.group.WORLD if rank_size > 1 else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -63,10 +64,17 @@ class AutoBoost:
         check_calibrate(calibrate)
         self._config = BoostConfig.load(boost_config_dict)
         self.level = level
-        self.total_steps = total_steps
-        self.loop: Loop = loop
-        self.calibrate: Calibrate = calibrate
-        self.verify = verify
+        self._attach = partial(
+            front.attach,
+            level=level,
+            total_steps=total_steps,
+            config=self._config,
+            host=front.Host(loop=loop),
+            calibrate=calibrate,
+            verify=verify,
+            name="network",
+            caller="network_auto_process_train",
+        )
         self._plan = Plan.of(level, boost_config_dict, loop=loop, total_steps=total_steps)
         self._boosted: front.Boosted | None = None
         self.attached = AttachedAlgorithms()
@@ -107,19 +115,7 @@ class AutoBoost:
             IncompatibleError: The network is already wrapped and the plan is not empty, or an algorithm cannot work on
                 this pair. Nothing is changed, except that an earlier boost of this network is removed.
         """
-        boosted = front.attach(
-            network,
-            optimizer,
-            level=self.level,
-            total_steps=self.total_steps,
-            config=self._config,
-            scaler=scaler,
-            host=front.Host(loop=self.loop),
-            calibrate=self.calibrate,
-            verify=self.verify,
-            name="network",
-            caller="network_auto_process_train",
-        )
+        boosted = self._attach(network, optimizer, scaler=scaler)
         self._boosted, self.attached, self.scaler = boosted, boosted.attached, boosted.scaler
         return boosted.model, boosted.optimizer
 

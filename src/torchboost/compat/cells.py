@@ -24,7 +24,6 @@ from torchboost.core.arguments import (
     check_module,
     check_number,
     check_pair,
-    check_scaler,
     check_sens,
     is_integer,
 )
@@ -228,10 +227,7 @@ class BoostTrainOneStepCell:
                 '{"boost": {"mode": "manual", "adasum": true}} and start at least two nodes. AutoBoost.explain() says '
                 "what is missing."
             )
-        with self._stepping():
-            loss = self._at_once(loss, grads)
-        self.updated = self._at_once.updated
-        return loss
+        return self._hand_over(self._at_once, loss, grads)
 
     def gradient_accumulation_process(self, loss: Tensor, grads: Any, sens: float, *inputs: Any) -> Tensor:
         """Take gradients that were computed elsewhere, and update with their mean when the window is full.
@@ -246,9 +242,12 @@ class BoostTrainOneStepCell:
         Raises:
             ValueError: The number or the shapes of the gradients are not those of the parameters.
         """
+        return self._hand_over(self._window, loss, grads)
+
+    def _hand_over(self, window: GradientAccumulation, loss: Tensor, grads: Any) -> Tensor:
         with self._stepping():
-            loss = self._window(loss, grads)
-        self.updated = self._window.updated
+            window(loss, grads)
+        self.updated = window.updated
         return loss
 
     def gradient_freeze_process(self, *inputs: Any) -> Tensor:
@@ -364,13 +363,8 @@ class GroupLossScaleManager(nn.Module):
     ) -> None:
         super().__init__()
         self._init, self._rule, self._agree = init_loss_scale, rule, agree
-        self._groups: list[list[nn.Parameter]] = []
         self._scaler: GroupScaler | None = None
-        if isinstance(loss_scale_groups, (list, tuple)) and not loss_scale_groups:
-            count = len(init_loss_scale) if isinstance(init_loss_scale, (list, tuple)) else 1
-            checked_scales(init_loss_scale, count, rule, "init_loss_scale")
-        else:
-            self.loss_scale_groups = loss_scale_groups
+        self.loss_scale_groups = loss_scale_groups
 
     @property
     def loss_scale_groups(self) -> Sequence[Sequence[nn.Parameter]]:
@@ -383,17 +377,19 @@ class GroupLossScaleManager(nn.Module):
             raise ValueError(
                 "loss_scale_groups: this manager already has groups; build another manager for other groups."
             )
-        listed = _checked_groups(groups)
-        scales = checked_scales(self._init, len(listed), self._rule, "init_loss_scale")
+        self._groups = listed = _checked_groups(groups)
+        count = len(listed) or (len(self._init) if isinstance(self._init, (list, tuple)) else 1)
+        scales = checked_scales(self._init, count, self._rule, "init_loss_scale")
+        if not listed:
+            return
         self._scaler = GroupScaler(
             ["ends", *map(str, range(len(listed)))],
             [1.0, *scales],
-            lambda: listed,
+            listed,
             rule=self._rule,
             exact=True,
             agree=self._agree,
         )
-        self._groups = listed
 
     @property
     def scaler(self) -> GroupScaler:
@@ -474,15 +470,12 @@ class _CellScale(LossScaler):
 
     def __init__(self, cell: Callable[[Tensor, Tensor], Any]) -> None:
         super().__init__()
-        start = getattr(cell, "get_loss_scale", lambda: _FIRST)()
-        self._cell, self._scale = cell, self._checked(start)
+        self._cell = cell
+        self._scale = self._checked(getattr(cell, "get_loss_scale", lambda: _FIRST)())
 
     def _checked(self, scale: Any) -> float:
         number = scale.item() if isinstance(scale, Tensor) and scale.numel() == 1 else scale
-        try:
-            check_scale("loss_scale", number)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"the update cell, a {type(self._cell).__name__}: {error}") from None
+        check_scale(f"loss_scale of the update cell, a {type(self._cell).__name__}", number)
         return float(number)
 
     def _applied(self) -> list[float]:
@@ -509,18 +502,15 @@ def _scaler(sense: Any) -> Scaler:
         return FixedLossScale(_number(sense, "scale_sense"))
     if isinstance(sense, GroupLossScaleManager):
         return sense.scaler
-    try:
-        check_scaler(sense)
-        is_cell = False
-    except TypeError:
-        is_cell = _accepts_two(sense)
-    if sense is None or isinstance(sense, type) or not (is_cell or hasattr(sense, "unscale_")):
-        raise TypeError(
-            "scale_sense must be a tensor of shape () or (1,), or a manager such as DynamicLossScale, GradScaler, "
-            "GroupLossScaleManager or a cell that is called with (loss_scale, overflow); found neither. For a fixed "
-            "scale give torch.tensor(1024.0)."
-        )
-    return _CellScale(sense) if is_cell else sense
+    if hasattr(sense, "unscale_") and not isinstance(sense, type):
+        return sense
+    if _accepts_two(sense):
+        return _CellScale(sense)
+    raise TypeError(
+        "scale_sense must be a tensor of shape () or (1,), or a manager such as DynamicLossScale, GradScaler, "
+        "GroupLossScaleManager or a cell that is called with (loss_scale, overflow); found neither. For a fixed "
+        "scale give torch.tensor(1024.0)."
+    )
 
 
 def _accepts_two(cell: Any) -> bool:
@@ -528,7 +518,7 @@ def _accepts_two(cell: Any) -> bool:
         inspect.signature(cell.forward if isinstance(cell, nn.Module) else cell).bind(None, None)
     except (TypeError, ValueError):
         return False
-    return True
+    return not isinstance(cell, type)
 
 
 def _number(sense: Any, name: str) -> float:
@@ -540,7 +530,7 @@ def _number(sense: Any, name: str) -> float:
 
 
 def _checked_groups(groups: Any) -> list[list[nn.Parameter]]:
-    if not isinstance(groups, (list, tuple)) or not groups:
+    if not isinstance(groups, (list, tuple)):
         raise ValueError(f"loss_scale_groups: found {groups!r}; give one list of parameters per group.")
     owner: dict[int, int] = {}
     for index, group in enumerate(groups):

@@ -13,10 +13,9 @@ from torch.optim import Optimizer
 
 from torchboost.algorithms.grad_freeze.algorithm import GradFreeze, Pattern, freeze_blocks
 from torchboost.algorithms.grad_freeze.freezer import Freezing, Prefix
-from torchboost.algorithms.grad_freeze.schedule import MOST_STEPS, Continuous, Repeated, Schedule, length_of
+from torchboost.algorithms.grad_freeze.schedule import Continuous, Repeated, length_of
 from torchboost.core.arguments import check_optimizer, check_pair, check_sens
 from torchboost.errors import NoEffectWarning
-from torchboost.graph.blocks import group_starts
 from torchboost.optim.wrapping_optimizer import WrappingOptimizer
 
 __all__ = ["FreezeOpt", "GradientFreeze", "freeze_cell"]
@@ -66,8 +65,7 @@ class GradientFreeze:
     ) -> None:
         self._groups = None if isinstance(param_groups, int) else _explicit(param_groups)
         number = param_groups if isinstance(param_groups, int) else len(param_groups)
-        _check(number, freeze_type, freeze_p, total_steps)
-        self._count, self._type, self._share, self._steps, self._seed = number, freeze_type, freeze_p, total_steps, seed
+        self._settings, self._seed = _settings_of(number, freeze_type, freeze_p, total_steps), seed
         self.freezing: Freezing | None = None
 
     def freeze_generate(self, network: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
@@ -84,15 +82,13 @@ class GradientFreeze:
         check_pair(network, optimizer, name="network")
         if self.freezing is not None:
             self.freezing.remove()
-        if self._type > 1 and self._groups is None:
-            settings = GradFreeze(
-                groups=self._count, pattern=_PATTERNS[self._type], full_share=self._share, total_steps=self._steps
-            )
+        settings = self._settings
+        if settings.pattern == "progressive" and self._groups is None:
             self.freezing = freeze_blocks(network, optimizer, settings, seed=self._seed)
             return network, optimizer
-        groups = self._groups or self.split_parameters_groups(network, self._count)
-        schedule = self._schedule(len(groups), self._type, self._share, self._steps)
-        self.freezing = Freezing(network, optimizer, _prefixes(groups), schedule, total_steps=self._steps)
+        groups = self._groups or self.split_parameters_groups(network, settings.groups)
+        schedule = settings.schedule([1 / len(groups)] * len(groups), seed=self._seed)
+        self.freezing = Freezing(network, optimizer, _prefixes(groups), schedule, total_steps=settings.total_steps)
         return network, optimizer
 
     def generate_freeze_index_sequence(
@@ -110,16 +106,12 @@ class GradientFreeze:
         Raises:
             ValueError: A number is out of range.
         """
-        _check(parameter_groups_number, freeze_strategy, freeze_p, total_steps)
-        schedule = self._schedule(parameter_groups_number, freeze_strategy, freeze_p, total_steps)
+        settings = _settings_of(parameter_groups_number, freeze_strategy, freeze_p, total_steps)
+        schedule = settings.schedule([1 / settings.groups] * settings.groups, seed=self._seed)
         length = length_of(total_steps)
         if isinstance(schedule, Continuous) and parameter_groups_number > 1:
             length = schedule.period * -(-length // schedule.period)
         return [schedule(step) for step in range(length)]
-
-    def _schedule(self, groups: int, kind: int, share: float, steps: int) -> Schedule:
-        settings = GradFreeze(pattern=_PATTERNS[kind], full_share=share, total_steps=steps)
-        return settings.schedule([1 / groups] * groups, seed=self._seed)
 
     def split_parameters_groups(self, net: nn.Module, freeze_para_groups_number: int) -> list[list[nn.Parameter]]:
         """Return the parameters that train at each index, in order of registration. The first list holds all of them.
@@ -129,12 +121,7 @@ class GradientFreeze:
         in names. If there are fewer units than groups, there are as many groups as units. MindSpore silently freezes
         nothing in this case. :class:`torchboost.algorithms.GradFreeze` splits by modules in execution order instead,
         which saves more.
-
-        Raises:
-            ValueError: The number is below 1.
         """
-        if freeze_para_groups_number < 1:
-            raise ValueError(f"freeze_para_groups_number: found {freeze_para_groups_number}; give 1 or more.")
         return _split(list(net.parameters()), freeze_para_groups_number)
 
 
@@ -220,15 +207,12 @@ def freeze_cell(
 
     Raises:
         TypeError: ``optimizer`` is not a :class:`FreezeOpt`, or ``sens`` is not a number.
-        ValueError: ``max_accumulation_step`` is below 1.
     """
     check_sens(sens)
     if not isinstance(optimizer, FreezeOpt):
         raise TypeError(
             f"optimizer: found {type(optimizer).__name__}; wrap it: FreezeOpt(optimizer, groups, strategy)."
         )
-    if max_accumulation_step < 1:
-        raise ValueError(f"max_accumulation_step: found {max_accumulation_step}; give 1 or more.")
     window = max_accumulation_step if use_grad_accumulation else 1
     divisor = (degree or dist.get_world_size()) if reducer_flag and mean else 1
     scale = sens / window
@@ -275,17 +259,15 @@ def _split(parameters: list[nn.Parameter], wanted: int | None) -> list[list[nn.P
             units[-1].append(parameter)
         else:
             units.append([parameter])
-    if groups <= len(units):
-        starts: Sequence[int] = range(0, groups * (len(units) // groups), len(units) // groups)
-    else:
-        if wanted is not None:
-            warnings.warn(
-                f"split_parameters_groups: {groups} groups were requested, but the parameters form {len(units)} units; "
-                f"there are {len(units)} groups.",
-                NoEffectWarning,
-                stacklevel=3,
-            )
-        starts = group_starts(len(units), groups)
+    if wanted is not None and wanted > len(units):
+        warnings.warn(
+            f"split_parameters_groups: {groups} groups were requested, but the parameters form {len(units)} units; "
+            f"there are {len(units)} groups.",
+            NoEffectWarning,
+            stacklevel=3,
+        )
+    number = max(1, min(groups, len(units)))
+    starts = [index * (len(units) // number) for index in range(number)]
     return [[p for unit in units[start:] for p in unit] for start in starts]
 
 
@@ -314,14 +296,7 @@ def _strategy(strategy: Any, groups: int) -> tuple[int, ...]:
     return tuple(indices)
 
 
-def _check(groups: int, freeze_type: int, freeze_p: float, total_steps: int) -> None:
+def _settings_of(groups: int, freeze_type: int, freeze_p: float, total_steps: int) -> GradFreeze:
     if freeze_type not in range(len(_PATTERNS)):
         raise ValueError(f"freeze_type: found {freeze_type!r}; give 0 (continuous), 1 (interval) or 2 (progressive).")
-    if not 0 <= freeze_p < 1:
-        raise ValueError(
-            f"freeze_p: found {freeze_p}; give the share of updates that train everything, at least 0 and below 1."
-        )
-    if groups < 1 or total_steps < 1:
-        raise ValueError(f"found {groups} groups and {total_steps} steps; both must be 1 or more.")
-    if total_steps > MOST_STEPS:
-        raise ValueError("total_steps: found a number above 2**53; give the number of updates in the run.")
+    return GradFreeze(groups=groups, pattern=_PATTERNS[freeze_type], full_share=freeze_p, total_steps=total_steps)

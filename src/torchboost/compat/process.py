@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,12 +10,11 @@ from torch.optim import Optimizer
 
 from torchboost.algorithms.gradient_centralization import centralizable
 from torchboost.core.algorithm import Attachment
-from torchboost.core.arguments import is_integer
-from torchboost.errors import IncompatibleError
+from torchboost.core.arguments import check_module, check_optimizer, is_integer
 from torchboost.optim.pipeline import GradientPipeline
 from torchboost.optim.rules.base import UpdateRule
 from torchboost.optim.transforms import CENTRALIZE, Centralize, wish
-from torchboost.optim.wrapping_optimizer import WrappingOptimizer, described_groups, regrouped
+from torchboost.optim.wrapping_optimizer import described_groups, regrouped
 
 __all__ = ["OptimizerProcess", "ParameterProcess"]
 
@@ -44,25 +42,17 @@ class OptimizerProcess:
 
     Raises:
         TypeError: ``opt`` is not a ``torch.optim.Optimizer``.
-        IncompatibleError: ``opt`` wraps another optimizer, as ``FreezeOpt`` does.
     """
 
     def __init__(self, opt: Optimizer) -> None:
-        if not isinstance(opt, Optimizer):
-            raise TypeError(f"opt: found {type(opt).__name__}; give a torch.optim.Optimizer.")
-        if isinstance(opt, WrappingOptimizer):
-            raise IncompatibleError(
-                f"opt: found {type(opt).__name__}, which wraps a {type(opt.opt).__name__}. Pass the inner one "
-                f"to OptimizerProcess first, and build the {type(opt).__name__} over the new optimizer."
-            )
+        check_optimizer(opt, "opt")
         self.opt = opt
         self.centralization: Attachment | None = None
         self._groups: list[ParamGroup] | None = None
 
     def build_params_dict(self, network: nn.Module) -> dict[int, nn.Module]:
         """Return the owner of each parameter, by ``id(parameter)``. A shared parameter belongs to its first owner."""
-        if not isinstance(network, nn.Module):
-            raise TypeError(f"network: found {type(network).__name__}; give a torch.nn.Module.")
+        check_module(network, "network")
         owners: dict[int, nn.Module] = {}
         for module in network.modules():
             for param in module.parameters(recurse=False):
@@ -102,23 +92,21 @@ class OptimizerProcess:
     def generate_new_optimizer(self) -> Optimizer:
         """Copy the optimizer, with all of its settings, over the new groups.
 
-        Groups with ``grad_centralization: True`` are centralised before each step, for any class of optimizer. The
-        attachment is ``self.centralization``, with ``remove()``. The state is shared with the old optimizer, so do not
-        step the old one any more. Hooks and learning-rate schedulers of the old one are not taken over: create them
-        afterwards.
+        Groups with ``grad_centralization: True`` are centralised before each step, for any class of optimizer. Those of
+        ``torchboost.optim`` read the key; others get the attachment ``self.centralization``, with ``remove()``. The
+        state is shared with the old optimizer, so do not step the old one any more. Hooks and learning-rate schedulers
+        of the old one are not taken over: create them afterwards.
 
         Raises:
-            IncompatibleError: The optimizer keeps parameters outside of its groups, as LBFGS does.
+            IncompatibleError: The optimizer keeps parameters outside of its groups, as LBFGS does, or wraps another
+                one, as ``FreezeOpt`` does.
             TypeError: A group's ``grad_centralization`` is not a boolean.
         """
         groups = self._groups if self._groups is not None else described_groups(self.opt)
         wishes = [wish(group) for group in groups]
         optimizer = regrouped(self.opt, groups)
-        if any(wishes):
-            if isinstance(optimizer, UpdateRule):  # reads the key itself
-                self.centralization = Attachment(undo=partial(_forget_keys, optimizer))
-            else:
-                self.centralization = GradientPipeline(Centralize(flag=CENTRALIZE)).attach(optimizer)
+        if any(wishes) and not isinstance(optimizer, UpdateRule):
+            self.centralization = GradientPipeline(Centralize(flag=CENTRALIZE)).attach(optimizer)
         return optimizer
 
 
@@ -199,9 +187,6 @@ class ParameterProcess:
         if not _check_parameters(origin_params):
             return [{"params": list(parameters)}]
         groups: Any = origin_params
-        names = _names(groups)
-        if not all(param in names for param in parameters):
-            names = {}
         rest = dict.fromkeys(parameters)
         rebuilt_groups: list[ParamGroup] = []
         for group in groups:
@@ -209,12 +194,14 @@ class ParameterProcess:
                 rebuilt_groups.append({**group, ORDER: list(parameters)})
                 continue
             members = [param for param in _listed(group["params"]) if param in rest]
-            rebuilt_groups.append(_over(group, members, names))
+            rebuilt_groups.append(_over(group, members))
             for param in members:
                 rest.pop(param, None)
         if rest:
             largest = max((group for group in groups if ORDER not in group), key=len, default={})
-            rebuilt_groups.append(_over(largest, list(rest), names))
+            rebuilt_groups.append({**largest, "params": list(rest)})
+            for group in rebuilt_groups:
+                group.pop("param_names", None)  # torch requires names in all groups or in none
         return rebuilt_groups
 
 
@@ -242,26 +229,14 @@ def _split(group: ParamGroup, chosen: Collection[Tensor]) -> list[ParamGroup]:
     params = _listed(group["params"])
     inside, outside = [p for p in params if p in chosen], [p for p in params if p not in chosen]
     plain = {key: value for key, value in group.items() if key != CENTRALIZE}
-    names = _names([group])
     parts = ({**plain, CENTRALIZE: True}, inside), (plain, outside)
-    return [_over(part, members, names) for part, members in parts if members]
+    return [_over(part, members) for part, members in parts if members]
 
 
-def _names(groups: Iterable[Mapping[str, Any]]) -> dict[Tensor, str]:
-    """Return the names by parameter, if the groups were built from ``named_parameters()``."""
-    named = [group for group in groups if "param_names" in group]
-    return {p: name for group in named for p, name in zip(_listed(group["params"]), group["param_names"], strict=True)}
-
-
-def _over(group: Mapping[str, Any], members: list[Tensor], names: Mapping[Tensor, str]) -> ParamGroup:
-    """Copy the group over other members. torch requires names in all groups or in none."""
-    options = {key: value for key, value in group.items() if key != "param_names"}
-    return {**options, "params": members, **({"param_names": [names[param] for param in members]} if names else {})}
-
-
-def _forget_keys(optimizer: Optimizer) -> None:
-    for group in optimizer.param_groups:
-        group.pop(CENTRALIZE, None)
+def _over(group: Mapping[str, Any], members: list[Tensor]) -> ParamGroup:
+    """Copy the group over some of its members, with their names if it has names."""
+    names = dict(zip(_listed(group["params"]), group.get("param_names", ()), strict=False))
+    return {**group, "params": members, **({"param_names": [names[param] for param in members]} if names else {})}
 
 
 def _listed(params: Tensor | Iterable[Tensor]) -> list[Tensor]:

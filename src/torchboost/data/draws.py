@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -17,6 +16,12 @@ __all__ = ["KINDS", "Draws", "generators_behind", "is_of_process", "is_own", "st
 KINDS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator, torch.Generator)
 """Types of generators that an object can hold."""
 
+_OF_PROCESS = {
+    "torch's generator": torch.default_generator,
+    "NumPy's generator": getattr(np.random.rand, "__self__", None),
+    "Python's generator": getattr(random.random, "__self__", None),
+}
+"""Those to which functions such as ``random.random`` belong."""
 _MOST_FUNCTIONS = 500
 _OWN = "a generator of its own"
 
@@ -40,19 +45,17 @@ class Draws:
     """
 
     def __init__(self, held: Sequence[Any] = ()) -> None:
-        self._looks: list[tuple[str, Callable[[], Any]]] = [
-            ("torch's generator", lambda: bytes(torch.get_rng_state().numpy())),
-            ("NumPy's generator", _of_numpy),
-            ("Python's generator", random.getstate),
-            *((_OWN, partial(state_of, generator)) for generator in held),
-        ]
-        self._states = [look() for _, look in self._looks]
+        self._generators = [*_OF_PROCESS.items(), *((_OWN, generator) for generator in held)]
+        self._states = self._look()
 
     def moved(self) -> str:
         """Return which generator has moved since the last look, an own one first; empty if none has."""
-        before, self._states = self._states, [look() for _, look in self._looks]
-        moved = [name for (name, _), old, new in zip(self._looks, before, self._states, strict=True) if old != new]
+        before, self._states = self._states, self._look()
+        moved = [name for (name, _), old, new in zip(self._generators, before, self._states, strict=True) if old != new]
         return _OWN if _OWN in moved else (moved or [""])[0]
+
+    def _look(self) -> list[Any]:
+        return [state_of(generator) for _, generator in self._generators]
 
 
 def generators_behind(objects: Iterable[Any]) -> list[Any]:
@@ -86,8 +89,7 @@ def _names(code: CodeType) -> set[str]:
 
 def is_of_process(generator: Any) -> bool:
     """Whether a generator is the one of the process, to which functions such as ``random.random`` belong."""
-    shared: list[Any] = [torch.default_generator, random.random, np.random.rand]
-    return any(generator is getattr(each, "__self__", each) for each in shared)
+    return any(generator is each for each in _OF_PROCESS.values())
 
 
 def is_own(moved: str) -> bool:
@@ -108,11 +110,6 @@ def state_of(generator: Any) -> Any:
     if isinstance(generator, np.random.RandomState):
         return _plain(generator.get_state(legacy=False))
     return _plain((generator.bit_generator if isinstance(generator, np.random.Generator) else generator).state)
-
-
-def _of_numpy() -> Any:
-    state: Any = np.random.get_state()
-    return (state[1].tobytes(), *state[2:])
 
 
 def _plain(state: Any) -> Any:

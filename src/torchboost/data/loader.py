@@ -58,9 +58,6 @@ def loader(loader: Iterable[Any], *, allow_other_draws: bool = False, read_ahead
         read_ahead: Take indices up to some batches ahead from a sampler that computes them when it is asked. Only if
             they do not depend on what the loop does meanwhile.
 
-    Raises:
-        TypeError: ``loader`` is not iterable.
-
     Cost: below 10 microseconds per batch. A trial loads some batches twice, and those of its windows in a way that may
     be slower. Each worker holds a copy of the structure of the data set; arrays and tensors are shared.
 
@@ -83,17 +80,14 @@ class Loader:
     """
 
     def __init__(self, loader: Iterable[Any], *, allow_other_draws: bool = False, read_ahead: bool = False) -> None:
-        if not hasattr(type(loader), "__iter__") and not hasattr(type(loader), "__getitem__"):
-            raise TypeError(f"loader: found {type(loader).__name__}; allowed is what a for loop can read.")
         self._loader, self._other_draws, self._read_ahead = loader, allow_other_draws, read_ahead
         self._plain = loader if isinstance(loader, DataLoader) and loads_in_this_process(loader) else None
         self._reading = Reading()
         self._to_compare = self._batches = self._bytes = 0
         self._pipes: dict[Variant, Pipe] = {}
         self._packed: Packed | None = None
-        ask = weakref.WeakMethod(self._unfit)  # no cycle, so that the workers end with the loader
         pins = self._plain is not None and torch.cuda.is_available() and not self._plain.pin_memory
-        self._trial = Trial(lambda reading: (ask() or str)(reading), cores=usable_cores(), pins=pins)
+        self._trial = Trial(cores=usable_cores(), pins=pins)
         self._latest: Callable[[], Batches | None] = lambda: None
 
     def __iter__(self) -> Iterator[Any]:
@@ -213,6 +207,8 @@ class Loader:
 
     def _answer(self, result: Reading | str) -> None:
         """Give the result of the window to the trial, which sets the next one."""
+        if self._trial.window.watched and isinstance(result, Reading):
+            result = self._unfit(result) or result
         was_decided = self._trial.phase == "decided", self._trial.chosen
         self._reading = Reading()
         self._trial.answer(result)

@@ -265,7 +265,7 @@ class Pipe:
                 _Job(packed, loader.batch_sampler is not None, other_draws=other_draws),
                 batch_size=None,
                 sampler=self._feed,
-                collate_fn=_unchanged,
+                collate_fn=lambda answer: answer,
                 num_workers=variant.workers,
                 prefetch_factor=variant.prefetch,
                 persistent_workers=True,
@@ -289,18 +289,13 @@ class Pipe:
         Raises:
             StopIteration: All batches of the window were returned.
         """
-        batch, fault = next(self._batches)
-        return batch, fault
+        return next(self._batches)
 
     def close(self, *, at_once: bool = False) -> None:
         """End the workers; at once if one of them may never answer."""
         if at_once:
             stop_workers(self._batches)
         self._batches = self._loader = self._feed.stock = None
-
-
-def _unchanged(answer: Any) -> Any:
-    return answer
 
 
 @contextmanager

@@ -70,7 +70,7 @@ def pack(value: Any) -> Packed:
     except Exception as error:
         text = str(error).partition("\n")[0] or type(error).__name__
         raise Unfit(f"the data set, or its collate_fn, cannot be sent to another process ({text})") from None
-    return Packed(sink.bytes(), packer.held, packer.generators, packer.version(sink))
+    return Packed(sink.getvalue(), packer.held, packer.generators, packer.version(sink))
 
 
 class _Unpacker(pickle.Unpickler):
@@ -82,20 +82,11 @@ class _Unpacker(pickle.Unpickler):
         return self._held[pid]
 
 
-class _Sink:
-    def __init__(self) -> None:
-        self._parts: list[bytes] = []
-        self._size = 0
-
+class _Sink(io.BytesIO):
     def write(self, part: Any) -> int:
-        self._parts.append(bytes(part))
-        self._size += len(part)
-        if self._size > MOST_BYTES:
+        if self.tell() + len(part) > MOST_BYTES:
             raise Unfit(f"a copy of the data set takes more than {MOST_BYTES >> 20} MiB in each worker")
-        return len(part)
-
-    def bytes(self) -> bytes:
-        return b"".join(self._parts)
+        return super().write(part)
 
 
 class _Packer(pickle.Pickler):
@@ -136,11 +127,8 @@ class _Packer(pickle.Pickler):
 
     def check_closures(self) -> None:
         """Pack what functions refer to by closures and defaults, to see that it can be sent too."""
-        done = 0
-        while done < len(self._functions):
-            function = self._functions[done]
-            done += 1
-            cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+        for function in self._functions:  # which grows
+            cells = [cell.cell_contents for cell in function.__closure__ or ()]
             self.dump((cells, function.__defaults__, function.__kwdefaults__))
 
     def version(self, sink: _Sink) -> str | None:
@@ -152,7 +140,7 @@ class _Packer(pickle.Pickler):
             contents = [(id(obj), _checksum(obj)) for obj in self.held]
         except (RuntimeError, TypeError, ValueError):  # a tensor without plain memory
             return None
-        return hashlib.sha256(sink.bytes() + repr(contents).encode()).hexdigest()
+        return hashlib.sha256(sink.getvalue() + repr(contents).encode()).hexdigest()
 
 
 def _checksum(obj: Any) -> Any:
@@ -168,11 +156,3 @@ def _checksum(obj: Any) -> Any:
 def _is_method(obj: Any) -> bool:
     """Whether a built-in function belongs to an object, which is then packed."""
     return isinstance(obj, BuiltinFunctionType) and not isinstance(obj.__self__, (ModuleType, type, type(None)))
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True

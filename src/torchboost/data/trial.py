@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import Any
@@ -89,7 +89,8 @@ class Window:
         variant: The way to load.
         count: Number of batches; None until the end of the epoch.
         compared: The first batches that are also loaded in the process of the loop, and compared.
-        watched: Whether to look which generators a batch moves, and whether the loop changes the data set.
+        watched: Whether to look what keeps workers out, such as generators that a batch moves. The answer to such a
+            window is the reason, if there is one.
     """
 
     variant: Variant = OWN
@@ -131,7 +132,7 @@ class Race:
 
 
 Result = Reading | str
-"""A text says why a way of loading was given up in the middle of a window."""
+"""A text says why a way of loading was given up in the middle of a window, or why workers are left out."""
 Script = Generator[Window, Result, Any]
 
 
@@ -139,7 +140,6 @@ class Trial:
     """Looks whether waiting for data is a real share of a step, and if so tries what could help.
 
     Args:
-        unfit: Returns why this loader cannot be read by workers, with the latest reading; empty if it can.
         cores: Processors of this process.
         pins: Whether pinned memory may be tried.
 
@@ -154,8 +154,8 @@ class Trial:
         compared: Number of batches that were loaded both ways and were equal.
     """
 
-    def __init__(self, unfit: Callable[[Reading], str], *, cores: float, pins: bool) -> None:
-        self._unfit, self._cores, self._pins = unfit, cores, pins
+    def __init__(self, *, cores: float, pins: bool) -> None:
+        self._cores, self._pins = cores, pins
         self.chosen, self.phase, self.reason = OWN, "measuring", ""
         self.races: list[Race] = []
         self.first: Reading | None = None
@@ -194,12 +194,13 @@ class Trial:
     def _look(self, reading: Reading) -> Generator[Window, Result, str]:
         """Return why workers must be left out; empty if they can be tried."""
         watched = yield Window(count=3, watched=True)
-        assert isinstance(watched, Reading)
+        if isinstance(watched, str):
+            return watched
         self._pins = self._pins and watched.can_pin
         self._needed = math.ceil(1.5 * reading.wait / max(reading.rest, 1e-6))
         busy = max(watched.processor / max(sum(watched.waits), 1e-9), 0.05)
         self._most = max(1, min(MOST_WORKERS, int(self._cores / busy)))
-        return self._unfit(watched)
+        return ""
 
     def _try_workers(self) -> Script:
         first = Variant(max(1, min(self._needed, self._most)))

@@ -23,6 +23,7 @@ __all__ = [
     "bit_sum",
     "first_holder",
     "from_first_rank",
+    "local_part",
     "mean_over_ranks",
     "own_store",
     "ranks_of_shards",
@@ -287,7 +288,7 @@ def bit_sum(tensor: Tensor) -> Tensor:
 
     Integer addition is associative, so the sum does not depend on threads or on the kind of device.
     """
-    numbers = _local(tensor).detach().contiguous().reshape(-1)
+    numbers = local_part(tensor).detach().contiguous().reshape(-1)
     if not numbers.numel():
         return torch.zeros((), dtype=torch.int64, device=numbers.device)
     return numbers.view(_BITS[numbers.element_size()]).sum(dtype=torch.int64)
@@ -296,7 +297,7 @@ def bit_sum(tensor: Tensor) -> Tensor:
 def _portrait(value: Any) -> list[str]:
     """Describe a state, with tensors given by their shape and the sum of their bits."""
     if isinstance(value, Tensor):
-        local = _local(value)
+        local = local_part(value)
         return [f"{local.dtype} {tuple(local.shape)} {int(bit_sum(local))}"]
     if isinstance(value, Mapping):
         keys = sorted(value, key=str)
@@ -307,7 +308,8 @@ def _portrait(value: Any) -> list[str]:
     return [repr(value) if plain else type(value).__name__]
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this rank holds."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import operator
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +36,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from torchboost.distributed.agreement import first_holder, ranks_of_shards
+from torchboost.distributed.agreement import first_holder, from_first_rank, ranks_of_shards
+from torchboost.distributed.topology import Topology
 
 __all__ = ["latest", "load", "save"]
 
@@ -98,7 +100,8 @@ def save(
         OSError: The folder cannot be written; raised on all ranks.
         RuntimeError: A part cannot be written (pickled); raised on all ranks. Complete checkpoints are not changed.
     """
-    number, keep = _integer("number", number, 0), _integer("keep", keep, 1)
+    if operator.index(number) < 0 or operator.index(keep) < 1:
+        raise ValueError(f"found number={number} and keep={keep}; give a number of 0 or more, and keep 1 or more.")
     if taken := OURS & set(parts):
         raise ValueError(f"the part name {sorted(taken)[0]!r} is reserved; give another name.")
     folder = Path(folder)
@@ -119,7 +122,7 @@ def save(
         "model": weights,
         _key("optimizer", holder): whole,
         # DCP takes a tuple as it is; dicts it takes apart and asks for piece by piece.
-        "parts": {str(_rank()): (saved_parts,)},
+        "parts": {str(Topology.current().rank): (saved_parts,)},
     }
     if source:
         content[_key("buffers", source)] = buffers
@@ -162,7 +165,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, *
     _check_model(metadata, weights)
     writers = _writers(metadata)
     # On another number of ranks all read the parts of all, to compare them.
-    ranks = [_rank()] if len(writers) == _world_size() else writers
+    ranks = [Topology.current().rank] if len(writers) == Topology.current().world_size else writers
     wrote: dict[str, Any] = {"parts": dict.fromkeys(map(str, ranks))}
     _read(path, wrote)
     saved_parts = _common({rank: wrote["parts"][str(rank)][0] for rank in ranks})
@@ -182,7 +185,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, *
         content[key] = copy.deepcopy(_buffers(weights, model))
     _read(path, content)
     set_model_state_dict(bare, {**weights, **content.get(key, {})})
-    if len(writers) == _world_size():
+    if len(writers) == Topology.current().world_size:
         _set_generator_states(saved_parts[GENERATORS], model)
 
 
@@ -213,27 +216,18 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     return _by_first(lambda: next(reversed(_complete(Path(folder))), None))
 
 
-def _integer(name: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name}: found {value!r}; give an integer, {least} or more.")
-    if operator.index(value) < least:
-        raise ValueError(f"{name}: found {value}; allowed are {least} or more.")
-    return operator.index(value)
-
-
 def _by_first(act: Callable[[], Any]) -> Any:
     """Call ``act`` on rank 0; all ranks wait for it and return its result or raise its error."""
-    outcome: list[Any] = [None, None]
-    if _rank() == 0:
+    result = failure = None
+    if Topology.current().rank == 0:
         try:
-            outcome[0] = act()
+            result = act()
         except Exception as error:
-            outcome[1] = error
-    if dist.is_initialized():
-        dist.broadcast_object_list(outcome)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]
+            failure = error
+    result, failure = from_first_rank((result, failure))
+    if failure is not None:
+        raise failure
+    return result
 
 
 def _in_short(error: CheckpointException) -> str:
@@ -244,14 +238,12 @@ def _in_short(error: CheckpointException) -> str:
 
 def _check_place(path: Path) -> None:
     """Refuse a number that is not the largest in the folder, because only the largest are kept."""
-    newest, folder = next(reversed(_complete(path.parent)), None), path.parent
+    newest = next(reversed(_complete(path.parent)), None)
     if newest is not None and int(newest.name) >= int(path.name):
         older = f", and checkpoint {int(path.name)} would be older, so it would be removed first" * (newest != path)
         raise FileExistsError(f"{newest} already exists{older}; give a larger number, or save into another folder.")
     if os.path.lexists(path):
         raise FileExistsError(f"{path} already exists and is not a checkpoint; move it, or give another number.")
-    if os.path.lexists(folder) and not folder.is_dir():
-        raise FileExistsError(f"{folder} is not a folder; give another path.")
 
 
 # The folder: a checkpoint has its name only if it is complete
@@ -262,8 +254,7 @@ def _complete(folder: Path) -> list[Path]:
 
     Other files and folders with such a name do not count; a link to a checkpoint does.
     """
-    names = [path for path in (folder.iterdir() if folder.is_dir() else ()) if path.name.isascii()]
-    numbered = [path for path in names if path.name.isdecimal() and path.name == f"{int(path.name):08d}"]
+    numbered = [path for path in folder.glob("[0-9]*") if re.fullmatch("[0-9]{8}|[1-9][0-9]{8,}", path.name)]
     return sorted((path for path in numbered if (path / METADATA).is_file()), key=lambda path: int(path.name))
 
 
@@ -370,7 +361,7 @@ def _source(model: nn.Module) -> int:
 
 def _shards(params: Iterable[Tensor]) -> list[int]:
     """Return the ranks over which parameters are sharded; without sharding, only this rank."""
-    return ranks_of_shards(params) or [_rank()]
+    return ranks_of_shards(params) or [Topology.current().rank]
 
 
 def _holder(state: dict[str, Any], shards: Sequence[int]) -> int:
@@ -452,15 +443,15 @@ def _common(by_rank: Mapping[int, Mapping[str, Any]]) -> Mapping[str, Any]:
     if len(holders) > 1:
         raise ValueError(
             f"the optimizer's state differs between ranks {', '.join(map(str, holders))} of the checkpoint, as with "
-            f"AdaSum, so it cannot be loaded on {_world_size()} ranks. Resume on {len(by_rank)} ranks."
+            f"AdaSum, so it cannot be loaded on {Topology.current().world_size} ranks. Resume on {len(by_rank)} ranks."
         )
     for other in others:
         for name, state in by_rank[first].items():
             if name not in (BUFFERS, GENERATORS) and not _same(state, by_rank[other][name]):
                 raise ValueError(
                     f"'{name}' differs between ranks {first} and {other} of the checkpoint, which {len(by_rank)} ranks "
-                    f"wrote, so it cannot be loaded on {_world_size()} ranks. Resume on {len(by_rank)} ranks, or save "
-                    "when it is the same on all ranks, such as between two accumulation windows."
+                    f"wrote, so it cannot be loaded on {Topology.current().world_size} ranks. Resume on {len(by_rank)} "
+                    "ranks, or save when it is the same on all ranks, such as between two accumulation windows."
                 )
     return by_rank[first]
 
@@ -506,14 +497,6 @@ def _quiet() -> Iterator[None]:
         if not dist.is_initialized():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def _generator_states(model: nn.Module) -> list[Tensor]:

@@ -54,16 +54,11 @@ class Topology:
         if dist.is_available() and dist.is_initialized():
             sizes = [0] * dist.get_world_size()
             dist.all_gather_object(sizes, self.devices_per_node)
-        if len(set(sizes)) > 1:
+        if len(set(sizes)) > 1 or self.world_size % self.devices_per_node:
             numbers = " and ".join(map(str, sorted(set(sizes))))
             raise IncompatibleError(
-                f"found nodes of {numbers} ranks ({self.world_size} in total); start the same number of ranks on every "
-                "node, or set common.device_number to a number that divides them all."
-            )
-        if self.world_size % self.devices_per_node:
-            raise IncompatibleError(
-                f"found {self.world_size} ranks in nodes of {self.devices_per_node}, so the last node is not full; "
-                "start the same number of ranks on every node, or set common.device_number to that number."
+                f"found nodes of {numbers} ranks, and {self.world_size} ranks in total; start the same number of ranks "
+                "on every node, or set common.device_number to a number that divides them all."
             )
 
     @classmethod
@@ -109,14 +104,9 @@ class NodeGroups:
             [list(range(first, first + per_node)) for first in range(0, ranks, per_node)]
         )
         across, _ = dist.new_subgroups_by_enumeration([list(range(i, ranks, per_node)) for i in range(per_node)])
-        if not (isinstance(inside, dist.ProcessGroup) and isinstance(across, dist.ProcessGroup)):
-            raise RuntimeError(f"rank {topology.rank} is not in any group of the {ranks} ranks.")
+        assert isinstance(inside, dist.ProcessGroup)
+        assert isinstance(across, dist.ProcessGroup)
         return cls(inside, across)
-
-    def destroy(self) -> None:
-        """End both groups; every rank must call this."""
-        for group in (self.inside, self.across):
-            dist.destroy_process_group(group)
 
 
 def shutdown() -> None:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from transformers import Trainer
 
 from torchboost.calibration.calibration import Calibrate, check_calibrate
-from torchboost.config import ConfigSource, RecipeSection
+from torchboost.config import ConfigSource
 from torchboost.core.files import write_whole
 from torchboost.errors import IncompatibleError
 from torchboost.front import Boosted, Host, attach, warn_of_missing_state
@@ -24,9 +24,6 @@ _LOG = logging.getLogger("transformers.torchboost")
 
 SIDE_FILE = "torchboost.pt"
 """File of a checkpoint that holds the state of the boosted training."""
-
-Stage = Literal["outside", "plain", "boosted"]
-"""The state of a trainer: outside ``train``, in ``train`` with a plain pair, or in ``train`` with a boosted pair."""
 
 _Base = Trainer if TYPE_CHECKING else object
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
@@ -64,15 +61,8 @@ class BoostMixin(_Base):
     """
 
     boosted: Boosted | None
-    _level: str
-    _config: ConfigSource | None
-    _calibrate: Calibrate
-    _verify: bool
-    _recipe: RecipeSection
-    _full_steps: int | None
-    _stage: Stage
-    _awaited: str | None
-    _logged: bool
+    _stage: Literal["outside", "plain", "boosted"]
+    """Outside ``train``, in ``train`` with a plain pair, or in ``train`` with a boosted pair."""
 
     def __init__(
         self,

@@ -111,9 +111,9 @@ def refusals() -> dict[str, str]:
         "moves between steps": refusal(table, two, optim.LazyAdam(table.parameters(), exact=True)),
         "a deaf scaler": refusal(fresh(), two, scaler=torch.amp.GradScaler("cpu")),
         "agree=False": refusal(fresh(), two, scaler=DynamicLossScale(1024.0, agree=False)),
+        "nodes of 3": refusal(fresh(), {"devices_per_node": 3}),
         "complex": refusal(nn.Linear(2, 2, dtype=torch.complex64), two),
         "two devices": refusal(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")), two),
-        "nodes of 3": refusal(fresh(), {"devices_per_node": 3}),
         "an agreeing scaler": refusal(fresh(), two, scaler=DynamicLossScale(1024.0)),
         "a second time": refusal(DistributedDataParallel(fresh(), process_group=inside), two),
     }
@@ -140,7 +140,7 @@ def test_what_cannot_work_is_refused_with_what_to_do_on_every_rank():
     assert "may skip the step on one node" in said["agree=False"]
     assert "are not all real numbers" in said["complex"]
     assert "lie on cpu, meta" in said["two devices"]
-    assert "found 4 ranks in nodes of 3" in said["nodes of 3"]
+    assert "found nodes of 3 ranks, and 4 ranks in total" in said["nodes of 3"]
 
     assert found[0]["nodes"].startswith("found nodes of 1 and 3 ranks")
     for text, kept in found[0]["different"]:

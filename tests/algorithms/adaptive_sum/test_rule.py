@@ -184,7 +184,6 @@ def in_nodes(per_node: int) -> OfNodes:
     large = normal(topology.rank, (PARAMETERS,))
     sent = bytes_sent(lambda: adasum_(large, groups.across, groups.inside)) if LINUX else 0
     dist.barrier()
-    groups.destroy()
     return OfNodes(place, Outcome(tensors, cosines), Outcome(shards, of_shards), sent)
 
 

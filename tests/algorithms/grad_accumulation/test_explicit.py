@@ -89,7 +89,7 @@ def test_resume_at_every_call_is_bit_identical() -> None:
 def test_bad_input_is_refused_and_changes_nothing() -> None:
     model, optimizer = linear()
     for steps in (0, True, 1.5, "2"):
-        with pytest.raises(ValueError, match=f"max_accumulation_step: found {steps!r}"):
+        with pytest.raises(ValueError, match=f"steps: found {steps!r}"):
             GradientAccumulation(steps, optimizer)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="Linear"):
         GradientAccumulation(2, model)  # pyright: ignore[reportArgumentType]
@@ -99,8 +99,6 @@ def test_bad_input_is_refused_and_changes_nothing() -> None:
         accumulate(0.0, good[:1])
     with pytest.raises(ValueError, match=r"grads\[0\] has shape \(2,\), but its parameter has \(2, 4\)"):
         accumulate(0.0, good[::-1])
-    with pytest.raises(TypeError, match=r"grads\[1\] must be a tensor or None, found float"):
-        accumulate(0.0, [good[0], 1.0])
     for count in (-1, float("nan"), float("inf")):
         with pytest.raises(ValueError, match=f"count: found {float(count)}"):
             accumulate(0.0, good, count=count)

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from tests.support.models import batch_for, mlp
 from torchboost import DynamicLossScale, FixedLossScale, GroupLossScaleManager, ScaleRule, Target, TrainStep, optim
 from torchboost.algorithms.grad_accumulation import Accumulator
+from torchboost.algorithms.loss_scale_group.scalers import MovingScale
 from torchboost.errors import IncompatibleError
 from torchboost.optim import Centralize, ClipNorm, GradientPipeline
 
@@ -212,10 +213,10 @@ def reference(rule: dict, scale: float, script: list[bool]) -> list[float]:
 @given(RULES, st.sampled_from([1.0, 1024.0, 2.0**16]), st.lists(st.booleans(), min_size=1, max_size=25))
 def test_random_scripts_equal_the_reference_and_stay_within_bounds(options, scale, script):
     rule = ScaleRule(**options)
-    state, scales = rule.start(scale), []
+    moving, scales = MovingScale(rule, scale, "a scale"), []
     for overflow in script:
-        state = rule.after(state, overflow)
-        scales.append(state.scale)
+        moving.move(overflow)
+        scales.append(moving.scale)
     assert scales == reference(options, scale, script)
     assert all(rule.floor <= s <= rule.ceiling for s in scales)
 
@@ -239,7 +240,7 @@ def test_settings_that_make_no_sense():
         with pytest.raises(ValueError, match=text):
             make()
     with pytest.raises(TypeError, match="init_scale"):
-        ScaleRule().start("8")  # pyright: ignore[reportArgumentType]
+        DynamicLossScale("8")  # pyright: ignore[reportArgumentType]
 
 
 def outcomes(scaler: DynamicLossScale, optimizer: torch.optim.Optimizer, overflows: list[bool]) -> list[str]:

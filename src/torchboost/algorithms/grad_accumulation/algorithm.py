@@ -22,10 +22,10 @@ from torchboost.errors import IncompatibleError
 __all__ = ["Accumulator", "GradAccumulation", "Window", "checked_steps"]
 
 
-def checked_steps(steps: int, name: str = "steps") -> int:
-    """Return a number of micro-steps per update, or refuse it under the name of the setting."""
+def checked_steps(steps: int) -> int:
+    """Return a number of micro-steps per update, or refuse it."""
     if not is_integer(steps) or steps < 1:
-        raise ValueError(f"{name}: found {steps!r}; pass the number of batches per update, an integer of 1 or more.")
+        raise ValueError(f"steps: found {steps!r}; pass the number of batches per update, an integer of 1 or more.")
     return steps
 
 
@@ -267,17 +267,15 @@ class Accumulator:
                 f"count: found 0 for a loss of {loss.item()}; the mean over nothing is undefined: divide "
                 "the sum by at least 1."
             )
-        if number is None:
-            window.add(1.0, counted=False)
-            part = loss
-        else:
+        factor = 1.0
+        if number is not None:
             if self._nominal is None:
                 # A typical count keeps losses at their usual size. Any number works if it is the same on all ranks.
                 self._nominal = self._ranks.largest(max(number, 1.0))
-            window.add(number / self._nominal, counted=True)
-            # The nominal count takes the path of a plain mean, so equal batches give the same bits as without counts.
             factor = number / self._nominal
-            part = loss if factor == 1.0 else loss * factor
+        window.add(factor, counted=number is not None)
+        # The nominal count takes the path of a plain mean, so equal batches give the same bits as without counts.
+        part = loss if factor == 1.0 else loss * factor
         window.phase = "shared"
         return part if window.length == 1 else part / window.length
 

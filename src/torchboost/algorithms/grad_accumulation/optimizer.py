@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ _PASSED_BY = (
 class GradientWindow:
     """Accumulates the gradients passed to it and updates with their mean after ``steps`` calls.
 
-    See :class:`torchboost.GradientAccumulation`, which is this class under MindSpore's names.
+    See :class:`torchboost.GradientAccumulation`, which is this class under MindSpore's name.
 
     Args:
         steps: Calls per update, 1 or more.
@@ -37,11 +37,8 @@ class GradientWindow:
         updated: Whether the last call stepped the optimizer. If so, step the schedulers.
     """
 
-    steps_name: ClassVar[str] = "steps"
-    """Name of ``steps`` in the messages."""
-
     def __init__(self, steps: int, optimizer: Optimizer) -> None:
-        self.steps = checked_steps(steps, self.steps_name)
+        self.steps = checked_steps(steps)
         check_optimizer(optimizer, "optimizer")
         self.optimizer = optimizer
         self.updated = False
@@ -57,7 +54,6 @@ class GradientWindow:
             count: Number of samples or tokens that the loss is the mean of. Without it all calls weigh the same.
 
         Raises:
-            TypeError: An entry is neither a tensor nor None.
             ValueError: The number or shapes of the gradients are wrong, a count is not valid, or only some calls of a
                 window have one.
         """
@@ -110,8 +106,8 @@ class GradientWindow:
         calls = state["calls"]
         if calls and calls >= self.steps:
             raise ValueError(
-                f"the checkpoint holds {calls} calls, but a window takes {self.steps}; build it with the "
-                f"{self.steps_name} it was saved with."
+                f"the checkpoint holds {calls} calls, but a window takes {self.steps}; build it with the steps that it "
+                "was saved with."
             )
         sums = self._checked(state["held"])
         self._sums = [
@@ -134,8 +130,6 @@ class GradientWindow:
                 "each, in the order of its groups, or None."
             )
         for i, (gradient, parameter) in enumerate(zip(grads, parameters, strict=True)):
-            if gradient is not None and not isinstance(gradient, torch.Tensor):
-                raise TypeError(f"grads[{i}] must be a tensor or None, found {type(gradient).__name__}.")
             if gradient is not None and gradient.shape != parameter.shape:
                 raise ValueError(
                     f"grads[{i}] has shape {tuple(gradient.shape)}, but its parameter has {tuple(parameter.shape)}; "

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import partial
 from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchboost.algorithms.loss_scale_group.borders import Ratios, ScaleBorders, has_borders
-from torchboost.algorithms.loss_scale_group.scalers import LossScaler, MovingScale, ScaleRule, ScaleState
+from torchboost.algorithms.loss_scale_group.scalers import LossScaler, MovingScale, ScaleRule, check_scale
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import check_module
 from torchboost.core.wrapping import is_compiled, unwrap
@@ -57,7 +56,7 @@ class GroupScaler(LossScaler):
     Args:
         names: Of the groups; the first is the rest of the model, whose scale multiplies the loss.
         scales: At the beginning, one per name.
-        parameters: Returns the parameters of each group but the first; called again when those of the optimizer change.
+        groups: The parameters of each group but the first, or what :meth:`_grouped` finds them in.
         rule: Moves each scale.
         pinned: Whether the first scale is always 1, as nothing would tell of its overflows.
         exact: Use the scales as they are, and from the start; otherwise the power of two below, between the first
@@ -72,7 +71,7 @@ class GroupScaler(LossScaler):
         self,
         names: Sequence[str],
         scales: Sequence[float],
-        parameters: Callable[[], Sequence[Sequence[Tensor]]],
+        groups: Sequence[Any],
         *,
         rule: ScaleRule = GROUP_RULE,
         pinned: bool = True,
@@ -81,7 +80,7 @@ class GroupScaler(LossScaler):
     ) -> None:
         super().__init__(agree=agree)
         self.rule, self.ratios, self.scaled = rule, Ratios(len(names)), False
-        self._names, self._parameters, self._pinned, self._exact = tuple(names), parameters, pinned, exact
+        self._names, self._groups, self._pinned, self._exact = tuple(names), groups, pinned, exact
         self._membership: tuple[list[Tensor], list[list[Tensor]]] = ([], [])
         self.restart(scales)
 
@@ -89,7 +88,7 @@ class GroupScaler(LossScaler):
     def report(self) -> tuple[GroupStatus, ...]:
         """The status of every group, including the rest of the model if its scale moves."""
         moving = list(zip(self._names, self._moving, strict=True))[self._pinned :]
-        return tuple(GroupStatus(name, each.state.scale, each.overflows, each.in_a_row) for name, each in moving)
+        return tuple(GroupStatus(name, each.scale, each.overflows, each.in_a_row) for name, each in moving)
 
     def get_scale(self) -> float:
         """Return the smallest scale of a group."""
@@ -97,29 +96,26 @@ class GroupScaler(LossScaler):
 
     def restart(self, scales: Sequence[float]) -> None:
         """Begin again with these scales, one per name. A window that has begun keeps its own."""
-        states = [self.rule.start(scale) for scale in scales]
-        if self._pinned:
-            states[0] = ScaleState(1.0)
+        begun = [1.0, *scales[1:]] if self._pinned else scales
         self._moving = [
-            MovingScale(self.rule, state, f"the loss scale of group '{name}'")
-            for name, state in zip(self._names, states, strict=True)
+            MovingScale(self.rule, scale, f"the loss scale of group '{name}'")
+            for name, scale in zip(self._names, begun, strict=True)
         ]
         self._settle()
 
     def multiply(self, group: int, ratio: float) -> float:
         """Multiply the scale of a group within its bounds, and return it."""
         moving = self._moving[group]
-        scale = min(max(moving.state.scale * ratio, self.rule.floor), self.rule.ceiling)
-        moving.state = moving.state._replace(scale=scale)
+        moving.scale = min(max(moving.scale * ratio, self.rule.floor), self.rule.ceiling)
         self._settle()
-        return scale
+        return moving.scale
 
     def _settle(self) -> None:
         if self._in_use is None:
             self.ratios.set(self._applied() if self._exact else None)
 
     def _applied(self) -> list[float]:
-        scales = [each.state.scale for each in self._moving]
+        scales = [each.scale for each in self._moving]
         # Powers of two change the exponent of a gradient only, so that unscaling gives back the same bits.
         return scales if self._exact else [2.0 ** math.floor(math.log2(scale)) for scale in scales]
 
@@ -131,10 +127,14 @@ class GroupScaler(LossScaler):
         (params,) = super()._members(optimizer)
         known, members = self._membership
         if len(params) != len(known) or any(a is not b for a, b in zip(params, known, strict=True)):
-            owner = {id(param): i for i, group in enumerate(self._parameters(), start=1) for param in group}
+            owner = {id(param): i for i, group in enumerate(self._grouped(), start=1) for param in group}
             members = [[param for param in params if owner.get(id(param), 0) == i] for i in range(len(self._names))]
             self._membership = (params, members)
         return members
+
+    def _grouped(self) -> Sequence[Sequence[Tensor]]:
+        """Return the parameters of each group but the first. Called again when those of the optimizer change."""
+        return self._groups
 
     def _conclude(self, overflows: Sequence[bool]) -> None:
         moving = list(zip(self._moving, overflows, strict=True))[self._pinned :]
@@ -145,11 +145,8 @@ class GroupScaler(LossScaler):
             each.warn(overflow)
 
     def _own_state(self) -> dict[str, Any]:
-        return {
-            "names": list(self._names),
-            "states": [list(each.state) for each in self._moving],
-            "alarms": [each.counts() for each in self._moving],
-        }
+        states, alarms = zip(*(each.saved() for each in self._moving), strict=True)
+        return {"names": list(self._names), "states": list(states), "alarms": list(alarms)}
 
     def _load_own_state(self, state: Mapping[str, Any]) -> None:
         if list(state["names"]) != list(self._names):
@@ -228,21 +225,19 @@ class GroupGradScaler(GroupScaler):
         agree: bool = True,
     ) -> None:
         check_module(model)
-        if not isinstance(rule, ScaleRule):
-            raise TypeError(f"rule: found {type(rule).__name__}; give a torchboost.ScaleRule(...).")
-        self._groups = _resolved(model, groups)
+        modules = _resolved(model, groups)
         self._resumed = False
-        scales = checked_scales(init_scale, len(self._groups), rule)
-        grouped = {id(param) for params in _parameters(self._groups) for param in params}
+        scales = checked_scales(init_scale, len(modules), rule)
+        grouped = {id(param) for group in modules for module in group.values() for param in module.parameters()}
         super().__init__(
-            [REST, *(_title(group) for group in self._groups)],
+            [REST, *(_title(group) for group in modules)],
             [min(scales), *scales],
-            partial(_parameters, self._groups),  # not a method, which would keep the scaler and its borders alive
+            modules,
             rule=rule,
             pinned=all(id(param) in grouped for param in model.parameters()),
             agree=agree,
         )
-        self._borders = ScaleBorders(self._groups, self.ratios)
+        self._borders = ScaleBorders(modules, self.ratios)
 
     def __del__(self) -> None:
         if self._borders is not None:
@@ -254,6 +249,9 @@ class GroupGradScaler(GroupScaler):
             self._borders.remove()
         self._borders = None
         self._in_use = self._applied() if self._in_use is not None else None
+
+    def _grouped(self) -> Sequence[Sequence[Tensor]]:
+        return [[param for module in group.values() for param in module.parameters()] for group in self._groups]
 
     def _members(self, optimizer: Optimizer) -> list[list[Tensor]]:
         if self._borders is not None and not self._resumed:
@@ -367,7 +365,9 @@ def checked_scales(scales: Any, groups: int, rule: ScaleRule, name: str = "init_
         listed = list(scales)
     else:
         listed = [scales] * groups
-    return [rule.start(scale, name).scale for scale in listed]
+    for scale in listed:
+        check_scale(name, scale, rule)
+    return [float(scale) for scale in listed]
 
 
 def _check_groups(groups: Any) -> None:
@@ -407,19 +407,10 @@ def _resolved(model: nn.Module, groups: Any) -> list[Modules]:
     if isinstance(groups, int):
         return _automatic(model, network, groups)
     resolved = [_outermost(pair for pick in _picks(entry) for pair in _matches(network, pick)) for entry in groups]
-    owner: dict[nn.Module, int] = {}
-    for index, group in enumerate(resolved, start=1):
-        for name, module in group.items():
-            for inner in module.modules():
-                if owner.setdefault(inner, index) != index:
-                    raise ValueError(
-                        f"groups: the module '{name}' is in group {owner[inner]} and, itself or a part of it, in "
-                        f"group {index}; name it once."
-                    )
     for param_name, users in _shared(network, resolved).items():
         raise IncompatibleError(
-            f"loss_scale_group: the parameter '{param_name}' is shared by {' and '.join(users)}, so that its gradient "
-            "would be a sum of two scales; put all modules that use it into one group."
+            f"loss_scale_group: the parameter '{param_name}' is shared by {' and '.join(users)}, of different groups, "
+            "so that its gradient would be a sum of two scales; put all modules that use it into one group."
         )
     return resolved
 
@@ -470,16 +461,14 @@ def _automatic(model: nn.Module, network: nn.Module, count: int) -> list[Modules
 
 def _shared(network: nn.Module, groups: Sequence[Mapping[str, nn.Module]]) -> dict[str, list[str]]:
     """Return the parameters that modules of different groups use, with the names of those modules."""
-    owner = {inner: i for i, group in enumerate(groups, 1) for module in group.values() for inner in module.modules()}
+    grouped = [(i, name, module) for i, group in enumerate(groups, 1) for name, module in group.items()]
+    inside = {inner for *_, module in grouped for inner in module.modules()}
+    rest = [(0, name, module) for name, module in network.named_modules() if module not in inside]
     users: dict[int, dict[int, str]] = {}
-    for name, module in network.named_modules():
-        for param in module.parameters(recurse=False):
-            users.setdefault(id(param), {}).setdefault(owner.get(module, 0), f"'{name}'")
+    for place, name, module in (*grouped, *rest):
+        for param in module.parameters(recurse=place > 0):
+            users.setdefault(id(param), {}).setdefault(place, f"'{name}'")
     return {n: list(users[id(p)].values()) for n, p in network.named_parameters() if len(users[id(p)]) > 1}
-
-
-def _parameters(groups: Sequence[Modules]) -> list[list[Tensor]]:
-    return [[param for module in group.values() for param in module.parameters()] for group in groups]
 
 
 def _title(group: Mapping[str, nn.Module]) -> str:

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from torchboost.core.arguments import check_number, check_optimizer, is_integer
 from torchboost.core.torch_private import check_and_unscale_, sparse_values
-from torchboost.distributed.agreement import several
+from torchboost.distributed.agreement import local_part, several
 from torchboost.errors import IncompatibleError, ScaleCollapseWarning
 
 __all__ = [
@@ -24,7 +24,6 @@ __all__ = [
     "LossScaler",
     "MovingScale",
     "ScaleRule",
-    "ScaleState",
     "check_scale",
 ]
 
@@ -32,18 +31,6 @@ Scaled = TypeVar("Scaled", Tensor, list[Tensor], tuple[Tensor, ...])
 
 LARGEST = 2.0**100
 """Scales stay within this and its inverse, so that float32 holds both."""
-
-
-class ScaleState(NamedTuple):
-    """The state of a scale.
-
-    Args:
-        scale: The scale.
-        clean: Updates without overflow since the scale last moved.
-    """
-
-    scale: float
-    clean: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +51,9 @@ class ScaleRule:
         TypeError, ValueError: A setting is not valid.
 
     Example:
-        >>> import torchboost
+        >>> import torch, torchboost
         >>> rule = torchboost.ScaleRule(growth=2.0, shrink=0.5, window=2)
-        >>> rule.after(rule.start(8.0), overflow=True).scale
-        4.0
+        >>> scaler = torchboost.GroupGradScaler(torch.nn.Sequential(torch.nn.Linear(4, 2)), ["0"], rule=rule)
     """
 
     growth: float = 2.0
@@ -91,54 +77,37 @@ class ScaleRule:
                 "both lie between 2**-100 and 2**100."
             )
 
-    def start(self, scale: float, name: str = "init_scale") -> ScaleState:
-        """Return the state at the beginning of a run. ``name`` is what the caller calls the scale.
-
-        Raises:
-            TypeError, ValueError: The scale is not a number, or outside floor and ceiling.
-        """
-        check_scale(name, scale)
-        if not self.floor <= scale <= self.ceiling:
-            raise ValueError(
-                f"{name}: found {scale}; allowed are {self.floor} (floor) to {self.ceiling} (ceiling): change the "
-                "scale or the bound."
-            )
-        return ScaleState(float(scale))
-
-    def after(self, state: ScaleState, overflow: bool) -> ScaleState:
-        """Return the state after an update. ``overflow`` says whether it overflowed."""
-        scale, clean = state
-        if overflow:
-            return ScaleState(max(scale * self.shrink, self.floor))
-        if clean + 1 < self.window:
-            return ScaleState(scale, clean + 1)
-        return ScaleState(min(scale * self.growth, self.ceiling))
-
 
 class MovingScale:
     """A scale that a rule moves. It counts its overflows, and warns once if it collapses.
 
     It collapses when eight updates in a row overflow, or when it is nearer to its floor than to its start (on a
-    logarithmic scale). ``title`` is the scale in words, such as ``"the loss scale of group 'stem'"``.
+    logarithmic scale). ``title`` is the scale in words, such as ``"the loss scale of group 'stem'"``. ``clean`` counts
+    the updates without overflow since the scale last moved.
     """
 
     ROW = 8
 
-    def __init__(self, rule: ScaleRule, start: ScaleState, title: str) -> None:
-        self.state = start
-        self.overflows = self.in_a_row = 0
-        self._rule, self._start, self._title = rule, start.scale, title
+    def __init__(self, rule: ScaleRule, scale: float, title: str) -> None:
+        self.scale = float(scale)
+        self.clean = self.overflows = self.in_a_row = 0
+        self._rule, self._start, self._title = rule, self.scale, title
         self._warned = False
 
     def move(self, overflow: bool) -> None:
         """Move the scale after an update. ``overflow`` says whether it overflowed."""
-        self.state = self._rule.after(self.state, overflow)
+        rule = self._rule
         self.in_a_row = self.in_a_row + 1 if overflow else 0
         self.overflows += overflow
+        self.clean = 0 if overflow else self.clean + 1
+        if overflow:
+            self.scale = max(self.scale * rule.shrink, rule.floor)
+        elif self.clean >= rule.window:
+            self.scale, self.clean = min(self.scale * rule.growth, rule.ceiling), 0
 
     def warn(self, overflow: bool) -> None:
         """Warn if the scale collapses. All scales move before one warns, as a warning may be raised as an error."""
-        scale, floor = self.state.scale, self._rule.floor
+        scale, floor = self.scale, self._rule.floor
         low = scale < math.sqrt(self._start * floor)
         falls = overflow and (low or self.in_a_row >= self.ROW)
         if falls and not self._warned:
@@ -151,22 +120,30 @@ class MovingScale:
             )
         self._warned = falls or (self._warned and (overflow or low))
 
-    def counts(self) -> list[int]:
-        """Return the counters for a checkpoint."""
-        return [self.overflows, self.in_a_row, int(self._warned)]
+    def saved(self) -> tuple[list[Any], list[int]]:
+        """Return the scale and the counters for a checkpoint."""
+        return [self.scale, self.clean], [self.overflows, self.in_a_row, int(self._warned)]
 
     def load(self, state: Sequence[Any], counts: Sequence[int]) -> None:
-        """Resume from the state and the result of :meth:`counts`."""
-        self.state = ScaleState(*state[:2])  # older versions saved a third number
+        """Resume from the result of :meth:`saved`."""
+        self.scale, self.clean = state[:2]  # older versions saved a third number
         self.overflows, self.in_a_row, warned = counts
         self._warned = bool(warned)
 
 
-def check_scale(name: str, value: Any) -> None:
-    """Raise ``TypeError`` or ``ValueError`` unless ``value`` is a number that can scale gradients in float32."""
+def check_scale(name: str, value: Any, rule: ScaleRule | None = None) -> None:
+    """Raise ``TypeError`` or ``ValueError`` unless ``value`` is a number that can scale gradients in float32.
+
+    It must also lie within the bounds of the rule that moves it, if there is one.
+    """
     check_number(name, value, above=True)
     if not 1 / LARGEST <= value <= LARGEST:
         raise ValueError(f"{name}: found {value}; allowed are 2**-100 to 2**100.")
+    if rule is not None and not rule.floor <= value <= rule.ceiling:
+        raise ValueError(
+            f"{name}: found {value}; allowed are {rule.floor} (floor) to {rule.ceiling} (ceiling): change the scale or "
+            "the bound."
+        )
 
 
 class LossScaler:
@@ -385,22 +362,19 @@ class DynamicLossScale(LossScaler):
             raise ValueError(f"factor: found {factor}; an overflow divides the scale by it: give more than 1.")
         super().__init__(agree=agree)
         self.rule = ScaleRule(growth=factor, shrink=1 / factor, window=window, floor=floor, ceiling=ceiling)
-        self._moving = MovingScale(self.rule, self.rule.start(init_scale), "the loss scale")
-
-    @property
-    def overflows(self) -> int:
-        """Number of updates that overflowed so far."""
-        return self._moving.overflows
+        check_scale("init_scale", init_scale, self.rule)
+        self._moving = MovingScale(self.rule, init_scale, "the loss scale")
 
     def _applied(self) -> list[float]:
-        return [self._moving.state.scale]
+        return [self._moving.scale]
 
     def _conclude(self, overflows: Sequence[bool]) -> None:
         self._moving.move(overflows[0])
         self._moving.warn(overflows[0])
 
     def _own_state(self) -> dict[str, Any]:
-        return {"state": list(self._moving.state), "alarm": self._moving.counts()}
+        state, alarm = self._moving.saved()
+        return {"state": state, "alarm": alarm}
 
     def _load_own_state(self, state: Mapping[str, Any]) -> None:
         self._moving.load(state["state"], state["alarm"])
@@ -440,8 +414,7 @@ def _divided(members: Sequence[Sequence[Tensor]], scales: Sequence[float]) -> li
 
 def _numbers(grad: Any) -> Tensor:
     """Return the stored numbers of a gradient. Shards of this rank only."""
-    if hasattr(grad, "to_local"):
-        grad = grad.to_local()
+    grad = local_part(grad)
     values = sparse_values(grad) if grad.is_sparse else grad
     if not values.is_complex():
         return values
