@@ -236,14 +236,14 @@ def test_contestants_are_checked_before_anything_is_built() -> None:
         raise AssertionError("the factory was called")
 
     factory = replace(tiny(), make=never)
-    for contestants, settings, message in (
+    for names, settings, message in (
         (("stock", "O3"), {}, "found 'O3'"),
         (("stock", "stock"), {}, "each once"),
         ((), {}, "at least one"),
         (("stock",), {"seeds": -1}, "seeds=-1"),
     ):
         with pytest.raises(ValueError, match=message):
-            benched(factory, *contestants, **settings)
+            benched(factory, *names, **settings)
 
 
 def test_the_loss_of_a_curve_is_smoothed_and_corrected_for_its_start() -> None:
