@@ -26,7 +26,7 @@ def flipped_only(path: str | Path | None, limit: int | None) -> Images:
 
 def few(path: str | Path | None, limit: int | None) -> Images:
     data = flipped_only(path, limit)
-    return replace(data, test_images=data.test_images[:100], test_labels=data.test_labels[:100])
+    return replace(data, test_inputs=data.test_inputs[:100], test_labels=data.test_labels[:100])
 
 
 def measure(options: Options) -> list[Path]:

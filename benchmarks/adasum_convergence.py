@@ -159,7 +159,7 @@ def curve(data: Images, way: Way, ranks: int, lr: float, seed: int, limit: int) 
     torch.manual_seed(seed)
     model = network()
     step = way.build(model, ranks, lr)
-    images, labels = next(data.test(len(data.test_images)))
+    images, labels = next(data.test(len(data.test_inputs)))
     found: list[float] = []
     for batch in batches(data, ranks, seed):
         step(batch)

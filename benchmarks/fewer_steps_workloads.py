@@ -139,10 +139,10 @@ def images(options: Options, classes: range = range(10)) -> tuple[Images, dict[s
     data = cifar10(options.data)
     if len(classes) < 10:
         data = of_classes(data, classes.start, len(classes))
-    border = len(data.train_images) * 9 // 10
-    held = replace(data, test_images=data.train_images[border:], test_labels=data.train_labels[border:])
+    border = len(data.train_inputs) * 9 // 10
+    held = replace(data, test_inputs=data.train_inputs[border:], test_labels=data.train_labels[border:])
     splits = {"validation": list(held.test(250))[:8], "test": list(data.test(250))[:16]}
-    return replace(data, train_images=data.train_images[:border], train_labels=data.train_labels[:border]), splits
+    return replace(data, train_inputs=data.train_inputs[:border], train_labels=data.train_labels[:border]), splits
 
 
 def endless(data: Images, batch: int, seed: int) -> Iterator[Pair]:

@@ -89,7 +89,7 @@ def measure(options: Options) -> list[Path]:
     job = find_workload(JOB)
     every = replace(cifar10(options.data, train_limit=640 if options.smoke else 20_000), shift=0, flip=False)
     if options.smoke:
-        every = replace(every, test_images=every.test_images[:200], test_labels=every.test_labels[:200])
+        every = replace(every, test_inputs=every.test_inputs[:200], test_labels=every.test_labels[:200])
     before, after = of_classes(every, 0, 5), of_classes(every, 5, 5)
     epochs, seeds = (1, 2) if options.smoke else (2, 3)
     curves: dict[str, list[Curve]] = {way: [] for way in WAYS}

@@ -183,10 +183,10 @@ def measure(options: Options, trunk: Path | None) -> Path:
             torch.save(network.state_dict(), trunk)
     after = replace(of_classes(every, 5, 5), shift=0, flip=False)
     end = images + held_out
-    train = {"train_images": after.train_images[:images], "train_labels": after.train_labels[:images]}
-    held = {"test_images": after.train_images[images:end], "test_labels": after.train_labels[images:end]}
+    train = {"train_inputs": after.train_inputs[:images], "train_labels": after.train_labels[:images]}
+    held = {"test_inputs": after.train_inputs[images:end], "test_labels": after.train_labels[images:end]}
     validation = replace(after, **train, **held)
-    data = replace(after, **train, test_images=after.test_images[:tests], test_labels=after.test_labels[:tests])
+    data = replace(after, **train, test_inputs=after.test_inputs[:tests], test_labels=after.test_labels[:tests])
     found: dict[str, Any] = json.loads(path.read_text())["ways"] if options.resume and path.is_file() else {}
     for name, way in WAYS.items():
         runs = found.setdefault(name, {"way": asdict(way), "search": [], "runs": []})

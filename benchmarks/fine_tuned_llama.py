@@ -83,7 +83,7 @@ def bits_per_word(model: Callable[[Tensor], Tensor], texts: Tensor) -> float:
 
 
 def new(data: Documents) -> Llama:
-    return Llama(len(data.words), data.train_ids.shape[1])
+    return Llama(len(data.words), data.train_inputs.shape[1])
 
 
 def epoch(texts: Tensor, batch: int, *, seed: int, number: int) -> Iterator[Tensor]:
@@ -96,7 +96,7 @@ def epoch(texts: Tensor, batch: int, *, seed: int, number: int) -> Iterator[Tens
 def weights() -> tuple[Documents, Mapping[str, Tensor]]:
     """Return all texts, and the weights of the first training. It takes some minutes on one core."""
     data = docstrings()
-    texts = data.train_ids[torch.isin(data.train_labels, torch.tensor(BEFORE))]
+    texts = data.train_inputs[torch.isin(data.train_labels, torch.tensor(BEFORE))]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model, batch = new(data), FineTunedLlama.batch
@@ -148,9 +148,9 @@ class FineTunedLlama:
         data, _ = weights()
         of_train, of_test = data.train_labels == AFTER, data.test_labels == AFTER
         return Documents(
-            train_ids=data.train_ids[of_train][:limit],
+            train_inputs=data.train_inputs[of_train][:limit],
             train_labels=data.train_labels[of_train][:limit],
-            test_ids=data.test_ids[of_test],
+            test_inputs=data.test_inputs[of_test],
             test_labels=data.test_labels[of_test],
             words=data.words,
             classes=(data.classes[AFTER],),
@@ -166,10 +166,10 @@ class FineTunedLlama:
                 model=model,
                 optimizer=AdamW(model.parameters(), lr=3e-4, weight_decay=0.1),
                 loss=loss,
-                batches=Epochs(data.train_ids, self.batch, seed),
-                evaluate=functools.partial(self.evaluate, texts=data.test_ids),
+                batches=Epochs(data.train_inputs, self.batch, seed),
+                evaluate=functools.partial(self.evaluate, texts=data.test_inputs),
                 schedule=self.schedule,
-                validate=functools.partial(self.evaluate, texts=data.validation.test_ids),
+                validate=functools.partial(self.evaluate, texts=data.validation.test_inputs),
             )
 
         return Factory(

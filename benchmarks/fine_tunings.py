@@ -100,7 +100,7 @@ class Texts(Dataset[Batch]):
         return self._data.samples
 
     def __getitem__(self, index: int) -> Batch:
-        ids = self._data.train_ids[index]
+        ids = self._data.train_inputs[index]
         return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": self._data.train_labels[index]}
 
 
@@ -147,7 +147,7 @@ def config(data: Documents, size: Size) -> Any:
         num_hidden_layers=size.layers,
         num_attention_heads=max(1, size.width // 32),
         intermediate_size=4 * size.width,
-        max_position_embeddings=data.train_ids.shape[1],
+        max_position_embeddings=data.train_inputs.shape[1],
         num_labels=len(data.classes),
     )
 

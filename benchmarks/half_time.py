@@ -113,7 +113,7 @@ def loaded(name: str, options: Options) -> tuple[Workload | FineTunedLlama, Fact
 
 
 def _shorter(data: Any, most: int) -> Any:
-    return replace(data, test_images=data.test_images[:most], test_labels=data.test_labels[:most])
+    return replace(data, test_inputs=data.test_inputs[:most], test_labels=data.test_labels[:most])
 
 
 def scaled(make: Make, rate: float, optimizer: Callable[[Parts], Any] | None = None) -> Make:

@@ -16,12 +16,12 @@ def of_classes(data: Images, first: int, count: int) -> Images:
         inside = (labels >= first) & (labels < first + count)
         return images[inside], labels[inside] - first
 
-    train, test = part(data.train_images, data.train_labels), part(data.test_images, data.test_labels)
+    train, test = part(data.train_inputs, data.train_labels), part(data.test_inputs, data.test_labels)
     return replace(
         data,
-        train_images=train[0],
+        train_inputs=train[0],
         train_labels=train[1],
-        test_images=test[0],
+        test_inputs=test[0],
         test_labels=test[1],
         classes=count,
         validation=None if data.validation is None else of_classes(data.validation, first, count),

@@ -28,7 +28,7 @@ def small(*_: Any) -> Images:
     draw = torch.Generator().manual_seed(0)
     images = torch.randint(256, (72, 1, 4, 4), generator=draw).to(torch.uint8)
     labels = images.flatten(1).sum(1) % 3
-    parts = {"train_images": images, "train_labels": labels, "test_images": images, "test_labels": labels}
+    parts = {"train_inputs": images, "train_labels": labels, "test_inputs": images, "test_labels": labels}
     return Images(**parts, classes=3, mean=(0.5,), std=(0.3,)).held_out()
 
 

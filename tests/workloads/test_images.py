@@ -39,17 +39,17 @@ def classes(root: Path, *splits: str, count: int = 12, names: tuple[str, ...] = 
 def test_batches_of_cifar10(tmp_path: Path, folder: str) -> None:
     pixels = batches(tmp_path / folder)
     data = cifar10(tmp_path, train_limit=4)
-    assert (data.samples, data.classes, len(data.test_images)) == (4, 10, 3)
-    assert torch.equal(data.train_images.flatten(1), torch.from_numpy(pixels[:4]))
-    assert torch.equal(data.test_images.flatten(1), torch.from_numpy(pixels[15:]))
+    assert (data.samples, data.classes, len(data.test_inputs)) == (4, 10, 3)
+    assert torch.equal(data.train_inputs.flatten(1), torch.from_numpy(pixels[:4]))
+    assert torch.equal(data.test_inputs.flatten(1), torch.from_numpy(pixels[15:]))
     assert data.train_labels.tolist() == [0, 1, 9, 0]
 
 
 def test_a_folder_of_classes_is_mixed_and_has_its_own_mean(tmp_path: Path) -> None:
     data: Images = cifar10(classes(tmp_path, "train", "val"))
-    assert (data.samples, data.classes, data.train_images.shape[1:]) == (24, 2, (3, 32, 32))
+    assert (data.samples, data.classes, data.train_inputs.shape[1:]) == (24, 2, (3, 32, 32))
     assert set(data.train_labels[:8].tolist()) == set(data.held_out().train_labels[-8:].tolist()) == {0, 1}
-    for picture, label in zip(data.train_images, data.train_labels, strict=True):
+    for picture, label in zip(data.train_inputs, data.train_labels, strict=True):
         assert int(picture.float().mean((1, 2)).argmax()) == (2, 0)[int(label)]
     assert data.mean == pytest.approx((0.5, 0.0, 0.5), abs=0.02)
     images, _ = data.picked(torch.arange(24))

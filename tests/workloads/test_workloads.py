@@ -43,7 +43,7 @@ def write(folder: Path, *, wrap: bool, columns: tuple[str, str] = ("img", "label
 def small_images(count: int = 12, *, size: int = 8, classes: int = 12, **settings: Any) -> Images:
     images = torch.arange(count, dtype=torch.uint8).view(-1, 1, 1, 1).expand(count, 3, size, size).contiguous()
     labels = torch.arange(count) % classes
-    parts = {"train_images": images, "train_labels": labels, "test_images": images[:5], "test_labels": labels[:5]}
+    parts = {"train_inputs": images, "train_labels": labels, "test_inputs": images[:5], "test_labels": labels[:5]}
     return Images(**parts, classes=classes, mean=(0.0,) * 3, std=(1 / 255,) * 3, **settings)
 
 
@@ -53,17 +53,17 @@ def small_documents(count: int, *, width: int = 16, words: int = 40) -> Document
     ids[torch.arange(width) >= torch.randint(1, width // 2, (count, 1), generator=generator)] = 0
     labels = ids[:, 0] % len(PACKAGES)
     names = tuple(map(str, range(words)))
-    parts = {"train_ids": ids, "train_labels": labels, "test_ids": ids[:5], "test_labels": labels[:5]}
+    parts = {"train_inputs": ids, "train_labels": labels, "test_inputs": ids[:5], "test_labels": labels[:5]}
     return Documents(**parts, words=names, classes=PACKAGES)
 
 
 def test_digits_are_split_alike_every_time() -> None:
     pytest.importorskip("sklearn")
     data = digits(16)
-    assert data.train_images.shape == (899, 1, 16, 16)
-    assert data.test_images.shape == (898, 1, 16, 16)
-    assert (data.train_images.dtype, int(data.train_images.max())) == (torch.uint8, 255)
-    assert torch.equal(data.test_images, digits(16).test_images)
+    assert data.train_inputs.shape == (899, 1, 16, 16)
+    assert data.test_inputs.shape == (898, 1, 16, 16)
+    assert (data.train_inputs.dtype, int(data.train_inputs.max())) == (torch.uint8, 255)
+    assert torch.equal(data.test_inputs, digits(16).test_inputs)
     assert min(data.train_labels.bincount().min(), data.test_labels.bincount().min()) > 75
     inputs = torch.cat([x for x, _ in data.test(100)])
     assert abs(inputs.mean().item()) < 0.05
@@ -128,7 +128,7 @@ def test_samples_can_be_picked_without_augmentation_and_limited() -> None:
     assert torch.equal(images, data.picked(torch.tensor([1, 3]))[0].flip(0))
     assert data.limited(5).train_labels.tolist() == [0, 1, 2, 3, 4]
     assert (len(data.limited(5).test_labels), data.limited(None).samples) == (5, 12)
-    assert data.to("meta").test_images.device.type == "meta"
+    assert data.to("meta").test_inputs.device.type == "meta"
     words = text(context=16)
     assert (words.limited(7).samples, words.limited(None).samples) == (7, words.samples)
 
@@ -136,15 +136,17 @@ def test_samples_can_be_picked_without_augmentation_and_limited() -> None:
 def test_the_last_tenth_of_the_training_data_is_held_out_for_validation() -> None:
     images = small_images(25).held_out()
     documents = small_documents(25).held_out()
-    for data, name in ((images, "images"), (documents, "ids")):
-        every = small_images(25).train_images if name == "images" else small_documents(25).train_ids
+    for data, every in ((images, small_images(25).train_inputs), (documents, small_documents(25).train_inputs)):
         assert data.validation is not None
-        assert torch.equal(getattr(data, f"train_{name}"), every[:22])
-        assert torch.equal(getattr(data.validation, f"test_{name}"), every[22:])
+        assert torch.equal(data.train_inputs, every[:22])
+        assert torch.equal(data.validation.test_inputs, every[22:])
         assert len(data.validation.test_labels) == 3
         assert data.held_out() is data
-        assert len(getattr(data.limited(5).validation, f"test_{name}")) == 3  # a limit is one of training
-        assert getattr(data.to("meta").validation, f"test_{name}").device.type == "meta"
+        limited, moved = data.limited(5).validation, data.to("meta").validation
+        assert limited is not None
+        assert len(limited.test_inputs) == 3  # a limit is one of training
+        assert moved is not None
+        assert moved.test_inputs.device.type == "meta"
     words = text(context=16)
     held = words.held_out()
     assert held.validation is not None
@@ -156,8 +158,7 @@ def test_the_last_tenth_of_the_training_data_is_held_out_for_validation() -> Non
     assert (few.samples, len(list(few.validation.test(1)))) == (1, 1)
     for least, message in (
         (words.limited(1), "17 tokens; 34 are needed"),
-        (small_images(1), "1 training images; at least 2"),
-        (small_documents(1), "1 training texts; at least 2"),
+        (small_images(1), "1 training samples; at least 2"),
     ):
         with pytest.raises(ValueError, match=message):
             least.held_out()
@@ -168,10 +169,10 @@ def test_cifar10_from_parquet_with_dicts_or_bytes(tmp_path: Path) -> None:
         cifar10(tmp_path)
     for wrap in (True, False):
         data = cifar10(write(tmp_path, wrap=wrap))
-        assert data.train_images.shape == (3, 3, 32, 32)
-        assert data.train_images[1, :, 0, 0].tolist() == [0, 255, 0]
+        assert data.train_inputs.shape == (3, 3, 32, 32)
+        assert data.train_inputs[1, :, 0, 0].tolist() == [0, 255, 0]
         assert data.train_labels.tolist() == [0, 1, 2]
-        assert data.test_images[0, :, 31, 31].tolist() == [9, 8, 7]
+        assert data.test_inputs[0, :, 31, 31].tolist() == [9, 8, 7]
     assert cifar10(tmp_path / "train.parquet", train_limit=2).samples == 2
     write(tmp_path, wrap=False, columns=("image", "fine_label"))
     with pytest.raises(ValueError, match=r"found columns \['image', 'fine_label'\]; needed are \['img', 'label'\]"):
@@ -228,21 +229,21 @@ def test_a_text_is_cut_into_frequent_pieces_of_words(tmp_path: Path) -> None:
 def test_docstrings_are_real_texts_of_equal_classes_without_the_names_of_the_packages() -> None:
     pytest.importorskip("sklearn")
     data = docstrings()
-    assert data.train_ids.shape == (5000, 128)
+    assert data.train_inputs.shape == (5000, 128)
     assert data.test_labels.bincount().tolist() == [350] * len(PACKAGES)
     assert data.train_labels.bincount().tolist() == [1250] * len(PACKAGES)
     assert 0.6 < data.padding < 0.8
     assert not {*PACKAGES, "pytorch"} & set(data.words)
     assert {"the", ".", "[name]"} < set(data.words[:50])
-    assert 5_000 < int(data.train_ids.max()) < len(data.words) <= 8_000
-    rows = torch.cat([data.train_ids, data.test_ids]).tolist()
+    assert 5_000 < int(data.train_inputs.max()) < len(data.words) <= 8_000
+    rows = torch.cat([data.train_inputs, data.test_inputs]).tolist()
     assert len({tuple(row) for row in rows}) > 0.98 * len(rows)  # texts differ, but some only in unknown words
     assert len(set(data.limited(100).train_labels.tolist())) == len(PACKAGES)
-    assert torch.equal(data.train_ids, docstrings().train_ids)
+    assert torch.equal(data.train_inputs, docstrings().train_inputs)
     epoch = torch.cat([ids for ids, _ in data.train(16, seed=0, epoch=0)])
     assert len(epoch) == data.steps(16) * 16
     assert not torch.equal(epoch, torch.cat([ids for ids, _ in data.train(16, seed=0, epoch=1)]))
-    assert torch.equal(torch.cat([ids for ids, _ in data.test(100)]), data.test_ids)
+    assert torch.equal(torch.cat([ids for ids, _ in data.test(100)]), data.test_inputs)
 
 
 def test_docstrings_of_a_package_that_is_missing_or_has_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,11 +268,11 @@ def test_a_text_classifier_does_not_see_padding_and_is_boosted_without_it() -> N
     data = small_documents(16)
     torch.manual_seed(0)
     model = TextClassifier(40, len(PACKAGES), context=16, layers=2, heads=2, width=16)
-    torch.testing.assert_close(model(data.train_ids), model(to_longest(data.train_ids)))
+    torch.testing.assert_close(model(data.train_inputs), model(to_longest(data.train_inputs)))
     optimizer = torch.optim.AdamW(model.parameters())
     boosted = boost(model, optimizer, total_steps=100)  # no trial: the rules and the check decide
     for _ in range(2):
-        F.cross_entropy(model(data.train_ids), data.train_labels).backward()
+        F.cross_entropy(model(data.train_inputs), data.train_labels).backward()
         optimizer.step()
     assert "exact here" in boosted.checks["unpad"], boosted.explain()
     assert boosted.attached["unpad"].calls > 0, boosted.explain()  # type: ignore[attr-defined]

@@ -9,9 +9,9 @@ from __future__ import annotations
 import importlib
 import io
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,10 +21,20 @@ from typing_extensions import Self
 
 from torchboost.workloads.images import Split, find_split, pixels_of
 
-__all__ = ["Documents", "Images", "Text", "as_text", "cifar10", "content_of", "digits", "text", "to_longest"]
+__all__ = [
+    "Documents",
+    "Images",
+    "Labelled",
+    "Text",
+    "as_text",
+    "cifar10",
+    "content_of",
+    "digits",
+    "text",
+    "to_longest",
+]
 
 Batch = tuple[Tensor, Tensor]
-Data = TypeVar("Data", "Images", "Text", "Documents")
 
 CIFAR10_ON_THE_HUB = "uoft-cs/cifar10"
 CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -35,82 +45,115 @@ EXTRA = "from the folder of the project: pip install '.[workloads]'"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Images:
-    """Labelled images, kept as bytes and normalised batch by batch.
+class _Data:
+    """What all data sets can do.
 
     Args:
-        train_images: uint8, shape (N, C, H, W).
+        validation: The same with samples for tests that were held out from training, see :meth:`held_out`.
+    """
+
+    validation: Self | None = None
+
+    @property
+    def samples(self) -> int:
+        """Number of training samples."""
+        raise NotImplementedError
+
+    def _split(self) -> Self:
+        raise NotImplementedError
+
+    def steps(self, batch: int) -> int:
+        """Return the number of whole batches in an epoch."""
+        if not 1 <= batch <= self.samples:
+            raise ValueError(f"batch: found {batch}; allowed are 1 to {self.samples}, the number of training samples.")
+        return self.samples // batch
+
+    def held_out(self) -> Self:
+        """Return the data without the last tenth of the training samples, which are for validation then.
+
+        Raises:
+            ValueError: There are fewer than two.
+        """
+        return self if self.validation is not None else self._split()
+
+    def to(self, device: torch.device | str) -> Self:
+        """Return the same data on ``device``."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: v.to(device) for name, v in values.items() if isinstance(v, (Tensor, _Data))})
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Labelled(_Data):
+    """Samples with labels.
+
+    Args:
+        train_inputs: Shape (N, ...).
         train_labels: int64, shape (N,).
-        test_images: uint8, shape (M, C, H, W).
+        test_inputs: Shape (M, ...).
         test_labels: int64, shape (M,).
+    """
+
+    train_inputs: Tensor
+    train_labels: Tensor
+    test_inputs: Tensor
+    test_labels: Tensor
+
+    @property
+    def samples(self) -> int:
+        """Number of training samples."""
+        return len(self.train_inputs)
+
+    def train(self, batch: int, *, seed: int, epoch: int) -> Iterator[Batch]:
+        """Yield one epoch of whole batches, shuffled and augmented by ``seed`` and ``epoch`` alone."""
+        generator = _generator(seed, epoch)
+        order = torch.randperm(self.samples, generator=generator).to(self.train_inputs.device)
+        for picked in order[: self.steps(batch) * batch].split(batch):
+            yield self._prepared(self.train_inputs[picked], generator), self.train_labels[picked]
+
+    def picked(self, indices: Tensor) -> Batch:
+        """Return these training samples as they are, without augmentation."""
+        return self._prepared(self.train_inputs[indices]), self.train_labels[indices]
+
+    def test(self, batch: int) -> Iterator[Batch]:
+        """Yield the test set once, in order, the last batch possibly short."""
+        for inputs, labels in zip(self.test_inputs.split(batch), self.test_labels.split(batch), strict=True):
+            yield self._prepared(inputs), labels
+
+    def limited(self, count: int | None) -> Self:
+        """Return the same data with only the first ``count`` training samples; all of them for None."""
+        return replace(self, train_inputs=self.train_inputs[:count], train_labels=self.train_labels[:count])
+
+    def _split(self) -> Self:
+        border = _border(self.samples)
+        inputs, labels = self.train_inputs, self.train_labels
+        validation = replace(self.limited(0), test_inputs=inputs[border:], test_labels=labels[border:])
+        return replace(self.limited(border), validation=validation)
+
+    def _prepared(self, inputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Return what the model gets, augmented if there is a generator."""
+        return inputs
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Images(Labelled):
+    """Labelled images, kept as bytes of shape (N, C, H, W) and normalised batch by batch.
+
+    Args:
         classes: Number of labels.
         mean: Per channel, of pixels in [0, 1].
         std: Per channel, of pixels in [0, 1].
         shift: Training images are moved by up to this number of pixels in each direction and padded with zeros.
         flip: Training images are mirrored with probability 0.5.
-        validation: The same with images for tests that were held out from training, see :meth:`held_out`.
     """
 
-    train_images: Tensor
-    train_labels: Tensor
-    test_images: Tensor
-    test_labels: Tensor
     classes: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
     shift: int = 0
     flip: bool = False
-    validation: Self | None = None
 
-    @property
-    def samples(self) -> int:
-        """Number of training images."""
-        return len(self.train_images)
-
-    def steps(self, batch: int) -> int:
-        """Return the number of whole batches in an epoch."""
-        return _whole_batches(self.samples, batch)
-
-    def train(self, batch: int, *, seed: int, epoch: int) -> Iterator[Batch]:
-        """Yield one epoch of whole batches, shuffled and augmented by ``seed`` and ``epoch`` alone."""
-        generator = _generator(seed, epoch)
-        order = torch.randperm(self.samples, generator=generator).to(self.train_images.device)
-        for step in range(self.steps(batch)):
-            picked = order[step * batch : (step + 1) * batch]
-            images = augment(self.train_images[picked], generator, shift=self.shift, flip=self.flip)
-            yield self._normalize(images), self.train_labels[picked]
-
-    def picked(self, indices: Tensor) -> Batch:
-        """Return these training samples as they are, without augmentation."""
-        return self._normalize(self.train_images[indices]), self.train_labels[indices]
-
-    def test(self, batch: int) -> Iterator[Batch]:
-        """Yield the test set once, in order, the last batch possibly short."""
-        for images, labels in zip(self.test_images.split(batch), self.test_labels.split(batch), strict=True):
-            yield self._normalize(images), labels
-
-    def limited(self, count: int | None) -> Self:
-        """Return the same data with only the first ``count`` training images; all of them for None."""
-        return replace(self, train_images=self.train_images[:count], train_labels=self.train_labels[:count])
-
-    def held_out(self) -> Self:
-        """Return the data without the last tenth of the training images, which are for validation then.
-
-        Raises:
-            ValueError: There are fewer than two.
-        """
-        if self.validation is not None:
-            return self
-        border = _border(self.samples, "training images")
-        images, labels = self.train_images, self.train_labels
-        validation = replace(self.limited(0), test_images=images[border:], test_labels=labels[border:])
-        return replace(self.limited(border), validation=validation)
-
-    def to(self, device: torch.device | str) -> Self:
-        """Return the same data on ``device``."""
-        return _moved(self, device, ("train_images", "train_labels", "test_images", "test_labels"))
-
-    def _normalize(self, images: Tensor) -> Tensor:
+    def _prepared(self, inputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        images = inputs if generator is None else augment(inputs, generator, shift=self.shift, flip=self.flip)
         shape = (1, -1, 1, 1)
         std = images.new_tensor(self.std, dtype=torch.float32).mul_(255)
         mean = images.new_tensor(self.mean, dtype=torch.float32).mul_(255)
@@ -118,7 +161,25 @@ class Images:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Text:
+class Documents(Labelled):
+    """Labelled texts as numbers of words, int64 of shape (N, width), one text in a row, filled up with zeros.
+
+    Args:
+        words: The words in the order of their numbers. The first one stands for padding.
+        classes: Names of the labels.
+    """
+
+    words: tuple[str, ...]
+    classes: tuple[str, ...]
+
+    @property
+    def padding(self) -> float:
+        """Share of the positions of the training texts that are padding."""
+        return float((self.train_inputs == 0).float().mean())
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Text(_Data):
     """Characters or word pieces as numbers. A sample is a window; its target is the window shifted by one token.
 
     Args:
@@ -126,23 +187,17 @@ class Text:
         test_tokens: int64, shape (M,).
         characters: The characters, or word pieces, in the order of their numbers.
         context: Length of a window.
-        validation: The same with a text for tests that was held out from training, see :meth:`held_out`.
     """
 
     train_tokens: Tensor
     test_tokens: Tensor
     characters: Sequence[str]
     context: int
-    validation: Self | None = None
 
     @property
     def samples(self) -> int:
         """Number of windows that cover the training text once."""
         return (len(self.train_tokens) - 1) // self.context
-
-    def steps(self, batch: int) -> int:
-        """Return the number of whole batches in an epoch."""
-        return _whole_batches(self.samples, batch)
 
     def train(self, batch: int, *, seed: int, epoch: int) -> Iterator[Batch]:
         """Yield whole batches of random windows, as many as would cover the text once."""
@@ -161,97 +216,19 @@ class Text:
         """Return the same data with a training text of ``count`` windows; all of it for None."""
         return self if count is None else replace(self, train_tokens=self.train_tokens[: count * self.context + 1])
 
-    def held_out(self) -> Self:
-        """Return the data without the last tenth of the training text, at least a window, which is for validation then.
-
-        Raises:
-            ValueError: The training text has not a window for each part.
-        """
-        if self.validation is not None:
-            return self
+    def _split(self) -> Self:
+        """Hold out at least one window, and leave at least one."""
         tokens, window = self.train_tokens, self.context + 1
         if len(tokens) < 2 * window:
             raise ValueError(f"found a training text of {len(tokens)} tokens; {2 * window} are needed, two windows.")
-        border = min(_border(len(tokens), "tokens"), len(tokens) - window)
+        border = min(_border(len(tokens)), len(tokens) - window)
         validation = replace(self.limited(0), test_tokens=tokens[border:])
         return replace(self, train_tokens=tokens[:border], validation=validation)
-
-    def to(self, device: torch.device | str) -> Self:
-        """Return the same data on ``device``."""
-        return _moved(self, device, ("train_tokens", "test_tokens"))
 
     def _windows(self, tokens: Tensor, starts: Tensor) -> Batch:
         where = (starts[:, None] + torch.arange(self.context + 1)).to(tokens.device)
         windows = tokens[where]
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Documents:
-    """Labelled texts as numbers of words, one text in a row, filled up with zeros.
-
-    Args:
-        train_ids: int64, shape (N, width).
-        train_labels: int64, shape (N,).
-        test_ids: int64, shape (M, width).
-        test_labels: int64, shape (M,).
-        words: The words in the order of their numbers. The first one stands for padding.
-        classes: Names of the labels.
-        validation: The same with texts for tests that were held out from training, see :meth:`held_out`.
-    """
-
-    train_ids: Tensor
-    train_labels: Tensor
-    test_ids: Tensor
-    test_labels: Tensor
-    words: tuple[str, ...]
-    classes: tuple[str, ...]
-    validation: Self | None = None
-
-    @property
-    def samples(self) -> int:
-        """Number of training texts."""
-        return len(self.train_ids)
-
-    @property
-    def padding(self) -> float:
-        """Share of the positions of the training texts that are padding."""
-        return float((self.train_ids == 0).float().mean())
-
-    def steps(self, batch: int) -> int:
-        """Return the number of whole batches in an epoch."""
-        return _whole_batches(self.samples, batch)
-
-    def train(self, batch: int, *, seed: int, epoch: int) -> Iterator[Batch]:
-        """Yield one epoch of whole batches, shuffled by ``seed`` and ``epoch`` alone."""
-        order = torch.randperm(self.samples, generator=_generator(seed, epoch)).to(self.train_ids.device)
-        for picked in order[: self.steps(batch) * batch].split(batch):
-            yield self.train_ids[picked], self.train_labels[picked]
-
-    def test(self, batch: int) -> Iterator[Batch]:
-        """Yield the test set once, in order, the last batch possibly short."""
-        yield from zip(self.test_ids.split(batch), self.test_labels.split(batch), strict=True)
-
-    def limited(self, count: int | None) -> Self:
-        """Return the same data with only the first ``count`` training texts; all of them for None."""
-        return replace(self, train_ids=self.train_ids[:count], train_labels=self.train_labels[:count])
-
-    def held_out(self) -> Self:
-        """Return the data without the last tenth of the training texts, which are for validation then.
-
-        Raises:
-            ValueError: There are fewer than two.
-        """
-        if self.validation is not None:
-            return self
-        border = _border(self.samples, "training texts")
-        ids, labels = self.train_ids, self.train_labels
-        validation = replace(self.limited(0), test_ids=ids[border:], test_labels=labels[border:])
-        return replace(self.limited(border), validation=validation)
-
-    def to(self, device: torch.device | str) -> Self:
-        """Return the same data on ``device``."""
-        return _moved(self, device, ("train_ids", "train_labels", "test_ids", "test_labels"))
 
 
 def to_longest(ids: Tensor) -> Tensor:
@@ -311,9 +288,9 @@ def digits(size: int = 16) -> Images:
     held_out = torch.zeros(len(labels), dtype=torch.bool)
     held_out[drawn[: len(labels) // 2]] = True
     return Images(
-        train_images=images[~held_out],
+        train_inputs=images[~held_out],
         train_labels=labels[~held_out],
-        test_images=images[held_out],
+        test_inputs=images[held_out],
         test_labels=labels[held_out],
         classes=10,
         mean=(0.305,),
@@ -350,9 +327,9 @@ def _of_files(train: Split, test: Split) -> Images:
         raise ValueError(f"found the classes {other} in one of training and test only; needed: the same in both.")
     pixels = train[0].float().div_(255) if train[2] else torch.empty(0)
     return Images(
-        train_images=train[0],
+        train_inputs=train[0],
         train_labels=train[1],
-        test_images=test[0],
+        test_inputs=test[0],
         test_labels=test[1],
         classes=len(train[2]) or 10,
         mean=tuple(pixels.mean((0, 2, 3)).tolist()) if train[2] else CIFAR10_MEAN,
@@ -416,22 +393,11 @@ def _generator(seed: int, epoch: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed * 1_000_003 + epoch)
 
 
-def _border(samples: int, noun: str) -> int:
+def _border(samples: int) -> int:
     """Return how many of the samples stay for training if the last tenth is held out, at least one."""
     if samples < 2:
-        raise ValueError(f"found {samples} {noun}; at least 2 are needed, one of them for validation.")
+        raise ValueError(f"found {samples} training samples; at least 2 are needed, one of them for validation.")
     return samples * (HELD_OUT - 1) // HELD_OUT
-
-
-def _moved(data: Data, device: torch.device | str, names: Sequence[str]) -> Data:
-    validation = None if data.validation is None else data.validation.to(device)
-    return replace(data, validation=validation, **{name: getattr(data, name).to(device) for name in names})
-
-
-def _whole_batches(samples: int, batch: int) -> int:
-    if not 1 <= batch <= samples:
-        raise ValueError(f"batch: found {batch}; allowed are 1 to {samples}, the number of training samples.")
-    return samples // batch
 
 
 def _existing(path: Path, content: str) -> Path:

@@ -65,9 +65,9 @@ def docstrings(*, width: int = 128, vocabulary: int = 8_000) -> Documents:
     number = {word: index for index, word in enumerate(words)}
     random.Random(0).shuffle(train)  # the first texts are then of all packages
     return Documents(
-        train_ids=_rows([text for text, _ in train], number, width),
+        train_inputs=_rows([text for text, _ in train], number, width),
         train_labels=torch.tensor([label for _, label in train]),
-        test_ids=_rows([text for text, _ in test], number, width),
+        test_inputs=_rows([text for text, _ in test], number, width),
         test_labels=torch.tensor([label for _, label in test]),
         words=words,
         classes=PACKAGES,

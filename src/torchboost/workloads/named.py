@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from torchboost.bench.factory import ACCURACY_DROPS, Factory, Metric, Parts
 from torchboost.errors import nearest
-from torchboost.workloads.data import Documents, Images, Text, cifar10, digits, text, to_longest
+from torchboost.workloads.data import Documents, Images, Labelled, Text, cifar10, digits, text, to_longest
 from torchboost.workloads.docstrings import docstrings
 from torchboost.workloads.models import GPT, VGG, BasicBlock, Bottleneck, ResNet, TextClassifier
 from torchboost.workloads.pieces import pieces
@@ -25,7 +25,7 @@ from torchboost.workloads.pieces import pieces
 __all__ = ["WORKLOADS", "Workload", "accuracy", "bits_per_character", "find_workload", "one_cycle"]
 
 Predict = Callable[[Tensor], Tensor]
-Data = Images | Text | Documents
+Data = Labelled | Text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +191,7 @@ def _docstrings(path: str | Path | None, limit: int | None) -> Documents:
 
 
 def _resnet(block: type[BasicBlock | Bottleneck], layers: tuple[int, ...], data: Images) -> nn.Module:
-    return ResNet(block, layers, width=16, classes=data.classes, in_channels=data.train_images.shape[1])
+    return ResNet(block, layers, width=16, classes=data.classes, in_channels=data.train_inputs.shape[1])
 
 
 def _gpt(width: int, data: Text) -> nn.Module:
@@ -239,7 +239,7 @@ WORKLOADS: tuple[Workload, ...] = (
     _images(
         name="cifar10-vgg",
         model_name="VGG with BatchNorm (1, 1, 2, 2, 2), width 16",
-        build=lambda data: VGG(width=16, classes=data.classes, in_channels=data.train_images.shape[1]),
+        build=lambda data: VGG(width=16, classes=data.classes, in_channels=data.train_inputs.shape[1]),
     ),
     Workload(
         name="text-gpt",
@@ -259,7 +259,7 @@ WORKLOADS: tuple[Workload, ...] = (
         title="docstrings of installed packages, padded to 128 words",
         model_name="transformer encoder, 2 layers, width 128",
         load=_docstrings,
-        build=lambda data: TextClassifier(len(data.words), len(data.classes), context=data.train_ids.shape[1]),
+        build=lambda data: TextClassifier(len(data.words), len(data.classes), context=data.train_inputs.shape[1]),
         optimizer=functools.partial(AdamW, lr=1e-3, weight_decay=0.01),
         loss=F.cross_entropy,
         batch=15,
