@@ -49,8 +49,8 @@ def test_t_quantile_matches_scipy_and_refuses_nonsense() -> None:
 def test_median_interval_covers_the_truth_about_as_often_as_it_says() -> None:
     rng = np.random.default_rng(3)
     hits = 0
-    for trial in range(200):
-        interval = bootstrap_median(rng.normal(size=20), seed=trial, resamples=500)
+    for _ in range(200):
+        interval = bootstrap_median(rng.normal(size=20))
         hits += interval.low <= 0 <= interval.high
     assert 180 <= hits <= 199
     interval = bootstrap_median([3.0, 1.0, 2.0, 5.0, 4.0])
@@ -127,7 +127,6 @@ def test_an_exact_median_covers_the_truth_at_least_as_often_as_it_says() -> None
 def test_what_cannot_be_estimated_is_refused() -> None:
     refused: list[tuple[str, Callable[[], object]]] = [
         ("no values", lambda: bootstrap_median([])),
-        ("confidence", lambda: bootstrap_median([1.0], confidence=1.0)),
         ("the same number of each", lambda: paired_ratio([1.0, 2.0], [1.0])),
         ("must be positive", lambda: paired_ratio([1.0, 0.0], [1.0, 1.0])),
         ("at least 2", lambda: paired_difference([0.9], [0.9])),

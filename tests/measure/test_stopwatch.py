@@ -65,7 +65,7 @@ def test_a_against_a_contains_one_about_as_often_as_it_says(monkeypatch: pytest.
     for trial in range(60):
         fake = FakeTime(trial, drift=1e-3, jitter=0.05, bursts=0.1)
         pair = {"a": fake.step("a", 1.0), "b": fake.step("b", 1.0)}
-        result = compare(pair, baselines=["a"], pairs=20, warmup=QUIET, seed=trial, clock=fake.clock)
+        result = compare(pair, baselines=["a"], pairs=20, warmup=QUIET, clock=fake.clock)
         interval = result.ratio("b", "a").interval
         hits += interval.low <= 1.0 <= interval.high
     assert hits >= 52
@@ -77,18 +77,18 @@ def test_a_against_a_contains_one_about_as_often_as_it_says(monkeypatch: pytest.
     assert 1.2 < ratio.interval.low < ratio.interval.high < 1.3  # a real gain above the detectable one is seen
 
 
-def test_rounds_come_as_an_order_and_its_reverse_and_follow_the_seed() -> None:
-    def orders(seed: int) -> list[list[str]]:
+def test_rounds_come_as_an_order_and_its_reverse_and_are_drawn_alike_every_time() -> None:
+    def orders() -> list[list[str]]:
         fake = FakeTime()
         names = {name: fake.step(name, 1.0) for name in "abcd"}
-        compare(names, baselines=[], pairs=6, warmup=QUIET, seed=seed, clock=fake.clock)
+        compare(names, baselines=[], pairs=6, warmup=QUIET, clock=fake.clock)
         return [fake.calls[i : i + 4] for i in range(0, 24, 4)]
 
-    first = orders(0)
+    first = orders()
     assert all(sorted(order) == list("abcd") for order in first)
     assert all(first[i] == first[i + 1][::-1] for i in (0, 2, 4))
-    assert first == orders(0)
-    assert first != orders(1)
+    assert len({tuple(order) for order in first}) > 2
+    assert first == orders()
 
 
 def test_warm_up_waits_until_times_settle_and_several_calls_are_averaged() -> None:
@@ -182,8 +182,6 @@ def test_nonsense_is_refused_before_anything_is_called() -> None:
     with pytest.raises(ValueError, match="pairs=0"):
         compare({"a": lambda: called.append(1)}, baselines=[], pairs=0)
     assert not called
-    with pytest.raises(ValueError, match="limit >= least"):
-        Warmup(least=5, limit=1)
 
 
 def test_a_clock_waits_for_any_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:

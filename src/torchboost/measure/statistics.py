@@ -31,6 +31,8 @@ __all__ = [
 ]
 
 POWER = 0.8
+CONFIDENCE = 0.95
+"""Of all intervals but those of :func:`exact_median` and of the tests, whose callers choose."""
 RESAMPLES = 2000
 LEAST_SPREAD = 1 / 3
 """Share of the margin that the spread counts as at least: a few equal differences do not show that all are equal."""
@@ -38,6 +40,7 @@ LEAST_ERROR = 0.003
 """The simulation of :func:`critical_values` finds no limits for smaller error rates."""
 PLANNED_SHARE = 0.8
 """Share of the error that is for the looks for which there probably is time."""
+_TAILS = ((1 - CONFIDENCE) / 2, 1 - (1 - CONFIDENCE) / 2)
 _PATHS = 100_000
 _SAFETY = 0.002
 """Subtracted from the error rate, for the error of the simulation that finds the limits."""
@@ -55,25 +58,20 @@ def mean_of(values: Iterable[float]) -> float:
         return math.nan
 
 
-def bootstrap_median(
-    values: Sequence[float], *, confidence: float = 0.95, resamples: int = RESAMPLES, seed: int = 0
-) -> Interval:
-    """Return the median with its percentile bootstrap interval.
+def bootstrap_median(values: Sequence[float]) -> Interval:
+    """Return the median with its percentile bootstrap interval of 95 %.
 
     Limits: the interval never exceeds the smallest and the largest value, which enclose the true median with
     probability ``1 - 2 ** (1 - n)``. Fewer than six values cannot give 95 %. A single value is its own interval.
 
     Raises:
-        ValueError: There are no values, or the confidence is outside (0, 1).
+        ValueError: There are no values.
     """
-    _check_confidence(confidence)
     data = np.asarray(values, dtype=np.float64)
     if data.size == 0:
         raise ValueError("found no values; an interval needs at least one.")
-    medians = _resampled_medians(data, resamples, seed)
-    tail = (1 - confidence) / 2
-    low, high = np.quantile(medians, [tail, 1 - tail])
-    return Interval(low=float(low), mid=float(np.median(data)), high=float(high), confidence=confidence)
+    low, high = np.quantile(_resampled_medians(data), _TAILS)
+    return Interval(low=float(low), mid=float(np.median(data)), high=float(high))
 
 
 def exact_median(values: Sequence[float], *, confidence: float = 0.95) -> Interval:
@@ -87,13 +85,12 @@ def exact_median(values: Sequence[float], *, confidence: float = 0.95) -> Interv
         confidence: Two-sided.
 
     Raises:
-        ValueError: There are too few values for this confidence, or the confidence is outside (0, 1).
+        ValueError: There are too few values for this confidence.
 
     Example:
         >>> exact_median([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]).high
         6.0
     """
-    _check_confidence(confidence)
     ordered, count = sorted(values), len(values)
     below, tail = 0, 2.0 * 0.5**count
     if count < 1 or tail > 1 - confidence:
@@ -107,9 +104,7 @@ def exact_median(values: Sequence[float], *, confidence: float = 0.95) -> Interv
     return Interval(low=ordered[below], mid=middle, high=ordered[count - 1 - below], confidence=confidence)
 
 
-def paired_ratio(
-    baseline: Sequence[float], contestant: Sequence[float], *, confidence: float = 0.95, seed: int = 0
-) -> Interval:
+def paired_ratio(baseline: Sequence[float], contestant: Sequence[float]) -> Interval:
     """Return the typical ratio ``baseline[i] / contestant[i]``. Above 1 the contestant is faster.
 
     The statistic is the exponential of the median of the log-ratios. Logarithms make it symmetric: swapping the two
@@ -121,72 +116,61 @@ def paired_ratio(
     Args:
         baseline: Seconds, one per round.
         contestant: Seconds, one per round, same rounds in the same order.
-        confidence: Two-sided.
-        seed: Of the resampling.
 
     Raises:
         ValueError: Different lengths, nothing measured, or a time that is not positive.
     """
-    interval = bootstrap_median(_log_ratios(baseline, contestant), confidence=confidence, seed=seed)
+    interval = bootstrap_median(_log_ratios(baseline, contestant))
     low, mid, high = (math.exp(x) for x in (interval.low, interval.mid, interval.high))
-    return Interval(low=low, mid=mid, high=high, confidence=confidence)
+    return Interval(low=low, mid=mid, high=high)
 
 
-def unpaired_ratio(
-    baseline: Sequence[float], contestant: Sequence[float], *, confidence: float = 0.95, seed: int = 0
-) -> Interval:
+def unpaired_ratio(baseline: Sequence[float], contestant: Sequence[float]) -> Interval:
     """Return the ratio of the medians of times that were not measured in turns. Above 1 the contestant is faster.
 
     Each side is resampled by itself. What changed between the two measurements, such as the load of the machine, is
     part of the ratio and not of the interval. If they were measured in turns, use :func:`paired_ratio`.
 
     Raises:
-        ValueError: Nothing measured, a time that is not positive, or the confidence is outside (0, 1).
+        ValueError: Nothing measured, or a time that is not positive.
     """
-    _check_confidence(confidence)
     if not baseline or not contestant or min(*baseline, *contestant, 1.0) <= 0:
         raise ValueError(f"found {len(baseline)} and {len(contestant)} times; each side needs one, all positive.")
     logs = [np.log(np.asarray(times, dtype=np.float64)) for times in (baseline, contestant)]
-    medians = [_resampled_medians(side, RESAMPLES, seed + number) for number, side in enumerate(logs)]
-    tail = (1 - confidence) / 2
-    low, high = np.exp(np.quantile(medians[0] - medians[1], [tail, 1 - tail]))
+    medians = [_resampled_medians(side, seed) for seed, side in enumerate(logs)]
+    low, high = np.exp(np.quantile(medians[0] - medians[1], _TAILS))
     middle = float(np.exp(np.median(logs[0]) - np.median(logs[1])))
-    return Interval(low=float(low), mid=middle, high=float(high), confidence=confidence)
+    return Interval(low=float(low), mid=middle, high=float(high))
 
 
-def detectable_ratio(
-    baseline: Sequence[float], contestant: Sequence[float], *, confidence: float = 0.95, seed: int = 0
-) -> float:
+def detectable_ratio(baseline: Sequence[float], contestant: Sequence[float]) -> float:
     """Return the smallest gain that these rounds would have shown in four of five repetitions; 0.03 is 3 %.
 
     It is ``exp((z_confidence + z_power) * s) - 1`` with ``s`` the bootstrap standard error of the median
     log-ratio. A result of "no difference" does not exclude smaller differences. Infinite for fewer than three rounds.
     """
-    _check_confidence(confidence)
     logs = np.asarray(_log_ratios(baseline, contestant))
     if logs.size < 3:
         return math.inf
-    spread = float(np.std(_resampled_medians(logs, RESAMPLES, seed)))
+    spread = float(np.std(_resampled_medians(logs)))
     normal = NormalDist()
-    return math.exp((normal.inv_cdf(0.5 + confidence / 2) + normal.inv_cdf(POWER)) * spread) - 1
+    return math.exp((normal.inv_cdf(_TAILS[1]) + normal.inv_cdf(POWER)) * spread) - 1
 
 
-def paired_difference(baseline: Sequence[float], candidate: Sequence[float], *, confidence: float = 0.95) -> Interval:
+def paired_difference(baseline: Sequence[float], candidate: Sequence[float]) -> Interval:
     """Return the mean of ``candidate[i] - baseline[i]`` with a one-sided Student bound on each side.
 
-    Each bound alone holds with ``confidence``, as a non-inferiority test requires; both together hold with ``2 *
-    confidence - 1``. Student's interval is used because there are three to ten seeds, for which a bootstrap interval is
-    far too narrow.
+    Each bound alone holds with 95 %, as a non-inferiority test requires; both together hold with 90 %. Student's
+    interval is used because there are three to ten seeds, for which a bootstrap interval is far too narrow.
 
     Raises:
         ValueError: Different lengths or fewer than two pairs.
     """
-    _check_confidence(confidence)
     _check_pairs(baseline, candidate, least=2)
     differences = np.asarray(candidate, dtype=np.float64) - np.asarray(baseline, dtype=np.float64)
     count, mean = len(baseline), float(differences.mean())
-    reach = t_quantile(confidence, count - 1) * float(differences.std(ddof=1)) / math.sqrt(count)
-    return Interval(low=mean - reach, mid=mean, high=mean + reach, confidence=confidence)
+    reach = t_quantile(CONFIDENCE, count - 1) * float(differences.std(ddof=1)) / math.sqrt(count)
+    return Interval(low=mean - reach, mid=mean, high=mean + reach)
 
 
 def t_quantile(probability: float, freedom: int) -> float:
@@ -472,8 +456,8 @@ def _log_ratios(baseline: Sequence[float], contestant: Sequence[float]) -> list[
     return [math.log(b / c) for b, c in zip(baseline, contestant, strict=True)]
 
 
-def _resampled_medians(data: np.ndarray, resamples: int, seed: int) -> np.ndarray:
-    picks = np.random.default_rng(seed).integers(0, data.size, size=(resamples, data.size))
+def _resampled_medians(data: np.ndarray, seed: int = 0) -> np.ndarray:
+    picks = np.random.default_rng(seed).integers(0, data.size, size=(RESAMPLES, data.size))
     # Sorting short rows takes a third of the time of np.median, which partitions rows one by one.
     ordered = np.sort(data[picks], axis=1)
     return (ordered[:, (data.size - 1) // 2] + ordered[:, data.size // 2]) / 2
@@ -486,11 +470,6 @@ def _check_pairs(first: Sequence[float], second: Sequence[float], *, least: int)
         )
     if len(first) < least:
         raise ValueError(f"found {len(first)} pairs; at least {least} needed.")
-
-
-def _check_confidence(confidence: float) -> None:
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence: found {confidence!r}; allowed are values between 0 and 1, both excluded.")
 
 
 def _check_error(error: float) -> None:

@@ -98,13 +98,6 @@ class Warmup:
     limit: int = 40
     seconds: float = 180.0
 
-    def __post_init__(self) -> None:
-        if self.least < 0 or self.window < 1 or self.limit < self.least:
-            raise ValueError(
-                f"found least={self.least}, window={self.window}, limit={self.limit}; "
-                "needed: least >= 0, window >= 1, limit >= least."
-            )
-
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
@@ -115,28 +108,24 @@ class Comparison:
         warmup_seconds: Name -> seconds of warm-up, including compilation.
         baselines: Names that the others are compared with.
         unsettled: Names whose time still changed at the end of the warm-up.
-        confidence: Confidence of every interval.
-        seed: Seed of the resampling.
     """
 
     samples: Mapping[str, list[float]]
     warmup_seconds: Mapping[str, float]
     baselines: tuple[str, ...]
     unsettled: tuple[str, ...] = ()
-    confidence: float = 0.95
-    seed: int = 0
 
     def step_seconds(self, name: str) -> Interval:
         """Return the median time of a call with its interval."""
-        return bootstrap_median(self.samples[name], confidence=self.confidence, seed=self.seed)
+        return bootstrap_median(self.samples[name])
 
     def ratio(self, name: str, baseline: str) -> Ratio:
         """Return how many times as fast as ``baseline`` ``name`` is, paired by round."""
         base, other = self.samples[baseline], self.samples[name]
-        detectable = detectable_ratio(base, other, confidence=self.confidence, seed=self.seed)
+        detectable = detectable_ratio(base, other)
         return Ratio(
             baseline=baseline,
-            interval=paired_ratio(base, other, confidence=self.confidence, seed=self.seed),
+            interval=paired_ratio(base, other),
             pairs=len(other),
             detectable=detectable if math.isfinite(detectable) else None,
         )
@@ -154,8 +143,6 @@ def compare(
     pairs: int = 20,
     calls: int = 1,
     warmup: Warmup | None = None,
-    seed: int = 0,
-    confidence: float = 0.95,
     clock: Clock | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
@@ -174,8 +161,6 @@ def compare(
         pairs: Number of rounds.
         calls: Calls per sample. Use a whole cycle if steps differ, and several calls for very short steps.
         warmup: The rule by which a contestant counts as warm.
-        seed: Seed of the order of rounds and of the resampling.
-        confidence: Two-sided confidence of the intervals.
         clock: By default the wall clock. Pass ``Clock.of(device)`` for a GPU.
         progress: Called for every contestant that is warmed up and every round.
 
@@ -202,7 +187,7 @@ def compare(
     samples: dict[str, list[float]] = {name: [] for name in contestants}
     gc.collect()
     with collector_off():
-        shuffler, order = random.Random(seed), list(contestants)
+        shuffler, order = random.Random(0), list(contestants)
         for done in range(pairs):
             if done % 2:
                 order.reverse()
@@ -218,8 +203,6 @@ def compare(
         warmup_seconds=warm,
         baselines=tuple(baselines),
         unsettled=tuple(unsettled),
-        confidence=confidence,
-        seed=seed,
     )
 
 
