@@ -154,10 +154,7 @@ def run_bench(
     if not recipes.keys() <= set(names):
         session.time(list(dict.fromkeys([*names, *contestants])), pairs)
         session.save()
-    if decide is None:
-        session.train(contestants, seeds)
-    else:
-        session.decide(contestants, start + decide)
+    session.train(contestants, seeds, None if decide is None else start + decide)
     return session.report
 
 
@@ -269,36 +266,37 @@ class _Session:
         notes += [FEW_ROUNDS] if pairs < LEAST_PAIRS else []
         self.update(contestants=contestants, notes=notes + _same_plans(contestants))
 
-    def train(self, names: Sequence[str], seeds: int) -> None:
+    def train(self, names: Sequence[str], seeds: int, end: float | None = None) -> None:
         """Add the missing curves to the report, which is saved after each of them.
 
-        A report whose seeds were added by a sequential test is judged by that test also after further seeds.
+        With ``end``, a time on the clock, as many seeds as the decisions need are begun before it, in place of
+        ``seeds``. A report whose seeds were added so is judged by the sequential test also after further seeds.
         """
-        epochs = self.report.epochs
-        runs = [(seed, name) for seed in range(seeds) for name in names] if epochs else []
-        for number, (seed, name) in enumerate(runs):
-            self.add(name, seed, lambda epoch, k=number: (k * epochs + epoch, len(runs) * epochs))
-        if runs:
-            self.tell("training", len(runs) * epochs, len(runs) * epochs)
-
-    def decide(self, names: Sequence[str], end: float) -> None:
-        """Add curves of as many seeds as the decisions need, begun before ``end`` on the clock."""
-        if SEQUENTIAL not in self.report.notes:
-            self.update(notes=[*self.report.notes, SEQUENTIAL])
-        start, longest = time.monotonic(), 0.0
+        epochs, start, longest, begun = self.report.epochs, time.monotonic(), 0.0, 0
+        if end is not None:
+            seeds, notes = MOST_SEEDS, self.report.notes
+            self.update(notes=notes if SEQUENTIAL in notes else [*notes, SEQUENTIAL])
+        total = seeds * len(names) * epochs
 
         def share(epoch: int) -> tuple[int, int]:  # the first seeds are trained even if the time is over
+            if end is None:
+                return (begun - 1) * epochs + epoch, total
             seconds = round(time.monotonic() - start)
             return seconds, max(1, seconds, round(end - start))
 
-        for seed in range(MOST_SEEDS):
-            now, undecided = time.monotonic(), [name for name in self.judge() if name in names]
-            if seed >= FEW_SEEDS and (not undecided or now + longest > end):
-                break
-            for name in names:
-                if seed < FEW_SEEDS or name == STOCK or name in undecided:
-                    self.add(name, seed, share)
+        for seed in range(seeds if epochs else 0):
+            now, wanted = time.monotonic(), list(names)
+            if end is not None and seed >= FEW_SEEDS:
+                undecided = self.judge()
+                if now + longest > end or not set(names) & set(undecided):
+                    break
+                wanted = [name for name in names if name == STOCK or name in undecided]
+            for name in wanted:
+                begun += 1
+                self.add(name, seed, share)
             longest = max(longest, time.monotonic() - now)
+        if total and end is None:
+            self.tell("training", total, total)
 
     def add(self, name: str, seed: int, share: Callable[[int], tuple[int, int]]) -> None:
         """Train a contestant, unless the report has the curve, and save the judged report.
