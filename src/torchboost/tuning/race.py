@@ -155,15 +155,9 @@ class Race:
         outcome, reason = _lost(look, self.search.drop)
         return outcome, reason if is_best else f"against stock at your rate: {reason}"
 
-    def _times(self, plan: Candidate, pairs: Sequence[tuple[Run, Run]]) -> tuple[list[float], list[float]]:
-        """Return the seconds of stock and of a plan for the run that the user has in mind."""
-        runs = self.search.runs
-        stock = [run.projected(runs.total_steps) for run, _ in pairs]
-        return stock, [run.projected(runs.steps(plan.share)) for _, run in pairs]
-
     def _saves(self, plan: Candidate, pairs: Sequence[tuple[Run, Run]], error: float) -> bool | None:
         """Whether a run is at least 3 % faster; None if it is not in these seeds, but more of them may show that."""
-        stock, ours = self._times(plan, pairs)
+        stock, ours = self.search.runs.times(plan, pairs)
         if paired_ratio(stock, ours).mid >= LEAST_GAIN:
             return True
         beyond = [math.log(one / (LEAST_GAIN * other)) for one, other in zip(stock, ours, strict=True)]
@@ -174,8 +168,8 @@ class Race:
         return Finding(
             candidate=plan,
             seeds=look.pairs,
-            speed=paired_ratio(*self._times(plan, pairs)),
-            memory=memory_ratio(*zip(*pairs, strict=True)),
+            speed=paired_ratio(*self.search.runs.times(plan, pairs)),
+            memory=memory_ratio(pairs),
             change=look.difference.mid if math.isfinite(look.difference.mid) else None,
             difference=look.difference if math.isfinite(look.difference.low) else None,
             detectable=look.detectable if math.isfinite(look.detectable) else None,

@@ -137,6 +137,11 @@ class Runs:
         times = [run.projected(self.steps(share)) for _, run in self.of(recipe.name)]
         return statistics.median(times) if times else math.inf
 
+    def times(self, plan: Candidate, pairs: Sequence[tuple[Run, Run]]) -> tuple[list[float], list[float]]:
+        """Return the seconds of stock and of a plan for the run that the user has in mind, from pairs of their runs."""
+        stock = [run.projected(self.total_steps) for run, _ in pairs]
+        return stock, [run.projected(self.steps(plan.share)) for _, run in pairs]
+
     def wall_seconds(self, candidate: Candidate) -> float:
         """Return how long a run takes at most, by the runs of the recipe, or of stock."""
         known = self.of(candidate.name) or self.of(STOCK)

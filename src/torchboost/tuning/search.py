@@ -223,15 +223,14 @@ class Search:
     def _note(self, finding: Finding, plan: Candidate) -> None:
         """Note that a plan keeps the metric, and what it saves."""
         both = [seed for seed in SEEDS if (plan.label, seed) in self.runs.asked]
-        stock, ours = ([self.runs.made[one.label, seed] for seed in both] for one in (self.levers, plan))
-        times = [run.projected(self.runs.total_steps) for run in stock]
+        pairs = [(self.runs.made[self.levers.label, seed], self.runs.made[plan.label, seed]) for seed in both]
         self.findings[plan.name] = finding.model_copy(
             update={
                 "candidate": plan,
                 "seeds": len(both),
-                "speed": paired_ratio(times, [run.projected(self.runs.steps(plan.share)) for run in ours]),
-                "change": statistics.fmean(run.metric for run in ours) - self.target,
-                "memory": memory_ratio(stock, ours),
+                "speed": paired_ratio(*self.runs.times(plan, pairs)),
+                "change": statistics.fmean(run.metric for _, run in pairs) - self.target,
+                "memory": memory_ratio(pairs),
             }
         )
 
@@ -289,8 +288,8 @@ def next_share(shares: Sequence[float], passed: Mapping[float, bool], start: flo
     return shares[(low + high) // 2]
 
 
-def memory_ratio(stock: Iterable[Run], ours: Iterable[Run]) -> float | None:
+def memory_ratio(pairs: Iterable[tuple[Run, Run]]) -> float | None:
     """Return the peak memory over that of stock, the median of the pairs; None if the system does not tell."""
-    pairs = ((one.peak_bytes, other.peak_bytes) for one, other in zip(stock, ours, strict=True))
-    ratios = [own / stock for stock, own in pairs if own is not None and stock]
+    known = ((stock.peak_bytes, ours.peak_bytes) for stock, ours in pairs)
+    ratios = [own / stock for stock, own in known if own is not None and stock]
     return statistics.median(ratios) if ratios else None
