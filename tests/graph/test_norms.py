@@ -295,7 +295,7 @@ def test_a_whole_model_says_what_it_needs_to_load_and_a_copy_says_nothing(tmp_pa
 def test_taking_a_layer_over_shares_its_parameters_and_draws_no_random_number():
     linear = torch.nn.Linear(5, 3, dtype=torch.float64).eval()
     before = torch.get_rng_state()
-    head = NormalizedLinear.from_linear(linear)
+    head = NormalizedLinear(linear)
     assert torch.equal(torch.get_rng_state(), before)
     assert (head.weight is linear.weight, head.bias is linear.bias, head.training) == (True, True, False)
     assert head.multiplier.dtype is torch.float64
@@ -303,7 +303,7 @@ def test_taking_a_layer_over_shares_its_parameters_and_draws_no_random_number():
 
 
 def test_tiny_inputs_stay_finite_forward_and_backward():
-    head = NormalizedLinear(5, 3)
+    head = NormalizedLinear(nn.Linear(5, 3))
     x = torch.zeros(2, 5, requires_grad=True)
     F.cross_entropy(head(x), torch.tensor([0, 1])).backward()
     assert torch.isfinite(head(x)).all()
@@ -313,7 +313,7 @@ def test_tiny_inputs_stay_finite_forward_and_backward():
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_the_head_can_be_scripted_traced_and_exported():
     for bias in [True, False]:
-        head, x = NormalizedLinear(5, 3, bias), torch.randn(2, 5)
+        head, x = NormalizedLinear(nn.Linear(5, 3, bias)), torch.randn(2, 5)
         expected = head(x)
         assert torch.equal(torch.jit.script(head)(x), expected)
         assert torch.equal(torch.jit.trace(head, x)(x), expected)

@@ -19,7 +19,7 @@ from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.graph.copies import copies_of
 from torchboost.graph.flow import Dataflow
-from torchboost.graph.folding import Fold, fold_pairs, plan_folds, shared_weights
+from torchboost.graph.folding import fold_pairs, plan_folds, shared_weights
 from torchboost.graph.norms import (
     WEIGHTED,
     Keep,
@@ -35,7 +35,7 @@ from torchboost.graph.removed_norm import RemovedNorm, put_removed_norm
 from torchboost.graph.surgery import (
     averages_of,
     held_elsewhere,
-    may_collide,
+    need_copies,
     optimizers_holding,
     rebind_optimizer,
     replace_module,
@@ -266,15 +266,25 @@ def less_bn(
 
 
 class _Plan(NamedTuple):
-    flow: Dataflow | None
+    """What is to be changed.
+
+    Args:
+        flow: The data flow; empty if there is nothing to look for.
+        names: Of all modules, BatchNorms first, in the order in which they run.
+        kept: BatchNorms that stay, and why.
+        removed: The others.
+        folds: In a trained network, what each BatchNorm can be folded into, or why not.
+        bare_ends: The last layer of each branch whose sum is not normalised any more, and its initial variance.
+        head: The linear layer to replace by a normalised one.
+    """
+
+    flow: Dataflow
     names: dict[nn.Module, str]
     kept: dict[nn.Module, str]
     removed: list[AnyBatchNorm]
-    copies: set[AnyBatchNorm]
+    folds: Mapping[nn.Module, nn.Module | str]
     bare_ends: dict[int, float]
-    trained: bool
     head: nn.Linear | None
-    folds: Mapping[nn.Module, Fold | str]
 
     @property
     def changes(self) -> bool:
@@ -294,28 +304,26 @@ def _reduce(
         before = set(model.parameters())
         averages = [] if dry_run else averages_of(model)
         with undone_on_error(model, optimizer, written=_in_front(plan)):
-            if plan.trained:
-                chosen = [fold for norm in plan.removed if isinstance(fold := plan.folds.get(norm), Fold)]
-                folds = [fold._replace(copies=fold.copies or fold.norm in plan.copies) for fold in chosen]
+            if plan.folds:
+                folds = {norm: layer for norm in plan.removed if isinstance(layer := plan.folds[norm], nn.Module)}
                 difference = fold_pairs(model, folds, optimizer=optimizer, sample=sample)
             else:
                 rescaled = _drop(model, plan, optimizer, settings)
             if plan.head is not None:
-                head = NormalizedLinear.from_linear(plan.head)
-                nn.init.constant_(head.multiplier, settings.head_multiplier)
+                head = NormalizedLinear(plan.head, settings.head_multiplier)
                 replace_module(model, plan.head, head)
-                if optimizer is not None and isinstance(head.weight, nn.Parameter):
+                if optimizer is not None:
                     rebind_optimizer(optimizer, added=[(head.multiplier, head.weight, "multiplier")])
             _tell_others(model, before, optimizer, averages)
     return LessBnReport(
         found=tuple(name for module, name in plan.names.items() if isinstance(module, AnyBatchNorm)),
         removed=tuple(plan.names[norm] for norm in plan.removed),
         kept={plan.names[norm]: reason for norm, reason in plan.kept.items()},
-        folded=plan.trained and bool(plan.removed),
+        folded=bool(plan.folds and plan.removed),
         rescaled=rescaled,
         head=None if plan.head is None else plan.names[plan.head],
         largest_difference=difference,
-        traced="-" if plan.flow is None else plan.flow.traced,
+        traced=plan.flow.traced,
     )
 
 
@@ -332,7 +340,6 @@ def _added(model: nn.Module, before: set[nn.Parameter]) -> list[tuple[nn.Paramet
 
 def _in_front(plan: _Plan) -> list[Tensor]:
     """The parameters of the layers that absorb the BatchNorms after them."""
-    assert plan.flow is not None
     nodes, calls = plan.flow.nodes, plan.flow.calls
     layers = dict.fromkeys(nodes[nodes[calls(norm)[0]].inputs[0]].module for norm in plan.removed)
     weighted = [layer for layer in layers if isinstance(layer, WEIGHTED)]
@@ -377,12 +384,10 @@ def _plan(model: nn.Module, settings: LessBn, sample: Any) -> _Plan:
     """Decide everything and change nothing."""
     names = {module: name for name, module in model.named_modules()}
     norms = [module for module in names if isinstance(module, AnyBatchNorm)]
-    if not norms and not (settings.normalize_head and any(isinstance(m, nn.Linear) for m in names)):
-        return _Plan(None, names, {}, [], set(), {}, False, None, {})
-    flow = trace(model, sample=sample)
+    searched = norms or (settings.normalize_head and any(isinstance(module, nn.Linear) for module in names))
+    flow = trace(model, sample=sample) if searched else Dataflow("-")
     norms.sort(key=lambda norm: next(iter(flow.calls(norm)), len(flow.nodes)))
     names = {m: names[m] for m in norms} | names
-    trained = bool(was_trained(model))
     blocks = residual_blocks(flow)
     reasons = reasons_to_stay(
         flow,
@@ -392,7 +397,7 @@ def _plan(model: nn.Module, settings: LessBn, sample: Any) -> _Plan:
         keep_every=settings.keep_every,
         blocks_per_norm=settings.blocks_per_norm,
     )
-    folds = plan_folds(model, flow=flow, sample=sample) if trained else {}
+    folds = plan_folds(model, flow=flow, sample=sample) if was_trained(model) else {}
     elsewhere = held_elsewhere(model)
     kept: dict[nn.Module, str] = {}
     removed: list[AnyBatchNorm] = []
@@ -405,15 +410,14 @@ def _plan(model: nn.Module, settings: LessBn, sample: Any) -> _Plan:
         else:
             kept[norm] = reason or "it is the model itself"
     gone = {flow.calls(norm)[0] for norm in removed}
-    copies = {norm for norm in removed if may_collide(flow, flow.calls(norm)[0], gone)}
-    bare_ends = {  # last layer of each branch with a sum that is not normalised any more -> its initial variance
+    bare_ends = {
         layers[-1]: 1 / len(blocks)
         for block in blocks
         for layers, norms in zip(block.mains, block.norms, strict=True)
         if norms and (gone.issuperset(norms) or (norms[-1] in gone and norms[-1] > layers[-1]))
     }
     head = _head(flow, model, elsewhere) if settings.normalize_head else None
-    return _Plan(flow, names, kept, removed, copies, bare_ends, trained, head, folds)
+    return _Plan(flow, names, kept, removed, folds, bare_ends, head)
 
 
 def _reason(flow: Dataflow, norm: AnyBatchNorm, reasons: Mapping[int, str | None]) -> str | None:
@@ -443,17 +447,17 @@ def _head(flow: Dataflow, model: nn.Module, elsewhere: Mapping[nn.Module, str]) 
 
 def _drop(model: nn.Module, plan: _Plan, optimizer: Optimizer | None, settings: LessBn) -> tuple[str, ...]:
     """Remove the BatchNorms of an untrained network; return the names of the layers that were rescaled."""
-    assert plan.flow is not None
     flow, before, shared = plan.flow, set(model.parameters()), shared_weights(model)
-    fronts = {norm: _only_layer_before(flow, flow.calls(norm)[0], shared) for norm in plan.removed}
+    places = {norm: flow.calls(norm)[0] for norm in plan.removed}
+    fronts = {norm: _only_layer_before(flow, place, shared) for norm, place in places.items()}
     rescaled: tuple[str, ...] = ()
     if settings.init == "unit_variance":
         targets = {layer: plan.bare_ends.get(layer, 1.0) for layer in fronts.values() if layer is not None}
-        gone = {flow.calls(norm)[0] for norm in plan.removed}
-        rescaled = tuple(plan.names[module] for module in rescale_layers(flow, targets, gone))
+        rescaled = tuple(plan.names[module] for module in rescale_layers(flow, targets, places.values()))
+    copies = need_copies(flow, places.values())
     for norm, front in fronts.items():
         layer = None if front is None else flow.nodes[front].module
-        put_removed_norm(model, norm, copies=norm in plan.copies, layer=layer)
+        put_removed_norm(model, norm, copies=places[norm] in copies, layer=layer)
     if optimizer is not None:
         rebind_optimizer(optimizer, removed=before - set(model.parameters()))
     return rescaled

@@ -14,8 +14,8 @@ from torch import nn
 __all__ = ["Branches", "Dataflow", "Kind", "Node", "Traced"]
 
 Kind = Literal["input", "module", "add", "other", "output"]
-Traced = Literal["fx", "run", "structure"]
-"""By a symbolic trace, in one run, or not at all: the order in which modules are registered."""
+Traced = Literal["fx", "run", "structure", "-"]
+"""By a symbolic trace, in one run, or not at all: the order in which modules are registered, or nothing."""
 _ADDITIONS = frozenset({"add", "add_", "iadd", "__add__", "__iadd__", "__radd__"})
 
 

@@ -23,10 +23,10 @@ from torchboost.graph.copies import ReachesOriginal
 from torchboost.graph.flow import Dataflow
 from torchboost.graph.norms import WEIGHTED, is_customised, norm_tail
 from torchboost.graph.removed_norm import fused_weights, put_removed_norm
-from torchboost.graph.surgery import held_elsewhere, may_collide, rebind_optimizer, undone_on_error
+from torchboost.graph.surgery import held_elsewhere, rebind_optimizer, undone_on_error
 from torchboost.graph.trace import evaluate, runnable, trace, trace_paths, trace_run
 
-__all__ = ["Fold", "FoldReport", "fold_batch_norms", "fold_pairs", "largest_difference", "plan_folds", "shared_weights"]
+__all__ = ["FoldReport", "fold_batch_norms", "fold_pairs", "largest_difference", "plan_folds", "shared_weights"]
 
 _STOCK_FORWARDS = (
     nn.Linear.forward,
@@ -60,18 +60,6 @@ class FoldReport:
             f"largest relative difference {difference}; data flow from {self.traced}"
         ]
         return "\n".join(lines + [f"  kept {name}: {reason}" for name, reason in self.kept.items()])
-
-
-class Fold(NamedTuple):
-    """A BatchNorm and the layer before it to fold it into.
-
-    ``copies`` says whether the module that replaces it must return a copy, see
-    :func:`~torchboost.graph.surgery.may_collide`.
-    """
-
-    norm: nn.Module
-    layer: nn.Module
-    copies: bool = True
 
 
 def fold_batch_norms(model: nn.Module, optimizer: Optimizer | None = None, *, sample: Any = None) -> FoldReport:
@@ -108,16 +96,18 @@ def fold_batch_norms(model: nn.Module, optimizer: Optimizer | None = None, *, sa
     flow = trace(model, sample=sample)
     plan = plan_folds(model, flow=flow, sample=sample)
     plan |= {norm: "it is in training mode; call model.eval() first" for norm in norms if norm.training}
-    folds = [fold for fold in plan.values() if isinstance(fold, Fold)]
+    folds = {norm: layer for norm, layer in plan.items() if isinstance(layer, nn.Module)}
     return FoldReport(
-        folded=tuple(norms[fold.norm] for fold in folds),
+        folded=tuple(norms[norm] for norm in folds),
         kept={norms[norm]: reason for norm, reason in plan.items() if isinstance(reason, str)},
         largest_difference=fold_pairs(model, folds, optimizer=optimizer, sample=sample),
         traced=flow.traced,
     )
 
 
-def plan_folds(model: nn.Module, *, flow: Dataflow | None = None, sample: Any = None) -> dict[nn.Module, Fold | str]:
+def plan_folds(
+    model: nn.Module, *, flow: Dataflow | None = None, sample: Any = None
+) -> dict[nn.Module, nn.Module | str]:
     """Return for every BatchNorm the layer that it can be folded into with certainty, or why there is none.
 
     In every call the norm must read the layer's output on the axis of the layer's channels, and nothing else may read
@@ -133,19 +123,16 @@ def plan_folds(model: nn.Module, *, flow: Dataflow | None = None, sample: Any = 
 
     Args:
         model: Bare, in any mode; its forward in eval mode is examined. It is not changed.
-        flow: Its data flow, if known.
+        flow: Its data flow.
         sample: Input of a forward pass: a tensor, a tuple or a dict. Every call is assumed to give the same arguments
             with the same number of dimensions.
 
     Returns:
-        A fold or a reason for every BatchNorm, in the order of registration.
+        A layer or a reason for every BatchNorm, in the order of registration.
 
-    Cost: a symbolic trace of the model or of parts of it, and a pass on ``sample`` or a guessed input.
+    Cost: a symbolic trace of each part that is not certain in ``flow``, and a pass on ``sample`` or a guessed input.
     """
     norms = [module for module in model.modules() if isinstance(module, AnyBatchNorm)]
-    if not norms:
-        return {}
-    flow = trace(model, sample=sample) if flow is None else flow
     passes, regions = [flow], []
     if flow.traced != "structure":
         ran = None if flow.traced == "run" else trace_run(model, sample)
@@ -191,8 +178,8 @@ def _has_fixed_arguments(module: nn.Module) -> bool:
 
 def _fold_of(
     norm: AnyBatchNorm, passes: list[Dataflow], regions: list[_Region], shared: set[Tensor], *, exemplary: bool
-) -> Fold | str:
-    """Return the fold of a norm; ``exemplary``: the number of dimensions in the passes holds for every call."""
+) -> nn.Module | str:
+    """Return the layer to fold a norm into; ``exemplary``: the dimensions in the passes are those of every call."""
     layer = _layer_before(passes[0], norm, shared)
     if isinstance(layer, str):
         return layer
@@ -219,7 +206,7 @@ def _fold_of(
             "whether it normalises the features of the linear layer depends on the number of dimensions; flatten "
             "the input of the layer, or pass an input as sample="
         )
-    return Fold(norm, layer, any(may_collide(path, path.calls(norm)[0]) for path in (*paths, *passes)))
+    return layer
 
 
 def shared_weights(model: nn.Module) -> set[Tensor]:
@@ -263,11 +250,11 @@ def _layer_before(flow: Dataflow, norm: AnyBatchNorm, shared: set[Tensor]) -> nn
 
 
 def fold_pairs(
-    model: nn.Module, folds: Sequence[Fold], *, optimizer: Optimizer | None = None, sample: Any = None
+    model: nn.Module, folds: Mapping[nn.Module, nn.Module], *, optimizer: Optimizer | None = None, sample: Any = None
 ) -> float | None:
-    """Fold the given pairs and compare the outputs in eval mode; restore everything if they differ or on an error.
+    """Fold each BatchNorm into its layer and compare the outputs in eval mode.
 
-    Arguments are those of :func:`fold_batch_norms`.
+    If they differ, or on an error, everything is restored. Arguments are those of :func:`fold_batch_norms`.
 
     Returns:
         The largest difference relative to the largest output, or None if the model could not be run.
@@ -285,14 +272,14 @@ def fold_pairs(
     before = [] if run is None else run.outputs
     if any(bool(one.isnan().any()) for one in before) or (before and not any(one.isfinite().any() for one in before)):
         raise ValueError("the model computes NaN or infinities, as after a divergence; no BatchNorm was changed.")
-    weights = {layer: dict(parameter_slots(layer)) for layer in dict.fromkeys(fold.layer for fold in folds)}
+    weights = {layer: dict(parameter_slots(layer)) for layer in dict.fromkeys(folds.values())}
     inside = set(model.parameters())
     written = [parameter for slots in weights.values() for parameter in slots.values() if parameter is not None]
     with undone_on_error(model, optimizer, written=written):
         # A removed norm must know whether its layer had a bias, so all are put in before a layer gets one.
-        removed = [put_removed_norm(model, fold.norm, copies=fold.copies, layer=fold.layer) for fold in folds]
-        for fold, stand_in in zip(folds, removed, strict=True):
-            _fold(fold)
+        removed = [put_removed_norm(model, norm, copies=False, layer=layer) for norm, layer in folds.items()]
+        for (norm, layer), stand_in in zip(folds.items(), removed, strict=True):
+            _fold(norm, layer)
             stand_in.hide_bias()
         difference = None if run is None else largest_difference(before, evaluate(run.network, run.sample))
         kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
@@ -312,13 +299,12 @@ def fold_pairs(
 
 
 @torch.no_grad()
-def _fold(fold: Fold) -> None:
-    norm: Any = fold.norm
-    slots = parameter_slots(fold.layer)
+def _fold(norm: Any, layer: nn.Module) -> None:
+    slots = parameter_slots(layer)
     weight, bias = slots["weight"], slots["bias"]
     assert weight is not None
     new_weight, new_bias = fused_weights(
-        fold.layer, bias, norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias
+        layer, bias, norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias
     )
     if bias is None:
         slots["bias"] = Parameter(new_bias.to(weight.dtype), requires_grad=weight.requires_grad)

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import SyncBatchNorm
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
-from typing_extensions import Self
 
 from torchboost.core.torch_private import (
     PADDING,
@@ -502,11 +501,8 @@ class NormalizedLinear(nn.Module):
     Cost: one more pass over input and weight.
 
     Args:
-        in_features: Size of an input row.
-        out_features: Size of an output row.
-        bias: Whether a bias is added before the multiplication.
-        device: Device of the parameters.
-        dtype: Type of the parameters.
+        linear: The layer whose weight and bias this one takes over. No random number is drawn.
+        multiplier: Its start value.
     """
 
     __constants__ = ("smallest_norm",)
@@ -515,34 +511,13 @@ class NormalizedLinear(nn.Module):
     if TYPE_CHECKING:  # TorchScript reads class annotations and does not accept strings
         bias: nn.Parameter | None
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, linear: nn.Linear, multiplier: float = 1.0) -> None:
         super().__init__()
-        linear = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
-        self.in_features = in_features
-        self.out_features = out_features
+        self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight = linear.weight
-        self.register_parameter("bias", linear.bias if bias else None)
-        self.multiplier = nn.Parameter(torch.ones(1, device=linear.weight.device, dtype=linear.weight.dtype))
-
-    @classmethod
-    def from_linear(cls, linear: nn.Linear) -> Self:
-        """Build the normalised form of ``linear``; weight and bias are the same parameters, the multiplier is new.
-
-        No random number is drawn.
-        """
-        head = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
-        head.weight = linear.weight
-        head.register_parameter("bias", linear.bias)
-        head.multiplier = nn.Parameter(torch.ones(1, device=linear.weight.device, dtype=linear.weight.dtype))
-        return head.train(linear.training)
+        self.register_parameter("bias", linear.bias)
+        self.multiplier = nn.Parameter(linear.weight.new_full((1,), multiplier))
+        self.training = linear.training
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(..., in_features)`` to ``(..., out_features)``."""

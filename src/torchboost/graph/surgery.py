@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType
@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.nn.modules import activation
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from torchboost.core.torch_private import POOLING, AnyBatchNorm, child_slots, parameter_slots, state_dict_hooks
+from torchboost.core.torch_private import AnyBatchNorm, child_slots, parameter_slots, state_dict_hooks
 from torchboost.core.wrapping import living
 from torchboost.graph.flow import Dataflow, Node
 from torchboost.graph.norms import WEIGHTED, is_customised, norm_tail
@@ -23,7 +22,7 @@ from torchboost.graph.norms import WEIGHTED, is_customised, norm_tail
 __all__ = [
     "averages_of",
     "held_elsewhere",
-    "may_collide",
+    "need_copies",
     "optimizers_holding",
     "rebind_optimizer",
     "replace_module",
@@ -219,48 +218,30 @@ def rebind_optimizer(
         optimizer.state.pop(parameter, None)
 
 
-_FRESH_CALLS = frozenset(
-    {"cat", "stack", "mul", "__mul__", "__rmul__", "sub", "__sub__", "truediv", "__truediv__", "matmul", "__matmul__"}
-    | {"mean", "sum", "sigmoid", "tanh", "softmax", "gelu", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d"}
-    | {"conv1d", "conv2d", "conv3d", "linear", "batch_norm", "layer_norm", "group_norm"}
-)
+def need_copies(flow: Dataflow, norms: Iterable[int]) -> set[int]:
+    """Return which of the removed normalisations must return a copy of their input, not the input itself.
 
-
-def may_collide(flow: Dataflow, index: int, removed: Collection[int] = ()) -> bool:
-    """Return whether something may write in place to memory that a removed normalisation would share.
-
-    A normalisation returns a new tensor. After removal its input is returned instead, so a later in-place ReLU or
-    ``+=`` overwrites what others still read (the skip path) or what autograd keeps for the backward pass. This is safe
-    if the input comes from a convolution or linear layer and is used nowhere else, or if nothing that may share the
-    memory is written to or returned. Operations that are not known to return a new tensor count as sharing it.
+    A normalisation returns a new tensor. If its input is returned instead, a later in-place ReLU or ``+=`` overwrites
+    what others still read (the skip path) or what autograd keeps for the backward pass. This cannot happen if the input
+    comes from a convolution or linear layer and is used nowhere else, or if no operation writes in place and the output
+    is not one of the model.
 
     Args:
         flow: The data flow of the forward pass.
-        index: Node of the normalisation.
-        removed: Other normalisations that return their inputs.
+        norms: Nodes of the normalisations.
     """
-    if len(flow.nodes[index].inputs) != 1:
-        return True
-    source = flow.nodes[flow.nodes[index].inputs[0]]
-    if flow.consumers[source.index] == (index,) and isinstance(source.module, WEIGHTED):
-        module = source.module  # what it returns is new, and neither autograd nor a hook keeps it
-        if type(module).forward.__module__.startswith("torch.nn.modules") and not is_customised(module):
-            return False
-    passing = {index, *removed}
-    seen: set[int] = set()
-    waiting = [index]
-    while waiting:
-        at = waiting.pop()
-        if at in seen:
-            continue
-        seen.add(at)
-        node = flow.nodes[at]
-        shares = at in passing or not _is_fresh(node)
-        if node.kind == "output" or (shares and _writes(node)):
-            return True
-        waiting += node.inputs if shares else ()
-        waiting += [after for after in flow.consumers[at] if after in passing or not _is_fresh(flow.nodes[after])]
-    return False
+    shared = {norm for norm in norms if not _is_alone_behind_a_layer(flow, norm)}
+    if not shared or any(map(_writes, flow.nodes)):
+        return shared
+    return {norm for norm in shared if any(flow.nodes[after].kind == "output" for after in flow.consumers[norm])}
+
+
+def _is_alone_behind_a_layer(flow: Dataflow, norm: int) -> bool:
+    """Whether only this norm reads what a layer of torch returns, which neither autograd nor a hook keeps."""
+    inputs = flow.nodes[norm].inputs
+    layer = flow.nodes[inputs[0]].module if len(inputs) == 1 and flow.consumers[inputs[0]] == (norm,) else None
+    plain = isinstance(layer, WEIGHTED) and type(layer).forward.__module__.startswith("torch.nn.modules")
+    return plain and layer is not None and not is_customised(layer)
 
 
 def _writes(node: Node) -> bool:
@@ -269,13 +250,3 @@ def _writes(node: Node) -> bool:
         return node.writes
     parts = [module.get_submodule(name) for name in norm_tail(module) or ()] if isinstance(module, AnyBatchNorm) else []
     return any(getattr(part, "inplace", False) is True for part in (module, *parts))
-
-
-def _is_fresh(node: Node) -> bool:
-    """Whether the output is known to be a new tensor."""
-    module = node.module
-    if module is None:
-        return not node.writes and (node.kind == "add" or node.label in _FRESH_CALLS)
-    if type(module).__module__ == activation.__name__:
-        return not _writes(node)
-    return isinstance(module, (*WEIGHTED, AnyBatchNorm, *POOLING))
