@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from torchboost.algorithms.grad_freeze.algorithm import GradFreeze, Pattern, freeze_blocks
 from torchboost.algorithms.grad_freeze.freezer import Freezing, Prefix
-from torchboost.algorithms.grad_freeze.schedule import MOST_STEPS, Continuous, Repeated, Schedule, length_of
+from torchboost.algorithms.grad_freeze.schedule import MOST_STEPS, length_of, period_of, repeated
 from torchboost.core.arguments import check_optimizer, check_pair, check_sens
 from torchboost.errors import NoEffectWarning
 from torchboost.graph.blocks import group_starts
@@ -113,11 +113,12 @@ class GradientFreeze:
         _check(parameter_groups_number, freeze_strategy, freeze_p, total_steps)
         schedule = self._schedule(parameter_groups_number, freeze_strategy, freeze_p, total_steps)
         length = length_of(total_steps)
-        if isinstance(schedule, Continuous) and parameter_groups_number > 1:
-            length = schedule.period * -(-length // schedule.period)
+        if freeze_strategy == 0:
+            period = period_of(parameter_groups_number, freeze_p)
+            length = period * -(-length // period)
         return [schedule(step) for step in range(length)]
 
-    def _schedule(self, groups: int, kind: int, share: float, steps: int) -> Schedule:
+    def _schedule(self, groups: int, kind: int, share: float, steps: int) -> Callable[[int], int]:
         settings = GradFreeze(pattern=_PATTERNS[kind], full_share=share, total_steps=steps)
         return settings.schedule([1 / groups] * groups, seed=self._seed)
 
@@ -185,7 +186,7 @@ class FreezeOpt(WrappingOptimizer):
         strategy = _strategy(train_strategy, len(groups))
         super().__init__(opt)
         self.groups = groups
-        self.freezing = Freezing(None, opt, _prefixes(groups), Repeated(strategy))
+        self.freezing = Freezing(None, opt, _prefixes(groups), repeated(strategy))
 
     def _own_state(self) -> dict[str, Any]:
         return self.freezing.state_dict()

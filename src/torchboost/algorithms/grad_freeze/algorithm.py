@@ -148,16 +148,15 @@ class GradFreeze(Algorithm):
             prefixes: Maximum number of different values, 0 included; None is unlimited.
         """
         if self.pattern == "fixed" or self.total_steps is None:
-            return freeze_schedule.Repeated((min(self.frozen, len(costs) - 1),))
+            return freeze_schedule.repeated([min(self.frozen, len(costs) - 1)])
         if self.pattern == "progressive":
             return freeze_schedule.progressive(costs, self.full_share, self.total_steps, switches=(prefixes or 7) - 1)
-        schedule: freeze_schedule.Schedule
         if self.pattern == "continuous":
-            schedule = freeze_schedule.Continuous(len(costs), self.full_share)
+            schedule = freeze_schedule.continuous(len(costs), self.full_share)
         else:
             length = freeze_schedule.length_of(self.total_steps)
-            schedule = freeze_schedule.Interval(len(costs), self.full_share, length, seed)
-        return schedule if prefixes is None else freeze_schedule.Snapped(schedule, len(costs), prefixes)
+            schedule = freeze_schedule.interval(len(costs), self.full_share, length, seed)
+        return schedule if prefixes is None else freeze_schedule.snapped(schedule, len(costs), prefixes)
 
 
 def freeze_blocks(model: nn.Module, optimizer: Optimizer, settings: GradFreeze, *, seed: int = 0) -> Freezing:

@@ -15,7 +15,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from torchboost.algorithms.grad_freeze.cache import FastPrefix
 from torchboost.algorithms.grad_freeze.checks import GradientChecks, Replicas, check_freezable
-from torchboost.algorithms.grad_freeze.schedule import Repeated
 from torchboost.core.algorithm import Attachment, Removable
 from torchboost.core.forward import plain_hook
 from torchboost.core.step import learns_nothing
@@ -161,7 +160,7 @@ class Freezing(Attachment):
         tied = {id(p) for module in self._cuts for p in module.parameters(recurse=False)}
         self._reach = _Reach(optimizer, [prefix.parameters for prefix in prefixes], tied, self._may_train)
         # The fast path takes modules with hooks as they are, and refuses checkpointing.
-        watched = None if fast is not None or schedule == Repeated((0,)) else model
+        watched = None if fast is not None or (self.graphs, schedule(0)) == (1, 0) else model
         self._checks: GradientChecks | None = GradientChecks(watched, parameters)
         self._replicas: Replicas | None = None
         handles: list[Removable] = [optimizer.register_step_post_hook(_untraced(self._updated)), self._checks]
