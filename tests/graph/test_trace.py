@@ -400,48 +400,6 @@ def test_tensors_come_in_order_and_containers_that_raise_or_hold_themselves_do_n
     assert [id(tensor) for tensor in tensors] == [id(tensor) for tensor in (a, b, a, b, c)]
 
 
-def flat(*modules) -> list[bool]:
-    (flow,) = trace_paths(nn.Sequential(*modules)) or ()
-    return [node.flat for node in flow.nodes if node.module is not None]
-
-
-class By(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
-
-
-def test_two_dimensions_are_certain_behind_what_flattens():
-    head = [nn.Linear(3, 3), nn.ReLU(), nn.BatchNorm1d(3), nn.Dropout()]
-    assert flat(*head, nn.Flatten(), *head, nn.Unflatten(1, (3, 1))) == 4 * [False] + 5 * [True] + [False]
-    for function, certain in [
-        (lambda x: x.flatten(1), True),
-        (lambda x: torch.flatten(x, start_dim=1), True),
-        (lambda x: x.flatten(1, 2), False),
-        (lambda x: x.flatten(), False),
-        (lambda x: x.view(4, -1), True),
-        (lambda x: x.reshape((4, 2, -1)), False),
-        (lambda x: torch.relu(x.flatten(1)) + 1, True),
-        (lambda x: x.flatten(1) + x, False),
-        (lambda x: x.mean((2, 3)), False),
-        (lambda x: x[0], False),
-    ]:
-        assert flat(By(function), nn.Linear(3, 3)) == [certain]
-    for function, certain in [
-        (lambda x: x.mean((2, 3)), True),
-        (lambda x: torch.relu(x).amax(dim=(-1, -2)), True),
-        (lambda x: x.mean(2).mean(2), True),
-        (lambda x: x.mean((2, 3), keepdim=True), False),
-        (lambda x: x.mean(2), False),
-    ]:
-        found = flat(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.MaxPool2d(2), By(function), nn.Linear(3, 3))
-        assert found[-1] is certain
-    assert not flat(nn.Conv3d(3, 3, 1), By(lambda x: x.mean((2, 3))), nn.Linear(3, 3))[-1]
-
-
 def test_a_trace_copies_no_parameters_unless_their_values_decide():
     class Decides(nn.Module):
         kinds: ClassVar[list[str]] = []

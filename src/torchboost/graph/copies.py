@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from torchboost.core.forward import is_our_hook
+from torchboost.core.forward import is_our_hook, tensors_in
 from torchboost.core.torch_private import (
     DispatchMode,
     beneath_compiled,
@@ -207,7 +207,7 @@ class _Watch(DispatchMode):
         self._owners.pop(0, None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in _tensors((*args, *(kwargs or {}).values())):
+        for tensor in tensors_in((args, kwargs or {})):
             owner = self._owners.get(memory(tensor))
             if owner is not None:
                 self.reached = (
@@ -217,14 +217,6 @@ class _Watch(DispatchMode):
                 )
                 raise ReachesOriginal(self.reached)
         return func(*args, **(kwargs or {}))
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    for entry in value:
-        if isinstance(entry, Tensor):
-            yield entry
-        elif isinstance(entry, (list, tuple)):
-            yield from _tensors(entry)
 
 
 def memory(tensor: Tensor) -> int:

@@ -31,7 +31,7 @@ class Node:
         module: The module of a ``"module"`` node.
         writes: Whether a function writes to the memory of its first input.
         running: Modules whose forward was running when this one was called, outermost first.
-        flat: Whether the output has two dimensions: in a symbolic trace for every input, in a run for the sample.
+        flat: In a run, whether the output has two dimensions.
     """
 
     index: int
@@ -101,6 +101,10 @@ class Dataflow:
     def calls(self, module: nn.Module) -> list[int]:
         """Return the nodes that call ``module``: none if the pass does not reach it, several if it is shared."""
         return self._calls.get(module, [])
+
+    def before(self, index: int) -> list[Node]:
+        """Return a node and all that it depends on."""
+        return [self.nodes[at] for at in _bits(self._reach[index])]
 
     def instances(self, kind: type | tuple[type, ...]) -> list[Node]:
         """Return the calls of all modules of a type, in execution order."""

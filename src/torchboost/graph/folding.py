@@ -105,17 +105,16 @@ def fold_batch_norms(model: nn.Module, optimizer: Optimizer | None = None, *, sa
     )
 
 
-def plan_folds(
-    model: nn.Module, *, flow: Dataflow | None = None, sample: Any = None
-) -> dict[nn.Module, nn.Module | str]:
+def plan_folds(model: nn.Module, *, flow: Dataflow, sample: Any = None) -> dict[nn.Module, nn.Module | str]:
     """Return for every BatchNorm the layer that it can be folded into with certainty, or why there is none.
 
     In every call the norm must read the layer's output on the axis of the layer's channels, and nothing else may read
     it. A symbolic trace of a forward whose arguments have no defaults proves this for all tensors, if every decision by
     a value or a shape was followed both ways. Such a forward is searched from the outside inwards: first that of the
     model, then those of its parts, provided that the norm and the layer run inside it in the traced pass. If the model
-    runs on ``sample`` or on a guessed input, that pass must show the same pair. After a linear layer the number of
-    dimensions must also be certain, because the channels might be on another axis.
+    runs on ``sample`` or on a guessed input, that pass must show the same pair. After a linear layer it must also show
+    two dimensions, as the channels might be on another axis; without ``sample``, a convolution or a flattening that
+    fixes their number must come before.
 
     Hooks, a ``forward`` set on an instance, parametrizations, shared weights, modules that run twice, and norms that
     plain attributes outside the module tree hold are refused. Limits: arguments without a default are assumed to be
@@ -200,13 +199,26 @@ def _fold_of(
         return "the data flow around it depends on how the model is called"
     if any(region.module not in one.nodes[one.calls(layer)[0]].running for one in passes):
         return f"the {type(layer).__name__} next to it is called from elsewhere"
-    certain = all(path.nodes[path.calls(norm)[0]].flat for path in paths)
-    if isinstance(layer, nn.Linear) and not certain and not (exemplary and any(node.flat for node in calls)):
+    if isinstance(layer, nn.Linear) and not (_is_flat(passes, norm) and (exemplary or _has_fixed_shape(passes, norm))):
         return (
             "whether it normalises the features of the linear layer depends on the number of dimensions; flatten "
             "the input of the layer, or pass an input as sample="
         )
     return layer
+
+
+def _is_flat(passes: list[Dataflow], norm: AnyBatchNorm) -> bool:
+    """Whether a norm returned two dimensions in the pass that was run."""
+    return any(one.nodes[one.calls(norm)[0]].flat for one in passes if one.traced == "run")
+
+
+def _has_fixed_shape(passes: list[Dataflow], norm: AnyBatchNorm) -> bool:
+    """Whether a convolution or a flattening before a norm fixes its number of dimensions, whatever the input has."""
+    before = (node for one in passes for node in one.before(one.calls(norm)[0]))
+    return any(
+        isinstance(node.module, (AnyConv, nn.Flatten)) or (node.module is None and node.label == "flatten")
+        for node in before
+    )
 
 
 def shared_weights(model: nn.Module) -> set[Tensor]:

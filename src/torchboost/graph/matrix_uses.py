@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from torchboost.core.forward import tensors_in
-from torchboost.core.torch_private import DispatchMode, tree_flatten
+from torchboost.core.torch_private import DispatchMode
 from torchboost.core.wrapping import unwrap, wrapper_of
-from torchboost.graph.copies import ReachesOriginal, copies_of, full_precision, memory, undisturbed
+from torchboost.graph.copies import ReachesOriginal, full_precision, memory, undisturbed
 from torchboost.graph.fused_matrices import Operand, OutputTrail, Parts
-from torchboost.graph.trace import Arguments, Runnable, call, runnable
+from torchboost.graph.trace import Arguments, call, first_run
 
 __all__ = ["Place", "Use", "matrix_uses"]
 
@@ -90,40 +90,43 @@ def matrix_uses(model: nn.Module, sample: Any = None) -> dict[nn.Parameter, Use]
     Raises:
         ValueError: ``sample`` was given and the model does not run on it.
 
-    Cost: two forward passes of a copy in eval mode, on two samples if the input is guessed.
+    Cost: a forward pass of a copy in eval mode, on two samples if the input is guessed.
     """
     bare = unwrap(model)
     if wrapper_of(model) == "fully_shard" or any(parameter.is_meta for parameter in bare.parameters()):
         return None
+    matrices = {parameter for parameter in bare.parameters() if parameter.ndim > 1}
     try:
-        run = _runnable(bare, sample)
+        uses = first_run(bare, sample, _uses)
+        if sample is None and (uses is None or not matrices.issubset(uses)):
+            # At most a part of the model was run, such as the head alone.
+            uses = first_run(bare, _tokens(bare), _uses)
     except ReachesOriginal:
         return None
-    if run is None:
+    except ValueError:
+        if sample is not None:
+            raise
         return None
-    with copies_of(bare), undisturbed(run.network) as copied, full_precision(bare), _Recorder(copied) as recorder:
-        recorder.begin(run.sample)
+    return None if uses is None else dict.fromkeys(bare.parameters(), Use("not reached")) | uses
+
+
+def _uses(network: nn.Module, sample: Any) -> dict[nn.Parameter, Use]:
+    with undisturbed(network) as copied, full_precision(network), _Recorder(copied) as recorder:
+        recorder.begin(sample)
         with torch.enable_grad():  # without gradients torch runs attention in one operation
-            outputs = tensors_in(call(copied, run.sample))
+            outputs = tensors_in(call(copied, sample))
         recorder.finish(outputs)
     by_name = dict(copied.named_parameters(remove_duplicate=False))
-    uses = dict.fromkeys(bare.parameters(), Use("not reached"))
-    for name, parameter in run.network.named_parameters(remove_duplicate=False):
-        uses[parameter] = recorder.use_of(by_name[name])
-    return uses
+    named = network.named_parameters(remove_duplicate=False)
+    return {parameter: recorder.use_of(by_name[name]) for name, parameter in named}
 
 
-def _runnable(model: nn.Module, sample: Any) -> Runnable | None:
-    run = runnable(model, sample)
-    if sample is not None or (run is not None and _matrices(run.network) == _matrices(model)):
-        return run  # otherwise a part of the model was run, such as the head alone
+def _tokens(model: nn.Module) -> tuple[Tensor, ...]:
+    """Return a few numbers of tokens for each argument that a call of the model must have."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     rows = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
     tokens = torch.arange(_TOKENS[0] * _TOKENS[1], device=device).view(_TOKENS) % min(rows, default=1)
-    try:
-        return runnable(model, (tokens,) * _required(model))
-    except ValueError:
-        return None
+    return (tokens,) * _required(model)
 
 
 def _required(model: nn.Module) -> int:
@@ -131,10 +134,6 @@ def _required(model: nn.Module) -> int:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(model.forward).parameters.values()
     return max(1, sum(one.kind in kinds and one.default is inspect.Parameter.empty for one in parameters))
-
-
-def _matrices(model: nn.Module) -> set[nn.Parameter]:
-    return {parameter for parameter in model.parameters() if parameter.ndim > 1}
 
 
 class _Recorder(DispatchMode):
@@ -155,7 +154,7 @@ class _Recorder(DispatchMode):
         self._trail = OutputTrail(self._kept)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        operands = list(_tensors((args, kwargs or {})))
+        operands = tensors_in((args, kwargs or {}))
         marks = [self._marks.get(memory(one), _Marks()) for one in operands]
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
@@ -182,12 +181,12 @@ class _Recorder(DispatchMode):
         depends = any(of.depends or of.same for of in marks)
         after = _Marks(same, last, depends, any(of.given for of in marks))
         holders = {memory(one) for one, of in zip(operands, marks, strict=True) if of.same}
-        for one in _tensors(result):
+        for one in tensors_in(result):
             if memory(one) not in holders:  # otherwise a view of a parameter
                 self._kept.append(one)
                 self._marks[memory(one)] = after
         read = [Operand(one, of.same, of.depends) for one, of in zip(operands, marks, strict=True)]
-        self._trail.follow(func, args, kwargs or {}, read, list(_tensors(result)))
+        self._trail.follow(func, args, kwargs or {}, read, tensors_in(result))
         return result
 
     def begin(self, sample: Any) -> None:
@@ -242,7 +241,3 @@ class _Marks:
 
 def _union(sets: Iterable[frozenset[int]]) -> frozenset[int]:
     return frozenset[int]().union(*sets)
-
-
-def _tensors(value: Any) -> Iterable[Tensor]:
-    return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]

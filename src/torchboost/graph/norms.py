@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -34,10 +34,8 @@ __all__ = [
     "Keep",
     "NormalizedLinear",
     "ResidualBlock",
-    "Stack",
     "is_customised",
     "norm_tail",
-    "plain_stacks",
     "reasons_to_stay",
     "rescale_layers",
     "residual_blocks",
@@ -235,48 +233,33 @@ def _weights(node: Node) -> int:
     return 0 if node.module is None else sum(p.numel() for p in node.module.parameters())
 
 
-class Stack(NamedTuple):
-    """A run of layers with weights outside residual blocks.
-
-    Args:
-        layers: Their nodes in execution order.
-        norms: For every layer the BatchNorm node directly after it, or None.
-        linear_end: Whether the last BatchNorm feeds a layer or an addition without an activation in between, as at
-            the end of an inverted residual; the run is then one block.
-    """
-
-    layers: tuple[int, ...]
-    norms: tuple[int | None, ...]
-    linear_end: bool
-
-
-def plain_stacks(flow: Dataflow, blocks: list[ResidualBlock]) -> list[Stack]:
-    """Return the runs of layers with weights outside residual blocks.
+def _plain_stacks(flow: Dataflow, blocks: list[ResidualBlock]) -> Iterator[tuple[list[int | None], bool]]:
+    """Yield the runs of layers with weights outside residual blocks.
 
     Layers belong to one run if the output of each reaches only the next, through activations, pooling, flattening and
     gates (squeeze-and-excitation). A run also ends after a BatchNorm that no activation follows, which is the end of an
     inverted residual without skip.
+
+    Yields:
+        For every layer the BatchNorm node directly after it, or None; and whether the last BatchNorm feeds a layer or
+        an addition without an activation in between, so that the run is one block.
     """
     onwards = _onwards(flow)
     in_block = {index for block in blocks for path in block.paths for index in path}
     free = [n.index for n in flow.instances(WEIGHTED) if n.index not in in_block]
     following = {index: _next_layer(flow, index, onwards) for index in free}
     followers = set(following.values())
-    stacks: list[Stack] = []
     for start in free:
         if start in followers:
             continue
-        run = [start]
-        while (after := following.get(run[-1])) is not None and after not in in_block:
-            run.append(after)
-        layers: list[int] = []
-        for index in run:
-            layers.append(index)
-            linear = _ends_linearly(flow, index)
-            if linear or index == run[-1]:
-                stacks.append(Stack(tuple(layers), tuple(_norm_behind(flow, layer) for layer in layers), linear))
-                layers = []
-    return stacks
+        norms: list[int | None] = []
+        layer: int | None = start
+        while layer is not None and layer not in in_block:
+            norms.append(_norm_behind(flow, layer))
+            linear, layer = _ends_linearly(flow, norms[-1]), following[layer]
+            if linear or layer is None or layer in in_block:
+                yield norms, linear
+                norms = []
 
 
 def _onwards(flow: Dataflow) -> list[int | None]:
@@ -313,8 +296,7 @@ def _norm_behind(flow: Dataflow, layer: int) -> int | None:
     return consumers[0] if len(consumers) == 1 and isinstance(flow.nodes[consumers[0]].module, AnyBatchNorm) else None
 
 
-def _ends_linearly(flow: Dataflow, layer: int) -> bool:
-    norm = _norm_behind(flow, layer)
+def _ends_linearly(flow: Dataflow, norm: int | None) -> bool:
     if norm is None:
         return False
     module = flow.nodes[norm].module
@@ -356,15 +338,15 @@ def reasons_to_stay(
     reasons = _block_reasons(flow, blocks, keep, keep_shortcut, blocks_per_norm, most)
     first = next((node.index for node in flow.instances(AnyBatchNorm)), None)
     stem = None if first in reasons else first
-    for stack in plain_stacks(flow, blocks):
-        last = max((at for at, norm in enumerate(stack.norms) if norm is not None), default=0)
-        for at, norm in enumerate(stack.norms):
+    for norms, linear_end in _plain_stacks(flow, blocks):
+        last = max((at for at, norm in enumerate(norms) if norm is not None), default=0)
+        for at, norm in enumerate(norms):
             if norm is None:
                 continue
             reasons[norm] = None
             if at == last:
-                reasons[norm] = "the last of a block without skip" if stack.linear_end else "the last of its run"
-            elif (keep_every == 1 or not stack.linear_end) and (last - at) % keep_every == 0:
+                reasons[norm] = "the last of a block without skip" if linear_end else "the last of its run"
+            elif (keep_every == 1 or not linear_end) and (last - at) % keep_every == 0:
                 reasons[norm] = "in a plain stack" if keep_every == 1 else f"one of every {keep_every} in a plain stack"
     if stem is not None:
         reasons[stem] = "the first of the network"
