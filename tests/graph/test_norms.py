@@ -98,7 +98,7 @@ class Sandwich(nn.BatchNorm2d):
             return self.act(F.batch_norm(x, self.running_mean, self.running_var, training=self.training, eps=1e-2))
         out = super().forward(x)
         if self.kind == "function":
-            return self.act(out.relu())
+            return self.act(out.tanh())
         if self.kind == "in place":
             out.mul_(self.scale)
             return self.act(out)

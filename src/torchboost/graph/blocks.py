@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
@@ -24,14 +24,12 @@ class Block:
     """Parameters that are frozen together.
 
     Args:
-        name: Name of its first module in the model, for display.
         modules: All modules in it, containers included.
         parameters: Each parameter belongs to exactly one block of a model.
         cut: Modules in it that use a parameter of a later block (tied weights). While this block is frozen their
             outputs must be detached, or the backward pass would run through the block to reach that parameter.
     """
 
-    name: str
     modules: tuple[nn.Module, ...]
     parameters: tuple[nn.Parameter, ...]
     cut: tuple[nn.Module, ...] = ()
@@ -54,8 +52,7 @@ def blocks_of(model: nn.Module) -> tuple[Block, ...]:
     network = _core(unwrap(model))
     units = [unit for unit in _units(network) if unit.parameters]
     flow = registered(network) if sharded else trace(network)
-    names = {module: name for name, module in unwrap(model).named_modules()}
-    return _owned(_joined(_in_order(units, flow)), names)
+    return _owned(_joined(_in_order(units, flow)))
 
 
 def group_starts(blocks: int, groups: int) -> tuple[int, ...]:
@@ -144,7 +141,7 @@ def _joined(units: list[_Unit]) -> list[_Unit]:
     return joined
 
 
-def _owned(units: list[_Unit], names: Mapping[nn.Module, str]) -> tuple[Block, ...]:
+def _owned(units: list[_Unit]) -> tuple[Block, ...]:
     """Assign tied parameters to the last unit that uses them, and record the earlier users."""
     owner: dict[Tensor, int] = {p: index for index, unit in enumerate(units) for p in unit.parameters}
     blocks = []
@@ -153,15 +150,10 @@ def _owned(units: list[_Unit], names: Mapping[nn.Module, str]) -> tuple[Block, .
         own = tuple(dict.fromkeys(p for p in unit.parameters if owner[p] == index))
         cut = tuple(m for m in modules if any(owner[p] > index for p in m.parameters(recurse=False) if p in owner))
         if own:
-            blocks.append(Block(name=names[unit.roots[0]], modules=modules, parameters=own, cut=cut))
+            blocks.append(Block(modules=modules, parameters=own, cut=cut))
         elif blocks:
             before = blocks[-1]
-            blocks[-1] = Block(
-                name=before.name,
-                modules=(*before.modules, *modules),
-                parameters=before.parameters,
-                cut=(*before.cut, *cut),
-            )
+            blocks[-1] = replace(before, modules=(*before.modules, *modules), cut=(*before.cut, *cut))
         else:
             units[index + 1].roots = unit.roots + units[index + 1].roots  # a tied embedding comes first
     return tuple(blocks)
