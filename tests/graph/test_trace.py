@@ -400,7 +400,7 @@ def test_tensors_come_in_order_and_containers_that_raise_or_hold_themselves_do_n
     assert [id(tensor) for tensor in tensors] == [id(tensor) for tensor in (a, b, a, b, c)]
 
 
-def test_a_trace_copies_no_parameters_unless_their_values_decide():
+def test_a_trace_copies_no_values_of_parameters_and_if_they_decide_a_run_tells():
     class Decides(nn.Module):
         kinds: ClassVar[list[str]] = []
 
@@ -412,5 +412,5 @@ def test_a_trace_copies_no_parameters_unless_their_values_decide():
             self.kinds.append(self.scale.device.type)
             return self.layer(x) if self.scale > 0 else x
 
-    assert trace(Decides()).traced == "fx"
+    assert trace(Decides()).traced == "run"
     assert Decides.kinds == ["meta", "cpu"]

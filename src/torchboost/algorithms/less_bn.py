@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
@@ -34,12 +34,11 @@ from torchboost.graph.norms import (
 from torchboost.graph.removed_norm import RemovedNorm, put_removed_norm
 from torchboost.graph.surgery import (
     averages_of,
+    changing,
     held_elsewhere,
     need_copies,
     optimizers_holding,
-    rebind_optimizer,
     replace_module,
-    undone_on_error,
 )
 from torchboost.graph.trace import trace
 
@@ -163,12 +162,7 @@ class LessBn(Algorithm):
     def transform(self, model: nn.Module, optimizer: Optimizer | None = None, *others: Optimizer) -> None:
         """Remove the BatchNorms; see :func:`less_bn` for errors and warnings."""
         _check(model)
-        for other in others:
-            rebind_optimizer(other)  # refuses wrong names before anything is changed
-        before = set(model.parameters())
-        _reduce(model, optimizer, self, None)
-        for other in others:
-            rebind_optimizer(other, removed=before - set(model.parameters()), added=_added(model, before))
+        _reduce(model, [one for one in (optimizer, *others) if one is not None], self, None)
 
 
 def less_bn(
@@ -261,8 +255,8 @@ def less_bn(
     _check(model)
     if dry_run:
         with copies_of(model):
-            return _reduce(copy.deepcopy(model), None, settings, sample, dry_run=True)
-    return _reduce(model, optimizer, settings, sample)
+            return _reduce(copy.deepcopy(model), [], settings, sample, dry_run=True)
+    return _reduce(model, [] if optimizer is None else [optimizer], settings, sample)
 
 
 class _Plan(NamedTuple):
@@ -292,7 +286,7 @@ class _Plan(NamedTuple):
 
 
 def _reduce(
-    model: nn.Module, optimizer: Optimizer | None, settings: LessBn, sample: Any, *, dry_run: bool = False
+    model: nn.Module, optimizers: Sequence[Optimizer], settings: LessBn, sample: Any, *, dry_run: bool = False
 ) -> LessBnReport:
     plan = _plan(model, settings, sample)
     rescaled: tuple[str, ...] = ()
@@ -303,18 +297,15 @@ def _reduce(
     else:
         before = set(model.parameters())
         averages = [] if dry_run else averages_of(model)
-        with undone_on_error(model, optimizer, written=_in_front(plan)):
+        with changing(model, optimizers, written=_in_front(plan)):
             if plan.folds:
                 folds = {norm: layer for norm in plan.removed if isinstance(layer := plan.folds[norm], nn.Module)}
-                difference = fold_pairs(model, folds, optimizer=optimizer, sample=sample)
+                difference = fold_pairs(model, folds, sample)
             else:
-                rescaled = _drop(model, plan, optimizer, settings)
+                rescaled = _drop(model, plan, settings)
             if plan.head is not None:
-                head = NormalizedLinear(plan.head, settings.head_multiplier)
-                replace_module(model, plan.head, head)
-                if optimizer is not None:
-                    rebind_optimizer(optimizer, added=[(head.multiplier, head.weight, "multiplier")])
-            _tell_others(model, before, optimizer, averages)
+                replace_module(model, plan.head, NormalizedLinear(plan.head, settings.head_multiplier))
+            _tell_others(model, before, bool(optimizers), averages)
     return LessBnReport(
         found=tuple(name for module, name in plan.names.items() if isinstance(module, AnyBatchNorm)),
         removed=tuple(plan.names[norm] for norm in plan.removed),
@@ -327,17 +318,6 @@ def _reduce(
     )
 
 
-def _added(model: nn.Module, before: set[nn.Parameter]) -> list[tuple[nn.Parameter, nn.Parameter, str]]:
-    """Return each new parameter with the weight of its module, which it joins, and its name there."""
-    slots = [parameter_slots(module) for module in model.modules()]
-    return [
-        (new, weight, name)
-        for parameters in slots
-        for name, new in parameters.items()
-        if new is not None and new not in before and (weight := parameters.get("weight")) is not None
-    ]
-
-
 def _in_front(plan: _Plan) -> list[Tensor]:
     """The parameters of the layers that absorb the BatchNorms after them."""
     nodes, calls = plan.flow.nodes, plan.flow.calls
@@ -346,12 +326,10 @@ def _in_front(plan: _Plan) -> list[Tensor]:
     return [parameter for layer in weighted for parameter in parameter_slots(layer).values() if parameter is not None]
 
 
-def _tell_others(
-    model: nn.Module, before: set[nn.Parameter], optimizer: Optimizer | None, averages: Collection[nn.Module]
-) -> None:
+def _tell_others(model: nn.Module, before: set[nn.Parameter], given: bool, averages: Collection[nn.Module]) -> None:
     """Warn about an optimizer that does not train new parameters, and an average that pairs them wrongly."""
     new = [name for name, parameter in model.named_parameters() if parameter not in before]
-    if optimizer is None and new and optimizers_holding(before):
+    if not given and new and optimizers_holding(before):
         names = ", ".join(new[:3]) + (", ..." if len(new) > 3 else "")
         warnings.warn(
             f"less_bn: the existing optimizer of this model does not hold its new parameters ({names}), so they will "
@@ -425,12 +403,12 @@ def _reason(flow: Dataflow, norm: AnyBatchNorm, reasons: Mapping[int, str | None
     calls = flow.calls(norm)
     if norm_tail(norm) is None:
         return f"{type(norm).__name__} has its own forward, or hooks"
+    if flow.traced == "structure":
+        return "the data flow could not be traced; pass an input as sample="
     if len(calls) != 1:
         return f"it is used {len(calls)} times" if calls else "the traced pass does not reach it"
     if norm.running_mean is None:
         return "it keeps no running statistics"
-    if flow.traced == "structure":
-        return "the data flow could not be traced; pass an input as sample="
     return reasons.get(calls[0], "not directly after a convolution or linear layer")
 
 
@@ -445,9 +423,9 @@ def _head(flow: Dataflow, model: nn.Module, elsewhere: Mapping[nn.Module, str]) 
     return last if parameter_slots(last).get("weight") is not None else None
 
 
-def _drop(model: nn.Module, plan: _Plan, optimizer: Optimizer | None, settings: LessBn) -> tuple[str, ...]:
+def _drop(model: nn.Module, plan: _Plan, settings: LessBn) -> tuple[str, ...]:
     """Remove the BatchNorms of an untrained network; return the names of the layers that were rescaled."""
-    flow, before, shared = plan.flow, set(model.parameters()), shared_weights(model)
+    flow, shared = plan.flow, shared_weights(model)
     places = {norm: flow.calls(norm)[0] for norm in plan.removed}
     fronts = {norm: _only_layer_before(flow, place, shared) for norm, place in places.items()}
     rescaled: tuple[str, ...] = ()
@@ -458,8 +436,6 @@ def _drop(model: nn.Module, plan: _Plan, optimizer: Optimizer | None, settings: 
     for norm, front in fronts.items():
         layer = None if front is None else flow.nodes[front].module
         put_removed_norm(model, norm, copies=places[norm] in copies, layer=layer)
-    if optimizer is not None:
-        rebind_optimizer(optimizer, removed=before - set(model.parameters()))
     return rescaled
 
 

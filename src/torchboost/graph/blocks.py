@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchboost.core.torch_private import AnyConv
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.graph.flow import Dataflow
-from torchboost.graph.trace import registered, trace
+from torchboost.graph.trace import trace
 
 __all__ = ["Block", "blocks_of", "group_starts"]
 
@@ -51,7 +51,7 @@ def blocks_of(model: nn.Module) -> tuple[Block, ...]:
     sharded = wrapper_of(model) == "fully_shard"
     network = _core(unwrap(model))
     units = [unit for unit in _units(network) if unit.parameters]
-    flow = registered(network) if sharded else trace(network)
+    flow = Dataflow("structure") if sharded else trace(network)
     return _owned(_joined(_in_order(units, flow)))
 
 

@@ -15,7 +15,7 @@ __all__ = ["Branches", "Dataflow", "Kind", "Node", "Traced"]
 
 Kind = Literal["input", "module", "add", "other", "output"]
 Traced = Literal["fx", "run", "structure", "-"]
-"""By a symbolic trace, in one run, or not at all: the order in which modules are registered, or nothing."""
+"""By a symbolic trace, in one run, or not at all, because that failed or was not needed: then there are no nodes."""
 _ADDITIONS = frozenset({"add", "add_", "iadd", "__add__", "__iadd__", "__radd__"})
 
 
@@ -55,7 +55,7 @@ class Dataflow:
     """Nodes in execution order: every node comes after its inputs.
 
     Args:
-        traced: How the graph was found. What must be exact does not rely on ``"structure"``.
+        traced: How the graph was found.
     """
 
     def __init__(self, traced: Traced) -> None:

@@ -23,7 +23,7 @@ from torchboost.graph.copies import ReachesOriginal
 from torchboost.graph.flow import Dataflow
 from torchboost.graph.norms import WEIGHTED, is_customised, norm_tail
 from torchboost.graph.removed_norm import fused_weights, put_removed_norm
-from torchboost.graph.surgery import held_elsewhere, rebind_optimizer, undone_on_error
+from torchboost.graph.surgery import changing, held_elsewhere
 from torchboost.graph.trace import evaluate, runnable, trace, trace_paths, trace_run
 
 __all__ = ["FoldReport", "fold_batch_norms", "fold_pairs", "largest_difference", "plan_folds", "shared_weights"]
@@ -100,7 +100,7 @@ def fold_batch_norms(model: nn.Module, optimizer: Optimizer | None = None, *, sa
     return FoldReport(
         folded=tuple(norms[norm] for norm in folds),
         kept={norms[norm]: reason for norm, reason in plan.items() if isinstance(reason, str)},
-        largest_difference=fold_pairs(model, folds, optimizer=optimizer, sample=sample),
+        largest_difference=fold_pairs(model, folds, sample, () if optimizer is None else (optimizer,)),
         traced=flow.traced,
     )
 
@@ -262,7 +262,10 @@ def _layer_before(flow: Dataflow, norm: AnyBatchNorm, shared: set[Tensor]) -> nn
 
 
 def fold_pairs(
-    model: nn.Module, folds: Mapping[nn.Module, nn.Module], *, optimizer: Optimizer | None = None, sample: Any = None
+    model: nn.Module,
+    folds: Mapping[nn.Module, nn.Module],
+    sample: Any = None,
+    optimizers: Sequence[Optimizer] = (),
 ) -> float | None:
     """Fold each BatchNorm into its layer and compare the outputs in eval mode.
 
@@ -284,10 +287,9 @@ def fold_pairs(
     before = [] if run is None else run.outputs
     if any(bool(one.isnan().any()) for one in before) or (before and not any(one.isfinite().any() for one in before)):
         raise ValueError("the model computes NaN or infinities, as after a divergence; no BatchNorm was changed.")
-    weights = {layer: dict(parameter_slots(layer)) for layer in dict.fromkeys(folds.values())}
-    inside = set(model.parameters())
-    written = [parameter for slots in weights.values() for parameter in slots.values() if parameter is not None]
-    with undone_on_error(model, optimizer, written=written):
+    slots = [parameter_slots(layer) for layer in folds.values()]
+    written = [parameter for held in slots for parameter in held.values() if parameter is not None]
+    with changing(model, optimizers, written=written):
         # A removed norm must know whether its layer had a bias, so all are put in before a layer gets one.
         removed = [put_removed_norm(model, norm, copies=False, layer=layer) for norm, layer in folds.items()]
         for (norm, layer), stand_in in zip(folds.items(), removed, strict=True):
@@ -300,13 +302,6 @@ def fold_pairs(
                 f"folding BatchNorm changed the outputs by {difference:.1e} (relative), so the data flow is not what "
                 "the trace shows; the model was restored. Pass an input that takes the usual path as sample=."
             )
-        if optimizer is not None:
-            added = [
-                (layer.bias, slots["weight"], "bias")
-                for layer, slots in weights.items()
-                if slots["bias"] is None and isinstance(layer.bias, Parameter) and slots["weight"] is not None
-            ]
-            rebind_optimizer(optimizer, removed=inside - set(model.parameters()), added=added)
     return difference
 
 

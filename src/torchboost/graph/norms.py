@@ -136,13 +136,12 @@ class ResidualBlock:
     projects: bool
 
 
-def was_trained(model: nn.Module) -> bool | None:
-    """Whether any BatchNorm's statistics or counter differ from their initial values; None if none keeps statistics.
+def was_trained(model: nn.Module) -> bool:
+    """Whether any BatchNorm's statistics or counter differ from their initial values.
 
     One forward pass in training mode is enough. Values on the device ``meta`` and of lazy layers count as initial.
     """
-    norms = [m for m in model.modules() if isinstance(m, AnyBatchNorm) and m.running_mean is not None]
-    return any(_moved(norm) for norm in norms) if norms else None
+    return any(isinstance(module, AnyBatchNorm) and _moved(module) for module in model.modules())
 
 
 def _moved(norm: AnyBatchNorm) -> bool:

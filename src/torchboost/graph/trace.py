@@ -32,7 +32,6 @@ __all__ = [
     "first_run",
     "function_name",
     "record_run",
-    "registered",
     "runnable",
     "shared_traces",
     "trace",
@@ -51,17 +50,6 @@ _PATHS, _DECISIONS = 16, 12
 _TOO_LARGE = 2**30
 """A model with more bytes of parameters is not copied with their values, but for a pass on a given input."""
 _T = TypeVar("_T")
-
-
-def registered(model: nn.Module) -> Dataflow:
-    """Return the layers in the order of registration, each after the one before, as if they ran like that."""
-    flow = Dataflow("structure")
-    last = flow.add("input", "input")
-    for module in model.modules():
-        if _is_leaf(module):
-            last = flow.add("module", type(module).__name__, [last], module=module)
-    flow.add("output", "output", [last])
-    return flow
 
 
 def _is_leaf(module: nn.Module) -> bool:
@@ -349,9 +337,9 @@ def shared_traces() -> Iterator[None]:
 def trace(model: nn.Module, *, sample: Any = None) -> Dataflow:
     """Find how the outputs of layers reach other layers.
 
-    There are three attempts, and the first that works is used: a symbolic trace; one recorded forward pass on
-    ``sample`` (or on noise of a guessed shape); the order in which the modules are registered. ``Dataflow.traced`` says
-    which one it was: ``"fx"``, ``"run"`` or ``"structure"``.
+    There are two attempts, and the first that works is used: a symbolic trace; one recorded forward pass on
+    ``sample`` (or on noise of a guessed shape). ``Dataflow.traced`` says which one it was, ``"fx"`` or ``"run"``; it is
+    ``"structure"`` if none worked, and there are no nodes.
 
     The trace uses a deep copy in eval mode without hooks, so the model does not change, including its Python
     attributes; a model that cannot be copied is not traced. Nothing of torch is patched, so other threads may run
@@ -381,7 +369,7 @@ def _traced(model: nn.Module, sample: Any) -> Dataflow:
             flows = trace_paths(network, sample if network is model else None, most=1)
             if flows is not None:
                 return flows[0]
-        return trace_run(model, sample) or registered(model)
+        return trace_run(model, sample) or Dataflow("structure")
 
 
 def trace_paths(model: nn.Module, sample: Any = None, *, most: int = _PATHS) -> list[Dataflow] | None:
@@ -390,21 +378,15 @@ def trace_paths(model: nn.Module, sample: Any = None, *, most: int = _PATHS) -> 
     At every decision both outcomes are followed. Paths that end in an error of the forward (``ValueError``, a failed
     assertion) do not count. Returns None if a path cannot be traced, or if there are more than ``most``.
 
-    Cost: one symbolic trace for each path, on copies without the values of the parameters if these do not decide.
+    Cost: one symbolic trace for each path, on copies without the values of the parameters.
     """
-    for numbers in (False, True):
-        if numbers and parameter_bytes(model) > _TOO_LARGE:
-            break
-        try:
-            flows = list(_paths(model, sample, numbers, most))
-        except Exception:  # data-dependent Python has no common error class
-            continue
-        if flows:
-            return flows
-    return None
+    try:
+        return list(_paths(model, sample, most)) or None
+    except Exception:  # data-dependent Python has no common error class
+        return None
 
 
-def _paths(model: nn.Module, sample: Any, numbers: bool, most: int) -> Iterator[Dataflow]:
+def _paths(model: nn.Module, sample: Any, most: int) -> Iterator[Dataflow]:
     waiting: list[list[bool]] = [[]]
     paths = 0
     while waiting:
@@ -424,7 +406,7 @@ def _paths(model: nn.Module, sample: Any, numbers: bool, most: int) -> Iterator[
         if paths > most:
             raise RecursionError("too many paths")
         try:
-            with undisturbed(model, numbers=numbers) as copied:
+            with undisturbed(model, numbers=False) as copied:
                 flow = _Symbols(copied, model, decide).run(sample)
         except Exception as error:
             if type(error) not in (ValueError, AssertionError):

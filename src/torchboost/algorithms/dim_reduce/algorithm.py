@@ -149,7 +149,6 @@ class DimReduceRun(WrappingOptimizer, ClosureOptimizer):  # pyright: ignore[repo
 
     Attributes:
         direct: Refuses direct steps of ``opt``.
-        phase: ``"collect"`` or ``"subspace"``.
         subspace: The subspace, None before there is a basis.
         updates: Updates so far.
     """
@@ -158,7 +157,6 @@ class DimReduceRun(WrappingOptimizer, ClosureOptimizer):  # pyright: ignore[repo
         super().__init__(opt)
         self.settings = settings
         self.updates = 0
-        self.phase: Phase = "collect"
         self.subspace: Subspace | None = None
         self._model = model
         self._weights = _parameters(model, opt)
@@ -187,6 +185,11 @@ class DimReduceRun(WrappingOptimizer, ClosureOptimizer):  # pyright: ignore[repo
         return loss
 
     @property
+    def phase(self) -> Phase:
+        """``"collect"`` or ``"subspace"``."""
+        return "collect" if self.subspace is None else "subspace"
+
+    @property
     def collects_until(self) -> int:
         """The update at which the last snapshot is taken; 0 if there is a basis."""
         if self.subspace is not None:
@@ -208,7 +211,6 @@ class DimReduceRun(WrappingOptimizer, ClosureOptimizer):  # pyright: ignore[repo
 
     def _enter(self) -> None:
         self.subspace = self._along(_basis(self.settings, self._model, self._snapshots))
-        self.phase = "subspace"
 
     def _along(self, basis: DimReduceBasis) -> Subspace:
         s, buffers = self.settings, self._model.buffers()
@@ -238,8 +240,7 @@ class DimReduceRun(WrappingOptimizer, ClosureOptimizer):  # pyright: ignore[repo
             subspace = self._subspace_of(state)
             saved = state["subspace"]
             subspace.load_state_dict(saved.get("subspace", saved))  # the version before wrote torch's layout around it
-        self.subspace = subspace
-        self.phase, self.updates = state["phase"], int(state["updates"])
+        self.subspace, self.updates = subspace, int(state["updates"])
         self._snapshots = [
             [t.to("cpu", torch.bfloat16, copy=True) for t in snapshot] for snapshot in state["snapshots"]["kept"]
         ]
