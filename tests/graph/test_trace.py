@@ -16,7 +16,7 @@ from tests.support.conv_nets import Basic, ForeignNames, RefusesTracing, vgg
 from torchboost.core.forward import tensors_in
 from torchboost.graph.copies import ReachesOriginal, undisturbed
 from torchboost.graph.flow import Dataflow
-from torchboost.graph.trace import evaluate, record_run, runnable, shared_traces, trace, trace_paths
+from torchboost.graph.trace import evaluate, first_run, record_run, shared_traces, trace, trace_paths
 
 
 class Branching(ForeignNames):
@@ -92,11 +92,16 @@ def test_a_sample_opens_what_a_guess_does_not():
     assert trace(RefusesTracing(), sample=sample).traced == "run"
 
 
+def ran(model: nn.Module, sample: Any = None) -> Any:
+    """What was run, on which input, and what it returned."""
+    return first_run(model, sample, lambda network, given: (network, given, evaluate(network, given)))
+
+
 def test_a_sample_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="does not run on the sample"):
         trace(Branching(), sample=torch.randn(2, 5, 8, 8))
     with pytest.raises(ValueError, match="does not run on the sample"):
-        runnable(ForeignNames(), torch.randn(2, 5, 8, 8))
+        ran(ForeignNames(), torch.randn(2, 5, 8, 8))
 
 
 def test_a_lazy_module_must_have_run():
@@ -117,7 +122,7 @@ def test_looks_into_a_network_that_returns_its_loss():
             return self.loss(self.inner(*inputs[:-1]), inputs[-1])
 
     assert trace(WithLoss()).traced == "run"
-    assert runnable(WithLoss()) is not None
+    assert ran(WithLoss()) is not None
 
 
 def test_an_optional_argument_counts_as_left_out():
@@ -226,7 +231,7 @@ def test_guesses_an_input_from_the_first_layer():
         (nn.Conv3d(5, 4, 3), 5),
         (nn.Linear(5, 4), 2),
     ]:
-        found = runnable(nn.Sequential(layer))
+        found = ran(nn.Sequential(layer))
         assert found is not None
         assert found[1].ndim == shape
         assert found[1].shape[1] == 5
@@ -234,7 +239,7 @@ def test_guesses_an_input_from_the_first_layer():
 
 def test_guesses_several_sizes():
     model = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Flatten(), nn.Linear(2 * 28 * 28, 3))
-    found = runnable(model)
+    found = ran(model)
     assert found is not None
     assert found[1].shape == (2, 1, 28, 28)
 

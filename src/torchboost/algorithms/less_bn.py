@@ -96,13 +96,18 @@ class LessBn(Algorithm):
     See :func:`less_bn`, which does the work, for mechanism and cost.
 
     Args:
-        normalize_head: Replace the last linear layer by one between normalised rows.
-        keep: Which BatchNorm of a residual branch stays: the ``"narrowest"``, which costs least, or the ``"last"``, as
-            in MindSpore.
+        normalize_head: Replace the last linear layer of the forward pass by
+            :class:`~torchboost.graph.norms.NormalizedLinear`; it keeps its parameters.
+        keep: Which BatchNorm of a residual branch stays. ``"narrowest"``: the one over the fewest channels (of several
+            the last), in a bottleneck a quarter of the cost of the last one. The branch then ends without one, see
+            ``blocks_per_norm`` for how it starts. ``"last"``, as in MindSpore: the one right before the addition; in
+            pre-activation blocks the one before the last convolution.
         keep_shortcut: Keep the BatchNorms of the shortcuts.
         keep_every: In plain stacks, keep one of every ``keep_every``. 1 keeps all of them, all of the inverted
             residuals without skip, and all of a residual branch with more than 3, which is a stack inside a skip.
-        blocks_per_norm: Keep a BatchNorm only in one of so many residual blocks.
+        blocks_per_norm: Above 1, only one of so many consecutive residual blocks keeps its BatchNorm; blocks with
+            a projection and the last block keep theirs. In untrained networks a branch that no longer ends in one
+            starts at ``1 / sqrt(number of residual blocks)`` of unit scale.
         init: ``"unit_variance"`` rescales the layers that lose their BatchNorm in an untrained network;
             ``"keep"`` leaves the weights as they are.
         head_multiplier: Start value of the normalised head's trainable factor.
@@ -201,19 +206,12 @@ def less_bn(
         model: A bare module, in training or eval mode; the mode stays.
         optimizer: Forgets the parameters that are gone; new ones (biases, the head's factor) join the group of
             the weight they belong to. Needed if it was made before this call.
-        normalize_head: Replace the last linear layer of the forward pass by
-            :class:`~torchboost.graph.norms.NormalizedLinear`; it keeps its parameters.
-        keep: Which BatchNorm of a residual branch stays. ``"narrowest"``: the one over the fewest channels (of several
-            the last), in a bottleneck a quarter of the cost of the last one. The branch then ends without one, see
-            ``blocks_per_norm`` for how it starts. ``"last"``, as in MindSpore: the one right before the addition; in
-            pre-activation blocks the one before the last convolution.
+        normalize_head: Normalise the last linear layer. See :class:`LessBn` for this and the next six.
+        keep: Which BatchNorm of a residual branch stays.
         keep_shortcut: Keep the BatchNorms of the shortcuts.
-        keep_every: In plain stacks, keep one of every ``keep_every``. 1 keeps all of them, all of the inverted
-            residuals without skip, and all of a residual branch with more than 3, which is a stack inside a skip.
-        blocks_per_norm: Above 1, only one of so many consecutive residual blocks keeps its BatchNorm; blocks with
-            a projection and the last block keep theirs. In untrained networks a branch that no longer ends in one
-            starts at ``1 / sqrt(number of residual blocks)`` of unit scale.
-        init: ``"keep"`` leaves the weights of an untrained network as they are.
+        keep_every: In plain stacks, keep one of so many.
+        blocks_per_norm: Keep a BatchNorm in one of so many residual blocks only.
+        init: What happens to the weights of an untrained network.
         head_multiplier: Start value of the head's trainable factor.
         sample: Input of a forward pass (tensor, tuple or dict); guessed from the first layer if missing.
         dry_run: Change nothing (work on a copy) and return the report.

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,11 @@ from torchboost.graph.flow import Dataflow
 from torchboost.graph.norms import WEIGHTED, is_customised, norm_tail
 from torchboost.graph.removed_norm import fused_weights, put_removed_norm
 from torchboost.graph.surgery import changing, held_elsewhere
-from torchboost.graph.trace import evaluate, runnable, trace, trace_paths, trace_run
+from torchboost.graph.trace import evaluate, first_run, trace, trace_paths, trace_run
 
 __all__ = ["FoldReport", "fold_batch_norms", "fold_pairs", "largest_difference", "plan_folds", "shared_weights"]
+
+_Region = tuple[nn.Module, list[Dataflow]]
 
 _STOCK_FORWARDS = (
     nn.Linear.forward,
@@ -146,21 +148,15 @@ def plan_folds(model: nn.Module, *, flow: Dataflow, sample: Any = None) -> dict[
     }
 
 
-class _Region(NamedTuple):
-    """A module whose forward was traced for all tensors, and the data flow of every path through it."""
-
-    module: nn.Module
-    paths: list[Dataflow]
-
-
 def _regions(module: nn.Module, flow: Dataflow, sample: Any) -> Iterator[_Region]:
+    """Yield the modules whose forward was traced for all tensors, and the data flow of every path through it."""
     if not any(isinstance(inner, AnyBatchNorm) for inner in module.modules()):
         return
     if sample is not None or _has_fixed_arguments(module):
         is_root = any(node.running[:1] == (module,) for node in flow.nodes)
         paths = [flow] if flow.traced == "fx" and is_root else trace_paths(module, sample)
         if paths is not None:
-            yield _Region(module, paths)
+            yield module, paths
             return
     for child in module.children():
         yield from _regions(child, flow, None)
@@ -182,22 +178,22 @@ def _fold_of(
     layer = _layer_before(passes[0], norm, shared)
     if isinstance(layer, str):
         return layer
-    around = (one for one in regions if any(path.calls(norm) and path.calls(layer) for path in one.paths))
-    region = next(around, None)
+    around = (one for one in regions if any(path.calls(norm) and path.calls(layer) for path in one[1]))
+    region, paths = next(around, (None, []))
     if region is None:
         return (
             "a forward around it takes optional arguments or cannot be traced, so other calls may take another path; "
             "pass an input as sample="
         )
-    paths = [path for path in region.paths if path.calls(norm) or path.calls(layer)]
+    paths = [path for path in paths if path.calls(norm) or path.calls(layer)]
     if any(_layer_before(path, norm, shared) is not layer for path in paths):
         return "the data flow around it depends on values or shapes"
     calls = [one.nodes[one.calls(norm)[0]] for one in passes if one.calls(norm)]
     if any(_layer_before(one, norm, shared) is not layer for one in passes) or any(
-        region.module not in node.running for node in calls
+        region not in node.running for node in calls
     ):
         return "the data flow around it depends on how the model is called"
-    if any(region.module not in one.nodes[one.calls(layer)[0]].running for one in passes):
+    if any(region not in one.nodes[one.calls(layer)[0]].running for one in passes):
         return f"the {type(layer).__name__} next to it is called from elsewhere"
     if isinstance(layer, nn.Linear) and not (_is_flat(passes, norm) and (exemplary or _has_fixed_shape(passes, norm))):
         return (
@@ -281,10 +277,10 @@ def fold_pairs(
     if not folds:
         return None
     try:
-        run = runnable(model, sample)
+        run = first_run(model, sample, lambda network, given: (network, given, evaluate(network, given)))
     except ReachesOriginal:
         run = None
-    before = [] if run is None else run.outputs
+    network, given, before = run or (model, sample, [])
     if any(bool(one.isnan().any()) for one in before) or (before and not any(one.isfinite().any() for one in before)):
         raise ValueError("the model computes NaN or infinities, as after a divergence; no BatchNorm was changed.")
     slots = [parameter_slots(layer) for layer in folds.values()]
@@ -295,7 +291,7 @@ def fold_pairs(
         for (norm, layer), stand_in in zip(folds.items(), removed, strict=True):
             _fold(norm, layer)
             stand_in.hide_bias()
-        difference = None if run is None else largest_difference(before, evaluate(run.network, run.sample))
+        difference = None if run is None else largest_difference(before, evaluate(network, given))
         kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
         if difference is not None and not difference <= max([1e-3, *(64 * torch.finfo(kind).eps for kind in kinds)]):
             raise IncompatibleError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from torchboost.core.forward import tensors_in
 from torchboost.core.torch_private import DispatchMode
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.graph.copies import ReachesOriginal, full_precision, memory, undisturbed
-from torchboost.graph.fused_matrices import Operand, OutputTrail, Parts
+from torchboost.graph.fused_matrices import Marks, OutputTrail, Parts
 from torchboost.graph.trace import Arguments, call, first_run
 
 __all__ = ["Place", "Use", "matrix_uses"]
@@ -146,7 +145,7 @@ class _Recorder(DispatchMode):
         super().__init__()
         self._kept: list[Tensor] = list(model.parameters())  # so that no memory is used twice
         self._numbers = {id(parameter): number for number, parameter in enumerate(self._kept)}
-        self._marks = {memory(parameter): _Marks(same=frozenset({n})) for n, parameter in enumerate(self._kept)}
+        self._marks = {memory(parameter): Marks(same=frozenset({n})) for n, parameter in enumerate(self._kept)}
         self._uses: dict[int, set[Place]] = {}
         self._filters: set[int] = set()
         self._reshaped: set[int] = set()
@@ -155,7 +154,7 @@ class _Recorder(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operands = tensors_in((args, kwargs or {}))
-        marks = [self._marks.get(memory(one), _Marks()) for one in operands]
+        marks = [self._marks.get(memory(one), Marks()) for one in operands]
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         held = _union(of.same for of in marks)
@@ -179,13 +178,13 @@ class _Recorder(DispatchMode):
             self._note(marks[0].same - stacks, "lookup")
             same = stacks  # whole matrices were chosen, such as those of the experts of a token
         depends = any(of.depends or of.same for of in marks)
-        after = _Marks(same, last, depends, any(of.given for of in marks))
+        after = Marks(same, last, depends, any(of.given for of in marks))
         holders = {memory(one) for one, of in zip(operands, marks, strict=True) if of.same}
         for one in tensors_in(result):
             if memory(one) not in holders:  # otherwise a view of a parameter
                 self._kept.append(one)
                 self._marks[memory(one)] = after
-        read = [Operand(one, of.same, of.depends) for one, of in zip(operands, marks, strict=True)]
+        read = list(zip(operands, marks, strict=True))
         self._trail.follow(func, args, kwargs or {}, read, tensors_in(result))
         return result
 
@@ -193,14 +192,14 @@ class _Recorder(DispatchMode):
         """Note the input."""
         for one in tensors_in(Arguments.of(sample)):
             self._kept.append(one)
-            self._marks[memory(one)] = _Marks(given=True)
+            self._marks[memory(one)] = Marks(given=True)
 
     def finish(self, outputs: Iterable[Tensor]) -> None:
         """Note the products of the output layer."""
         outputs = list(outputs)
         self._trail.finish(outputs)
         for output in outputs:
-            last = self._marks.get(memory(output), _Marks()).last
+            last = self._marks.get(memory(output), Marks()).last
             if len(last) == 1:
                 self._note(last, "output")
 
@@ -220,23 +219,6 @@ class _Recorder(DispatchMode):
     def _note(self, numbers: Iterable[int], place: Place) -> None:
         for number in numbers:
             self._uses.setdefault(number, set()).add(place)
-
-
-@dataclass(frozen=True, slots=True)
-class _Marks:
-    """What is known about a piece of memory.
-
-    Args:
-        same: Parameters that it holds or copies.
-        last: Parameters whose product it depends on with no other product between.
-        depends: Whether it depends on any parameter.
-        given: Whether it depends on the model's input.
-    """
-
-    same: frozenset[int] = frozenset()
-    last: frozenset[int] = frozenset()
-    depends: bool = False
-    given: bool = False
 
 
 def _union(sets: Iterable[frozenset[int]]) -> frozenset[int]:

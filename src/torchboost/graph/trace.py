@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -32,7 +32,6 @@ __all__ = [
     "first_run",
     "function_name",
     "record_run",
-    "runnable",
     "shared_traces",
     "trace",
     "trace_paths",
@@ -427,24 +426,6 @@ def trace_run(model: nn.Module, sample: Any = None) -> Dataflow | None:
         return first_run(model, sample, record_run)
     except ReachesOriginal:
         return None
-
-
-class Runnable(NamedTuple):
-    """A network, an input that it accepts, and what it returns."""
-
-    network: nn.Module
-    sample: Any
-    outputs: list[Tensor]
-
-
-def runnable(model: nn.Module, sample: Any = None) -> Runnable | None:
-    """Run the model on ``sample``, or its core on a guessed input; None if it does not run on a guess.
-
-    Raises:
-        ValueError: ``sample`` was given and the model does not run on it.
-        ReachesOriginal: A copy computes with tensors of the model itself, so it cannot be run for what it would show.
-    """
-    return first_run(model, sample, lambda network, given: Runnable(network, given, evaluate(network, given)))
 
 
 def first_run(model: nn.Module, sample: Any, run: Callable[[nn.Module, Any], _T]) -> _T | None:
