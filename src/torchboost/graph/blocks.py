@@ -107,16 +107,12 @@ def _holds_blocks(module: nn.Module) -> bool:
     for container in module.modules():
         if isinstance(container, _LISTS):
             children = list(container.children())
-            if sum(_layers(child) > 1 for child in children) > 1:
+            matrices = [sum(parameter.ndim > 1 for parameter in child.parameters()) for child in children]
+            if sum(count > 1 for count in matrices) > 1:
                 return True
             if sum(isinstance(child, (AnyConv, nn.Linear)) for child in children) >= _STACK:
                 return True
     return False
-
-
-def _layers(module: nn.Module) -> int:
-    """Return the number of weight matrices and kernels in a module."""
-    return sum(parameter.ndim > 1 for parameter in module.parameters())
 
 
 def _in_order(units: list[_Unit], flow: Dataflow) -> list[_Unit]:

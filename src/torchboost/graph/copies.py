@@ -31,8 +31,8 @@ __all__ = [
     "full_precision",
     "generator_states",
     "generators_kept",
+    "is_large",
     "memory",
-    "parameter_bytes",
     "set_generator_states",
     "twin",
     "undisturbed",
@@ -94,9 +94,9 @@ class _Copying(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def parameter_bytes(model: nn.Module) -> int:
-    """Return the size of all parameters."""
-    return sum(p.numel() * p.element_size() for p in model.parameters())
+def is_large(model: nn.Module) -> bool:
+    """Whether a model has more than 1 GiB of parameters, and is not copied with their values without being asked to."""
+    return sum(parameter.nbytes for parameter in model.parameters()) > 2**30
 
 
 def _uncompile(module: nn.Module, original: nn.Module) -> None:

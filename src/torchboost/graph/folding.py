@@ -195,17 +195,13 @@ def _fold_of(
         return "the data flow around it depends on how the model is called"
     if any(region not in one.nodes[one.calls(layer)[0]].running for one in passes):
         return f"the {type(layer).__name__} next to it is called from elsewhere"
-    if isinstance(layer, nn.Linear) and not (_is_flat(passes, norm) and (exemplary or _has_fixed_shape(passes, norm))):
+    flat = any(node.flat for node in calls)  # in the pass that was run
+    if isinstance(layer, nn.Linear) and not (flat and (exemplary or _has_fixed_shape(passes, norm))):
         return (
             "whether it normalises the features of the linear layer depends on the number of dimensions; flatten "
             "the input of the layer, or pass an input as sample="
         )
     return layer
-
-
-def _is_flat(passes: list[Dataflow], norm: AnyBatchNorm) -> bool:
-    """Whether a norm returned two dimensions in the pass that was run."""
-    return any(one.nodes[one.calls(norm)[0]].flat for one in passes if one.traced == "run")
 
 
 def _has_fixed_shape(passes: list[Dataflow], norm: AnyBatchNorm) -> bool:

@@ -121,18 +121,14 @@ def _uses(network: nn.Module, sample: Any) -> dict[nn.Parameter, Use]:
 
 
 def _tokens(model: nn.Module) -> tuple[Tensor, ...]:
-    """Return a few numbers of tokens for each argument that a call of the model must have."""
+    """Return a few numbers of tokens for each argument that a call must have: also targets, if it returns its loss."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     rows = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
     tokens = torch.arange(_TOKENS[0] * _TOKENS[1], device=device).view(_TOKENS) % min(rows, default=1)
-    return (tokens,) * _required(model)
-
-
-def _required(model: nn.Module) -> int:
-    """Return how many arguments a call of the model must have: also targets, if it computes its loss itself."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(model.forward).parameters.values()
-    return max(1, sum(one.kind in kinds and one.default is inspect.Parameter.empty for one in parameters))
+    arguments = inspect.signature(model.forward).parameters.values()
+    needed = sum(one.kind in kinds and one.default is inspect.Parameter.empty for one in arguments)
+    return (tokens,) * max(1, needed)
 
 
 class _Recorder(DispatchMode):

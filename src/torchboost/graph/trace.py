@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torchboost.core.arguments import check_shapes
 from torchboost.core.forward import own_forward, tensors_in, with_tensors
 from torchboost.core.torch_private import AnyBatchNorm, AnyConv, module_hooks
-from torchboost.graph.copies import ReachesOriginal, copies_of, full_precision, parameter_bytes, undisturbed
+from torchboost.graph.copies import ReachesOriginal, copies_of, full_precision, is_large, undisturbed
 from torchboost.graph.flow import Dataflow, Kind, Traced
 from torchboost.graph.norms import NormalizedLinear
 
@@ -46,8 +46,6 @@ _WRITING = frozenset({*_OPERATORS, *(f"__{name}__" for name in _OPERATORS), "set
 _VIEWS = frozenset({"T", "mT", "data", "real"})
 _SIDES = {1: (256, 1024), 2: (64, 32, 224, 28), 3: (16, 32)}
 _PATHS, _DECISIONS = 16, 12
-_TOO_LARGE = 2**30
-"""A model with more bytes of parameters is not copied with their values, but for a pass on a given input."""
 _T = TypeVar("_T")
 
 
@@ -478,7 +476,7 @@ def _candidates(model: nn.Module, sample: Any) -> Iterator[tuple[nn.Module, Any]
     if sample is not None:
         yield model, sample
         return
-    if parameter_bytes(model) > _TOO_LARGE:
+    if is_large(model):
         return
     for network in _networks(model):
         first = next((m for m in network.modules() if isinstance(m, (AnyConv, nn.Linear))), None)

@@ -261,11 +261,6 @@ class DimReduceRun(WrappingOptimizer, ClosureOptimizer):  # pyright: ignore[repo
                 "the checkpoint holds the rows of rank {} of {}, this is rank {} of {}; every rank must save and load "
                 "its own state, as torchboost.distributed.checkpoint does.".format(*state["share"], *place)
             )
-        if len(state["rows"]) != 1:
-            raise ValueError(
-                "the checkpoint holds directions of separate blocks of weights (memory_mebibytes), which are not "
-                "supported any more; finish the run with the version that saved it."
-            )
         rows = state["rows"][0].to(self._weights[0])
         return self._along(DimReduceBasis(rows, group, self.settings.n_components))
 
