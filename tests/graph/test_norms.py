@@ -16,7 +16,6 @@ from tests.support.removal_nets import NormAct
 from torchboost.graph.norms import (
     NormalizedLinear,
     norm_tail,
-    reasons_to_stay,
     rescale_layers,
     residual_blocks,
     was_trained,
@@ -55,19 +54,6 @@ def test_two_computing_branches_are_both_main():
     (block,) = residual_blocks(flow)
     assert [labels(flow, norms) for norms in block.norms] == [["a.1", "a.4"], ["b.1", "b.4"]]
     assert not block.shortcut_norms
-
-
-def kept(model, **settings):
-    flow = trace(model)
-    default = {"keep": "last", "keep_shortcut": False, "keep_every": 2, "blocks_per_norm": 1}
-    reasons = reasons_to_stay(flow, residual_blocks(flow), **default | settings)
-    return {flow.nodes[i].label: r for i, r in sorted(reasons.items())}
-
-
-def test_every_nth_block_counts_from_the_last_that_kept():
-    net = nn.Sequential(*[Basic(3, 3) for _ in range(4)], Basic(3, 4), *[Basic(4, 4) for _ in range(4)])
-    last = {n: r for n, r in kept(net, blocks_per_norm=3).items() if n.endswith("bn2")}
-    assert [bool(r) for r in last.values()] == [False, False, True, False, True, False, False, True, True]
 
 
 def test_a_network_was_trained_where_statistics_or_counter_moved():

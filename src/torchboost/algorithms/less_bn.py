@@ -22,11 +22,11 @@ from torchboost.graph.flow import Dataflow
 from torchboost.graph.folding import fold_pairs, plan_folds, shared_weights
 from torchboost.graph.norms import (
     WEIGHTED,
-    Keep,
     NormalizedLinear,
+    ResidualBlock,
     is_customised,
     norm_tail,
-    reasons_to_stay,
+    plain_stacks,
     rescale_layers,
     residual_blocks,
     was_trained,
@@ -44,7 +44,10 @@ from torchboost.graph.trace import trace
 
 __all__ = ["LessBn", "LessBnReport", "less_bn"]
 
+Keep = Literal["last", "narrowest"]
 Init = Literal["unit_variance", "keep"]
+_MOST_IN_BRANCH = 3
+"""BatchNorms in a residual branch. One of so many was shown to suffice, in basic and in bottleneck blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -357,14 +360,7 @@ def _plan(model: nn.Module, settings: LessBn, sample: Any) -> _Plan:
     norms.sort(key=lambda norm: next(iter(flow.calls(norm)), len(flow.nodes)))
     names = {m: names[m] for m in norms} | names
     blocks = residual_blocks(flow)
-    reasons = reasons_to_stay(
-        flow,
-        blocks,
-        keep=settings.keep,
-        keep_shortcut=settings.keep_shortcut,
-        keep_every=settings.keep_every,
-        blocks_per_norm=settings.blocks_per_norm,
-    )
+    reasons = _reasons(flow, blocks, settings)
     folds = plan_folds(model, flow=flow, sample=sample) if was_trained(model) else {}
     elsewhere = held_elsewhere(model)
     kept: dict[nn.Module, str] = {}
@@ -400,6 +396,50 @@ def _reason(flow: Dataflow, norm: AnyBatchNorm, reasons: Mapping[int, str | None
     if norm.running_mean is None:
         return "it keeps no running statistics"
     return reasons.get(calls[0], "not directly after a convolution or linear layer")
+
+
+def _reasons(flow: Dataflow, blocks: list[ResidualBlock], settings: LessBn) -> dict[int, str | None]:
+    """Return for every BatchNorm node in a block or stack why it is needed; None if it is not."""
+    every = settings.keep_every
+    reasons = _reasons_in_blocks(flow, blocks, settings)
+    first = next((node.index for node in flow.instances(AnyBatchNorm)), None)
+    stem = None if first in reasons else first
+    for norms, linear_end in plain_stacks(flow, blocks):
+        last = max((at for at, norm in enumerate(norms) if norm is not None), default=0)
+        for at, norm in enumerate(norms):
+            if norm is None:
+                continue
+            reasons[norm] = None
+            if at == last:
+                reasons[norm] = "the last of a block without skip" if linear_end else "the last of its run"
+            elif (every == 1 or not linear_end) and (last - at) % every == 0:
+                reasons[norm] = "in a plain stack" if every == 1 else f"one of every {every} in a plain stack"
+    if stem is not None:
+        reasons[stem] = "the first of the network"
+    return reasons
+
+
+def _reasons_in_blocks(flow: Dataflow, blocks: list[ResidualBlock], settings: LessBn) -> dict[int, str | None]:
+    def width(norm: int) -> int:
+        module: Any = flow.nodes[norm].module
+        return module.num_features
+
+    most = _MOST_IN_BRANCH if settings.keep_every == 1 else len(flow.nodes)
+    in_shortcut = "in a shortcut (keep_shortcut)" if settings.keep_shortcut else None
+    reasons: dict[int, str | None] = {}
+    since = 0
+    for block in blocks:
+        since += 1
+        due = since >= settings.blocks_per_norm or block.projects or block is blocks[-1]
+        since = 0 if due else since
+        for norms in block.norms:
+            long = len(norms) > most
+            reasons |= dict.fromkeys(norms, f"in a branch of more than {most}, a stack inside a skip" if long else None)
+            if due and norms and not long:
+                stays = norms[-1] if settings.keep == "last" else min(reversed(norms), key=width)
+                reasons[stays] = f"the {settings.keep} of its residual branch"
+        reasons |= dict.fromkeys(block.shortcut_norms, in_shortcut)
+    return reasons
 
 
 def _head(flow: Dataflow, model: nn.Module, elsewhere: Mapping[nn.Module, str]) -> nn.Linear | None:

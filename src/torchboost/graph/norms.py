@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,12 +30,11 @@ from torchboost.graph.flow import Dataflow, Node
 
 __all__ = [
     "WEIGHTED",
-    "Keep",
     "NormalizedLinear",
     "ResidualBlock",
     "is_customised",
     "norm_tail",
-    "reasons_to_stay",
+    "plain_stacks",
     "rescale_layers",
     "residual_blocks",
     "was_trained",
@@ -105,16 +104,12 @@ def _tail_in_a_run(norm: AnyBatchNorm, training: bool) -> tuple[str, ...] | None
     return None
 
 
-Keep = Literal["last", "narrowest"]
-
 WEIGHTED = (AnyConv, nn.Linear)
 _TRANSPARENT = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 _RESHAPING = (nn.Flatten, nn.Upsample, *PADDING)
 _LINEAR_CALLS = frozenset(
     {"pad", "view", "reshape", "flatten", "permute", "transpose", "contiguous", "to", "clone", "dropout", "interpolate"}
 )
-MOST_IN_BRANCH = 3
-"""BatchNorms in a residual branch. One of so many was shown to suffice, in basic and in bottleneck blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +189,7 @@ def _weights(node: Node) -> int:
     return 0 if node.module is None else sum(p.numel() for p in node.module.parameters())
 
 
-def _plain_stacks(flow: Dataflow, blocks: list[ResidualBlock]) -> Iterator[tuple[list[int | None], bool]]:
+def plain_stacks(flow: Dataflow, blocks: list[ResidualBlock]) -> Iterator[tuple[list[int | None], bool]]:
     """Yield the runs of layers with weights outside residual blocks.
 
     Layers belong to one run if the output of each reaches only the next, through activations, pooling, flattening and
@@ -273,70 +268,6 @@ def _ends_linearly(flow: Dataflow, norm: int | None) -> bool:
         if node.label in _LINEAR_CALLS if node.module is None else isinstance(node.module, moving):
             waiting += flow.consumers[node.index]
     return False
-
-
-def reasons_to_stay(
-    flow: Dataflow,
-    blocks: list[ResidualBlock],
-    *,
-    keep: Keep,
-    keep_shortcut: bool,
-    keep_every: int,
-    blocks_per_norm: int,
-) -> dict[int, str | None]:
-    """Return for every BatchNorm node in a block or stack why it is needed; None if it is not.
-
-    Args:
-        flow: The data flow.
-        blocks: Its residual blocks.
-        keep: Which BatchNorm of a residual branch stays: the last, or the last of those over the fewest channels.
-        keep_shortcut: Whether shortcuts keep their BatchNorm.
-        keep_every: Layers per BatchNorm in plain stacks; 1 keeps all, in blocks without skip too, and in residual
-            branches with more than ``MOST_IN_BRANCH``, which are stacks inside a skip.
-        blocks_per_norm: Blocks per BatchNorm while neither width nor resolution changes.
-    """
-    most = MOST_IN_BRANCH if keep_every == 1 else len(flow.nodes)
-    reasons = _block_reasons(flow, blocks, keep, keep_shortcut, blocks_per_norm, most)
-    first = next((node.index for node in flow.instances(AnyBatchNorm)), None)
-    stem = None if first in reasons else first
-    for norms, linear_end in _plain_stacks(flow, blocks):
-        last = max((at for at, norm in enumerate(norms) if norm is not None), default=0)
-        for at, norm in enumerate(norms):
-            if norm is None:
-                continue
-            reasons[norm] = None
-            if at == last:
-                reasons[norm] = "the last of a block without skip" if linear_end else "the last of its run"
-            elif (keep_every == 1 or not linear_end) and (last - at) % keep_every == 0:
-                reasons[norm] = "in a plain stack" if keep_every == 1 else f"one of every {keep_every} in a plain stack"
-    if stem is not None:
-        reasons[stem] = "the first of the network"
-    return reasons
-
-
-def _block_reasons(
-    flow: Dataflow, blocks: list[ResidualBlock], keep: Keep, keep_shortcut: bool, blocks_per_norm: int, most: int
-) -> dict[int, str | None]:
-    def width(norm: int) -> int:
-        module: Any = flow.nodes[norm].module
-        return module.num_features
-
-    reasons: dict[int, str | None] = {}
-    since = 0
-    for block in blocks:
-        since += 1
-        due = since >= blocks_per_norm or block.projects or block is blocks[-1]
-        since = 0 if due else since
-        for norms in block.norms:
-            long = len(norms) > most
-            reasons.update(
-                dict.fromkeys(norms, f"in a branch of more than {most}, a stack inside a skip" if long else None)
-            )
-            if due and norms and not long:
-                stays = norms[-1] if keep == "last" else min(reversed(norms), key=width)
-                reasons[stays] = f"the {keep} of its residual branch"
-        reasons.update(dict.fromkeys(block.shortcut_norms, "in a shortcut (keep_shortcut)" if keep_shortcut else None))
-    return reasons
 
 
 _ONE_SIDED = frozenset(

@@ -153,7 +153,7 @@ class Freezing(Attachment):
         self._in_force = self._prefixes[0]
         self._frozen: dict[int, Tensor] = {}  # by id: hashing a tensor costs ten times as much as hashing a number
         self._thawed_by_user = set[int]()
-        self._record = _Record(weakref.ref(self), set())
+        self._record: tuple[Callable[[], Freezing | None], set[int]] = (weakref.ref(self), set())
         for parameter in parameters:
             _RECORDS[parameter] = self._record
         self._cuts = {module: _Cut() for prefix in prefixes for module in prefix.cut}
@@ -335,8 +335,8 @@ class Freezing(Attachment):
                 parameter.grad = None
                 self._frozen[key] = parameter
                 _RECORDS[parameter] = self._record
-        self._record.frozen.clear()
-        self._record.frozen.update(self._frozen)
+        self._record[1].clear()
+        self._record[1].update(self._frozen)
 
     def _may_train(self, parameter: Tensor) -> bool:
         """Whether a parameter would train if nothing were frozen here."""
@@ -364,16 +364,8 @@ class Freezing(Attachment):
                 self._settled.add(norm)
 
 
-@dataclass(frozen=True, slots=True)
-class _Record:
-    """Who has frozen parameters, and which, by ``id``; it lives as long as they do, even if the owner does not."""
-
-    owner: Callable[[], Freezing | None]
-    frozen: set[int]
-
-
 # Flags outlive their owner. Only this table tells a parameter that freezing left frozen from one that the user froze.
-# An entry is dropped with its parameter.
+# An entry, which is dropped with its parameter, says who owns it, and what the owner has frozen, by ``id``.
 _RECORDS: Any = WeakIdKeyDictionary()
 
 
@@ -383,14 +375,10 @@ def _release(parameters: Iterable[Tensor]) -> None:
     If an optimizer is deleted, its freezing goes with it, and its parameters would stay frozen. They are thawed here.
     """
     for parameter in parameters:
-        record = _RECORDS.pop(parameter, None)
-        if record is None:
-            continue
-        frozen = id(parameter) in record.frozen
-        owner = record.owner()
-        if owner is not None:
-            owner.remove()
-        elif frozen:
+        owner, frozen = _RECORDS.pop(parameter, (lambda: None, ()))
+        if (living := owner()) is not None:
+            living.remove()
+        elif id(parameter) in frozen:
             parameter.requires_grad_(True)
 
 
