@@ -52,8 +52,8 @@ def fold(model: nn.Sequential) -> None:
 def test_a_group_may_run_empty_and_the_optimizers_still_step():
     for kind, foreach in itertools.product((torch.optim.SGD, torch.optim.Adam), (False, True)):
         model = layer_and_norm()
-        groups = [{"params": list(part.parameters())} for part in model]
-        optimizers = [stepped(kind(groups, lr=0.1, foreach=foreach)) for _ in range(2)]
+        groups = [[{"params": list(part.parameters())} for part in model] for _ in range(2)]
+        optimizers = [stepped(kind(some, lr=0.1, foreach=foreach)) for some in groups]
         with changing(model, optimizers):
             fold(model)
         for optimizer in optimizers:

@@ -411,11 +411,12 @@ def test_a_trace_copies_no_values_of_parameters_and_if_they_decide_a_run_tells()
 
         def __init__(self):
             super().__init__()
-            self.layer, self.scale = nn.Linear(2, 2), nn.Parameter(torch.ones(1))
+            self.layer, self.head = nn.Linear(2, 2), nn.Linear(2, 2)
+            self.scale = nn.Parameter(torch.ones(1))
 
         def forward(self, x):
             self.kinds.append(self.scale.device.type)
-            return self.layer(x) if self.scale > 0 else x
+            return self.head(self.layer(x) if self.scale > 0 else x)
 
     assert trace(Decides()).traced == "run"
     assert Decides.kinds == ["meta", "cpu"]
