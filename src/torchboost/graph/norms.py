@@ -61,7 +61,11 @@ def norm_tail(norm: nn.Module) -> tuple[str, ...] | None:
     if type(norm).forward in _STOCK_NORMS:
         return ()
     modes = (False,) if isinstance(norm, SyncBatchNorm) else (False, True)  # training one asks for ranks and devices
-    tails = {_tail_in_a_run(norm, training) for training in modes}
+    try:
+        copied = copy.deepcopy(norm).to_empty(device="cpu").float()
+    except Exception:  # attributes of the user's modules may raise anything
+        return None
+    tails = {_tail_in_a_run(copied, training) for training in modes}
     tail = tails.pop() if len(tails) == 1 else None
     return None if tail is None or len({child_slots(norm)[name] for name in tail}) < len(tail) else tail
 
@@ -75,31 +79,28 @@ def is_customised(module: nn.Module) -> bool:
 
 
 def _tail_in_a_run(norm: AnyBatchNorm, training: bool) -> tuple[str, ...] | None:
-    """Run a copy of a subclass on random numbers; return the children that ran, if nothing else did."""
-    try:
-        copied = copy.deepcopy(norm).to_empty(device="cpu").float().train(training)
-    except Exception:  # attributes of the user's modules may raise anything
-        return None
+    """Run a norm with random numbers; return the children that ran, if nothing else did."""
     called: list[str] = []
-    for name, child in copied.named_children():
+    for name, child in norm.named_children():
         child.register_forward_hook(lambda *_, name=name: called.append(name))
+    norm.train(training)
     for sides in (2, 1, 3, 0):
         called.clear()
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            for tensor in (*copied.parameters(), *copied.buffers()):
+            for tensor in (*norm.parameters(), *norm.buffers()):
                 tensor.copy_(torch.rand(tensor.shape, device="cpu") + 0.5)
             given = torch.randn(4, norm.num_features, *[2] * sides, device="cpu")
-            mean, variance = (None if b is None else b.clone() for b in (copied.running_mean, copied.running_var))
+            mean, variance = (None if b is None else b.clone() for b in (norm.running_mean, norm.running_var))
             draws = torch.get_rng_state()
             try:
-                output = copied.forward(given.clone())
+                output = norm.forward(given.clone())
             except Exception:  # another number of dimensions, or any error from the forward of a subclass
                 continue
             tail, learns = tuple(called), training or mean is None
             torch.set_rng_state(draws)
-            expected = F.batch_norm(given, mean, variance, copied.weight, copied.bias, learns, 0.0, copied.eps)
+            expected = F.batch_norm(given, mean, variance, norm.weight, norm.bias, learns, 0.0, norm.eps)
             for name in tail:
-                expected = copied.get_submodule(name)(expected)
+                expected = norm.get_submodule(name)(expected)
         return tail if isinstance(output, Tensor) and torch.equal(output, expected) else None
     return None
 
