@@ -41,8 +41,6 @@ _PASSED_BY = (
     "dim_reduce: the original optimizer was stepped directly, outside the subspace; step the one that attach set: "
     "target.optimizer.step(lambda: loss_fn(model(inputs), labels))."
 )
-_LONGEST = 10**9
-"""Seconds. A wait is a timedelta, which holds no more than some millennia."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +88,6 @@ class DimReduction(Algorithm):
                 raise ValueError(f"{name}={value}: an integer of 1 or more{', or None' * optional}.")
         check_number("alpha", self.alpha)
         check_line_search(rho=self.rho, sigma=self.sigma, gamma=self.gamma)
-        if self.timeout > _LONGEST:
-            raise ValueError(f"timeout={self.timeout}: seconds, at most {_LONGEST}.")
         if self.snapshots is not None and self.snapshots < self.n_components:
             raise ValueError(
                 f"snapshots={self.snapshots}: at least as many as directions are needed, n_components is "

@@ -156,15 +156,15 @@ class Freezing(Attachment):
         self._record: tuple[Callable[[], Freezing | None], set[int]] = (weakref.ref(self), set())
         for parameter in parameters:
             _RECORDS[parameter] = self._record
-        self._cuts = {module: _Cut() for prefix in prefixes for module in prefix.cut}
-        tied = {id(p) for module in self._cuts for p in module.parameters(recurse=False)}
+        cut = dict.fromkeys(module for prefix in prefixes for module in prefix.cut)
+        tied = {id(p) for module in cut for p in module.parameters(recurse=False)}
         self._reach = _Reach(optimizer, [prefix.parameters for prefix in prefixes], tied, self._may_train)
         # The fast path takes modules with hooks as they are, and refuses checkpointing.
         watched = None if fast is not None or (self.graphs, schedule(0)) == (1, 0) else model
         self._checks: GradientChecks | None = GradientChecks(watched, parameters)
         self._replicas: Replicas | None = None
         handles: list[Removable] = [optimizer.register_step_post_hook(_untraced(self._updated)), self._checks]
-        handles += [plain_hook(module, module.register_forward_hook(cut)) for module, cut in self._cuts.items()]
+        handles += [plain_hook(module, module.register_forward_hook(self._detach)) for module in cut]
         handles += [fast] if fast is not None else []
         if model is not None:
             if self._settles and any(prefix.norms for prefix in prefixes):
@@ -307,8 +307,6 @@ class Freezing(Attachment):
         known = set(map(id, self._reach.parameters))  # others belong to other optimizers, or to none
         self._freeze({id(p): p for p in after.parameters if id(p) in known})
         self._flips += 1
-        for module, hook in self._cuts.items():
-            hook.active = module in after.cut
         if self._settles and self._model is not None:
             for norm in self._settled.difference(after.norms):
                 norm.training = self._model.training
@@ -356,6 +354,10 @@ class Freezing(Attachment):
                 stacklevel=2,
             )
 
+    def _detach(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Let no gradient through a module that uses a parameter of a later block, while its own block is frozen."""
+        return output.detach() if module in self._in_force.cut and isinstance(output, Tensor) else output
+
     def _settle_norms(self, *_: Any) -> None:
         """Put frozen norms back into eval mode, since ``model.train()`` in the loop sets every module to training."""
         for norm in self._in_force.norms:
@@ -385,18 +387,6 @@ def _release(parameters: Iterable[Tensor]) -> None:
 def _untraced(hook: Callable[..., None]) -> Callable[..., None]:
     """Keep the compiler out of a hook if the step or the forward around it is compiled."""
     return torch.compiler.disable(hook)  # pyright: ignore[reportReturnType]
-
-
-class _Cut:
-    """A forward hook that detaches what a module returns while ``active``."""
-
-    def __init__(self) -> None:
-        self.active = False
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if self.active and isinstance(output, Tensor):
-            return output.detach()
-        return output
 
 
 class _Reach:
