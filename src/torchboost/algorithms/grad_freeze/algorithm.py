@@ -196,7 +196,7 @@ def freeze_blocks(model: nn.Module, optimizer: Optimizer, settings: GradFreeze, 
             stacklevel=2,
         )
     check_freezable(model, optimizer)
-    prefixes = prefixes_of(blocks, starts)
+    prefixes = prefixes_of(blocks, starts, settings.norms)
     fast = None
     if settings.cache_mebibytes:
         fast = FastPrefix(
@@ -215,7 +215,6 @@ def freeze_blocks(model: nn.Module, optimizer: Optimizer, settings: GradFreeze, 
         prefixes,
         settings.schedule(costs, seed=seed, prefixes=settings.prefixes),
         compiled=few,
-        norms=settings.norms,
         fast=fast,
         total_steps=None if settings.pattern == "fixed" else settings.total_steps,
         judged_at=None if settings.total_steps is None else -(-2 * settings.total_steps // 3),

@@ -36,7 +36,7 @@ class Prefix:
 
     Args:
         parameters: Parameters that get no gradient and do not change.
-        norms: The BatchNorms that hold some of them.
+        norms: BatchNorms that run in eval mode.
         cut: Modules whose outputs are detached, because a parameter they use still trains elsewhere.
     """
 
@@ -57,12 +57,13 @@ class Prefix:
         )
 
 
-def prefixes_of(blocks: Sequence[Block], starts: Sequence[int]) -> tuple[Prefix, ...]:
+def prefixes_of(blocks: Sequence[Block], starts: Sequence[int], norms: Norms = "update") -> tuple[Prefix, ...]:
     """Return for each group the prefix before it, that is all blocks frozen while it is the first to train."""
+    kinds = AnyBatchNorm if norms == "eval" else ()
     return tuple(
         Prefix(
             parameters=tuple(p for block in blocks[:start] for p in block.parameters),
-            norms=tuple(m for block in blocks[:start] for m in block.modules if isinstance(m, AnyBatchNorm)),
+            norms=tuple(m for block in blocks[:start] for m in block.modules if isinstance(m, kinds)),
             cut=tuple(m for block in blocks[:start] for m in block.cut),
         )
         for start in starts
@@ -96,13 +97,12 @@ class Freezing(Attachment):
 
     Args:
         model: The model as the loop calls it, wrapped or not (DDP may follow later). None if only parameters are known;
-            their BatchNorms then keep updating, and a DDP is not detected.
+            a DDP is then not detected.
         optimizer: The optimizer whose updates are counted. Held weakly.
         prefixes: The frozen part at index 0, 1, ...
         schedule: Index for each update, counted from 0.
         compiled: Schedule to use instead if the model is compiled when this is attached, or later but before the first
             update that freezes. None always uses ``schedule``.
-        norms: Whether BatchNorms in the frozen part keep updating their statistics or run in eval mode.
         fast: Runs the frozen part; it detects what is frozen, and is removed with this.
         total_steps: Number of updates after which everything is thawed; later updates warn once. None never ends.
         judged_at: Number of updates of this process after which ``fast`` ends if it has found next to nothing. None
@@ -127,7 +127,6 @@ class Freezing(Attachment):
         schedule: Callable[[int], int],
         *,
         compiled: Callable[[int], int] | None = None,
-        norms: Norms = "update",
         fast: FastPrefix | None = None,
         total_steps: int | None = None,
         judged_at: int | None = None,
@@ -143,7 +142,6 @@ class Freezing(Attachment):
         self._schedule, self._few, self._judged_at = schedule, compiled, judged_at
         self._for_compiled = None if compiled else False  # None until the first update that freezes
         self._counted = model is None or is_compiled(model)  # the caller knew of the compiler
-        self._settles = norms == "eval"
         self._settled = set[AnyBatchNorm]()  # put into eval mode here, and only those
         self._alike = dict(alike or {})
         self._freezable = len({id(p) for prefix in prefixes for p in prefix.parameters if p.requires_grad})
@@ -167,7 +165,7 @@ class Freezing(Attachment):
         handles += [plain_hook(module, module.register_forward_hook(self._detach)) for module in cut]
         handles += [fast] if fast is not None else []
         if model is not None:
-            if self._settles and any(prefix.norms for prefix in prefixes):
+            if any(prefix.norms for prefix in prefixes):
                 handles.append(plain_hook(model, model.register_forward_pre_hook(_untraced(self._settle_norms))))
             self._replicas = Replicas(model, lambda: self._flips, self._figures, within=agree_within)
             handles.append(self._replicas)
@@ -307,7 +305,7 @@ class Freezing(Attachment):
         known = set(map(id, self._reach.parameters))  # others belong to other optimizers, or to none
         self._freeze({id(p): p for p in after.parameters if id(p) in known})
         self._flips += 1
-        if self._settles and self._model is not None:
+        if self._model is not None:
             for norm in self._settled.difference(after.norms):
                 norm.training = self._model.training
                 self._settled.discard(norm)
