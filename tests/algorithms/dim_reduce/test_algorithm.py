@@ -161,6 +161,7 @@ def test_bad_settings() -> None:
         ({"snapshots": 40.0}, "snapshots=40.0"),
         ({"snapshots": 0}, "snapshots=0: an integer of 1 or more, or None"),
         ({"snapshots": 3, "n_components": 4}, "snapshots=3: at least as many as directions"),
+        ({"timeout": 10**12}, "timeout=1000000000000: seconds, at most"),
     ]
     for settings, message in bad:
         with pytest.raises(ValueError, match=message):

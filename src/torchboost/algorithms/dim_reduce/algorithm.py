@@ -88,6 +88,8 @@ class DimReduction(Algorithm):
                 raise ValueError(f"{name}={value}: an integer of 1 or more{', or None' * optional}.")
         check_number("alpha", self.alpha)
         check_line_search(rho=self.rho, sigma=self.sigma, gamma=self.gamma)
+        if self.timeout > 10**9:  # a wait is a timedelta, which holds no more than some millennia
+            raise ValueError(f"timeout={self.timeout}: seconds, at most {10**9}.")
         if self.snapshots is not None and self.snapshots < self.n_components:
             raise ValueError(
                 f"snapshots={self.snapshots}: at least as many as directions are needed, n_components is "

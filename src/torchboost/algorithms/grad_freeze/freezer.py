@@ -146,7 +146,7 @@ class Freezing(Attachment):
         self._alike = dict(alike or {})
         self._freezable = len({id(p) for prefix in prefixes for p in prefix.parameters if p.requires_grad})
         self._flips = 0
-        self._warned = self._overran = False
+        self._warned = False
         self._spared = frozenset[int]()
         self._in_force = self._prefixes[0]
         self._frozen: dict[int, Tensor] = {}  # by id: hashing a tensor costs ten times as much as hashing a number
@@ -260,8 +260,7 @@ class Freezing(Attachment):
         if self.fast is not None and self._seen == self._judged_at:
             self.fast.judge()
         self._follow()
-        if self._total is not None and self.step > self._total and not self._overran:
-            self._overran = True
+        if self._total is not None and self.step == self._total + 1:
             warnings.warn(
                 f"freezing: update {self.step} comes after the end of the run, total_steps={self._total}; everything "
                 "trains from then on. Set total_steps to the number of updates of the whole run.",
