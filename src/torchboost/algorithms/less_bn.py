@@ -298,7 +298,7 @@ def _reduce(
     else:
         before = set(model.parameters())
         averages = [] if dry_run else averages_of(model)
-        with changing(model, optimizers, written=list(model.parameters())):
+        with changing(model, optimizers, written=_in_front(plan)):
             if plan.folds:
                 folds = {norm: layer for norm in plan.removed if isinstance(layer := plan.folds[norm], nn.Module)}
                 difference = fold_pairs(model, folds, sample)
@@ -317,6 +317,14 @@ def _reduce(
         largest_difference=difference,
         traced=plan.flow.traced,
     )
+
+
+def _in_front(plan: _Plan) -> list[Tensor]:
+    """The parameters of the layers that absorb the BatchNorms after them."""
+    nodes, calls = plan.flow.nodes, plan.flow.calls
+    layers = dict.fromkeys(nodes[nodes[calls(norm)[0]].inputs[0]].module for norm in plan.removed)
+    weighted = [layer for layer in layers if isinstance(layer, WEIGHTED)]
+    return [parameter for layer in weighted for parameter in parameter_slots(layer).values() if parameter is not None]
 
 
 def _tell_others(model: nn.Module, before: set[nn.Parameter], given: bool, averages: Collection[nn.Module]) -> None:
