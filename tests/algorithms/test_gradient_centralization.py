@@ -38,7 +38,7 @@ class Zoo(nn.Module):
         self.linear = nn.LayerNorm((4, 4))
         self.gamma = nn.Linear(16, 8)
         self.tokens = nn.Embedding(5, 8)
-        self.fc = NormalizedLinear(8, 4)
+        self.fc = NormalizedLinear(nn.Linear(8, 4))
         self.attention = nn.MultiheadAttention(8, 2)
         self.memory = nn.GRU(4, 4)
         self.scale = nn.Parameter(torch.zeros(1, 8, 1, 1))

@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import torchboost
 from tests.support.conv_nets import (
+    Basic,
     ForeignNames,
     InvertedResidual,
     PreActNet,
@@ -113,6 +114,13 @@ def test_fewer_norms_than_blocks():
     report = less_bn(model, blocks_per_norm=2)
     assert names_of_norms(model) == ["1", "4.bn2", "6.bn2", "8.bn2"]
     assert len(report.rescaled) == len(report.removed) == 10
+
+
+def test_every_nth_block_counts_from_the_last_that_kept():
+    net = nn.Sequential(*[Basic(3, 3) for _ in range(4)], Basic(3, 4), *[Basic(4, 4) for _ in range(4)])
+    report = less_bn(net, keep="last", blocks_per_norm=3)
+    last = [name in report.kept for name in report.found if name.endswith("bn2")]
+    assert last == [False, False, True, False, True, False, False, True, True]
 
 
 def test_names_play_no_part():

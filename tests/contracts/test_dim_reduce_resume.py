@@ -38,7 +38,7 @@ def test_checkpoints_that_make_another_basis_are_refused_on_resume(tmp_path: Pat
     state = copy.deepcopy(run.state_dict())
     checkpoints(tmp_path, 5)
     _, _, other = start(settings)
-    with pytest.raises(ValueError, match="of another basis"):
+    with pytest.raises(ValueError, match="or other directions"):
         other.load_state_dict(state)
 
 

@@ -8,7 +8,9 @@ from torchboost.workloads.models import GPT, VGG, Bottleneck, ResNet
 
 
 def names(model: nn.Module) -> list[str]:
-    return [block.name for block in blocks_of(model)]
+    """The name of the first module of each block."""
+    named = {module: name for name, module in model.named_modules()}
+    return [named[block.modules[0]] for block in blocks_of(model)]
 
 
 def resnet(block=Bottleneck) -> ResNet:
@@ -22,7 +24,7 @@ def test_a_residual_network_is_cut_at_its_residual_blocks():
 def test_a_plain_stack_is_cut_at_its_layers_and_norms_join_the_layer_before():
     model = VGG((1, 2), width=4)
     blocks = blocks_of(model)
-    assert [block.name for block in blocks] == ["features.0", "features.4", "features.7", "fc"]
+    assert names(model) == ["features.0", "features.4", "features.7", "fc"]
     assert blocks[0].parameters == (model.features[0].weight, model.features[1].weight, model.features[1].bias)
 
 

@@ -16,7 +16,7 @@ from tests.support.conv_nets import Basic, ForeignNames, RefusesTracing, vgg
 from torchboost.core.forward import tensors_in
 from torchboost.graph.copies import ReachesOriginal, undisturbed
 from torchboost.graph.flow import Dataflow
-from torchboost.graph.trace import evaluate, record_run, runnable, shared_traces, trace, trace_paths
+from torchboost.graph.trace import evaluate, first_run, record_run, shared_traces, trace, trace_paths
 
 
 class Branching(ForeignNames):
@@ -92,11 +92,16 @@ def test_a_sample_opens_what_a_guess_does_not():
     assert trace(RefusesTracing(), sample=sample).traced == "run"
 
 
+def ran(model: nn.Module, sample: Any = None) -> Any:
+    """What was run, on which input, and what it returned."""
+    return first_run(model, sample, lambda network, given: (network, given, evaluate(network, given)))
+
+
 def test_a_sample_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="does not run on the sample"):
         trace(Branching(), sample=torch.randn(2, 5, 8, 8))
     with pytest.raises(ValueError, match="does not run on the sample"):
-        runnable(ForeignNames(), torch.randn(2, 5, 8, 8))
+        ran(ForeignNames(), torch.randn(2, 5, 8, 8))
 
 
 def test_a_lazy_module_must_have_run():
@@ -117,7 +122,7 @@ def test_looks_into_a_network_that_returns_its_loss():
             return self.loss(self.inner(*inputs[:-1]), inputs[-1])
 
     assert trace(WithLoss()).traced == "run"
-    assert runnable(WithLoss()) is not None
+    assert ran(WithLoss()) is not None
 
 
 def test_an_optional_argument_counts_as_left_out():
@@ -226,7 +231,7 @@ def test_guesses_an_input_from_the_first_layer():
         (nn.Conv3d(5, 4, 3), 5),
         (nn.Linear(5, 4), 2),
     ]:
-        found = runnable(nn.Sequential(layer))
+        found = ran(nn.Sequential(layer))
         assert found is not None
         assert found[1].ndim == shape
         assert found[1].shape[1] == 5
@@ -234,7 +239,7 @@ def test_guesses_an_input_from_the_first_layer():
 
 def test_guesses_several_sizes():
     model = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Flatten(), nn.Linear(2 * 28 * 28, 3))
-    found = runnable(model)
+    found = ran(model)
     assert found is not None
     assert found[1].shape == (2, 1, 28, 28)
 
@@ -400,59 +405,18 @@ def test_tensors_come_in_order_and_containers_that_raise_or_hold_themselves_do_n
     assert [id(tensor) for tensor in tensors] == [id(tensor) for tensor in (a, b, a, b, c)]
 
 
-def flat(*modules) -> list[bool]:
-    (flow,) = trace_paths(nn.Sequential(*modules)) or ()
-    return [node.flat for node in flow.nodes if node.module is not None]
-
-
-class By(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
-
-
-def test_two_dimensions_are_certain_behind_what_flattens():
-    head = [nn.Linear(3, 3), nn.ReLU(), nn.BatchNorm1d(3), nn.Dropout()]
-    assert flat(*head, nn.Flatten(), *head, nn.Unflatten(1, (3, 1))) == 4 * [False] + 5 * [True] + [False]
-    for function, certain in [
-        (lambda x: x.flatten(1), True),
-        (lambda x: torch.flatten(x, start_dim=1), True),
-        (lambda x: x.flatten(1, 2), False),
-        (lambda x: x.flatten(), False),
-        (lambda x: x.view(4, -1), True),
-        (lambda x: x.reshape((4, 2, -1)), False),
-        (lambda x: torch.relu(x.flatten(1)) + 1, True),
-        (lambda x: x.flatten(1) + x, False),
-        (lambda x: x.mean((2, 3)), False),
-        (lambda x: x[0], False),
-    ]:
-        assert flat(By(function), nn.Linear(3, 3)) == [certain]
-    for function, certain in [
-        (lambda x: x.mean((2, 3)), True),
-        (lambda x: torch.relu(x).amax(dim=(-1, -2)), True),
-        (lambda x: x.mean(2).mean(2), True),
-        (lambda x: x.mean((2, 3), keepdim=True), False),
-        (lambda x: x.mean(2), False),
-    ]:
-        found = flat(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.MaxPool2d(2), By(function), nn.Linear(3, 3))
-        assert found[-1] is certain
-    assert not flat(nn.Conv3d(3, 3, 1), By(lambda x: x.mean((2, 3))), nn.Linear(3, 3))[-1]
-
-
-def test_a_trace_copies_no_parameters_unless_their_values_decide():
+def test_a_trace_copies_no_values_of_parameters_and_if_they_decide_a_run_tells():
     class Decides(nn.Module):
         kinds: ClassVar[list[str]] = []
 
         def __init__(self):
             super().__init__()
-            self.layer, self.scale = nn.Linear(2, 2), nn.Parameter(torch.ones(1))
+            self.layer, self.head = nn.Linear(2, 2), nn.Linear(2, 2)
+            self.scale = nn.Parameter(torch.ones(1))
 
         def forward(self, x):
             self.kinds.append(self.scale.device.type)
-            return self.layer(x) if self.scale > 0 else x
+            return self.head(self.layer(x) if self.scale > 0 else x)
 
-    assert trace(Decides()).traced == "fx"
+    assert trace(Decides()).traced == "run"
     assert Decides.kinds == ["meta", "cpu"]

@@ -25,7 +25,7 @@ class Network(nn.Module):
         self.dw = nn.Conv2d(4, 4, 3, groups=4, bias=False)
         self.bn = nn.BatchNorm2d(4)
         self.fc = nn.Linear(4, 4)
-        self.head = NormalizedLinear(4, 2, bias=False)
+        self.head = NormalizedLinear(nn.Linear(4, 2, bias=False))
 
 
 def named() -> tuple[Network, dict[str, nn.Parameter]]:

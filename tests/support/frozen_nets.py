@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from tests.support.models import batch_for, cnn, mlp
 from torchboost.algorithms.grad_freeze.cache import FastPrefix
 from torchboost.algorithms.grad_freeze.freezer import Freezing, prefixes_of
-from torchboost.algorithms.grad_freeze.schedule import Repeated
+from torchboost.algorithms.grad_freeze.schedule import repeated
 from torchboost.graph.blocks import blocks_of
 from torchboost.workloads.models import GPT, VGG, BasicBlock, Bottleneck, ResNet
 
@@ -154,7 +154,15 @@ def named(fast: FastPrefix, *args: Any, **kwargs: Any) -> Any:
         return fast._model(*args, **kwargs)
 
 
-def scheduled(model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Sequence[int], **options: Any) -> Freezing:
+def scheduled(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    schedule: Sequence[int],
+    *,
+    norms: Any = "update",
+    **options: Any,
+) -> Freezing:
     """Freeze so many blocks at each update; the list begins again at its end."""
     blocks = blocks_of(model)
-    return Freezing(model, optimizer, prefixes_of(blocks, range(len(blocks))), Repeated(tuple(schedule)), **options)
+    prefixes = prefixes_of(blocks, range(len(blocks)), norms)
+    return Freezing(model, optimizer, prefixes, repeated(tuple(schedule)), **options)

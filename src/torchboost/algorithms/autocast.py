@@ -39,7 +39,7 @@ from torchboost.core.torch_private import (
 )
 from torchboost.core.wrapping import is_compiled, sharded_units, unwrap
 from torchboost.errors import IncompatibleError, NoEffectWarning, nearest
-from torchboost.graph.copies import parameter_bytes, undisturbed
+from torchboost.graph.copies import is_large, undisturbed
 from torchboost.graph.norms import NormalizedLinear
 
 __all__ = ["Autocast", "Heads", "autocast_forward", "find_heads", "guessed_heads"]
@@ -47,8 +47,6 @@ __all__ = ["Autocast", "Heads", "autocast_forward", "find_heads", "guessed_heads
 _NAMES = {torch.bfloat16: ("BFloat16", "bfloat16"), torch.float16: ("Half", "float16")}
 _HALF = tuple(_NAMES)
 _PLAIN = (bool, int, float, str, type(None))
-_TOO_LARGE = 2**30
-"""A model with more bytes of parameters is not copied to find its heads."""
 _CHEAP = 0.1
 """A head of at most this share of all multiplications costs little in float32."""
 _FEW = 8
@@ -218,7 +216,7 @@ def _is_traced() -> bool:
 def _heads_of_copy(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Heads | None:
     """Return the heads that a pass of a copy shows; None if the model cannot be copied, or its copy not be run."""
     plain = all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in tree_flatten((args, kwargs))[0])
-    if not plain or sharded_units(model) or parameter_bytes(model) > _TOO_LARGE:
+    if not plain or sharded_units(model) or is_large(model):
         return None  # an iterator among the arguments would lose a batch
     inputs = with_tensors((args, kwargs), lambda tensor: tensor.detach().clone())
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
@@ -19,14 +19,14 @@ from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.graph.copies import copies_of
 from torchboost.graph.flow import Dataflow
-from torchboost.graph.folding import Fold, fold_pairs, plan_folds, shared_weights
+from torchboost.graph.folding import fold_pairs, plan_folds, shared_weights
 from torchboost.graph.norms import (
     WEIGHTED,
-    Keep,
     NormalizedLinear,
+    ResidualBlock,
     is_customised,
     norm_tail,
-    reasons_to_stay,
+    plain_stacks,
     rescale_layers,
     residual_blocks,
     was_trained,
@@ -34,18 +34,20 @@ from torchboost.graph.norms import (
 from torchboost.graph.removed_norm import RemovedNorm, put_removed_norm
 from torchboost.graph.surgery import (
     averages_of,
+    changing,
     held_elsewhere,
-    may_collide,
+    need_copies,
     optimizers_holding,
-    rebind_optimizer,
     replace_module,
-    undone_on_error,
 )
 from torchboost.graph.trace import trace
 
 __all__ = ["LessBn", "LessBnReport", "less_bn"]
 
+Keep = Literal["last", "narrowest"]
 Init = Literal["unit_variance", "keep"]
+_MOST_IN_BRANCH = 3
+"""BatchNorms in a residual branch. One of so many was shown to suffice, in basic and in bottleneck blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,13 +99,18 @@ class LessBn(Algorithm):
     See :func:`less_bn`, which does the work, for mechanism and cost.
 
     Args:
-        normalize_head: Replace the last linear layer by one between normalised rows.
-        keep: Which BatchNorm of a residual branch stays: the ``"narrowest"``, which costs least, or the ``"last"``, as
-            in MindSpore.
+        normalize_head: Replace the last linear layer of the forward pass by
+            :class:`~torchboost.graph.norms.NormalizedLinear`; it keeps its parameters.
+        keep: Which BatchNorm of a residual branch stays. ``"narrowest"``: the one over the fewest channels (of several
+            the last), in a bottleneck a quarter of the cost of the last one. The branch then ends without one, see
+            ``blocks_per_norm`` for how it starts. ``"last"``, as in MindSpore: the one right before the addition; in
+            pre-activation blocks the one before the last convolution.
         keep_shortcut: Keep the BatchNorms of the shortcuts.
         keep_every: In plain stacks, keep one of every ``keep_every``. 1 keeps all of them, all of the inverted
             residuals without skip, and all of a residual branch with more than 3, which is a stack inside a skip.
-        blocks_per_norm: Keep a BatchNorm only in one of so many residual blocks.
+        blocks_per_norm: Above 1, only one of so many consecutive residual blocks keeps its BatchNorm; blocks with
+            a projection and the last block keep theirs. In untrained networks a branch that no longer ends in one
+            starts at ``1 / sqrt(number of residual blocks)`` of unit scale.
         init: ``"unit_variance"`` rescales the layers that lose their BatchNorm in an untrained network;
             ``"keep"`` leaves the weights as they are.
         head_multiplier: Start value of the normalised head's trainable factor.
@@ -163,12 +170,7 @@ class LessBn(Algorithm):
     def transform(self, model: nn.Module, optimizer: Optimizer | None = None, *others: Optimizer) -> None:
         """Remove the BatchNorms; see :func:`less_bn` for errors and warnings."""
         _check(model)
-        for other in others:
-            rebind_optimizer(other)  # refuses wrong names before anything is changed
-        before = set(model.parameters())
-        _reduce(model, optimizer, self, None)
-        for other in others:
-            rebind_optimizer(other, removed=before - set(model.parameters()), added=_added(model, before))
+        _reduce(model, [one for one in (optimizer, *others) if one is not None], self, None)
 
 
 def less_bn(
@@ -207,19 +209,12 @@ def less_bn(
         model: A bare module, in training or eval mode; the mode stays.
         optimizer: Forgets the parameters that are gone; new ones (biases, the head's factor) join the group of
             the weight they belong to. Needed if it was made before this call.
-        normalize_head: Replace the last linear layer of the forward pass by
-            :class:`~torchboost.graph.norms.NormalizedLinear`; it keeps its parameters.
-        keep: Which BatchNorm of a residual branch stays. ``"narrowest"``: the one over the fewest channels (of several
-            the last), in a bottleneck a quarter of the cost of the last one. The branch then ends without one, see
-            ``blocks_per_norm`` for how it starts. ``"last"``, as in MindSpore: the one right before the addition; in
-            pre-activation blocks the one before the last convolution.
+        normalize_head: Normalise the last linear layer. See :class:`LessBn` for this and the next six.
+        keep: Which BatchNorm of a residual branch stays.
         keep_shortcut: Keep the BatchNorms of the shortcuts.
-        keep_every: In plain stacks, keep one of every ``keep_every``. 1 keeps all of them, all of the inverted
-            residuals without skip, and all of a residual branch with more than 3, which is a stack inside a skip.
-        blocks_per_norm: Above 1, only one of so many consecutive residual blocks keeps its BatchNorm; blocks with
-            a projection and the last block keep theirs. In untrained networks a branch that no longer ends in one
-            starts at ``1 / sqrt(number of residual blocks)`` of unit scale.
-        init: ``"keep"`` leaves the weights of an untrained network as they are.
+        keep_every: In plain stacks, keep one of so many.
+        blocks_per_norm: Keep a BatchNorm in one of so many residual blocks only.
+        init: What happens to the weights of an untrained network.
         head_multiplier: Start value of the head's trainable factor.
         sample: Input of a forward pass (tensor, tuple or dict); guessed from the first layer if missing.
         dry_run: Change nothing (work on a copy) and return the report.
@@ -261,20 +256,30 @@ def less_bn(
     _check(model)
     if dry_run:
         with copies_of(model):
-            return _reduce(copy.deepcopy(model), None, settings, sample, dry_run=True)
-    return _reduce(model, optimizer, settings, sample)
+            return _reduce(copy.deepcopy(model), [], settings, sample, dry_run=True)
+    return _reduce(model, [] if optimizer is None else [optimizer], settings, sample)
 
 
 class _Plan(NamedTuple):
-    flow: Dataflow | None
+    """What is to be changed.
+
+    Args:
+        flow: The data flow; empty if there is nothing to look for.
+        names: Of all modules, BatchNorms first, in the order in which they run.
+        kept: BatchNorms that stay, and why.
+        removed: The others.
+        folds: In a trained network, what each BatchNorm can be folded into, or why not.
+        bare_ends: The last layer of each branch whose sum is not normalised any more, and its initial variance.
+        head: The linear layer to replace by a normalised one.
+    """
+
+    flow: Dataflow
     names: dict[nn.Module, str]
     kept: dict[nn.Module, str]
     removed: list[AnyBatchNorm]
-    copies: set[AnyBatchNorm]
+    folds: Mapping[nn.Module, nn.Module | str]
     bare_ends: dict[int, float]
-    trained: bool
     head: nn.Linear | None
-    folds: Mapping[nn.Module, Fold | str]
 
     @property
     def changes(self) -> bool:
@@ -282,7 +287,7 @@ class _Plan(NamedTuple):
 
 
 def _reduce(
-    model: nn.Module, optimizer: Optimizer | None, settings: LessBn, sample: Any, *, dry_run: bool = False
+    model: nn.Module, optimizers: Sequence[Optimizer], settings: LessBn, sample: Any, *, dry_run: bool = False
 ) -> LessBnReport:
     plan = _plan(model, settings, sample)
     rescaled: tuple[str, ...] = ()
@@ -293,58 +298,39 @@ def _reduce(
     else:
         before = set(model.parameters())
         averages = [] if dry_run else averages_of(model)
-        with undone_on_error(model, optimizer, written=_in_front(plan)):
-            if plan.trained:
-                chosen = [fold for norm in plan.removed if isinstance(fold := plan.folds.get(norm), Fold)]
-                folds = [fold._replace(copies=fold.copies or fold.norm in plan.copies) for fold in chosen]
-                difference = fold_pairs(model, folds, optimizer=optimizer, sample=sample)
+        with changing(model, optimizers, written=_in_front(plan)):
+            if plan.folds:
+                folds = {norm: layer for norm in plan.removed if isinstance(layer := plan.folds[norm], nn.Module)}
+                difference = fold_pairs(model, folds, sample)
             else:
-                rescaled = _drop(model, plan, optimizer, settings)
+                rescaled = _drop(model, plan, settings)
             if plan.head is not None:
-                head = NormalizedLinear.from_linear(plan.head)
-                nn.init.constant_(head.multiplier, settings.head_multiplier)
-                replace_module(model, plan.head, head)
-                if optimizer is not None and isinstance(head.weight, nn.Parameter):
-                    rebind_optimizer(optimizer, added=[(head.multiplier, head.weight, "multiplier")])
-            _tell_others(model, before, optimizer, averages)
+                replace_module(model, plan.head, NormalizedLinear(plan.head, settings.head_multiplier))
+            _tell_others(model, before, bool(optimizers), averages)
     return LessBnReport(
         found=tuple(name for module, name in plan.names.items() if isinstance(module, AnyBatchNorm)),
         removed=tuple(plan.names[norm] for norm in plan.removed),
         kept={plan.names[norm]: reason for norm, reason in plan.kept.items()},
-        folded=plan.trained and bool(plan.removed),
+        folded=bool(plan.folds and plan.removed),
         rescaled=rescaled,
         head=None if plan.head is None else plan.names[plan.head],
         largest_difference=difference,
-        traced="-" if plan.flow is None else plan.flow.traced,
+        traced=plan.flow.traced,
     )
-
-
-def _added(model: nn.Module, before: set[nn.Parameter]) -> list[tuple[nn.Parameter, nn.Parameter, str]]:
-    """Return each new parameter with the weight of its module, which it joins, and its name there."""
-    slots = [parameter_slots(module) for module in model.modules()]
-    return [
-        (new, weight, name)
-        for parameters in slots
-        for name, new in parameters.items()
-        if new is not None and new not in before and (weight := parameters.get("weight")) is not None
-    ]
 
 
 def _in_front(plan: _Plan) -> list[Tensor]:
     """The parameters of the layers that absorb the BatchNorms after them."""
-    assert plan.flow is not None
     nodes, calls = plan.flow.nodes, plan.flow.calls
     layers = dict.fromkeys(nodes[nodes[calls(norm)[0]].inputs[0]].module for norm in plan.removed)
     weighted = [layer for layer in layers if isinstance(layer, WEIGHTED)]
     return [parameter for layer in weighted for parameter in parameter_slots(layer).values() if parameter is not None]
 
 
-def _tell_others(
-    model: nn.Module, before: set[nn.Parameter], optimizer: Optimizer | None, averages: Collection[nn.Module]
-) -> None:
+def _tell_others(model: nn.Module, before: set[nn.Parameter], given: bool, averages: Collection[nn.Module]) -> None:
     """Warn about an optimizer that does not train new parameters, and an average that pairs them wrongly."""
     new = [name for name, parameter in model.named_parameters() if parameter not in before]
-    if optimizer is None and new and optimizers_holding(before):
+    if not given and new and optimizers_holding(before):
         names = ", ".join(new[:3]) + (", ..." if len(new) > 3 else "")
         warnings.warn(
             f"less_bn: the existing optimizer of this model does not hold its new parameters ({names}), so they will "
@@ -377,22 +363,13 @@ def _plan(model: nn.Module, settings: LessBn, sample: Any) -> _Plan:
     """Decide everything and change nothing."""
     names = {module: name for name, module in model.named_modules()}
     norms = [module for module in names if isinstance(module, AnyBatchNorm)]
-    if not norms and not (settings.normalize_head and any(isinstance(m, nn.Linear) for m in names)):
-        return _Plan(None, names, {}, [], set(), {}, False, None, {})
-    flow = trace(model, sample=sample)
+    searched = norms or (settings.normalize_head and any(isinstance(module, nn.Linear) for module in names))
+    flow = trace(model, sample=sample) if searched else Dataflow("-")
     norms.sort(key=lambda norm: next(iter(flow.calls(norm)), len(flow.nodes)))
     names = {m: names[m] for m in norms} | names
-    trained = bool(was_trained(model))
     blocks = residual_blocks(flow)
-    reasons = reasons_to_stay(
-        flow,
-        blocks,
-        keep=settings.keep,
-        keep_shortcut=settings.keep_shortcut,
-        keep_every=settings.keep_every,
-        blocks_per_norm=settings.blocks_per_norm,
-    )
-    folds = plan_folds(model, flow=flow, sample=sample) if trained else {}
+    reasons = _reasons(flow, blocks, settings)
+    folds = plan_folds(model, flow=flow, sample=sample) if was_trained(model) else {}
     elsewhere = held_elsewhere(model)
     kept: dict[nn.Module, str] = {}
     removed: list[AnyBatchNorm] = []
@@ -405,15 +382,14 @@ def _plan(model: nn.Module, settings: LessBn, sample: Any) -> _Plan:
         else:
             kept[norm] = reason or "it is the model itself"
     gone = {flow.calls(norm)[0] for norm in removed}
-    copies = {norm for norm in removed if may_collide(flow, flow.calls(norm)[0], gone)}
-    bare_ends = {  # last layer of each branch with a sum that is not normalised any more -> its initial variance
+    bare_ends = {
         layers[-1]: 1 / len(blocks)
         for block in blocks
         for layers, norms in zip(block.mains, block.norms, strict=True)
         if norms and (gone.issuperset(norms) or (norms[-1] in gone and norms[-1] > layers[-1]))
     }
     head = _head(flow, model, elsewhere) if settings.normalize_head else None
-    return _Plan(flow, names, kept, removed, copies, bare_ends, trained, head, folds)
+    return _Plan(flow, names, kept, removed, folds, bare_ends, head)
 
 
 def _reason(flow: Dataflow, norm: AnyBatchNorm, reasons: Mapping[int, str | None]) -> str | None:
@@ -421,13 +397,57 @@ def _reason(flow: Dataflow, norm: AnyBatchNorm, reasons: Mapping[int, str | None
     calls = flow.calls(norm)
     if norm_tail(norm) is None:
         return f"{type(norm).__name__} has its own forward, or hooks"
+    if flow.traced == "structure":
+        return "the data flow could not be traced; pass an input as sample="
     if len(calls) != 1:
         return f"it is used {len(calls)} times" if calls else "the traced pass does not reach it"
     if norm.running_mean is None:
         return "it keeps no running statistics"
-    if flow.traced == "structure":
-        return "the data flow could not be traced; pass an input as sample="
     return reasons.get(calls[0], "not directly after a convolution or linear layer")
+
+
+def _reasons(flow: Dataflow, blocks: list[ResidualBlock], settings: LessBn) -> dict[int, str | None]:
+    """Return for every BatchNorm node in a block or stack why it is needed; None if it is not."""
+    every = settings.keep_every
+    reasons = _reasons_in_blocks(flow, blocks, settings)
+    first = next((node.index for node in flow.instances(AnyBatchNorm)), None)
+    stem = None if first in reasons else first
+    for norms, linear_end in plain_stacks(flow, blocks):
+        last = max((at for at, norm in enumerate(norms) if norm is not None), default=0)
+        for at, norm in enumerate(norms):
+            if norm is None:
+                continue
+            reasons[norm] = None
+            if at == last:
+                reasons[norm] = "the last of a block without skip" if linear_end else "the last of its run"
+            elif (every == 1 or not linear_end) and (last - at) % every == 0:
+                reasons[norm] = "in a plain stack" if every == 1 else f"one of every {every} in a plain stack"
+    if stem is not None:
+        reasons[stem] = "the first of the network"
+    return reasons
+
+
+def _reasons_in_blocks(flow: Dataflow, blocks: list[ResidualBlock], settings: LessBn) -> dict[int, str | None]:
+    def width(norm: int) -> int:
+        module: Any = flow.nodes[norm].module
+        return module.num_features
+
+    most = _MOST_IN_BRANCH if settings.keep_every == 1 else len(flow.nodes)
+    in_shortcut = "in a shortcut (keep_shortcut)" if settings.keep_shortcut else None
+    reasons: dict[int, str | None] = {}
+    since = 0
+    for block in blocks:
+        since += 1
+        due = since >= settings.blocks_per_norm or block.projects or block is blocks[-1]
+        since = 0 if due else since
+        for norms in block.norms:
+            long = len(norms) > most
+            reasons |= dict.fromkeys(norms, f"in a branch of more than {most}, a stack inside a skip" if long else None)
+            if due and norms and not long:
+                stays = norms[-1] if settings.keep == "last" else min(reversed(norms), key=width)
+                reasons[stays] = f"the {settings.keep} of its residual branch"
+        reasons |= dict.fromkeys(block.shortcut_norms, in_shortcut)
+    return reasons
 
 
 def _head(flow: Dataflow, model: nn.Module, elsewhere: Mapping[nn.Module, str]) -> nn.Linear | None:
@@ -441,21 +461,19 @@ def _head(flow: Dataflow, model: nn.Module, elsewhere: Mapping[nn.Module, str]) 
     return last if parameter_slots(last).get("weight") is not None else None
 
 
-def _drop(model: nn.Module, plan: _Plan, optimizer: Optimizer | None, settings: LessBn) -> tuple[str, ...]:
+def _drop(model: nn.Module, plan: _Plan, settings: LessBn) -> tuple[str, ...]:
     """Remove the BatchNorms of an untrained network; return the names of the layers that were rescaled."""
-    assert plan.flow is not None
-    flow, before, shared = plan.flow, set(model.parameters()), shared_weights(model)
-    fronts = {norm: _only_layer_before(flow, flow.calls(norm)[0], shared) for norm in plan.removed}
+    flow, shared = plan.flow, shared_weights(model)
+    places = {norm: flow.calls(norm)[0] for norm in plan.removed}
+    fronts = {norm: _only_layer_before(flow, place, shared) for norm, place in places.items()}
     rescaled: tuple[str, ...] = ()
     if settings.init == "unit_variance":
         targets = {layer: plan.bare_ends.get(layer, 1.0) for layer in fronts.values() if layer is not None}
-        gone = {flow.calls(norm)[0] for norm in plan.removed}
-        rescaled = tuple(plan.names[module] for module in rescale_layers(flow, targets, gone))
+        rescaled = tuple(plan.names[module] for module in rescale_layers(flow, targets, places.values()))
+    copies = need_copies(flow, places.values())
     for norm, front in fronts.items():
         layer = None if front is None else flow.nodes[front].module
-        put_removed_norm(model, norm, copies=norm in plan.copies, layer=layer)
-    if optimizer is not None:
-        rebind_optimizer(optimizer, removed=before - set(model.parameters()))
+        put_removed_norm(model, norm, copies=places[norm] in copies, layer=layer)
     return rescaled
 
 

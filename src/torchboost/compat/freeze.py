@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from torchboost.algorithms.grad_freeze.algorithm import GradFreeze, Pattern, freeze_blocks
 from torchboost.algorithms.grad_freeze.freezer import Freezing, Prefix
-from torchboost.algorithms.grad_freeze.schedule import Continuous, Repeated, length_of
+from torchboost.algorithms.grad_freeze.schedule import length_of, period_of, repeated
 from torchboost.core.arguments import check_optimizer, check_pair, check_sens
 from torchboost.errors import NoEffectWarning
 from torchboost.optim.wrapping_optimizer import WrappingOptimizer
@@ -109,8 +109,9 @@ class GradientFreeze:
         settings = _settings_of(parameter_groups_number, freeze_strategy, freeze_p, total_steps)
         schedule = settings.schedule([1 / settings.groups] * settings.groups, seed=self._seed)
         length = length_of(total_steps)
-        if isinstance(schedule, Continuous) and parameter_groups_number > 1:
-            length = schedule.period * -(-length // schedule.period)
+        if freeze_strategy == 0:
+            period = period_of(parameter_groups_number, freeze_p)
+            length = period * -(-length // period)
         return [schedule(step) for step in range(length)]
 
     def split_parameters_groups(self, net: nn.Module, freeze_para_groups_number: int) -> list[list[nn.Parameter]]:
@@ -172,7 +173,7 @@ class FreezeOpt(WrappingOptimizer):
         strategy = _strategy(train_strategy, len(groups))
         super().__init__(opt)
         self.groups = groups
-        self.freezing = Freezing(None, opt, _prefixes(groups), Repeated(strategy))
+        self.freezing = Freezing(None, opt, _prefixes(groups), repeated(strategy))
 
     def _own_state(self) -> dict[str, Any]:
         return self.freezing.state_dict()

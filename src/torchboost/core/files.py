@@ -13,7 +13,7 @@ PARTIAL = ".torchboost-partial-"
 """How the names of unfinished files begin. One is left if the process is killed while it writes."""
 
 
-def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
+def write_whole(path: Path, data: bytes | memoryview, *, mode: int = 0o666) -> None:
     """Write a file completely or not at all, also if another process writes the same one, or the power fails.
 
     The bytes go to a file of another name in the same folder, which is then renamed. A file that is there already is

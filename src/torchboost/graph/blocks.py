@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
 from torchboost.core.torch_private import AnyConv
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.graph.flow import Dataflow
-from torchboost.graph.trace import registered, trace
+from torchboost.graph.trace import trace
 
 __all__ = ["Block", "blocks_of", "group_starts"]
 
@@ -24,14 +24,12 @@ class Block:
     """Parameters that are frozen together.
 
     Args:
-        name: Name of its first module in the model, for display.
         modules: All modules in it, containers included.
         parameters: Each parameter belongs to exactly one block of a model.
         cut: Modules in it that use a parameter of a later block (tied weights). While this block is frozen their
             outputs must be detached, or the backward pass would run through the block to reach that parameter.
     """
 
-    name: str
     modules: tuple[nn.Module, ...]
     parameters: tuple[nn.Parameter, ...]
     cut: tuple[nn.Module, ...] = ()
@@ -53,9 +51,8 @@ def blocks_of(model: nn.Module) -> tuple[Block, ...]:
     sharded = wrapper_of(model) == "fully_shard"
     network = _core(unwrap(model))
     units = [unit for unit in _units(network) if unit.parameters]
-    flow = registered(network) if sharded else trace(network)
-    names = {module: name for name, module in unwrap(model).named_modules()}
-    return _owned(_joined(_in_order(units, flow)), names)
+    flow = Dataflow("structure") if sharded else trace(network)
+    return _owned(_joined(_in_order(units, flow)))
 
 
 def group_starts(blocks: int, groups: int) -> tuple[int, ...]:
@@ -110,16 +107,12 @@ def _holds_blocks(module: nn.Module) -> bool:
     for container in module.modules():
         if isinstance(container, _LISTS):
             children = list(container.children())
-            if sum(_layers(child) > 1 for child in children) > 1:
+            matrices = [sum(parameter.ndim > 1 for parameter in child.parameters()) for child in children]
+            if sum(count > 1 for count in matrices) > 1:
                 return True
             if sum(isinstance(child, (AnyConv, nn.Linear)) for child in children) >= _STACK:
                 return True
     return False
-
-
-def _layers(module: nn.Module) -> int:
-    """Return the number of weight matrices and kernels in a module."""
-    return sum(parameter.ndim > 1 for parameter in module.parameters())
 
 
 def _in_order(units: list[_Unit], flow: Dataflow) -> list[_Unit]:
@@ -144,7 +137,7 @@ def _joined(units: list[_Unit]) -> list[_Unit]:
     return joined
 
 
-def _owned(units: list[_Unit], names: Mapping[nn.Module, str]) -> tuple[Block, ...]:
+def _owned(units: list[_Unit]) -> tuple[Block, ...]:
     """Assign tied parameters to the last unit that uses them, and record the earlier users."""
     owner: dict[Tensor, int] = {p: index for index, unit in enumerate(units) for p in unit.parameters}
     blocks = []
@@ -153,15 +146,10 @@ def _owned(units: list[_Unit], names: Mapping[nn.Module, str]) -> tuple[Block, .
         own = tuple(dict.fromkeys(p for p in unit.parameters if owner[p] == index))
         cut = tuple(m for m in modules if any(owner[p] > index for p in m.parameters(recurse=False) if p in owner))
         if own:
-            blocks.append(Block(name=names[unit.roots[0]], modules=modules, parameters=own, cut=cut))
+            blocks.append(Block(modules=modules, parameters=own, cut=cut))
         elif blocks:
             before = blocks[-1]
-            blocks[-1] = Block(
-                name=before.name,
-                modules=(*before.modules, *modules),
-                parameters=before.parameters,
-                cut=(*before.cut, *cut),
-            )
+            blocks[-1] = replace(before, modules=(*before.modules, *modules), cut=(*before.cut, *cut))
         else:
             units[index + 1].roots = unit.roots + units[index + 1].roots  # a tied embedding comes first
     return tuple(blocks)

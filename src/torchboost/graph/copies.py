@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from torchboost.core.forward import is_our_hook
+from torchboost.core.forward import is_our_hook, tensors_in
 from torchboost.core.torch_private import (
     DispatchMode,
     beneath_compiled,
@@ -31,8 +31,8 @@ __all__ = [
     "full_precision",
     "generator_states",
     "generators_kept",
+    "is_large",
     "memory",
-    "parameter_bytes",
     "set_generator_states",
     "twin",
     "undisturbed",
@@ -94,9 +94,9 @@ class _Copying(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def parameter_bytes(model: nn.Module) -> int:
-    """Return the size of all parameters."""
-    return sum(p.numel() * p.element_size() for p in model.parameters())
+def is_large(model: nn.Module) -> bool:
+    """Whether a model has more than 1 GiB of parameters, and is not copied with their values without being asked to."""
+    return sum(parameter.nbytes for parameter in model.parameters()) > 2**30
 
 
 def _uncompile(module: nn.Module, original: nn.Module) -> None:
@@ -207,7 +207,7 @@ class _Watch(DispatchMode):
         self._owners.pop(0, None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in _tensors((*args, *(kwargs or {}).values())):
+        for tensor in tensors_in((args, kwargs or {})):
             owner = self._owners.get(memory(tensor))
             if owner is not None:
                 self.reached = (
@@ -217,14 +217,6 @@ class _Watch(DispatchMode):
                 )
                 raise ReachesOriginal(self.reached)
         return func(*args, **(kwargs or {}))
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    for entry in value:
-        if isinstance(entry, Tensor):
-            yield entry
-        elif isinstance(entry, (list, tuple)):
-            yield from _tensors(entry)
 
 
 def memory(tensor: Tensor) -> int:

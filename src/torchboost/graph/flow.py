@@ -14,8 +14,8 @@ from torch import nn
 __all__ = ["Branches", "Dataflow", "Kind", "Node", "Traced"]
 
 Kind = Literal["input", "module", "add", "other", "output"]
-Traced = Literal["fx", "run", "structure"]
-"""By a symbolic trace, in one run, or not at all: the order in which modules are registered."""
+Traced = Literal["fx", "run", "structure", "-"]
+"""By a symbolic trace, in one run, or not at all, because that failed or was not needed: then there are no nodes."""
 _ADDITIONS = frozenset({"add", "add_", "iadd", "__add__", "__iadd__", "__radd__"})
 
 
@@ -31,7 +31,7 @@ class Node:
         module: The module of a ``"module"`` node.
         writes: Whether a function writes to the memory of its first input.
         running: Modules whose forward was running when this one was called, outermost first.
-        flat: Whether the output has two dimensions: in a symbolic trace for every input, in a run for the sample.
+        flat: In a run, whether the output has two dimensions.
     """
 
     index: int
@@ -55,7 +55,7 @@ class Dataflow:
     """Nodes in execution order: every node comes after its inputs.
 
     Args:
-        traced: How the graph was found. What must be exact does not rely on ``"structure"``.
+        traced: How the graph was found.
     """
 
     def __init__(self, traced: Traced) -> None:
@@ -101,6 +101,10 @@ class Dataflow:
     def calls(self, module: nn.Module) -> list[int]:
         """Return the nodes that call ``module``: none if the pass does not reach it, several if it is shared."""
         return self._calls.get(module, [])
+
+    def before(self, index: int) -> list[Node]:
+        """Return a node and all that it depends on."""
+        return [self.nodes[at] for at in _bits(self._reach[index])]
 
     def instances(self, kind: type | tuple[type, ...]) -> list[Node]:
         """Return the calls of all modules of a type, in execution order."""

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +23,12 @@ from torchboost.graph.copies import ReachesOriginal
 from torchboost.graph.flow import Dataflow
 from torchboost.graph.norms import WEIGHTED, is_customised, norm_tail
 from torchboost.graph.removed_norm import fused_weights, put_removed_norm
-from torchboost.graph.surgery import held_elsewhere, may_collide, rebind_optimizer, undone_on_error
-from torchboost.graph.trace import evaluate, runnable, trace, trace_paths, trace_run
+from torchboost.graph.surgery import changing, held_elsewhere
+from torchboost.graph.trace import evaluate, first_run, trace, trace_paths, trace_run
 
-__all__ = ["Fold", "FoldReport", "fold_batch_norms", "fold_pairs", "largest_difference", "plan_folds", "shared_weights"]
+__all__ = ["FoldReport", "fold_batch_norms", "fold_pairs", "largest_difference", "plan_folds", "shared_weights"]
+
+_Region = tuple[nn.Module, list[Dataflow]]
 
 _STOCK_FORWARDS = (
     nn.Linear.forward,
@@ -60,18 +62,6 @@ class FoldReport:
             f"largest relative difference {difference}; data flow from {self.traced}"
         ]
         return "\n".join(lines + [f"  kept {name}: {reason}" for name, reason in self.kept.items()])
-
-
-class Fold(NamedTuple):
-    """A BatchNorm and the layer before it to fold it into.
-
-    ``copies`` says whether the module that replaces it must return a copy, see
-    :func:`~torchboost.graph.surgery.may_collide`.
-    """
-
-    norm: nn.Module
-    layer: nn.Module
-    copies: bool = True
 
 
 def fold_batch_norms(model: nn.Module, optimizer: Optimizer | None = None, *, sample: Any = None) -> FoldReport:
@@ -108,24 +98,25 @@ def fold_batch_norms(model: nn.Module, optimizer: Optimizer | None = None, *, sa
     flow = trace(model, sample=sample)
     plan = plan_folds(model, flow=flow, sample=sample)
     plan |= {norm: "it is in training mode; call model.eval() first" for norm in norms if norm.training}
-    folds = [fold for fold in plan.values() if isinstance(fold, Fold)]
+    folds = {norm: layer for norm, layer in plan.items() if isinstance(layer, nn.Module)}
     return FoldReport(
-        folded=tuple(norms[fold.norm] for fold in folds),
+        folded=tuple(norms[norm] for norm in folds),
         kept={norms[norm]: reason for norm, reason in plan.items() if isinstance(reason, str)},
-        largest_difference=fold_pairs(model, folds, optimizer=optimizer, sample=sample),
+        largest_difference=fold_pairs(model, folds, sample, () if optimizer is None else (optimizer,)),
         traced=flow.traced,
     )
 
 
-def plan_folds(model: nn.Module, *, flow: Dataflow | None = None, sample: Any = None) -> dict[nn.Module, Fold | str]:
+def plan_folds(model: nn.Module, *, flow: Dataflow, sample: Any = None) -> dict[nn.Module, nn.Module | str]:
     """Return for every BatchNorm the layer that it can be folded into with certainty, or why there is none.
 
     In every call the norm must read the layer's output on the axis of the layer's channels, and nothing else may read
     it. A symbolic trace of a forward whose arguments have no defaults proves this for all tensors, if every decision by
     a value or a shape was followed both ways. Such a forward is searched from the outside inwards: first that of the
     model, then those of its parts, provided that the norm and the layer run inside it in the traced pass. If the model
-    runs on ``sample`` or on a guessed input, that pass must show the same pair. After a linear layer the number of
-    dimensions must also be certain, because the channels might be on another axis.
+    runs on ``sample`` or on a guessed input, that pass must show the same pair. After a linear layer it must also show
+    two dimensions, as the channels might be on another axis; without ``sample``, a convolution or a flattening that
+    fixes their number must come before.
 
     Hooks, a ``forward`` set on an instance, parametrizations, shared weights, modules that run twice, and norms that
     plain attributes outside the module tree hold are refused. Limits: arguments without a default are assumed to be
@@ -133,19 +124,16 @@ def plan_folds(model: nn.Module, *, flow: Dataflow | None = None, sample: Any = 
 
     Args:
         model: Bare, in any mode; its forward in eval mode is examined. It is not changed.
-        flow: Its data flow, if known.
+        flow: Its data flow.
         sample: Input of a forward pass: a tensor, a tuple or a dict. Every call is assumed to give the same arguments
             with the same number of dimensions.
 
     Returns:
-        A fold or a reason for every BatchNorm, in the order of registration.
+        A layer or a reason for every BatchNorm, in the order of registration.
 
-    Cost: a symbolic trace of the model or of parts of it, and a pass on ``sample`` or a guessed input.
+    Cost: a symbolic trace of each part that is not certain in ``flow``, and a pass on ``sample`` or a guessed input.
     """
     norms = [module for module in model.modules() if isinstance(module, AnyBatchNorm)]
-    if not norms:
-        return {}
-    flow = trace(model, sample=sample) if flow is None else flow
     passes, regions = [flow], []
     if flow.traced != "structure":
         ran = None if flow.traced == "run" else trace_run(model, sample)
@@ -160,21 +148,15 @@ def plan_folds(model: nn.Module, *, flow: Dataflow | None = None, sample: Any = 
     }
 
 
-class _Region(NamedTuple):
-    """A module whose forward was traced for all tensors, and the data flow of every path through it."""
-
-    module: nn.Module
-    paths: list[Dataflow]
-
-
 def _regions(module: nn.Module, flow: Dataflow, sample: Any) -> Iterator[_Region]:
+    """Yield the modules whose forward was traced for all tensors, and the data flow of every path through it."""
     if not any(isinstance(inner, AnyBatchNorm) for inner in module.modules()):
         return
     if sample is not None or _has_fixed_arguments(module):
         is_root = any(node.running[:1] == (module,) for node in flow.nodes)
         paths = [flow] if flow.traced == "fx" and is_root else trace_paths(module, sample)
         if paths is not None:
-            yield _Region(module, paths)
+            yield module, paths
             return
     for child in module.children():
         yield from _regions(child, flow, None)
@@ -191,35 +173,44 @@ def _has_fixed_arguments(module: nn.Module) -> bool:
 
 def _fold_of(
     norm: AnyBatchNorm, passes: list[Dataflow], regions: list[_Region], shared: set[Tensor], *, exemplary: bool
-) -> Fold | str:
-    """Return the fold of a norm; ``exemplary``: the number of dimensions in the passes holds for every call."""
+) -> nn.Module | str:
+    """Return the layer to fold a norm into; ``exemplary``: the dimensions in the passes are those of every call."""
     layer = _layer_before(passes[0], norm, shared)
     if isinstance(layer, str):
         return layer
-    around = (one for one in regions if any(path.calls(norm) and path.calls(layer) for path in one.paths))
-    region = next(around, None)
+    around = (one for one in regions if any(path.calls(norm) and path.calls(layer) for path in one[1]))
+    region, paths = next(around, (None, []))
     if region is None:
         return (
             "a forward around it takes optional arguments or cannot be traced, so other calls may take another path; "
             "pass an input as sample="
         )
-    paths = [path for path in region.paths if path.calls(norm) or path.calls(layer)]
+    paths = [path for path in paths if path.calls(norm) or path.calls(layer)]
     if any(_layer_before(path, norm, shared) is not layer for path in paths):
         return "the data flow around it depends on values or shapes"
     calls = [one.nodes[one.calls(norm)[0]] for one in passes if one.calls(norm)]
     if any(_layer_before(one, norm, shared) is not layer for one in passes) or any(
-        region.module not in node.running for node in calls
+        region not in node.running for node in calls
     ):
         return "the data flow around it depends on how the model is called"
-    if any(region.module not in one.nodes[one.calls(layer)[0]].running for one in passes):
+    if any(region not in one.nodes[one.calls(layer)[0]].running for one in passes):
         return f"the {type(layer).__name__} next to it is called from elsewhere"
-    certain = all(path.nodes[path.calls(norm)[0]].flat for path in paths)
-    if isinstance(layer, nn.Linear) and not certain and not (exemplary and any(node.flat for node in calls)):
+    flat = any(node.flat for node in calls)  # in the pass that was run
+    if isinstance(layer, nn.Linear) and not (flat and (exemplary or _has_fixed_shape(passes, norm))):
         return (
             "whether it normalises the features of the linear layer depends on the number of dimensions; flatten "
             "the input of the layer, or pass an input as sample="
         )
-    return Fold(norm, layer, any(may_collide(path, path.calls(norm)[0]) for path in (*paths, *passes)))
+    return layer
+
+
+def _has_fixed_shape(passes: list[Dataflow], norm: AnyBatchNorm) -> bool:
+    """Whether a convolution or a flattening before a norm fixes its number of dimensions, whatever the input has."""
+    before = (node for one in passes for node in one.before(one.calls(norm)[0]))
+    return any(
+        isinstance(node.module, (AnyConv, nn.Flatten)) or (node.module is None and node.label == "flatten")
+        for node in before
+    )
 
 
 def shared_weights(model: nn.Module) -> set[Tensor]:
@@ -263,11 +254,14 @@ def _layer_before(flow: Dataflow, norm: AnyBatchNorm, shared: set[Tensor]) -> nn
 
 
 def fold_pairs(
-    model: nn.Module, folds: Sequence[Fold], *, optimizer: Optimizer | None = None, sample: Any = None
+    model: nn.Module,
+    folds: Mapping[nn.Module, nn.Module],
+    sample: Any = None,
+    optimizers: Sequence[Optimizer] = (),
 ) -> float | None:
-    """Fold the given pairs and compare the outputs in eval mode; restore everything if they differ or on an error.
+    """Fold each BatchNorm into its layer and compare the outputs in eval mode.
 
-    Arguments are those of :func:`fold_batch_norms`.
+    If they differ, or on an error, everything is restored. Arguments are those of :func:`fold_batch_norms`.
 
     Returns:
         The largest difference relative to the largest output, or None if the model could not be run.
@@ -279,46 +273,37 @@ def fold_pairs(
     if not folds:
         return None
     try:
-        run = runnable(model, sample)
+        run = first_run(model, sample, lambda network, given: (network, given, evaluate(network, given)))
     except ReachesOriginal:
         run = None
-    before = [] if run is None else run.outputs
+    network, given, before = run or (model, sample, [])
     if any(bool(one.isnan().any()) for one in before) or (before and not any(one.isfinite().any() for one in before)):
         raise ValueError("the model computes NaN or infinities, as after a divergence; no BatchNorm was changed.")
-    weights = {layer: dict(parameter_slots(layer)) for layer in dict.fromkeys(fold.layer for fold in folds)}
-    inside = set(model.parameters())
-    written = [parameter for slots in weights.values() for parameter in slots.values() if parameter is not None]
-    with undone_on_error(model, optimizer, written=written):
+    slots = [parameter_slots(layer) for layer in folds.values()]
+    written = [parameter for held in slots for parameter in held.values() if parameter is not None]
+    with changing(model, optimizers, written=written):
         # A removed norm must know whether its layer had a bias, so all are put in before a layer gets one.
-        removed = [put_removed_norm(model, fold.norm, copies=fold.copies, layer=fold.layer) for fold in folds]
-        for fold, stand_in in zip(folds, removed, strict=True):
-            _fold(fold)
+        removed = [put_removed_norm(model, norm, copies=False, layer=layer) for norm, layer in folds.items()]
+        for (norm, layer), stand_in in zip(folds.items(), removed, strict=True):
+            _fold(norm, layer)
             stand_in.hide_bias()
-        difference = None if run is None else largest_difference(before, evaluate(run.network, run.sample))
+        difference = None if run is None else largest_difference(before, evaluate(network, given))
         kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
         if difference is not None and not difference <= max([1e-3, *(64 * torch.finfo(kind).eps for kind in kinds)]):
             raise IncompatibleError(
                 f"folding BatchNorm changed the outputs by {difference:.1e} (relative), so the data flow is not what "
                 "the trace shows; the model was restored. Pass an input that takes the usual path as sample=."
             )
-        if optimizer is not None:
-            added = [
-                (layer.bias, slots["weight"], "bias")
-                for layer, slots in weights.items()
-                if slots["bias"] is None and isinstance(layer.bias, Parameter) and slots["weight"] is not None
-            ]
-            rebind_optimizer(optimizer, removed=inside - set(model.parameters()), added=added)
     return difference
 
 
 @torch.no_grad()
-def _fold(fold: Fold) -> None:
-    norm: Any = fold.norm
-    slots = parameter_slots(fold.layer)
+def _fold(norm: Any, layer: nn.Module) -> None:
+    slots = parameter_slots(layer)
     weight, bias = slots["weight"], slots["bias"]
     assert weight is not None
     new_weight, new_bias = fused_weights(
-        fold.layer, bias, norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias
+        layer, bias, norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias
     )
     if bias is None:
         slots["bias"] = Parameter(new_bias.to(weight.dtype), requires_grad=weight.requires_grad)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from torchboost.graph.copies import memory
 
-__all__ = ["Operand", "OutputTrail", "Parts", "agreed_parts", "parts_of_gates"]
+__all__ = ["Marks", "OutputTrail", "Parts", "agreed_parts", "parts_of_gates"]
 
 Spot = tuple[int, int]
 """The number of a parameter, and one of its axes."""
@@ -91,18 +91,24 @@ def agreed_parts(parts: Mapping[nn.Parameter, Parts | None]) -> dict[torch.Size,
     return {shape: several.pop() for shape, several in by_shape.items() if len(several) == 1}
 
 
-class Operand(NamedTuple):
-    """A tensor that an operation reads.
+class Marks(NamedTuple):
+    """What is known about a piece of memory.
 
     Args:
-        tensor: The tensor.
         same: Numbers of the parameters that it holds or copies.
-        depends: Whether it was computed from parameters.
+        last: Parameters whose product it depends on with no other product between.
+        depends: Whether it depends on any parameter.
+        given: Whether it depends on the model's input.
     """
 
-    tensor: Tensor
-    same: frozenset[int]
-    depends: bool
+    same: frozenset[int] = frozenset()
+    last: frozenset[int] = frozenset()
+    depends: bool = False
+    given: bool = False
+
+
+Operand = tuple[Tensor, Marks]
+"""A tensor that an operation reads, and what is known about it."""
 
 
 class OutputTrail:
@@ -129,9 +135,9 @@ class OutputTrail:
 
     def follow(self, func: Any, args: Any, kwargs: Any, operands: Sequence[Operand], results: Sequence[Tensor]) -> None:
         """Note one operation: the function, its arguments, the tensors among them, and those that it returned."""
-        if not any(memory(operand.tensor) in self._known for operand in operands):
+        if not any(memory(tensor) in self._known for tensor, _ in operands):
             return
-        rows = [self._rows_of(operand.tensor) for operand in operands]
+        rows = [self._rows_of(tensor) for tensor, _ in operands]
         name = func.overloadpacket.__name__
         name = name if name.endswith("__") else name.rstrip("_")
         after: Sequence[Rows] = [{} for _ in results]
@@ -213,13 +219,13 @@ class OutputTrail:
 
     def _combined(self, name: str, operands: Sequence[Operand], rows: Sequence[Rows], result: Tensor) -> Rows:
         """Return the rows after an operation on single entries; those of the factors of a product end here."""
-        if name not in _SUMS and sum(operand.depends for operand in operands) > 1:
+        if name not in _SUMS and sum(of.depends for _, of in operands) > 1:
             for one in rows:
                 self._unite([one])
             return {}
         after: dict[Spot, Tensor] = {}
-        for operand, one in zip(operands, rows, strict=True):
-            for spot, entries in one.items() if len(rows) == 1 or not operand.same else ():
+        for (_, of), one in zip(operands, rows, strict=True):
+            for spot, entries in one.items() if len(rows) == 1 or not of.same else ():
                 wide, before = entries.expand(result.shape), after.get(spot)
                 if before is not None and not torch.equal(before, wide):
                     self._unite([{spot: before}, {spot: wide}], joint=True)
@@ -230,9 +236,9 @@ class OutputTrail:
     def _product(self, name: str, args: Any, operands: Sequence[Operand], rows: Sequence[Rows], result: Tensor) -> Rows:
         """Return the rows of a product: for each parameter the axis that runs along the outputs."""
         after: dict[Spot, Tensor] = {}
-        for operand, one in zip(operands, rows, strict=True):
-            places = [(axis, along) for at, axis, along in _SIDES[name] if args[at] is operand.tensor]
-            for number in operand.same if places else ():
+        for (tensor, of), one in zip(operands, rows, strict=True):
+            places = [(axis, along) for at, axis, along in _SIDES[name] if args[at] is tensor]
+            for number in of.same if places else ():
                 axis, along = places[0]
                 lines = {spot: _line(entries, axis) for spot, entries in one.items() if spot[0] == number}
                 spots = [spot for spot, line in lines.items() if line is not None]
@@ -243,22 +249,23 @@ class OutputTrail:
                 shape = [1] * result.ndim
                 shape[along] = len(line)
                 after[spots[0]] = line.reshape(shape).expand(result.shape)
-            if not operand.same:
+            if not of.same:
                 self._unite([one])
         return after
 
     def _read(self, name: str, args: Any, operand: Operand, rows: Rows) -> None:
         """Note an operation that reads its operand as a whole, or in the parts that its definition names."""
+        tensor, same = operand[0], operand[1].same
         if name in _CUT:
             axis = args[1] if name == "glu" and len(args) > 1 else -1
             for one in _cut(rows, axis, _CUT[name]):
                 self._unite([one])
-        elif name in _HIDDEN and operand.same:
-            gates = max(1, operand.tensor.shape[0] // args[_HIDDEN[name]])
+        elif name in _HIDDEN and same:
+            gates = max(1, tensor.shape[0] // args[_HIDDEN[name]])
             for one in _cut({spot: entries for spot, entries in rows.items() if not spot[1]}, 0, gates):
                 self._unite([one])
-        elif operand.same:
-            self._whole |= operand.same
+        elif same:
+            self._whole |= same
         else:
             self._unite([rows])
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from torchboost.core.forward import tensors_in
-from torchboost.core.torch_private import DispatchMode, tree_flatten
+from torchboost.core.torch_private import DispatchMode
 from torchboost.core.wrapping import unwrap, wrapper_of
-from torchboost.graph.copies import ReachesOriginal, copies_of, full_precision, memory, undisturbed
-from torchboost.graph.fused_matrices import Operand, OutputTrail, Parts
-from torchboost.graph.trace import Arguments, Runnable, call, runnable
+from torchboost.graph.copies import ReachesOriginal, full_precision, memory, undisturbed
+from torchboost.graph.fused_matrices import Marks, OutputTrail, Parts
+from torchboost.graph.trace import Arguments, call, first_run
 
 __all__ = ["Place", "Use", "matrix_uses"]
 
@@ -90,51 +89,46 @@ def matrix_uses(model: nn.Module, sample: Any = None) -> dict[nn.Parameter, Use]
     Raises:
         ValueError: ``sample`` was given and the model does not run on it.
 
-    Cost: two forward passes of a copy in eval mode, on two samples if the input is guessed.
+    Cost: a forward pass of a copy in eval mode, on two samples if the input is guessed.
     """
     bare = unwrap(model)
     if wrapper_of(model) == "fully_shard" or any(parameter.is_meta for parameter in bare.parameters()):
         return None
+    matrices = {parameter for parameter in bare.parameters() if parameter.ndim > 1}
     try:
-        run = _runnable(bare, sample)
+        uses = first_run(bare, sample, _uses)
+        if sample is None and (uses is None or not matrices.issubset(uses)):
+            # At most a part of the model was run, such as the head alone.
+            uses = first_run(bare, _tokens(bare), _uses)
     except ReachesOriginal:
         return None
-    if run is None:
+    except ValueError:
+        if sample is not None:
+            raise
         return None
-    with copies_of(bare), undisturbed(run.network) as copied, full_precision(bare), _Recorder(copied) as recorder:
-        recorder.begin(run.sample)
+    return None if uses is None else dict.fromkeys(bare.parameters(), Use("not reached")) | uses
+
+
+def _uses(network: nn.Module, sample: Any) -> dict[nn.Parameter, Use]:
+    with undisturbed(network) as copied, full_precision(network), _Recorder(copied) as recorder:
+        recorder.begin(sample)
         with torch.enable_grad():  # without gradients torch runs attention in one operation
-            outputs = tensors_in(call(copied, run.sample))
+            outputs = tensors_in(call(copied, sample))
         recorder.finish(outputs)
     by_name = dict(copied.named_parameters(remove_duplicate=False))
-    uses = dict.fromkeys(bare.parameters(), Use("not reached"))
-    for name, parameter in run.network.named_parameters(remove_duplicate=False):
-        uses[parameter] = recorder.use_of(by_name[name])
-    return uses
+    named = network.named_parameters(remove_duplicate=False)
+    return {parameter: recorder.use_of(by_name[name]) for name, parameter in named}
 
 
-def _runnable(model: nn.Module, sample: Any) -> Runnable | None:
-    run = runnable(model, sample)
-    if sample is not None or (run is not None and _matrices(run.network) == _matrices(model)):
-        return run  # otherwise a part of the model was run, such as the head alone
+def _tokens(model: nn.Module) -> tuple[Tensor, ...]:
+    """Return a few numbers of tokens for each argument that a call must have: also targets, if it returns its loss."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     rows = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
     tokens = torch.arange(_TOKENS[0] * _TOKENS[1], device=device).view(_TOKENS) % min(rows, default=1)
-    try:
-        return runnable(model, (tokens,) * _required(model))
-    except ValueError:
-        return None
-
-
-def _required(model: nn.Module) -> int:
-    """Return how many arguments a call of the model must have: also targets, if it computes its loss itself."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(model.forward).parameters.values()
-    return max(1, sum(one.kind in kinds and one.default is inspect.Parameter.empty for one in parameters))
-
-
-def _matrices(model: nn.Module) -> set[nn.Parameter]:
-    return {parameter for parameter in model.parameters() if parameter.ndim > 1}
+    arguments = inspect.signature(model.forward).parameters.values()
+    needed = sum(one.kind in kinds and one.default is inspect.Parameter.empty for one in arguments)
+    return (tokens,) * max(1, needed)
 
 
 class _Recorder(DispatchMode):
@@ -147,7 +141,7 @@ class _Recorder(DispatchMode):
         super().__init__()
         self._kept: list[Tensor] = list(model.parameters())  # so that no memory is used twice
         self._numbers = {id(parameter): number for number, parameter in enumerate(self._kept)}
-        self._marks = {memory(parameter): _Marks(same=frozenset({n})) for n, parameter in enumerate(self._kept)}
+        self._marks = {memory(parameter): Marks(same=frozenset({n})) for n, parameter in enumerate(self._kept)}
         self._uses: dict[int, set[Place]] = {}
         self._filters: set[int] = set()
         self._reshaped: set[int] = set()
@@ -155,8 +149,8 @@ class _Recorder(DispatchMode):
         self._trail = OutputTrail(self._kept)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        operands = list(_tensors((args, kwargs or {})))
-        marks = [self._marks.get(memory(one), _Marks()) for one in operands]
+        operands = tensors_in((args, kwargs or {}))
+        marks = [self._marks.get(memory(one), Marks()) for one in operands]
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         held = _union(of.same for of in marks)
@@ -180,28 +174,28 @@ class _Recorder(DispatchMode):
             self._note(marks[0].same - stacks, "lookup")
             same = stacks  # whole matrices were chosen, such as those of the experts of a token
         depends = any(of.depends or of.same for of in marks)
-        after = _Marks(same, last, depends, any(of.given for of in marks))
+        after = Marks(same, last, depends, any(of.given for of in marks))
         holders = {memory(one) for one, of in zip(operands, marks, strict=True) if of.same}
-        for one in _tensors(result):
+        for one in tensors_in(result):
             if memory(one) not in holders:  # otherwise a view of a parameter
                 self._kept.append(one)
                 self._marks[memory(one)] = after
-        read = [Operand(one, of.same, of.depends) for one, of in zip(operands, marks, strict=True)]
-        self._trail.follow(func, args, kwargs or {}, read, list(_tensors(result)))
+        read = list(zip(operands, marks, strict=True))
+        self._trail.follow(func, args, kwargs or {}, read, tensors_in(result))
         return result
 
     def begin(self, sample: Any) -> None:
         """Note the input."""
         for one in tensors_in(Arguments.of(sample)):
             self._kept.append(one)
-            self._marks[memory(one)] = _Marks(given=True)
+            self._marks[memory(one)] = Marks(given=True)
 
     def finish(self, outputs: Iterable[Tensor]) -> None:
         """Note the products of the output layer."""
         outputs = list(outputs)
         self._trail.finish(outputs)
         for output in outputs:
-            last = self._marks.get(memory(output), _Marks()).last
+            last = self._marks.get(memory(output), Marks()).last
             if len(last) == 1:
                 self._note(last, "output")
 
@@ -223,26 +217,5 @@ class _Recorder(DispatchMode):
             self._uses.setdefault(number, set()).add(place)
 
 
-@dataclass(frozen=True, slots=True)
-class _Marks:
-    """What is known about a piece of memory.
-
-    Args:
-        same: Parameters that it holds or copies.
-        last: Parameters whose product it depends on with no other product between.
-        depends: Whether it depends on any parameter.
-        given: Whether it depends on the model's input.
-    """
-
-    same: frozenset[int] = frozenset()
-    last: frozenset[int] = frozenset()
-    depends: bool = False
-    given: bool = False
-
-
 def _union(sets: Iterable[frozenset[int]]) -> frozenset[int]:
     return frozenset[int]().union(*sets)
-
-
-def _tensors(value: Any) -> Iterable[Tensor]:
-    return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]

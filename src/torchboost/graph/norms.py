@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import SyncBatchNorm
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
-from typing_extensions import Self
 
 from torchboost.core.torch_private import (
     PADDING,
@@ -26,20 +25,16 @@ from torchboost.core.torch_private import (
     has_gradient_hooks,
     module_hooks,
     parameter_slots,
-    share_attributes,
 )
 from torchboost.graph.flow import Dataflow, Node
 
 __all__ = [
     "WEIGHTED",
-    "Keep",
     "NormalizedLinear",
     "ResidualBlock",
-    "Stack",
     "is_customised",
     "norm_tail",
     "plain_stacks",
-    "reasons_to_stay",
     "rescale_layers",
     "residual_blocks",
     "was_trained",
@@ -53,9 +48,9 @@ def norm_tail(norm: nn.Module) -> tuple[str, ...] | None:
     """Name the modules inside a BatchNorm that its normalised values pass through, in order.
 
     For torch's own BatchNorm the result is ``()``. For a subclass that adds modules, such as dropout and an activation,
-    it is their names, found by recording its ``forward`` in both modes on a tensor without data. None means that the
-    computation is not known: its ``forward`` does something else, such as running a module twice, or the instance is
-    customised (hooks, another ``forward``, parametrizations).
+    it is their names, found by running a copy in both modes on random numbers. None means that the computation is not
+    known: its ``forward`` returns something else, or runs a module twice, or the instance is customised (hooks, another
+    ``forward``, parametrizations).
 
     Cost: nothing for torch's own classes, a few milliseconds for subclasses.
     """
@@ -66,7 +61,11 @@ def norm_tail(norm: nn.Module) -> tuple[str, ...] | None:
     if type(norm).forward in _STOCK_NORMS:
         return ()
     modes = (False,) if isinstance(norm, SyncBatchNorm) else (False, True)  # training one asks for ranks and devices
-    tails = {_watched_tail(norm, training) for training in modes}
+    try:
+        copied = copy.deepcopy(norm).to_empty(device="cpu").float()
+    except Exception:  # attributes of the user's modules may raise anything
+        return None
+    tails = {_tail_in_a_run(copied, training) for training in modes}
     tail = tails.pop() if len(tails) == 1 else None
     return None if tail is None or len({child_slots(norm)[name] for name in tail}) < len(tail) else tail
 
@@ -79,74 +78,32 @@ def is_customised(module: nn.Module) -> bool:
     return any(module_hooks(module)) or watched or called or set_on_it
 
 
-def _watched_tail(norm: AnyBatchNorm, training: bool) -> tuple[str, ...] | None:
-    """Run the forward of a subclass with stand-ins for its children on an empty tensor, and record the calls."""
-    twin = norm.__new__(type(norm))  # shares the parameters, but not what the forward changes
-    buffers = {name: None if buffer is None else buffer.clone() for name, buffer in buffer_slots(norm).items()}
+def _tail_in_a_run(norm: AnyBatchNorm, training: bool) -> tuple[str, ...] | None:
+    """Run a norm with random numbers; return the children that ran, if nothing else did."""
+    called: list[str] = []
+    for name, child in norm.named_children():
+        child.register_forward_hook(lambda *_, name=name: called.append(name))
+    norm.train(training)
     for sides in (2, 1, 3, 0):
-        source = torch.empty(2, norm.num_features, *[2] * sides, device="meta")
-        watch = _Watch(twin, source)
-        children = {name: None if child is None else _Step(name, watch) for name, child in child_slots(norm).items()}
-        share_attributes(twin, norm, buffers=buffers, children=children)
-        twin.training = training
-        try:
-            with torch.no_grad(), watch:
-                output = twin.forward(source)
-        except Exception:  # another number of dimensions, or any error from the forward of a subclass
-            continue
-        return tuple(watch.tail) if watch.normalised and output is watch.current and not watch.strange else None
+        called.clear()
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            for tensor in (*norm.parameters(), *norm.buffers()):
+                tensor.copy_(torch.rand(tensor.shape, device="cpu") + 0.5)
+            given = torch.randn(4, norm.num_features, *[2] * sides, device="cpu")
+            mean, variance = (None if b is None else b.clone() for b in (norm.running_mean, norm.running_var))
+            draws = torch.get_rng_state()
+            try:
+                output = norm.forward(given.clone())
+            except Exception:  # another number of dimensions, or any error from the forward of a subclass
+                continue
+            tail, learns = tuple(called), training or mean is None
+            torch.set_rng_state(draws)
+            expected = F.batch_norm(given, mean, variance, norm.weight, norm.bias, learns, 0.0, norm.eps)
+            for name in tail:
+                expected = norm.get_submodule(name)(expected)
+        return tail if isinstance(output, Tensor) and torch.equal(output, expected) else None
     return None
 
-
-class _Watch(TorchFunctionMode):
-    """Follow one tensor: first into ``batch_norm``, which is not computed, then from child to child."""
-
-    def __init__(self, norm: AnyBatchNorm, source: Tensor) -> None:
-        super().__init__()
-        self._norm = norm
-        self.current: Tensor | None = source
-        self.normalised = False
-        self.strange = False
-        self.tail: list[str] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.batch_norm and not self.normalised and args and args[0] is self.current:
-            self.normalised = True
-            self.strange |= not _with_its_own(self._norm, args, kwargs or {})
-            self.current = torch.empty_like(args[0])
-            return self.current
-        result = func(*args, **(kwargs or {}))
-        touched = any(value is self.current for value in (*args, *(kwargs or {}).values()))
-        self.strange |= touched and (result is None or isinstance(result, Tensor))  # sizes and the like do no harm
-        return result
-
-
-def _with_its_own(norm: AnyBatchNorm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether ``batch_norm`` is called with the statistics, affine map and ``eps`` of this norm."""
-    names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
-    given = {"training": False, "eps": 1e-5, **dict(zip(names, args, strict=False)), **kwargs}
-    own = all(given.get(name) is getattr(norm, name) for name in ("weight", "bias", "running_mean", "running_var"))
-    return own and given["eps"] == norm.eps and given["training"] is (norm.training or norm.running_mean is None)
-
-
-class _Step(nn.Module):
-    """Replace a child of the watched module; returns a new tensor."""
-
-    def __init__(self, name: str, watch: _Watch) -> None:
-        super().__init__()
-        self._name = name
-        self._watch = watch
-
-    def forward(self, value: Tensor) -> Tensor:
-        watch = self._watch
-        watch.strange |= value is not watch.current or not watch.normalised
-        watch.tail.append(self._name)
-        watch.current = None
-        watch.current = torch.empty_like(value)
-        return watch.current
-
-
-Keep = Literal["last", "narrowest"]
 
 WEIGHTED = (AnyConv, nn.Linear)
 _TRANSPARENT = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -154,8 +111,6 @@ _RESHAPING = (nn.Flatten, nn.Upsample, *PADDING)
 _LINEAR_CALLS = frozenset(
     {"pad", "view", "reshape", "flatten", "permute", "transpose", "contiguous", "to", "clone", "dropout", "interpolate"}
 )
-MOST_IN_BRANCH = 3
-"""BatchNorms in a residual branch. One of so many was shown to suffice, in basic and in bottleneck blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,13 +132,12 @@ class ResidualBlock:
     projects: bool
 
 
-def was_trained(model: nn.Module) -> bool | None:
-    """Whether any BatchNorm's statistics or counter differ from their initial values; None if none keeps statistics.
+def was_trained(model: nn.Module) -> bool:
+    """Whether any BatchNorm's statistics or counter differ from their initial values.
 
     One forward pass in training mode is enough. Values on the device ``meta`` and of lazy layers count as initial.
     """
-    norms = [m for m in model.modules() if isinstance(m, AnyBatchNorm) and m.running_mean is not None]
-    return any(_moved(norm) for norm in norms) if norms else None
+    return any(isinstance(module, AnyBatchNorm) and _moved(module) for module in model.modules())
 
 
 def _moved(norm: AnyBatchNorm) -> bool:
@@ -236,48 +190,33 @@ def _weights(node: Node) -> int:
     return 0 if node.module is None else sum(p.numel() for p in node.module.parameters())
 
 
-class Stack(NamedTuple):
-    """A run of layers with weights outside residual blocks.
-
-    Args:
-        layers: Their nodes in execution order.
-        norms: For every layer the BatchNorm node directly after it, or None.
-        linear_end: Whether the last BatchNorm feeds a layer or an addition without an activation in between, as at
-            the end of an inverted residual; the run is then one block.
-    """
-
-    layers: tuple[int, ...]
-    norms: tuple[int | None, ...]
-    linear_end: bool
-
-
-def plain_stacks(flow: Dataflow, blocks: list[ResidualBlock]) -> list[Stack]:
-    """Return the runs of layers with weights outside residual blocks.
+def plain_stacks(flow: Dataflow, blocks: list[ResidualBlock]) -> Iterator[tuple[list[int | None], bool]]:
+    """Yield the runs of layers with weights outside residual blocks.
 
     Layers belong to one run if the output of each reaches only the next, through activations, pooling, flattening and
     gates (squeeze-and-excitation). A run also ends after a BatchNorm that no activation follows, which is the end of an
     inverted residual without skip.
+
+    Yields:
+        For every layer the BatchNorm node directly after it, or None; and whether the last BatchNorm feeds a layer or
+        an addition without an activation in between, so that the run is one block.
     """
     onwards = _onwards(flow)
     in_block = {index for block in blocks for path in block.paths for index in path}
     free = [n.index for n in flow.instances(WEIGHTED) if n.index not in in_block]
     following = {index: _next_layer(flow, index, onwards) for index in free}
     followers = set(following.values())
-    stacks: list[Stack] = []
     for start in free:
         if start in followers:
             continue
-        run = [start]
-        while (after := following.get(run[-1])) is not None and after not in in_block:
-            run.append(after)
-        layers: list[int] = []
-        for index in run:
-            layers.append(index)
-            linear = _ends_linearly(flow, index)
-            if linear or index == run[-1]:
-                stacks.append(Stack(tuple(layers), tuple(_norm_behind(flow, layer) for layer in layers), linear))
-                layers = []
-    return stacks
+        norms: list[int | None] = []
+        layer: int | None = start
+        while layer is not None and layer not in in_block:
+            norms.append(_norm_behind(flow, layer))
+            linear, layer = _ends_linearly(flow, norms[-1]), following[layer]
+            if linear or layer is None or layer in in_block:
+                yield norms, linear
+                norms = []
 
 
 def _onwards(flow: Dataflow) -> list[int | None]:
@@ -314,8 +253,7 @@ def _norm_behind(flow: Dataflow, layer: int) -> int | None:
     return consumers[0] if len(consumers) == 1 and isinstance(flow.nodes[consumers[0]].module, AnyBatchNorm) else None
 
 
-def _ends_linearly(flow: Dataflow, layer: int) -> bool:
-    norm = _norm_behind(flow, layer)
+def _ends_linearly(flow: Dataflow, norm: int | None) -> bool:
     if norm is None:
         return False
     module = flow.nodes[norm].module
@@ -331,70 +269,6 @@ def _ends_linearly(flow: Dataflow, layer: int) -> bool:
         if node.label in _LINEAR_CALLS if node.module is None else isinstance(node.module, moving):
             waiting += flow.consumers[node.index]
     return False
-
-
-def reasons_to_stay(
-    flow: Dataflow,
-    blocks: list[ResidualBlock],
-    *,
-    keep: Keep,
-    keep_shortcut: bool,
-    keep_every: int,
-    blocks_per_norm: int,
-) -> dict[int, str | None]:
-    """Return for every BatchNorm node in a block or stack why it is needed; None if it is not.
-
-    Args:
-        flow: The data flow.
-        blocks: Its residual blocks.
-        keep: Which BatchNorm of a residual branch stays: the last, or the last of those over the fewest channels.
-        keep_shortcut: Whether shortcuts keep their BatchNorm.
-        keep_every: Layers per BatchNorm in plain stacks; 1 keeps all, in blocks without skip too, and in residual
-            branches with more than ``MOST_IN_BRANCH``, which are stacks inside a skip.
-        blocks_per_norm: Blocks per BatchNorm while neither width nor resolution changes.
-    """
-    most = MOST_IN_BRANCH if keep_every == 1 else len(flow.nodes)
-    reasons = _block_reasons(flow, blocks, keep, keep_shortcut, blocks_per_norm, most)
-    first = next((node.index for node in flow.instances(AnyBatchNorm)), None)
-    stem = None if first in reasons else first
-    for stack in plain_stacks(flow, blocks):
-        last = max((at for at, norm in enumerate(stack.norms) if norm is not None), default=0)
-        for at, norm in enumerate(stack.norms):
-            if norm is None:
-                continue
-            reasons[norm] = None
-            if at == last:
-                reasons[norm] = "the last of a block without skip" if stack.linear_end else "the last of its run"
-            elif (keep_every == 1 or not stack.linear_end) and (last - at) % keep_every == 0:
-                reasons[norm] = "in a plain stack" if keep_every == 1 else f"one of every {keep_every} in a plain stack"
-    if stem is not None:
-        reasons[stem] = "the first of the network"
-    return reasons
-
-
-def _block_reasons(
-    flow: Dataflow, blocks: list[ResidualBlock], keep: Keep, keep_shortcut: bool, blocks_per_norm: int, most: int
-) -> dict[int, str | None]:
-    def width(norm: int) -> int:
-        module: Any = flow.nodes[norm].module
-        return module.num_features
-
-    reasons: dict[int, str | None] = {}
-    since = 0
-    for block in blocks:
-        since += 1
-        due = since >= blocks_per_norm or block.projects or block is blocks[-1]
-        since = 0 if due else since
-        for norms in block.norms:
-            long = len(norms) > most
-            reasons.update(
-                dict.fromkeys(norms, f"in a branch of more than {most}, a stack inside a skip" if long else None)
-            )
-            if due and norms and not long:
-                stays = norms[-1] if keep == "last" else min(reversed(norms), key=width)
-                reasons[stays] = f"the {keep} of its residual branch"
-        reasons.update(dict.fromkeys(block.shortcut_norms, "in a shortcut (keep_shortcut)" if keep_shortcut else None))
-    return reasons
 
 
 _ONE_SIDED = frozenset(
@@ -502,11 +376,8 @@ class NormalizedLinear(nn.Module):
     Cost: one more pass over input and weight.
 
     Args:
-        in_features: Size of an input row.
-        out_features: Size of an output row.
-        bias: Whether a bias is added before the multiplication.
-        device: Device of the parameters.
-        dtype: Type of the parameters.
+        linear: The layer whose weight and bias this one takes over. No random number is drawn.
+        multiplier: Its start value.
     """
 
     __constants__ = ("smallest_norm",)
@@ -515,34 +386,13 @@ class NormalizedLinear(nn.Module):
     if TYPE_CHECKING:  # TorchScript reads class annotations and does not accept strings
         bias: nn.Parameter | None
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, linear: nn.Linear, multiplier: float = 1.0) -> None:
         super().__init__()
-        linear = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
-        self.in_features = in_features
-        self.out_features = out_features
+        self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight = linear.weight
-        self.register_parameter("bias", linear.bias if bias else None)
-        self.multiplier = nn.Parameter(torch.ones(1, device=linear.weight.device, dtype=linear.weight.dtype))
-
-    @classmethod
-    def from_linear(cls, linear: nn.Linear) -> Self:
-        """Build the normalised form of ``linear``; weight and bias are the same parameters, the multiplier is new.
-
-        No random number is drawn.
-        """
-        head = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
-        head.weight = linear.weight
-        head.register_parameter("bias", linear.bias)
-        head.multiplier = nn.Parameter(torch.ones(1, device=linear.weight.device, dtype=linear.weight.dtype))
-        return head.train(linear.training)
+        self.register_parameter("bias", linear.bias)
+        self.multiplier = nn.Parameter(linear.weight.new_full((1,), multiplier))
+        self.training = linear.training
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(..., in_features)`` to ``(..., out_features)``."""

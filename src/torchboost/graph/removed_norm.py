@@ -62,7 +62,7 @@ class RemovedNorm(nn.Module):
         ValueError: It is not known what the BatchNorm computes.
     """
 
-    __jit_unused_properties__ = ("layer", "is_identity")
+    __jit_unused_properties__ = ("layer",)
 
     def __init__(
         self,
@@ -96,11 +96,6 @@ class RemovedNorm(nn.Module):
         if vars(self).get("behind"):  # a whole model of the version before, which folded into layers after, too
             return None
         return self._layer[0] if self._layer else None
-
-    @property
-    def is_identity(self) -> bool:
-        """Whether the output is the input itself."""
-        return not self.tail and not self.copies
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the input or a copy of it, passed through the tail."""

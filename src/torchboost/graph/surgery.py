@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType
@@ -11,23 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.nn.modules import activation
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from torchboost.core.torch_private import POOLING, AnyBatchNorm, child_slots, parameter_slots, state_dict_hooks
+from torchboost.core.torch_private import AnyBatchNorm, child_slots, parameter_slots, state_dict_hooks
 from torchboost.core.wrapping import living
 from torchboost.graph.flow import Dataflow, Node
 from torchboost.graph.norms import WEIGHTED, is_customised, norm_tail
 
 __all__ = [
     "averages_of",
+    "changing",
     "held_elsewhere",
-    "may_collide",
+    "need_copies",
     "optimizers_holding",
-    "rebind_optimizer",
     "replace_module",
-    "undone_on_error",
 ]
 
 
@@ -48,35 +46,53 @@ def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 
 @contextmanager
-def undone_on_error(
-    model: nn.Module, optimizer: Optimizer | None = None, *, written: Iterable[Tensor] = ()
+def changing(
+    model: nn.Module, optimizers: Sequence[Optimizer] = (), *, written: Iterable[Tensor] = ()
 ) -> Iterator[None]:
-    """Restore everything if the block raises or is interrupted.
+    """Change the modules of a model in this block, and let optimizers follow at its end: all of it or nothing.
 
-    This covers the places of modules and parameters, training flags, hooks of state dicts, the parameters and the state
-    of the optimizer, and the values in ``written``. Objects keep their identity. Buffers, other attributes and the
-    effects of optimizer steps are not restored.
+    The optimizers, their group dicts and their number stay the same objects. Parameters that are gone leave their
+    group, and their state is dropped. A new one is inserted right after the weight of its module, in the same group;
+    if an optimizer does not hold that weight, it does not get the new parameter. A group that loses its last parameter
+    stays as an empty group, so that schedulers keep their list of learning rates. Earlier checkpoints of the optimizer
+    no longer fit, because parameters are stored by position.
+
+    If the block raises or is interrupted, everything is restored: the places of modules and parameters, training flags,
+    hooks of state dicts, the parameters and the state of the optimizers, and the values in ``written``. Objects keep
+    their identity. Buffers, other attributes and the effects of optimizer steps are not restored.
 
     Args:
         model: Changed in the block.
-        optimizer: The optimizer of the model, also changed in the block.
+        optimizers: Changed at its end.
         written: Tensors that the block changes in place.
+
+    Raises:
+        ValueError: In a group, the numbers of names and parameters differ; the block did not run.
 
     Cost: a copy of ``written``.
     """
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    for index, group in enumerate(groups):
+        names, parameters = group.get("param_names"), group["params"]
+        if names and len(names) != len(parameters):
+            raise ValueError(
+                f"optimizer: group {index} lists {len(names)} names for {len(parameters)} parameters; "
+                "build the optimizer from model.named_parameters(), or from model.parameters()."
+            )
+    inside = set(model.parameters())
     registries = [
         (slots, dict(slots))
         for module in model.modules()
         for slots in (child_slots(module), parameter_slots(module), *state_dict_hooks(module))
     ]
     modes = [(module, module.training) for module in model.modules()]
-    groups = [] if optimizer is None else optimizer.param_groups
     held = [group[name] for group in groups for name in ("params", "param_names") if name in group]
     lists = [(entries, list(entries)) for entries in held]
-    state = {} if optimizer is None else dict(optimizer.state)
+    states = [(optimizer.state, dict(optimizer.state)) for optimizer in optimizers]
     numbers = [(tensor, tensor.detach().clone()) for tensor in written]
     try:
         yield
+        _rebind(optimizers, inside.difference(model.parameters()), _joining(model, inside))
     except BaseException:
         for slots, before in registries:
             slots.clear()
@@ -88,9 +104,38 @@ def undone_on_error(
                 tensor.copy_(before)
         for entries, before in lists:
             entries[:] = before
-        if optimizer is not None:
-            optimizer.state.update(state)
+        for state, before in states:
+            state.update(before)
         raise
+
+
+def _joining(model: nn.Module, before: set[Parameter]) -> dict[Parameter, list[tuple[str, Parameter]]]:
+    """Return the new parameters of a model and their names, by the weight of their module."""
+    joining: dict[Parameter, list[tuple[str, Parameter]]] = {}
+    for slots in map(parameter_slots, model.modules()):
+        for name, new in slots.items():
+            if new is not None and new not in before and (weight := slots.get("weight")) is not None:
+                joining.setdefault(weight, []).append((name, new))
+    return joining
+
+
+def _rebind(
+    optimizers: Sequence[Optimizer], gone: set[Parameter], joining: Mapping[Parameter, list[tuple[str, Parameter]]]
+) -> None:
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        entries: list[tuple[str, Parameter]] = []
+        names = group.get("param_names") or [""] * len(group["params"])
+        for name, parameter in zip(names, group["params"], strict=True):
+            if parameter not in gone:
+                entries.append((name, parameter))
+                path = name.split(".")[:-1]
+                entries += [(".".join([*path, label]), new) for label, new in joining.get(parameter, ())]
+        group["params"][:] = [parameter for _, parameter in entries]  # in place: LBFGS keeps a reference to the list
+        if "param_names" in group:
+            group["param_names"][:] = [name for name, _ in entries]
+    for optimizer in optimizers:
+        for parameter in gone:
+            optimizer.state.pop(parameter, None)
 
 
 def held_elsewhere(model: nn.Module) -> dict[nn.Module, str]:
@@ -172,95 +217,30 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     return one.is_meta or other.is_meta or torch.equal(one.detach().to(other), other.detach())
 
 
-def rebind_optimizer(
-    optimizer: Optimizer,
-    *,
-    removed: Iterable[Parameter] = (),
-    added: Iterable[tuple[Parameter, Parameter, str]] = (),
-) -> None:
-    """Update the user's optimizer after modules changed; the object, its group dicts and their number stay the same.
+def need_copies(flow: Dataflow, norms: Iterable[int]) -> set[int]:
+    """Return which of the removed normalisations must return a copy of their input, not the input itself.
 
-    A group that loses its last parameter stays as an empty group, so that schedulers keep their list of learning rates.
-    Earlier checkpoints of the optimizer no longer fit, because parameters are stored by position.
-
-    Args:
-        optimizer: Changed in place.
-        removed: Removed from their group; their state is dropped.
-        added: Triples ``(new, neighbour, label)``: ``new`` is inserted right after ``neighbour`` in the same group. If
-            the optimizer does not hold ``neighbour``, ``new`` is not added. ``label``, such as ``"bias"``, is for
-            optimizers that list names.
-
-    Raises:
-        ValueError: In a group, the numbers of names and parameters differ; nothing was changed.
-    """
-    for index, group in enumerate(optimizer.param_groups):
-        names, parameters = group.get("param_names"), group["params"]
-        if names and len(names) != len(parameters):
-            raise ValueError(
-                f"optimizer: group {index} lists {len(names)} names for {len(parameters)} parameters; "
-                "build the optimizer from model.named_parameters(), or from model.parameters()."
-            )
-    gone = set(removed)
-    joining: dict[Parameter, list[tuple[Parameter, str]]] = {}
-    for new, beside, label in added:
-        joining.setdefault(beside, []).append((new, label))
-    for group in optimizer.param_groups:
-        entries: list[tuple[str, Parameter]] = []
-        names = group.get("param_names") or [""] * len(group["params"])
-        for name, parameter in zip(names, group["params"], strict=True):
-            if parameter not in gone:
-                entries.append((name, parameter))
-                beside = joining.get(parameter, ())
-                entries += [(".".join([*name.split(".")[:-1], label]), new) for new, label in beside]
-        group["params"][:] = [parameter for _, parameter in entries]  # in place: LBFGS keeps a reference to the list
-        if "param_names" in group:
-            group["param_names"][:] = [name for name, _ in entries]
-    for parameter in gone:
-        optimizer.state.pop(parameter, None)
-
-
-_FRESH_CALLS = frozenset(
-    {"cat", "stack", "mul", "__mul__", "__rmul__", "sub", "__sub__", "truediv", "__truediv__", "matmul", "__matmul__"}
-    | {"mean", "sum", "sigmoid", "tanh", "softmax", "gelu", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d"}
-    | {"conv1d", "conv2d", "conv3d", "linear", "batch_norm", "layer_norm", "group_norm"}
-)
-
-
-def may_collide(flow: Dataflow, index: int, removed: Collection[int] = ()) -> bool:
-    """Return whether something may write in place to memory that a removed normalisation would share.
-
-    A normalisation returns a new tensor. After removal its input is returned instead, so a later in-place ReLU or
-    ``+=`` overwrites what others still read (the skip path) or what autograd keeps for the backward pass. This is safe
-    if the input comes from a convolution or linear layer and is used nowhere else, or if nothing that may share the
-    memory is written to or returned. Operations that are not known to return a new tensor count as sharing it.
+    A normalisation returns a new tensor. If its input is returned instead, a later in-place ReLU or ``+=`` overwrites
+    what others still read (the skip path) or what autograd keeps for the backward pass. This cannot happen if the input
+    comes from a convolution or linear layer and is used nowhere else, or if no operation writes in place and the output
+    is not one of the model.
 
     Args:
         flow: The data flow of the forward pass.
-        index: Node of the normalisation.
-        removed: Other normalisations that return their inputs.
+        norms: Nodes of the normalisations.
     """
-    if len(flow.nodes[index].inputs) != 1:
-        return True
-    source = flow.nodes[flow.nodes[index].inputs[0]]
-    if flow.consumers[source.index] == (index,) and isinstance(source.module, WEIGHTED):
-        module = source.module  # what it returns is new, and neither autograd nor a hook keeps it
-        if type(module).forward.__module__.startswith("torch.nn.modules") and not is_customised(module):
-            return False
-    passing = {index, *removed}
-    seen: set[int] = set()
-    waiting = [index]
-    while waiting:
-        at = waiting.pop()
-        if at in seen:
-            continue
-        seen.add(at)
-        node = flow.nodes[at]
-        shares = at in passing or not _is_fresh(node)
-        if node.kind == "output" or (shares and _writes(node)):
-            return True
-        waiting += node.inputs if shares else ()
-        waiting += [after for after in flow.consumers[at] if after in passing or not _is_fresh(flow.nodes[after])]
-    return False
+    shared = {norm for norm in norms if not _is_alone_behind_a_layer(flow, norm)}
+    if not shared or any(map(_writes, flow.nodes)):
+        return shared
+    return {norm for norm in shared if any(flow.nodes[after].kind == "output" for after in flow.consumers[norm])}
+
+
+def _is_alone_behind_a_layer(flow: Dataflow, norm: int) -> bool:
+    """Whether only this norm reads what a layer of torch returns, which neither autograd nor a hook keeps."""
+    inputs = flow.nodes[norm].inputs
+    layer = flow.nodes[inputs[0]].module if len(inputs) == 1 and flow.consumers[inputs[0]] == (norm,) else None
+    plain = isinstance(layer, WEIGHTED) and type(layer).forward.__module__.startswith("torch.nn.modules")
+    return plain and layer is not None and not is_customised(layer)
 
 
 def _writes(node: Node) -> bool:
@@ -269,13 +249,3 @@ def _writes(node: Node) -> bool:
         return node.writes
     parts = [module.get_submodule(name) for name in norm_tail(module) or ()] if isinstance(module, AnyBatchNorm) else []
     return any(getattr(part, "inplace", False) is True for part in (module, *parts))
-
-
-def _is_fresh(node: Node) -> bool:
-    """Whether the output is known to be a new tensor."""
-    module = node.module
-    if module is None:
-        return not node.writes and (node.kind == "add" or node.label in _FRESH_CALLS)
-    if type(module).__module__ == activation.__name__:
-        return not _writes(node)
-    return isinstance(module, (*WEIGHTED, AnyBatchNorm, *POOLING))

@@ -9,17 +9,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.modules import activation, dropout, pooling
 from torch.overrides import TorchFunctionMode
 
 from torchboost.core.arguments import check_shapes
 from torchboost.core.forward import own_forward, tensors_in, with_tensors
 from torchboost.core.torch_private import AnyBatchNorm, AnyConv, module_hooks
-from torchboost.graph.copies import ReachesOriginal, copies_of, full_precision, parameter_bytes, undisturbed
+from torchboost.graph.copies import ReachesOriginal, copies_of, full_precision, is_large, undisturbed
 from torchboost.graph.flow import Dataflow, Kind, Traced
 from torchboost.graph.norms import NormalizedLinear
 
@@ -30,10 +29,9 @@ __all__ = [
     "StandIn",
     "call",
     "evaluate",
+    "first_run",
     "function_name",
     "record_run",
-    "registered",
-    "runnable",
     "shared_traces",
     "trace",
     "trace_paths",
@@ -46,31 +44,9 @@ METADATA = frozenset({"size", "dim", "ndimension", "numel", "stride", "_assert",
 _OPERATORS = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor")
 _WRITING = frozenset({*_OPERATORS, *(f"__{name}__" for name in _OPERATORS), "setitem", "__setitem__"})
 _VIEWS = frozenset({"T", "mT", "data", "real"})
-_KEEPS_DIMENSIONS = (
-    *(getattr(kind, name) for kind in (activation, dropout, pooling) for name in kind.__all__),
-    *(nn.Identity, nn.Linear, nn.BatchNorm1d, nn.LayerNorm),
-)
-_KEEPS_CALLS = frozenset(
-    {"add", "sub", "mul", "truediv", "contiguous", "clone", "float", "dropout", "softmax", "sigmoid", "tanh", "relu"}
-    | {"relu_", "relu6", "gelu", "silu", "mish", "hardswish", "leaky_relu", "elu", "selu"}
-    | {"max_pool2d", "avg_pool2d", "adaptive_avg_pool2d"}
-)
 _SIDES = {1: (256, 1024), 2: (64, 32, 224, 28), 3: (16, 32)}
 _PATHS, _DECISIONS = 16, 12
-_TOO_LARGE = 2**30
-"""A model with more bytes of parameters is not copied with their values, but for a pass on a given input."""
 _T = TypeVar("_T")
-
-
-def registered(model: nn.Module) -> Dataflow:
-    """Return the layers in the order of registration, each after the one before, as if they ran like that."""
-    flow = Dataflow("structure")
-    last = flow.add("input", "input")
-    for module in model.modules():
-        if _is_leaf(module):
-            last = flow.add("module", type(module).__name__, [last], module=module)
-    flow.add("output", "output", [last])
-    return flow
 
 
 def _is_leaf(module: nn.Module) -> bool:
@@ -208,51 +184,37 @@ class _Symbols(_Recorder, fx.Tracer):
         self.graph = fx.Graph(tracer_cls=type(self))
         self.tensor_attrs = {}
         self._numbers: dict[fx.Node, int] = {}
-        self._most: dict[fx.Node, int | None] = {}
 
     def run(self, sample: Any) -> Dataflow:
         """Record ``forward``. The sample says which arguments are given: without it, those without a default."""
+        args, kwargs = (), {}
         if sample is not None:
-            arguments = Arguments.of(sample)
-            args, kwargs = self._symbols(arguments.args), self._symbols(arguments.kwargs)
+            given = Arguments.of(sample)
+            args, kwargs = (with_tensors(part, lambda _: self._input("input")) for part in (given.args, given.kwargs))
         else:
-            args, kwargs = (), {}
-            for argument in list(inspect.signature(type(self.root).forward).parameters.values())[1:]:
-                if argument.default is not argument.empty or argument.kind in (
-                    argument.VAR_KEYWORD,
-                    argument.VAR_POSITIONAL,
-                ):
-                    continue
-                symbol = self.create_proxy("placeholder", argument.name, (), {})
-                if argument.kind is argument.KEYWORD_ONLY:
-                    kwargs[argument.name] = symbol
-                else:
-                    args = (*args, symbol)
+            for one in list(inspect.signature(type(self.root).forward).parameters.values())[1:]:
+                if one.default is one.empty and one.kind is one.KEYWORD_ONLY:
+                    kwargs[one.name] = self._input(one.name)
+                elif one.default is one.empty and one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL):
+                    args = (*args, self._input(one.name))
         outputs = self.root(*args, **kwargs)
         self.create_node("output", "output", (self.create_arg(outputs),), {})
         return self.flow
 
-    def _symbols(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return self.create_proxy("placeholder", "input", (), {})
-        if isinstance(value, Mapping):
-            return {key: self._symbols(entry) for key, entry in value.items()}
-        return type(value)(map(self._symbols, value)) if type(value) in (list, tuple) else value
+    def _input(self, name: str) -> Any:
+        return self.create_proxy("placeholder", name, (), {})
 
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(kind, *args, **kwargs)
-        name, sources = function_name(node.target), node.all_input_nodes
-        inputs = [self._numbers[source] for source in sources if source in self._numbers]
+        name = function_name(node.target)
+        inputs = [self._numbers[source] for source in node.all_input_nodes if source in self._numbers]
         module = self._model.get_submodule(name) if kind == "call_module" else None
-        self._most[node] = _most_dimensions(node, module, [self._most.get(source) for source in sources])
-        flat = self._most[node] == 2
         if kind == "placeholder":
             self._numbers[node] = self.flow.add("input", name)
         elif kind == "output":
             self.flow.add("output", name, inputs)
         elif module is not None and inputs:
-            facts = {"module": module, "running": tuple(self.running), "flat": flat}
-            self._numbers[node] = self.flow.add("module", name, inputs, **facts)
+            self._numbers[node] = self.flow.add("module", name, inputs, module=module, running=tuple(self.running))
         elif inputs and name not in METADATA and not (name == "getattr" and node.args[1] not in _VIEWS):
             writes = _writes(node.target, node.args, node.kwargs)
             self._numbers[node] = self.flow.add("other", name, inputs, writes=writes)
@@ -274,33 +236,6 @@ class _Symbols(_Recorder, fx.Tracer):
 
 def _opaque(*args: Any, **kwargs: Any) -> Any:
     """Represent a call in a graph that was not traced inside."""
-
-
-def _most_dimensions(node: fx.Node, module: nn.Module | None, before: list[int | None]) -> int | None:
-    """Return the most dimensions that the output of a traced node can have, from those of its inputs; None: unknown."""
-    known = [dimensions for dimensions in before if dimensions is not None]
-    kept = max(known) if known and len(known) == len(before) else None
-    if isinstance(module, AnyConv):
-        return len(module.kernel_size) + 2
-    if isinstance(module, nn.Flatten):
-        return 2 if (module.start_dim, module.end_dim) == (1, -1) else None
-    if module is not None:
-        keeps = type(module) in _KEEPS_DIMENSIONS or isinstance(module, AnyBatchNorm)
-        return kept if keeps and not isinstance(module, nn.MultiheadAttention) else None
-    name, args = function_name(node.target), node.args
-    if name == "flatten":
-        start = args[1] if len(args) > 1 else node.kwargs.get("start_dim")
-        return 2 if bool(start == 1) and len(args) < 3 and "end_dim" not in node.kwargs else None
-    if name in ("view", "reshape"):
-        sizes = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list)) else args[1:]
-        return 2 if len(sizes) == 2 else None
-    if name in ("mean", "sum", "amax"):
-        axes = args[1] if len(args) == 2 else node.kwargs.get("dim")
-        axes = (axes,) if isinstance(axes, int) else axes
-        if kept is None or not isinstance(axes, (tuple, list)) or node.kwargs.get("keepdim") or len(args) > 2:
-            return None
-        return kept - len(axes)
-    return kept if name in _KEEPS_CALLS else None
 
 
 def _writes(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -399,9 +334,9 @@ def shared_traces() -> Iterator[None]:
 def trace(model: nn.Module, *, sample: Any = None) -> Dataflow:
     """Find how the outputs of layers reach other layers.
 
-    There are three attempts, and the first that works is used: a symbolic trace; one recorded forward pass on
-    ``sample`` (or on noise of a guessed shape); the order in which the modules are registered. ``Dataflow.traced`` says
-    which one it was: ``"fx"``, ``"run"`` or ``"structure"``.
+    There are two attempts, and the first that works is used: a symbolic trace; one recorded forward pass on
+    ``sample`` (or on noise of a guessed shape). ``Dataflow.traced`` says which one it was, ``"fx"`` or ``"run"``; it is
+    ``"structure"`` if none worked, and there are no nodes.
 
     The trace uses a deep copy in eval mode without hooks, so the model does not change, including its Python
     attributes; a model that cannot be copied is not traced. Nothing of torch is patched, so other threads may run
@@ -431,7 +366,7 @@ def _traced(model: nn.Module, sample: Any) -> Dataflow:
             flows = trace_paths(network, sample if network is model else None, most=1)
             if flows is not None:
                 return flows[0]
-        return trace_run(model, sample) or registered(model)
+        return trace_run(model, sample) or Dataflow("structure")
 
 
 def trace_paths(model: nn.Module, sample: Any = None, *, most: int = _PATHS) -> list[Dataflow] | None:
@@ -440,21 +375,15 @@ def trace_paths(model: nn.Module, sample: Any = None, *, most: int = _PATHS) -> 
     At every decision both outcomes are followed. Paths that end in an error of the forward (``ValueError``, a failed
     assertion) do not count. Returns None if a path cannot be traced, or if there are more than ``most``.
 
-    Cost: one symbolic trace for each path, on copies without the values of the parameters if these do not decide.
+    Cost: one symbolic trace for each path, on copies without the values of the parameters.
     """
-    for numbers in (False, True):
-        if numbers and parameter_bytes(model) > _TOO_LARGE:
-            break
-        try:
-            flows = list(_paths(model, sample, numbers, most))
-        except Exception:  # data-dependent Python has no common error class
-            continue
-        if flows:
-            return flows
-    return None
+    try:
+        return list(_paths(model, sample, most)) or None
+    except Exception:  # data-dependent Python has no common error class
+        return None
 
 
-def _paths(model: nn.Module, sample: Any, numbers: bool, most: int) -> Iterator[Dataflow]:
+def _paths(model: nn.Module, sample: Any, most: int) -> Iterator[Dataflow]:
     waiting: list[list[bool]] = [[]]
     paths = 0
     while waiting:
@@ -474,7 +403,7 @@ def _paths(model: nn.Module, sample: Any, numbers: bool, most: int) -> Iterator[
         if paths > most:
             raise RecursionError("too many paths")
         try:
-            with undisturbed(model, numbers=numbers) as copied:
+            with undisturbed(model, numbers=False) as copied:
                 flow = _Symbols(copied, model, decide).run(sample)
         except Exception as error:
             if type(error) not in (ValueError, AssertionError):
@@ -492,30 +421,20 @@ def trace_run(model: nn.Module, sample: Any = None) -> Dataflow | None:
         ValueError: The model does not run on ``sample``.
     """
     try:
-        return _first(model, sample, record_run)
+        return first_run(model, sample, record_run)
     except ReachesOriginal:
         return None
 
 
-class Runnable(NamedTuple):
-    """A network, an input that it accepts, and what it returns."""
+def first_run(model: nn.Module, sample: Any, run: Callable[[nn.Module, Any], _T]) -> _T | None:
+    """Return what ``run`` returns for the model and ``sample``, or for the first guessed input on which it runs.
 
-    network: nn.Module
-    sample: Any
-    outputs: list[Tensor]
-
-
-def runnable(model: nn.Module, sample: Any = None) -> Runnable | None:
-    """Run the model on ``sample``, or its core on a guessed input; None if it does not run on a guess.
+    Returns None if it runs on no guess. ``run`` gets the network that a guess is for, which may be a part of the model.
 
     Raises:
-        ValueError: ``sample`` was given and the model does not run on it.
-        ReachesOriginal: A copy computes with tensors of the model itself, so it cannot be run for what it would show.
+        ValueError: The model does not run on ``sample``.
+        ReachesOriginal: A copy computes with tensors of the model itself.
     """
-    return _first(model, sample, lambda network, given: Runnable(network, given, evaluate(network, given)))
-
-
-def _first(model: nn.Module, sample: Any, run: Callable[[nn.Module, Any], _T]) -> _T | None:
     for network, candidate in _candidates(model, sample):
         try:
             with copies_of(model):
@@ -557,7 +476,7 @@ def _candidates(model: nn.Module, sample: Any) -> Iterator[tuple[nn.Module, Any]
     if sample is not None:
         yield model, sample
         return
-    if parameter_bytes(model) > _TOO_LARGE:
+    if is_large(model):
         return
     for network in _networks(model):
         first = next((m for m in network.modules() if isinstance(m, (AnyConv, nn.Linear))), None)

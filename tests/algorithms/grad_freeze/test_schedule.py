@@ -5,14 +5,14 @@ import pytest
 
 from torchboost.algorithms.grad_freeze.schedule import (
     BACKWARD_SHARE,
-    Continuous,
-    Interval,
-    Repeated,
-    Snapped,
-    Switches,
+    Schedule,
+    continuous,
     earliest,
+    interval,
     length_of,
     progressive,
+    repeated,
+    snapped,
 )
 
 
@@ -20,8 +20,17 @@ def listed(schedule, count: int) -> list[int]:
     return [schedule(step) for step in range(count)]
 
 
-def interval(groups: int, share: float, steps: int, *, seed: int) -> list[int]:
-    return listed(Interval(groups, share, length_of(steps), seed), length_of(steps))
+def drawn(groups: int, share: float, steps: int, *, seed: int) -> list[int]:
+    return listed(interval(groups, share, length_of(steps), seed), length_of(steps))
+
+
+def moments(schedule: Schedule, steps: int) -> dict[int, int]:
+    """Each number of frozen groups but 0, and the first update that has it."""
+    first: dict[int, int] = {}
+    for step, index in enumerate(listed(schedule, steps)):
+        first.setdefault(index, step)
+    first.pop(0, None)
+    return first
 
 
 def one_by_one(groups: int, share: float, steps: int, seed: int) -> list[int]:
@@ -38,15 +47,15 @@ def one_by_one(groups: int, share: float, steps: int, seed: int) -> list[int]:
 
 
 def test_continuous_repeats_a_period():
-    assert listed(Continuous(4, 0.5), 12) == [0, 0, 0, 1, 2, 3] * 2
-    assert listed(Continuous(4, 0.0), 3) == [1, 2, 3]
-    assert listed(Continuous(1, 0.7), 3) == [0] * 3
-    assert [Continuous(4, share).prefixes for share in (0.5, 0.0)] == [4, 3]
-    assert Continuous(10, 1 - 1e-12)(10**6) == 0
+    assert listed(continuous(4, 0.5), 12) == [0, 0, 0, 1, 2, 3] * 2
+    assert listed(continuous(4, 0.0), 3) == [1, 2, 3]
+    assert listed(continuous(1, 0.7), 3) == [0] * 3
+    assert [continuous(4, share).prefixes for share in (0.5, 0.0)] == [4, 3]
+    assert continuous(10, 1 - 1e-12)(10**6) == 0
 
 
 def test_interval_freezes_the_wanted_share_with_small_numbers_likeliest():
-    sequence = interval(10, 0.7, 4000, seed=1)
+    sequence = drawn(10, 0.7, 4000, seed=1)
     assert len(sequence) == 4040
     assert sequence[0] == 0
     assert sequence.count(0) / len(sequence) == pytest.approx(0.7, abs=0.001)
@@ -56,32 +65,25 @@ def test_interval_freezes_the_wanted_share_with_small_numbers_likeliest():
 
 @pytest.mark.parametrize(("groups", "share", "steps"), [(10, 0.7, 9000), (2, 0.25, 300), (7, 0.0, 300), (3, 0.9, 500)])
 def test_interval_is_what_single_draws_give(groups, share, steps):
-    assert interval(groups, share, steps, seed=5) == one_by_one(groups, share, steps, 5)
+    assert drawn(groups, share, steps, seed=5) == one_by_one(groups, share, steps, 5)
 
 
 def test_interval_is_a_function_of_its_seed():
-    assert interval(5, 0.5, 50, seed=3) == interval(5, 0.5, 50, seed=3)
-    assert interval(5, 0.5, 50, seed=3) != interval(5, 0.5, 50, seed=4)
-    assert interval(1, 0.5, 50, seed=3) == [0] * 50
+    assert drawn(5, 0.5, 50, seed=3) == drawn(5, 0.5, 50, seed=3)
+    assert drawn(5, 0.5, 50, seed=3) != drawn(5, 0.5, 50, seed=4)
+    assert drawn(1, 0.5, 50, seed=3) == [0] * 50
 
 
 def test_interval_makes_only_the_entries_that_are_asked_for():
-    schedule = Interval(10, 0.7, length_of(10**15), 0)
+    schedule = interval(10, 0.7, length_of(10**15), 0)
     assert schedule.prefixes == 10
-    assert schedule(100) == Interval(10, 0.7, 101, 0)(100)
-    assert sum(map(len, schedule._chunks)) < 10**5
-    again = Interval(5, 0.5, 20, 3)
+    assert schedule(100) == interval(10, 0.7, 101, 0)(100)
+    again = interval(5, 0.5, 20, 3)
     assert listed(again, 40) == listed(again, 20) * 2
 
 
 def test_a_list_begins_again():
-    assert [Repeated((0, 2, 1))(step) for step in range(5)] == [0, 2, 1, 0, 2]
-
-
-def test_switches_hold_from_their_step_on():
-    switches = Switches(steps=(3, 5), indices=(1, 4))
-    assert [switches(step) for step in range(7)] == [0, 0, 0, 1, 1, 4, 4]
-    assert Switches(steps=(), indices=())(100) == 0
+    assert [repeated((0, 2, 1))(step) for step in range(5)] == [0, 2, 1, 0, 2]
 
 
 def test_the_cubic_schedule_starts_at_the_full_share_and_ends_at_the_end():
@@ -107,25 +109,27 @@ def test_the_moments_are_those_that_save_most(switches):
     allowed = earliest(len(costs), 0.3, steps)
     every = [c for count in range(1, switches + 1) for c in combinations(range(1, len(costs)), count)]
     best = max(saving(costs, allowed, steps, chosen) for chosen in every)
-    assert saving(costs, allowed, steps, found.indices) == pytest.approx(best)
-    assert found.steps == tuple(allowed[index] for index in found.indices)
+    chosen = moments(found, steps)
+    assert saving(costs, allowed, steps, list(chosen)) == pytest.approx(best)
+    assert chosen == {index: allowed[index] for index in chosen}
+    assert found.prefixes == len(chosen) + 1
+    assert found(10 * steps) == max(chosen)
 
 
 def test_a_progressive_schedule_is_monotone_and_never_freezes_the_last_group():
     found = progressive([0.1] * 10, 0.2, 500)
-    assert len(found.steps) == 6
-    assert list(found.steps) == sorted(found.steps)
-    assert list(found.indices) == sorted(found.indices)
-    assert max(found.indices) == 9
+    assert listed(found, 500) == sorted(listed(found, 500))
+    assert len(moments(found, 500)) == 6
+    assert max(moments(found, 500)) == 9
 
 
 def test_one_group_is_never_frozen():
-    assert progressive([1.0], 0.5, 100) == Switches(steps=(), indices=())
+    assert listed(progressive([1.0], 0.5, 100), 200) == [0] * 200
 
 
 def test_snapping_rounds_down_to_few_evenly_spread_indices():
-    assert listed(Snapped(Repeated(tuple(range(6))), 6, 3), 6) == [0, 0, 2, 2, 4, 4]
-    assert listed(Snapped(Repeated((3, 0, 1)), 4, 4), 3) == [3, 0, 1]
-    ten = Snapped(Repeated(tuple(range(10))), 10, 3)
+    assert listed(snapped(repeated(tuple(range(6))), 6, 3), 6) == [0, 0, 2, 2, 4, 4]
+    assert listed(snapped(repeated((3, 0, 1)), 4, 4), 3) == [3, 0, 1]
+    ten = snapped(repeated(tuple(range(10))), 10, 3)
     assert len(set(listed(ten, 10))) == ten.prefixes == 3
     assert all(after <= before for before, after in zip(range(10), listed(ten, 10), strict=True))

@@ -41,8 +41,6 @@ _PASSED_BY = (
     "dim_reduce: the original optimizer was stepped directly, outside the subspace; step the one that attach set: "
     "target.optimizer.step(lambda: loss_fn(model(inputs), labels))."
 )
-_LONGEST = 10**9
-"""Seconds. A wait is a timedelta, which holds no more than some millennia."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +88,8 @@ class DimReduction(Algorithm):
                 raise ValueError(f"{name}={value}: an integer of 1 or more{', or None' * optional}.")
         check_number("alpha", self.alpha)
         check_line_search(rho=self.rho, sigma=self.sigma, gamma=self.gamma)
-        if self.timeout > _LONGEST:
-            raise ValueError(f"timeout={self.timeout}: seconds, at most {_LONGEST}.")
+        if self.timeout > 10**9:  # a wait is a timedelta, which holds no more than some millennia
+            raise ValueError(f"timeout={self.timeout}: seconds, at most {10**9}.")
         if self.snapshots is not None and self.snapshots < self.n_components:
             raise ValueError(
                 f"snapshots={self.snapshots}: at least as many as directions are needed, n_components is "
@@ -149,7 +147,6 @@ class DimReduceRun(WrappingOptimizer, ClosureOptimizer):  # pyright: ignore[repo
 
     Attributes:
         direct: Refuses direct steps of ``opt``.
-        phase: ``"collect"`` or ``"subspace"``.
         subspace: The subspace, None before there is a basis.
         updates: Updates so far.
     """
@@ -158,7 +155,6 @@ class DimReduceRun(WrappingOptimizer, ClosureOptimizer):  # pyright: ignore[repo
         super().__init__(opt)
         self.settings = settings
         self.updates = 0
-        self.phase: Phase = "collect"
         self.subspace: Subspace | None = None
         self._model = model
         self._weights = _parameters(model, opt)
@@ -187,6 +183,11 @@ class DimReduceRun(WrappingOptimizer, ClosureOptimizer):  # pyright: ignore[repo
         return loss
 
     @property
+    def phase(self) -> Phase:
+        """``"collect"`` or ``"subspace"``."""
+        return "collect" if self.subspace is None else "subspace"
+
+    @property
     def collects_until(self) -> int:
         """The update at which the last snapshot is taken; 0 if there is a basis."""
         if self.subspace is not None:
@@ -208,7 +209,6 @@ class DimReduceRun(WrappingOptimizer, ClosureOptimizer):  # pyright: ignore[repo
 
     def _enter(self) -> None:
         self.subspace = self._along(_basis(self.settings, self._model, self._snapshots))
-        self.phase = "subspace"
 
     def _along(self, basis: DimReduceBasis) -> Subspace:
         s, buffers = self.settings, self._model.buffers()
@@ -238,8 +238,7 @@ class DimReduceRun(WrappingOptimizer, ClosureOptimizer):  # pyright: ignore[repo
             subspace = self._subspace_of(state)
             saved = state["subspace"]
             subspace.load_state_dict(saved.get("subspace", saved))  # the version before wrote torch's layout around it
-        self.subspace = subspace
-        self.phase, self.updates = state["phase"], int(state["updates"])
+        self.subspace, self.updates = subspace, int(state["updates"])
         self._snapshots = [
             [t.to("cpu", torch.bfloat16, copy=True) for t in snapshot] for snapshot in state["snapshots"]["kept"]
         ]
@@ -259,11 +258,6 @@ class DimReduceRun(WrappingOptimizer, ClosureOptimizer):  # pyright: ignore[repo
             raise ValueError(
                 "the checkpoint holds the rows of rank {} of {}, this is rank {} of {}; every rank must save and load "
                 "its own state, as torchboost.distributed.checkpoint does.".format(*state["share"], *place)
-            )
-        if len(state["rows"]) != 1:
-            raise ValueError(
-                "the checkpoint holds directions of separate blocks of weights (memory_mebibytes), which are not "
-                "supported any more; finish the run with the version that saved it."
             )
         rows = state["rows"][0].to(self._weights[0])
         return self._along(DimReduceBasis(rows, group, self.settings.n_components))
@@ -300,9 +294,11 @@ def _basis(settings: DimReduction, model: nn.Module, snapshots: Snapshots) -> Di
             rows = read_matrix(path, k, shapes, share)
         else:
             weights = snapshots if folder is None else read_checkpoints(folder, shapes)
-            if path is not None and rank == 0:  # for the next run
-                write_matrix(path, weights, shapes, k)
-            rows = principal_components(weights, k, share)
+            writes = path is not None and rank == 0  # for the next run
+            rows = principal_components(weights, k, None if writes else share)
+            if path is not None and writes:
+                write_matrix(path, rows, shapes)
+                rows = rows[share.start : share.stop].clone()
         return DimReduceBasis(rows.to(like), group, k)
 
     basis = make() if group is None else _on_ranks(make, settings, group)

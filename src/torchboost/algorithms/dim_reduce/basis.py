@@ -5,6 +5,7 @@ Directions are shared out over ranks. Nothing in a file is ever unpickled.
 
 from __future__ import annotations
 
+import io
 import json
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
+from torchboost.core.files import write_whole
 from torchboost.core.wrapping import unwrap
 
 __all__ = [
@@ -152,13 +154,7 @@ def rows_of(components: int, rank: int, ranks: int) -> range:
     return range(components * rank // ranks, components * (rank + 1) // ranks)
 
 
-def principal_components(
-    snapshots: Sequence[Sequence[Tensor]],
-    components: int,
-    share: range | None = None,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
+def principal_components(snapshots: Sequence[Sequence[Tensor]], components: int, share: range | None = None) -> Tensor:
     """Return the directions along which snapshots of the weights vary most.
 
     They are the right singular vectors of the centred matrix. For m snapshots of n weights the m x m Gram matrix is
@@ -171,7 +167,9 @@ def principal_components(
         snapshots: Copies of the parameters of one model, each in the same order.
         components: Number of directions.
         share: The directions to return. None returns all.
-        out: Where to write them, shape ``(len(share), n)``.
+
+    Returns:
+        Shape ``(len(share), n)``, in float32, or float64 if the snapshots are.
 
     Raises:
         ValueError: Too few snapshots, NaN or infinities in one, or they span fewer directions.
@@ -191,7 +189,8 @@ def principal_components(
         raise ValueError(f"snapshots: {_spoiled(snapshots)}; leave it out.")
     factors = _factors(gram, components)
     share = range(components) if share is None else share
-    rows = torch.empty(len(share), length, device="cpu") if out is None else out
+    precision = torch.promote_types(snapshots[0][0].dtype, torch.float32)
+    rows = torch.empty(len(share), length, dtype=precision, device="cpu")
     for first, values in _pieces(snapshots):
         rows[:, first : first + values.shape[1]] = factors[share.start : share.stop] @ values
     for row in rows:
@@ -302,7 +301,7 @@ def read_matrix(path: str | Path, components: int, shapes: Shapes, share: range)
     if not isinstance(matrix, np.ndarray) or matrix.ndim != 2 or matrix.dtype.kind != "f":
         content = f"shape {matrix.shape} of {matrix.dtype}" if isinstance(matrix, np.ndarray) else "an archive"
         raise ValueError(f"{path}: found {content}; a basis is an .npy file of one matrix of floats.")
-    length = _length(shapes)
+    length = sum(torch.Size(shape).numel() for shape in shapes.values())
     if len(matrix) < components or matrix.shape[1] != length:
         raise ValueError(
             f"{path}: found {len(matrix)} directions of {matrix.shape[1]} weights; needed are {components} of the "
@@ -324,26 +323,13 @@ def _names_in(path: Path) -> Any:
         return None
 
 
-def write_matrix(path: str | Path, snapshots: Sequence[Sequence[Tensor]], shapes: Shapes, components: int) -> None:
-    """Write principal components into an ``.npy`` file and the names of their columns into a ``.json``.
-
-    The files appear when they are complete.
-    """
-    path = Path(path)
+def write_matrix(path: str | Path, rows: Tensor, shapes: Shapes) -> None:
+    """Write all directions into an ``.npy`` file and the names of their columns into a ``.json``, or nothing."""
+    path, matrix = Path(path), io.BytesIO()
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    try:
-        matrix = np.lib.format.open_memmap(unfinished, "w+", np.float32, (components, _length(shapes)))
-        principal_components(snapshots, components, out=torch.from_numpy(matrix))
-        matrix.flush()
-        path.with_suffix(".json").write_text(json.dumps({"names": list(shapes)}), encoding="utf-8")
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-def _length(shapes: Shapes) -> int:
-    return sum(torch.Size(shape).numel() for shape in shapes.values())
+    np.save(matrix, rows.numpy().astype(np.float32, copy=False))
+    write_whole(path.with_suffix(".json"), json.dumps({"names": list(shapes)}).encode())
+    write_whole(path, matrix.getbuffer())
 
 
 def _opened(path: Path) -> dict[str, Tensor]:

@@ -174,22 +174,14 @@ class Subspace:
         Raises:
             ValueError: The checkpoint belongs to other directions. Nothing was loaded.
         """
-        if state["residual"].shape != self._residual.shape:
+        estimate, mark = state["inverse_hessian"], _on_host(state["mark"])
+        found, own = (len(estimate["matrix"]), len(state["residual"])), (self.basis.components, self.basis.length)
+        if found != own or (
+            mark is not None and ((mark - self.basis.fingerprint()).abs() > 1e-3 * (1 + mark.abs())).any()
+        ):
             raise ValueError(
-                f"the checkpoint holds a subspace of {len(state['residual'])} weights, but the model has "
-                f"{self.basis.length}; load it with the model that it was saved with."
-            )
-        estimate, k = state["inverse_hessian"], self.basis.components
-        if len(estimate["matrix"]) != k:
-            raise ValueError(
-                f"the checkpoint holds a subspace of {len(estimate['matrix'])} dimensions, but this one has {k}; "
-                "load it with the basis that it was saved with."
-            )
-        mark = _on_host(state["mark"])
-        if mark is not None and ((mark - self.basis.fingerprint()).abs() > 1e-3 * (1 + mark.abs())).any():
-            raise ValueError(
-                "the checkpoint holds the state of another basis with as many directions; load it with the files that "
-                "its basis was made from."
+                "the checkpoint holds a subspace of {} directions of {} weights, and this one has {} of {}, or other "
+                "directions; load it with the model and the files that its basis was made from.".format(*found, *own)
             )
         self._inverse_hessian = {name: _on_host(value) for name, value in estimate.items()}
         self._residual.copy_(state["residual"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 from zlib import crc32
 
 import torch
@@ -24,6 +24,17 @@ from torchboost.optim.fusing import care_for_fused
 __all__ = ["GradFreeze", "Pattern", "freeze_blocks"]
 
 Pattern = Literal["continuous", "interval", "progressive", "fixed"]
+_ALLOWED: dict[str, tuple[Any, ...]] = {
+    **{"pattern": get_args(Pattern), "norms": get_args(Norms)},
+    **{"cache_by": ("name", "content"), "cache_dtype": ("bfloat16", None)},
+}
+_LEAST = {
+    "groups": (1, "an integer of 1 or more"),
+    "total_steps": (1, "an integer of 1 or more"),
+    "prefixes": (2, "2 or more (full training and one other), or None"),
+    "agree_within": (0, "seconds, or 0 to disable the comparison"),
+    "cache_mebibytes": (0, "0 or more"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,34 +91,23 @@ class GradFreeze(Algorithm):
     agree_within: float = 600.0
 
     def __post_init__(self) -> None:
-        if self.pattern not in get_args(Pattern):
-            raise ValueError(f"pattern={self.pattern!r}: allowed are {', '.join(map(repr, get_args(Pattern)))}.")
-        if self.norms not in ("update", "eval"):
-            raise ValueError(f"norms={self.norms!r}: allowed are 'update' and 'eval'.")
+        for name, allowed in _ALLOWED.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r}: allowed are {', '.join(map(repr, allowed))}.")
+        for name, (least, meaning) in _LEAST.items():
+            if (number := getattr(self, name)) is not None and number < least:
+                raise ValueError(f"{name}={number}: pass {meaning}.")
         if not 0 <= self.full_share < 1:
             raise ValueError(
                 f"full_share={self.full_share}: the share of updates that train everything must be 0 or more and below "
                 "1; 1 never freezes, so leave the algorithm out instead."
             )
-        for name in ("groups", "total_steps"):
-            if (count := getattr(self, name)) is not None and count < 1:
-                raise ValueError(f"{name}={count}: pass an integer of 1 or more.")
         if self.total_steps is not None and self.total_steps > freeze_schedule.MOST_STEPS:
             raise ValueError("total_steps: found more than 2**53; pass the number of updates of the run.")
-        if self.prefixes is not None and self.prefixes < 2:
-            raise ValueError(f"prefixes={self.prefixes}: pass 2 or more (full training and one other), or None.")
         if not 0 <= self.frozen < self.groups:
             raise ValueError(f"frozen={self.frozen}: pass 0 or more and less than the number of groups, {self.groups}.")
-        if self.agree_within < 0:
-            raise ValueError(f"agree_within={self.agree_within}: pass seconds, or 0 to disable the comparison.")
         if self.frozen and self.pattern != "fixed":
             raise ValueError(f"frozen={self.frozen} with pattern={self.pattern!r}: only 'fixed' reads it.")
-        if self.cache_mebibytes < 0:
-            raise ValueError(f"cache_mebibytes={self.cache_mebibytes}: pass 0 or more.")
-        if self.cache_by not in ("name", "content"):
-            raise ValueError(f"cache_by={self.cache_by!r}: allowed are 'name' and 'content'.")
-        if self.cache_dtype not in (None, "bfloat16"):
-            raise ValueError(f"cache_dtype={self.cache_dtype!r}: allowed are 'bfloat16' and None.")
         if self.cache_mebibytes and self.norms != "eval":
             raise ValueError(
                 "cache_mebibytes with norms='update': BatchNorms that keep updating change the result of a sample in "
@@ -148,16 +148,15 @@ class GradFreeze(Algorithm):
             prefixes: Maximum number of different values, 0 included; None is unlimited.
         """
         if self.pattern == "fixed" or self.total_steps is None:
-            return freeze_schedule.Repeated((min(self.frozen, len(costs) - 1),))
+            return freeze_schedule.repeated([min(self.frozen, len(costs) - 1)])
         if self.pattern == "progressive":
             return freeze_schedule.progressive(costs, self.full_share, self.total_steps, switches=(prefixes or 7) - 1)
-        schedule: freeze_schedule.Schedule
         if self.pattern == "continuous":
-            schedule = freeze_schedule.Continuous(len(costs), self.full_share)
+            schedule = freeze_schedule.continuous(len(costs), self.full_share)
         else:
             length = freeze_schedule.length_of(self.total_steps)
-            schedule = freeze_schedule.Interval(len(costs), self.full_share, length, seed)
-        return schedule if prefixes is None else freeze_schedule.Snapped(schedule, len(costs), prefixes)
+            schedule = freeze_schedule.interval(len(costs), self.full_share, length, seed)
+        return schedule if prefixes is None else freeze_schedule.snapped(schedule, len(costs), prefixes)
 
 
 def freeze_blocks(model: nn.Module, optimizer: Optimizer, settings: GradFreeze, *, seed: int = 0) -> Freezing:
@@ -197,7 +196,7 @@ def freeze_blocks(model: nn.Module, optimizer: Optimizer, settings: GradFreeze, 
             stacklevel=2,
         )
     check_freezable(model, optimizer)
-    prefixes = prefixes_of(blocks, starts)
+    prefixes = prefixes_of(blocks, starts, settings.norms)
     fast = None
     if settings.cache_mebibytes:
         fast = FastPrefix(
@@ -216,7 +215,6 @@ def freeze_blocks(model: nn.Module, optimizer: Optimizer, settings: GradFreeze, 
         prefixes,
         settings.schedule(costs, seed=seed, prefixes=settings.prefixes),
         compiled=few,
-        norms=settings.norms,
         fast=fast,
         total_steps=None if settings.pattern == "fixed" else settings.total_steps,
         judged_at=None if settings.total_steps is None else -(-2 * settings.total_steps // 3),

@@ -137,33 +137,31 @@ def halves_of(model: nn.Module, tensors: tuple[Tensor, ...], count: int) -> Halv
     """
     graph, targets = _traced(model, tensors)
     front = _Front(fx.GraphModule(targets, graph), [_trains(node, targets) for node in graph.nodes], tensors)
-    behind = {node for node in graph.nodes if node not in front.nodes}
-    border = set[fx.Node]()
-    waiting = [source for node in behind for source in node.all_input_nodes]
-    while waiting:
-        node = waiting.pop()
-        if node in front.activations:
-            border.add(node)
-        elif node not in behind:
-            behind.add(node)
-            waiting += node.all_input_nodes
-    before, waiting = set[fx.Node](), list(front.activations)
-    while waiting:
-        node = waiting.pop()
-        if node not in before:
-            before.add(node)
-            waiting += node.all_input_nodes
+    behind = _ancestors((node for node in graph.nodes if node not in front.nodes), stop=front.activations)
+    border = behind.intersection(front.activations)
+    before = _ancestors(front.activations)
     results = [node for node in graph.nodes if node in border]
     # The dictionary preserves the identity of modules; only those used are taken.
     prefix = fx.GraphModule(targets, _part(graph, before, results=results))
     if not border or next(prefix.parameters(), None) is None:
         return f"no frozen part comes first{front.end and ': '}{front.end}"
-    suffix = fx.GraphModule(targets, _part(graph, behind, border=results))
+    suffix = fx.GraphModule(targets, _part(graph, behind - border, border=results))
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     read = [at for at, node in enumerate(inputs) if node in before]
     halves = Halves(prefix, suffix, [node.name for node in results], read, tensors, front.end)
     obstacle = halves.obstacle(tensors, count)
     return f"nothing is cached: {obstacle}" if obstacle else halves
+
+
+def _ancestors(nodes: Iterable[fx.Node], stop: Collection[fx.Node] = ()) -> set[fx.Node]:
+    """Return these nodes and all that they depend on, but nothing before those in ``stop``."""
+    found, waiting = set[fx.Node](), list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += () if node in stop else node.all_input_nodes
+    return found
 
 
 class _Front(fx.Interpreter):

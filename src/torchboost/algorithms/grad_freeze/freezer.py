@@ -15,7 +15,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from torchboost.algorithms.grad_freeze.cache import FastPrefix
 from torchboost.algorithms.grad_freeze.checks import GradientChecks, Replicas, check_freezable
-from torchboost.algorithms.grad_freeze.schedule import Repeated
 from torchboost.core.algorithm import Attachment, Removable
 from torchboost.core.forward import plain_hook
 from torchboost.core.step import learns_nothing
@@ -37,7 +36,7 @@ class Prefix:
 
     Args:
         parameters: Parameters that get no gradient and do not change.
-        norms: The BatchNorms that hold some of them.
+        norms: BatchNorms that run in eval mode.
         cut: Modules whose outputs are detached, because a parameter they use still trains elsewhere.
     """
 
@@ -58,12 +57,13 @@ class Prefix:
         )
 
 
-def prefixes_of(blocks: Sequence[Block], starts: Sequence[int]) -> tuple[Prefix, ...]:
+def prefixes_of(blocks: Sequence[Block], starts: Sequence[int], norms: Norms = "update") -> tuple[Prefix, ...]:
     """Return for each group the prefix before it, that is all blocks frozen while it is the first to train."""
+    kinds = AnyBatchNorm if norms == "eval" else ()
     return tuple(
         Prefix(
             parameters=tuple(p for block in blocks[:start] for p in block.parameters),
-            norms=tuple(m for block in blocks[:start] for m in block.modules if isinstance(m, AnyBatchNorm)),
+            norms=tuple(m for block in blocks[:start] for m in block.modules if isinstance(m, kinds)),
             cut=tuple(m for block in blocks[:start] for m in block.cut),
         )
         for start in starts
@@ -97,13 +97,12 @@ class Freezing(Attachment):
 
     Args:
         model: The model as the loop calls it, wrapped or not (DDP may follow later). None if only parameters are known;
-            their BatchNorms then keep updating, and a DDP is not detected.
+            a DDP is then not detected.
         optimizer: The optimizer whose updates are counted. Held weakly.
         prefixes: The frozen part at index 0, 1, ...
         schedule: Index for each update, counted from 0.
         compiled: Schedule to use instead if the model is compiled when this is attached, or later but before the first
             update that freezes. None always uses ``schedule``.
-        norms: Whether BatchNorms in the frozen part keep updating their statistics or run in eval mode.
         fast: Runs the frozen part; it detects what is frozen, and is removed with this.
         total_steps: Number of updates after which everything is thawed; later updates warn once. None never ends.
         judged_at: Number of updates of this process after which ``fast`` ends if it has found next to nothing. None
@@ -128,7 +127,6 @@ class Freezing(Attachment):
         schedule: Callable[[int], int],
         *,
         compiled: Callable[[int], int] | None = None,
-        norms: Norms = "update",
         fast: FastPrefix | None = None,
         total_steps: int | None = None,
         judged_at: int | None = None,
@@ -144,31 +142,30 @@ class Freezing(Attachment):
         self._schedule, self._few, self._judged_at = schedule, compiled, judged_at
         self._for_compiled = None if compiled else False  # None until the first update that freezes
         self._counted = model is None or is_compiled(model)  # the caller knew of the compiler
-        self._settles = norms == "eval"
         self._settled = set[AnyBatchNorm]()  # put into eval mode here, and only those
         self._alike = dict(alike or {})
         self._freezable = len({id(p) for prefix in prefixes for p in prefix.parameters if p.requires_grad})
         self._flips = 0
-        self._warned = self._overran = False
+        self._warned = False
         self._spared = frozenset[int]()
         self._in_force = self._prefixes[0]
         self._frozen: dict[int, Tensor] = {}  # by id: hashing a tensor costs ten times as much as hashing a number
         self._thawed_by_user = set[int]()
-        self._record = _Record(weakref.ref(self), set())
+        self._record: tuple[Callable[[], Freezing | None], set[int]] = (weakref.ref(self), set())
         for parameter in parameters:
             _RECORDS[parameter] = self._record
-        self._cuts = {module: _Cut() for prefix in prefixes for module in prefix.cut}
-        tied = {id(p) for module in self._cuts for p in module.parameters(recurse=False)}
+        cut = dict.fromkeys(module for prefix in prefixes for module in prefix.cut)
+        tied = {id(p) for module in cut for p in module.parameters(recurse=False)}
         self._reach = _Reach(optimizer, [prefix.parameters for prefix in prefixes], tied, self._may_train)
         # The fast path takes modules with hooks as they are, and refuses checkpointing.
-        watched = None if fast is not None or schedule == Repeated((0,)) else model
+        watched = None if fast is not None or (self.graphs, schedule(0)) == (1, 0) else model
         self._checks: GradientChecks | None = GradientChecks(watched, parameters)
         self._replicas: Replicas | None = None
         handles: list[Removable] = [optimizer.register_step_post_hook(_untraced(self._updated)), self._checks]
-        handles += [plain_hook(module, module.register_forward_hook(cut)) for module, cut in self._cuts.items()]
+        handles += [plain_hook(module, module.register_forward_hook(self._detach)) for module in cut]
         handles += [fast] if fast is not None else []
         if model is not None:
-            if self._settles and any(prefix.norms for prefix in prefixes):
+            if any(prefix.norms for prefix in prefixes):
                 handles.append(plain_hook(model, model.register_forward_pre_hook(_untraced(self._settle_norms))))
             self._replicas = Replicas(model, lambda: self._flips, self._figures, within=agree_within)
             handles.append(self._replicas)
@@ -263,8 +260,7 @@ class Freezing(Attachment):
         if self.fast is not None and self._seen == self._judged_at:
             self.fast.judge()
         self._follow()
-        if self._total is not None and self.step > self._total and not self._overran:
-            self._overran = True
+        if self._total is not None and self.step == self._total + 1:
             warnings.warn(
                 f"freezing: update {self.step} comes after the end of the run, total_steps={self._total}; everything "
                 "trains from then on. Set total_steps to the number of updates of the whole run.",
@@ -308,9 +304,7 @@ class Freezing(Attachment):
         known = set(map(id, self._reach.parameters))  # others belong to other optimizers, or to none
         self._freeze({id(p): p for p in after.parameters if id(p) in known})
         self._flips += 1
-        for module, hook in self._cuts.items():
-            hook.active = module in after.cut
-        if self._settles and self._model is not None:
+        if self._model is not None:
             for norm in self._settled.difference(after.norms):
                 norm.training = self._model.training
                 self._settled.discard(norm)
@@ -336,8 +330,8 @@ class Freezing(Attachment):
                 parameter.grad = None
                 self._frozen[key] = parameter
                 _RECORDS[parameter] = self._record
-        self._record.frozen.clear()
-        self._record.frozen.update(self._frozen)
+        self._record[1].clear()
+        self._record[1].update(self._frozen)
 
     def _may_train(self, parameter: Tensor) -> bool:
         """Whether a parameter would train if nothing were frozen here."""
@@ -357,6 +351,10 @@ class Freezing(Attachment):
                 stacklevel=2,
             )
 
+    def _detach(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Let no gradient through a module that uses a parameter of a later block, while its own block is frozen."""
+        return output.detach() if module in self._in_force.cut and isinstance(output, Tensor) else output
+
     def _settle_norms(self, *_: Any) -> None:
         """Put frozen norms back into eval mode, since ``model.train()`` in the loop sets every module to training."""
         for norm in self._in_force.norms:
@@ -365,16 +363,8 @@ class Freezing(Attachment):
                 self._settled.add(norm)
 
 
-@dataclass(frozen=True, slots=True)
-class _Record:
-    """Who has frozen parameters, and which, by ``id``; it lives as long as they do, even if the owner does not."""
-
-    owner: Callable[[], Freezing | None]
-    frozen: set[int]
-
-
 # Flags outlive their owner. Only this table tells a parameter that freezing left frozen from one that the user froze.
-# An entry is dropped with its parameter.
+# An entry, which is dropped with its parameter, says who owns it, and what the owner has frozen, by ``id``.
 _RECORDS: Any = WeakIdKeyDictionary()
 
 
@@ -384,32 +374,16 @@ def _release(parameters: Iterable[Tensor]) -> None:
     If an optimizer is deleted, its freezing goes with it, and its parameters would stay frozen. They are thawed here.
     """
     for parameter in parameters:
-        record = _RECORDS.pop(parameter, None)
-        if record is None:
-            continue
-        frozen = id(parameter) in record.frozen
-        owner = record.owner()
-        if owner is not None:
-            owner.remove()
-        elif frozen:
+        owner, frozen = _RECORDS.pop(parameter, (lambda: None, ()))
+        if (living := owner()) is not None:
+            living.remove()
+        elif id(parameter) in frozen:
             parameter.requires_grad_(True)
 
 
 def _untraced(hook: Callable[..., None]) -> Callable[..., None]:
     """Keep the compiler out of a hook if the step or the forward around it is compiled."""
     return torch.compiler.disable(hook)  # pyright: ignore[reportReturnType]
-
-
-class _Cut:
-    """A forward hook that detaches what a module returns while ``active``."""
-
-    def __init__(self) -> None:
-        self.active = False
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if self.active and isinstance(output, Tensor):
-            return output.detach()
-        return output
 
 
 class _Reach:
