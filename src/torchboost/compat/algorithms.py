@@ -15,7 +15,7 @@ from torchboost.algorithms.adaptive_sum import adasum_
 from torchboost.algorithms.dim_reduce.basis import DimReduceBasis
 from torchboost.algorithms.dim_reduce.optimizer import Subspace
 from torchboost.algorithms.grad_accumulation.optimizer import GradientWindow
-from torchboost.algorithms.less_bn import Keep, LessBnReport, less_bn
+from torchboost.algorithms.less_bn import LessBnReport, less_bn
 from torchboost.compat.process import ParameterProcess
 from torchboost.core.arguments import check_optimizer
 from torchboost.core.step import Replay
