@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -11,11 +12,12 @@ from torch.nn import functional as F
 
 from torchboost.core.torch_private import attention_of_packed_rows
 from torchboost.tokens.layout import Layout
-from torchboost.tokens.rows import MissingRows, Rows
-from torchboost.tokens.scores import EXCLUDED, sequences
+from torchboost.tokens.rows import BATCH, TOKEN, MissingRows, Rows
 
-__all__ = ["scaled_dot_product_attention"]
+__all__ = ["EXCLUDED", "attention", "sequences"]
 
+EXCLUDED = -9e3
+"""A smaller entry of a mask that is added, next to scores of usual size, gives a weight of exactly 0."""
 _ALL, _CAUSAL = (None, False), (None, True)
 _SIMPLE = _ALL, _CAUSAL
 _ALIKE = 0.75
@@ -25,41 +27,60 @@ Remains = tuple[Tensor | None, bool]
 """What remains of a mask for one sequence, and whether it is causal."""
 
 
-def scaled_dot_product_attention(
+def attention(
+    func: Callable[..., Tensor],
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    **options: Any,
 ) -> Tensor:
     """Compute ``torch.nn.functional.scaled_dot_product_attention`` for the sequences of a padded batch.
 
     The mask must exclude the padding for every query that is computed. If nothing else remains of it, sequences of
     about the same length are computed together, and all of them where a kernel takes packed rows.
+
+    Args:
+        func: Computes it for whole tensors: that function, or another one with its arguments.
+        query: Shape (batch, heads..., queries, width), like the other two.
+        key: See ``query``.
+        value: See ``query``.
+        attn_mask: As of that function, like those that follow.
+        dropout_p: See ``attn_mask``.
+        is_causal: See ``attn_mask``.
+        **options: See ``attn_mask``.
     """
     queries, keys, others = (one.positions if isinstance(one, Rows) else None for one in (query, key, value))
     if keys is not others:
         raise MissingRows("keys and values have different layouts")
-    parts = [sequences(one, -2) for one in (query, key, value)]
+    parts = [sequences(one) for one in (query, key, value)]
     if not query.ndim == key.ndim == value.ndim or query.ndim < 3 or None in parts:
         raise MissingRows("its tensors have other dimensions")
     masks = _masks(query, queries, keys, attn_mask, is_causal)
-    options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
+    options["dropout_p"] = dropout_p
     simple = any(all(mask is one for mask in masks) for one in _SIMPLE)
     rows = [one for one in (query, key, value) if isinstance(one, Rows) and one.positions.index.numel()]
     if simple and len(rows) == len(parts):
         own, others, values = rows
-        return own.of(_together(own, others, values, masks[0] is _CAUSAL, options))
-    outputs = []
+        return own.of(_together(func, own, others, values, masks[0] is _CAUSAL, options))
+    outputs: list[Tensor] = []
     for (mask, causal), *one in zip(masks, *parts, strict=True):
         q, k, v = (part[None] for part in one)
-        outputs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, **options)[0])
+        outputs.append(func(q, k, v, attn_mask=mask, is_causal=causal, **options)[0])
     if not isinstance(query, Rows):
         return torch.stack(outputs)
     return query.of(torch.cat([one.movedim(-2, 0) for one in outputs]))
+
+
+def sequences(x: Tensor) -> Sequence[Tensor] | None:
+    """Return each sequence by itself, without its padding: shape (..., length, width). None in another order."""
+    if not isinstance(x, Rows):
+        return x.unbind(0)
+    if x.dims[0] != BATCH or x.dims[-2] != TOKEN:
+        return None
+    return [part.movedim(0, x.ndim - 3) for part in x.rows.split(x.positions.lengths)]
 
 
 class _Group(NamedTuple):
@@ -94,13 +115,13 @@ class _Groups(NamedTuple):
     places: Tensor
 
 
-def _together(query: Rows, key: Rows, value: Rows, causal: bool, options: dict[str, Any]) -> Tensor:
+def _together(func: Any, query: Rows, key: Rows, value: Rows, causal: bool, options: dict[str, Any]) -> Tensor:
     """Return the rows of attention in which a query sees all keys of its sequence, or those before it."""
-    packed = attention_of_packed_rows(
-        query.rows, key.rows, value.rows, query.positions.packed, key.positions.packed, causal=causal, **options
-    )
-    if packed is not None:
-        return packed
+    if func is F.scaled_dot_product_attention:
+        places = query.positions.packed, key.positions.packed
+        packed = attention_of_packed_rows(query.rows, key.rows, value.rows, *places, causal=causal, **options)
+        if packed is not None:
+            return packed
     batch = query.positions.once(key.positions.mask, lambda: _grouped(query.positions, key.positions), "groups")
     counts = [(one.size * one.queries, one.size * one.keys) for one in batch.groups]
     query_parts = query.rows.index_select(0, batch.queries).split([count for count, _ in counts])
@@ -111,7 +132,7 @@ def _together(query: Rows, key: Rows, value: Rows, causal: bool, options: dict[s
     for group, *one in zip(batch.groups, query_parts, key_parts, value_parts, strict=True):
         q, k, v = (part.unflatten(0, (group.size, -1)).movedim(1, -2) for part in one)
         mask = None if causal or group.mask is None else group.mask[(slice(None), *(None,) * (q.ndim - 2))]
-        output = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, **options)
+        output = func(q, k, v, attn_mask=mask, is_causal=causal, **options)
         outputs.append(output.movedim(-2, 1).flatten(0, 1))
     return torch.cat(outputs).index_select(0, batch.places)
 
@@ -167,52 +188,53 @@ def _masks(
     layout = keys or queries
     if is_causal or layout is None or isinstance(mask, Rows) or mask.ndim > query.ndim:
         raise MissingRows("its mask is of another kind")
-    if mask.requires_grad:
-        return _split_mask(mask[(None,) * (query.ndim - mask.ndim)], queries, keys, layout)
-    return layout.once(
-        mask,
-        lambda: _split_mask(mask[(None,) * (query.ndim - mask.ndim)], queries, keys, layout),
-        ("attention", query.ndim, queries, keys),
-    )
+    whole, kind = mask[(None,) * (query.ndim - mask.ndim)], ("attention", query.ndim, queries, keys)
+    if mask.requires_grad:  # what it is may be kept, its parts belong to the graph of this call
+        layout.once(mask, lambda: _in_common(whole.detach(), queries, keys, layout), kind)
+        return _parts(whole, queries, keys, layout)
+
+    def remains() -> list[Remains]:
+        common = _in_common(whole, queries, keys, layout)
+        return _parts(whole, queries, keys, layout) if common is None else [common] * layout.batch
+
+    return layout.once(mask, remains, kind)
 
 
-def _split_mask(mask: Tensor, queries: Layout | None, keys: Layout | None, layout: Layout) -> list[Remains]:
+def _in_common(mask: Tensor, queries: Layout | None, keys: Layout | None, layout: Layout) -> Remains | None:
+    """Return what remains of a mask in all sequences, if it is nothing or causality; None otherwise.
+
+    Raises:
+        MissingRows: It does not exclude the padding for a query that is computed, or excludes everything else.
+    """
     sizes = ((0, layout.batch), (-2, queries.length if queries else 0), (-1, keys.length if keys else 0))
     if any(size and mask.shape[place] not in (1, size) for place, size in sizes) or (keys and mask.shape[-1] == 1):
         raise MissingRows("its mask is of another kind")
-    excluded = ~mask if mask.dtype is torch.bool else mask < EXCLUDED
-    simple = _simple_mask(mask, excluded, queries, keys)
-    if simple is not None:
-        return [simple] * layout.batch
-    masks: list[Remains] = []
-    for sequence in range(layout.batch):
-        own = slice(0, 1) if mask.shape[0] == 1 else slice(sequence, sequence + 1)
-        part, out = mask[own], excluded[own]
-        if queries is not None and mask.shape[-2] > 1:
-            present = queries.mask[sequence]
-            part, out = part[..., present, :], out[..., present, :]
-        if keys is not None:
-            present = keys.mask[sequence]
-            if not bool(out[..., ~present].all()):
-                raise MissingRows("attention sees the padding")
-            part, out = part[..., present], out[..., present]
-            if bool(out.all(-1).any()):
-                raise MissingRows("a query sees nothing")
-        masks.append((part, False))
-    return masks
-
-
-def _simple_mask(mask: Tensor, excluded: Tensor, queries: Layout | None, keys: Layout | None) -> Remains | None:
-    """Return what remains if it is nothing, or causality in all sequences."""
-    if keys is None or (queries is not keys and 0 in keys.lengths):
+    if keys is None:
         return None
-    out = ~keys.mask[(slice(None), *(None,) * (mask.ndim - 2))]  # (batch, ..., 1, keys)
-    counts = keys.mask.new_ones(()) if queries is None else queries.mask[(slice(None), *(None,) * (mask.ndim - 3))]
-    counts = counts if queries is None else counts[..., None]  # (batch, ..., queries, 1)
+    excluded = ~mask if mask.dtype is torch.bool else mask < EXCLUDED
+    absent = ~keys.mask[(slice(None), *(None,) * (mask.ndim - 2))]  # (batch, ..., 1, keys)
+    counts = keys.mask.new_ones(())
+    if queries is not None and mask.shape[-2] > 1:
+        counts = queries.mask[(slice(None), *(None,) * (mask.ndim - 2))].transpose(-1, -2)  # (batch, ..., queries, 1)
     rest = keys.mask.new_zeros(()) if mask.dtype is torch.bool else ~excluded & (mask != 0)
     later = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).triu(1)
-    wrong = [(((excluded != (out | more)) | rest) & counts).any() for more in (torch.zeros_like(later), later)]
-    everything, causal = torch.stack(wrong).logical_not().tolist()
-    if everything:
+    wrong = [~excluded & absent & counts, (excluded | absent).all(-1, keepdim=True) & counts]
+    wrong += [((excluded != (absent | more)) | rest) & counts for more in (torch.zeros_like(later), later)]
+    padding, nothing, some, not_causal = torch.stack([one.any() for one in wrong]).tolist()
+    if padding or nothing:
+        raise MissingRows("attention sees the padding" if padding else "a query sees nothing")
+    if not some:
         return _ALL
-    return _CAUSAL if causal and queries is keys and mask.shape[-2] == mask.shape[-1] else None
+    return None if not_causal or queries is not keys or mask.shape[-2] != mask.shape[-1] else _CAUSAL
+
+
+def _parts(mask: Tensor, queries: Layout | None, keys: Layout | None, layout: Layout) -> list[Remains]:
+    """Return the mask of each sequence."""
+    parts: list[Remains] = []
+    for sequence in range(layout.batch):
+        part = mask if mask.shape[0] == 1 else mask[sequence : sequence + 1]
+        if queries is not None and mask.shape[-2] > 1:
+            part = part.index_select(-2, queries.parts[sequence][0])
+        part = part if keys is None else part.index_select(-1, keys.parts[sequence][0])
+        parts.append((part, False))
+    return parts

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from torchboost.tokens.attention import EXCLUDED
 from torchboost.tokens.layout import Layout
 from torchboost.tokens.operations import PaddedRows
 from torchboost.tokens.rows import BATCH, TOKEN
-from torchboost.tokens.scores import EXCLUDED
 
 __all__ = ["Entrance", "Key", "Pair", "Place", "kept_positions", "layouts_of", "may_mask"]
 
