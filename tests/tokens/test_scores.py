@@ -223,9 +223,9 @@ def test_masks_are_read_once():
         ((rows @ rows.mT) + mask).softmax(-1) @ rows
 
 
-def padded(dtype: torch.dtype = torch.float64) -> tuple[Layout, Tensor, Any]:
+def padded() -> tuple[Layout, Tensor, Any]:
     layout = Layout(torch.tensor([[True, True, False, False], [True, True, True, False]]))
-    whole = torch.randn(2, HEADS, 4, WIDTH, dtype=dtype)
+    whole = torch.randn(2, HEADS, 4, WIDTH, dtype=torch.float64)
     return layout, whole, rows_of(whole, layout)
 
 
@@ -263,13 +263,13 @@ def test_what_is_written_to_between_scores_and_values_does_not_count():
 
 @pytest.mark.parametrize("factor", [0.5, torch.tensor(0.5), torch.tensor(2.0, requires_grad=True)])
 def test_scores_are_scaled_and_weights_dropped_once(factor: Any):
-    layout, whole, rows = padded(torch.float32)
+    layout, whole, rows = padded()
     hidden = ~layout.mask[:, None, None]
 
     def attend(x: Any) -> Any:
-        return (x @ x.mT / factor).masked_fill(hidden, torch.finfo(torch.float32).min).softmax(-1)
+        return (x @ x.mT / factor).masked_fill(hidden, torch.finfo(torch.float64).min).softmax(-1)
 
-    agree((attend(whole) @ whole).double(), (attend(rows) @ rows).double())
+    agree(attend(whole) @ whole, attend(rows) @ rows)
     with pytest.raises(MissingRows, match="no step of attention"):
         attend(rows) * 2 @ rows
     with pytest.raises(MissingRows, match="drops weights twice"):
