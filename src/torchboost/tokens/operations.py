@@ -14,9 +14,8 @@ from torchboost.tokens.answers import Answer, Answering, functions, getter, rows
 from torchboost.tokens.attention import attention
 from torchboost.tokens.einsum import einsum_of_rows
 from torchboost.tokens.joined import joined
-from torchboost.tokens.losses import labelled_loss
 from torchboost.tokens.multihead import multi_head_attention_forward
-from torchboost.tokens.rows import FLAT, Fill, MissingRows, Rows, in_this_precision, known, numbered
+from torchboost.tokens.rows import BATCH, FLAT, TOKEN, Fill, MissingRows, Rows, in_this_precision, known, numbered
 from torchboost.tokens.scores import product
 from torchboost.tokens.shapes import completed, expand, indexed, permute, reshape, selected, sliced, squeeze, unsqueeze
 
@@ -275,6 +274,39 @@ def _tracked(func: Any, x: Rows, requires_grad: bool = True) -> Rows:
     return x
 
 
+def _labelled_loss(
+    func: Any,
+    logits: Any,
+    target: Any,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """The loss of labelled positions. Only their logits are computed."""
+    strange = size_average is not None or reduce is not None or isinstance(target, Rows) or target.is_floating_point()
+    if strange or logits.dims not in ((FLAT, 0), (BATCH, 0, TOKEN)):
+        raise MissingRows("its arguments are of another kind")
+    if target.shape != (logits.shape[:1] if logits.ndim == 2 else (logits.shape[0], logits.shape[2])):
+        raise MissingRows("its arguments are of another kind")
+    labels = target.reshape(-1)
+    labelled = (labels != ignore_index).nonzero().squeeze(1)
+    if not labelled.numel():
+        raise MissingRows("no position has a label")
+    rows = logits.positions.row_of.view(-1)[labelled]
+    if bool((rows < 0).any()):
+        raise MissingRows("padded positions have labels")
+    picked = logits.picked(rows)
+    options: dict[str, Any] = {"weight": weight, "ignore_index": ignore_index, "reduction": reduction}
+    options |= {"label_smoothing": label_smoothing} if label_smoothing else {}
+    losses = func(picked, labels[labelled], **options)
+    if reduction != "none":
+        return losses
+    return losses.new_zeros(labels.shape).index_copy(0, labelled, losses).view(target.shape)
+
+
 _DETACHING = frozenset(functions("detach"))
 """Its result has the same memory, and torch does not count it as a view."""
 _PRODUCTS = frozenset(functions("mul", "multiply", "logical_and", "bitwise_and", "__and__", "__mul__", "__rmul__"))
@@ -324,7 +356,7 @@ _NAMES: Mapping[Answer, str] = {
     _tracked: "requires_grad_",
     attention: "scaled_dot_product_attention",
     multi_head_attention_forward: "multi_head_attention_forward",
-    labelled_loss: "cross_entropy nll_loss",
+    _labelled_loss: "cross_entropy nll_loss",
 }
 
 

@@ -43,32 +43,20 @@ _KEPT_DRAWS = 16
 
 
 @dataclass(slots=True, eq=False)
-class _Known:
-    """What calls of one kind have shown.
-
-    Args:
-        axes: None if their tokens are not left out.
-        longest: The largest number of tokens that was looked at.
-    """
-
-    axes: TokenAxes | None
-    longest: int
-
-
-@dataclass(slots=True, eq=False)
 class _Block:
     """A block of the middle.
 
     Args:
         place: Among them.
         module: The block.
-        known: By kind of call.
+        known: Kind of call -> the axes of its tokens, None if they are not left out, and the most tokens that such a
+            call had when it was looked at.
         called_at: The update in which a pass with gradients last began.
     """
 
     place: int
     module: nn.Module
-    known: dict[Any, _Known] = field(default_factory=dict)
+    known: dict[Any, tuple[TokenAxes | None, int]] = field(default_factory=dict)
     called_at: int = -1
 
     def check_hooks(self) -> None:
@@ -232,17 +220,17 @@ class TokenDropping(Attachment):
         if isinstance(hidden, Rows):
             raise MissingRows("token_drop computes some tokens of a block alone", (hidden.positions.owner,))
         kind = kind_of(call, hidden)
-        known = block.known.get(kind)
-        if known is not None and (known.axes is None or hidden.shape[known.axes.hidden] <= known.longest):
-            return known.axes
+        axes, longest = block.known.get(kind, (None, -1))
+        if longest >= 0 and (axes is None or hidden.shape[axes.hidden] <= longest):
+            return axes
         if again or max(hidden.shape[:2]) < LEAST_LENGTH or inside_mode():
             return None
-        block.known[kind] = _Known(None, 0)
+        block.known[kind] = None, 0
         axes = token_axes(block.module, call, self._guess)
         if axes is None:
             del block.known[kind]
             return None
-        block.known[kind] = _Known(axes, hidden.shape[axes.hidden])
+        block.known[kind] = axes, hidden.shape[axes.hidden]
         self._guess = axes
         return axes
 
