@@ -23,16 +23,17 @@ from torchboost.tokens.history import (
 )
 from torchboost.tokens.rows import MissingRows, Rows
 
-__all__ = ["Answer", "Answering", "functions", "getter", "rows_in", "table"]
+__all__ = ["Answer", "PaddedRows", "functions", "getter", "rows_in", "table"]
 
 Answer = Callable[..., Any]
 """Takes the function of torch, and its arguments as it does."""
 
 
-class Answering(Rows):
+class PaddedRows(Rows):
     """Rows that functions of torch accept in place of the padded tensor.
 
-    Functions with an answer get it. Others get the whole tensor: from ``fill``, or from ``source``. If there is
+    Functions that treat every position by itself compute on the rows. So do attention whose mask excludes the padding,
+    and a loss that ignores it. Functions with an answer get it. Others get the whole tensor: from ``fill``, or from ``source``. If there is
     neither, they raise :class:`MissingRows`.
 
     Attributes:
@@ -58,7 +59,7 @@ class Answering(Rows):
 
 
 @Untraced
-def _answered(cls: type[Answering], func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _answered(cls: type[PaddedRows], func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with functions_of_subclasses_off():
         if func in _METADATA:
             return func(*args, **kwargs)
@@ -94,10 +95,10 @@ def _answered(cls: type[Answering], func: Any, types: Any, args: tuple[Any, ...]
         return result
 
 
-def _answering(kind: type[Answering], types: Any) -> type[Answering]:
+def _answering(kind: type[PaddedRows], types: Any) -> type[PaddedRows]:
     """Return the class that answers a call."""
     if len(types) > 1:
-        return max((one for one in types if issubclass(one, Answering)), key=lambda one: one.precedence)
+        return max((one for one in types if issubclass(one, PaddedRows)), key=lambda one: one.precedence)
     return kind
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchboost.core.torch_private import tensor_without_memory
-from torchboost.tokens.answers import Answering, getter, table
+from torchboost.tokens.answers import PaddedRows, getter, table
 from torchboost.tokens.rows import MissingRows, Rows
 from torchboost.tokens.scores import Scores, product
 from torchboost.tokens.shapes import completed, permute
@@ -17,7 +17,7 @@ from torchboost.tokens.shapes import completed, permute
 __all__ = ["Joined", "joined"]
 
 
-class Joined(Answering):
+class Joined(PaddedRows):
     """Rows or scores of padded sequences in the shape (batch * heads, ...).
 
     Args:
@@ -25,7 +25,7 @@ class Joined(Answering):
     """
 
     precedence: ClassVar[int] = 2
-    with_heads: Answering
+    with_heads: PaddedRows
 
     def __new__(cls, with_heads: Any) -> Joined:
         """Make a tensor without memory."""

@@ -5,18 +5,18 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchboost.tokens.answers import Answer, Answering, functions, getter, rows_in, table
+from torchboost.tokens.answers import Answer, PaddedRows, functions, getter, rows_in, table
 from torchboost.tokens.attention import attention
 from torchboost.tokens.einsum import einsum_of_rows
 from torchboost.tokens.joined import joined
 from torchboost.tokens.multihead import multi_head_attention_forward
 from torchboost.tokens.rows import BATCH, FLAT, TOKEN, Fill, MissingRows, Rows, in_this_precision, known, numbered
-from torchboost.tokens.scores import product
+from torchboost.tokens.scores import Scores, product
 from torchboost.tokens.shapes import completed, expand, indexed, permute, reshape, selected, sliced, squeeze, unsqueeze
 
 __all__ = ["PaddedRows"]
@@ -360,11 +360,5 @@ _NAMES: Mapping[Answer, str] = {
 }
 
 
-class PaddedRows(Answering):
-    """Rows of a padded tensor that functions of torch accept in place of it.
-
-    Functions that treat every position by itself compute on the rows. So do attention whose mask excludes the padding,
-    and a loss that ignores it.
-    """
-
-    answers: ClassVar[Mapping[Any, Answer]] = {getter("mT"): _transpose, **table(_NAMES)}
+PaddedRows.answers = {getter("mT"): _transpose, **table(_NAMES)}
+Scores.answers = {**Scores.answers, **table({_type_as: "type_as", _expand_as: "expand_as"})}

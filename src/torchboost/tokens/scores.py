@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torchboost.core.torch_private import tensor_without_memory, version
-from torchboost.tokens.answers import Answer, Answering, table
+from torchboost.tokens.answers import PaddedRows, table
 from torchboost.tokens.attention import EXCLUDED, attention, sequences
 from torchboost.tokens.layout import Layout
 from torchboost.tokens.rows import Memory, MissingRows, RowFunction, Rows, in_this_precision
@@ -46,7 +46,7 @@ class Steps(NamedTuple):
     read: tuple[tuple[Tensor, int], ...] = ()
 
 
-class Scores(Answering):
+class Scores(PaddedRows):
     """A score, or after a softmax a weight, for each query and key. Shape (batch, heads..., queries, keys).
 
     Args:
@@ -255,29 +255,18 @@ def _getitem(func: Any, x: Scores, index: Any) -> Scores:
     return x
 
 
-def _type_as(func: Any, x: Tensor, other: Tensor) -> Tensor:
-    return x.then(lambda like: like.to(other.dtype)) if isinstance(x, Scores) else x.to(other.device, other.dtype)
-
-
-def _expand_as(func: Any, mask: Tensor, x: Tensor) -> Tensor:
-    if isinstance(mask, Rows):
-        raise MissingRows("it repeats positions")
-    return mask.expand(x.shape)
-
-
-_NAMES: Mapping[Answer, str] = {
-    _same: "float half bfloat16 double to contiguous clone",
-    _scaled: "mul multiply __mul__ __rmul__",
-    _divided: "div divide true_divide __truediv__",
-    _added: "add __add__ __radd__",
-    _raised: "maximum max",
-    _masked_fill: "masked_fill",
-    _where: "where",
-    _softmax: "softmax",
-    _dropout: "dropout",
-    _product: "matmul __matmul__ bmm",
-    _getitem: "__getitem__",
-    _type_as: "type_as",
-    _expand_as: "expand_as",
-}
-Scores.answers = table(_NAMES)
+Scores.answers = table(
+    {
+        _same: "float half bfloat16 double to contiguous clone",
+        _scaled: "mul multiply __mul__ __rmul__",
+        _divided: "div divide true_divide __truediv__",
+        _added: "add __add__ __radd__",
+        _raised: "maximum max",
+        _masked_fill: "masked_fill",
+        _where: "where",
+        _softmax: "softmax",
+        _dropout: "dropout",
+        _product: "matmul __matmul__ bmm",
+        _getitem: "__getitem__",
+    }
+)
