@@ -33,8 +33,8 @@ class PaddedRows(Rows):
     """Rows that functions of torch accept in place of the padded tensor.
 
     Functions that treat every position by itself compute on the rows. So do attention whose mask excludes the padding,
-    and a loss that ignores it. Functions with an answer get it. Others get the whole tensor: from ``fill``, or from ``source``. If there is
-    neither, they raise :class:`MissingRows`.
+    and a loss that ignores it. Functions without an answer get the whole tensor: from ``fill``, or from ``source``. If
+    there is neither, they raise :class:`MissingRows`.
 
     Attributes:
         answers: Function of torch -> what it does with such tensors.
