@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -10,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchboost.core.torch_private import attention_of_packed_rows
+from torchboost.core.torch_private import attention_of_packed_rows, version
 from torchboost.tokens.layout import Layout
 from torchboost.tokens.rows import BATCH, TOKEN, MissingRows, Rows
 
-__all__ = ["EXCLUDED", "attention", "sequences"]
+__all__ = ["EXCLUDED", "Mask", "attention", "merged", "sequences"]
 
 EXCLUDED = -9e3
 """A smaller entry of a mask that is added, next to scores of usual size, gives a weight of exactly 0."""
@@ -23,6 +25,8 @@ _SIMPLE = _ALL, _CAUSAL
 _ALIKE = 0.75
 """Sequences are computed together if the shortest has this share of the length of the longest."""
 
+Mask = tuple[Tensor, str]
+"""A mask that broadcasts with scores: one to "add", or booleans of which "true" or "false" excludes a key."""
 Remains = tuple[Tensor | None, bool]
 """What remains of a mask for one sequence, and whether it is causal."""
 
@@ -173,6 +177,25 @@ def _rows(layout: Layout, group: list[int]) -> tuple[Tensor, Tensor]:
     starts = torch.tensor([0, *accumulate(layout.lengths)])[group][:, None]
     tokens = torch.arange(int(lengths.max()))
     return starts + tokens.clamp(max=lengths - 1), tokens < lengths
+
+
+def merged(layout: Layout, masks: Sequence[Mask]) -> Tensor | None:
+    """Return masks as the one that :func:`attention` takes, the same tensor for all layers that share them."""
+    if len(masks) < 2 and all(how == "add" for _, how in masks):
+        return masks[0][0] if masks else None
+    if any(mask.requires_grad for mask, _ in masks):
+        return _merged(masks)
+    kind = tuple((id(mask), version(mask), how) for mask, how in masks)
+    return layout.once(masks[0][0], lambda: (_merged(masks), masks), ("merged", kind))[0]
+
+
+def _merged(masks: Sequence[Mask]) -> Tensor:
+    seen = [mask if how == "false" else ~mask for mask, how in masks if how != "add"]
+    added = [mask for mask, how in masks if how == "add"]
+    if not seen:
+        return sum(added[1:], start=added[0])
+    kept = functools.reduce(torch.logical_and, seen)
+    return torch.where(kept, sum(added[1:], start=added[0]), -math.inf) if added else kept
 
 
 def _masks(

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchboost.core.torch_private import version
-from torchboost.tokens.attention import attention
+from torchboost.tokens.attention import attention, merged
 from torchboost.tokens.layout import Layout
 from torchboost.tokens.rows import BATCH, TOKEN, MissingRows, Rows
 from torchboost.tokens.scores import Scores
@@ -105,38 +103,16 @@ def _heads(x: Tensor, count: int) -> Tensor:
 
 
 def _mask(mask: Tensor | None, padding: Tensor | None, layouts: list[Layout | None], heads: int) -> Tensor | None:
-    """Return both masks as one that ``scaled_dot_product_attention`` takes."""
-    if mask is None and padding is None:
-        return None
-    layout = next(one for one in layouts if one is not None)
-    if isinstance(mask, Rows) or isinstance(padding, Rows) or (mask is not None and mask.requires_grad):
+    """Return both masks as the one that :func:`attention` takes."""
+    if any(isinstance(one, Rows) or (one is not None and one.requires_grad) for one in (mask, padding)):
         raise MissingRows("its mask is of another kind")
-    keep: Any = mask if mask is not None else padding  # so that a key that is an id stays the only one
-    other = padding if mask is not None else None
-    merged, _ = layout.once(
-        keep, lambda: (_merged(mask, padding, heads), other), ("merged", id(other), _changes(other), mask is None)
-    )
-    return merged
-
-
-def _changes(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else version(tensor)
-
-
-def _merged(mask: Tensor | None, padding: Tensor | None, heads: int) -> Tensor:
-    parts: list[Tensor] = []
+    layout = next(one for one in layouts if one is not None)
+    masks: list[Tensor] = []
     if mask is not None:
-        parts.append(mask if mask.ndim == 2 else mask.unflatten(0, (-1, heads)))
+        masks.append(mask if mask.ndim == 2 else layout.once(mask, lambda: mask.unflatten(0, (-1, heads)), "heads"))
     if padding is not None:
-        parts.append(padding[:, None, None])
-    if all(part.dtype is torch.bool for part in parts):
-        return ~(parts[0] | parts[-1])
-    kind = next(part.dtype for part in parts if part.dtype is not torch.bool)
-    sums = [
-        torch.zeros_like(part, dtype=kind).masked_fill_(part, -math.inf) if part.dtype is torch.bool else part
-        for part in parts
-    ]
-    return sums[0] if len(sums) == 1 else sums[0] + sums[1]
+        masks.append(layout.once(padding, lambda: padding[:, None, None], "keys"))
+    return merged(layout, [(one, "true" if one.dtype is torch.bool else "add") for one in masks])
 
 
 def _unread_weights(query: Tensor, key: Tensor, value: Tensor, *, averaged: bool) -> Scores:

@@ -13,15 +13,12 @@ from torch.nn import functional as F
 
 from torchboost.core.torch_private import tensor_without_memory, version
 from torchboost.tokens.answers import PaddedRows, table
-from torchboost.tokens.attention import EXCLUDED, attention, sequences
+from torchboost.tokens.attention import EXCLUDED, Mask, attention, merged, sequences
 from torchboost.tokens.layout import Layout
 from torchboost.tokens.rows import Memory, MissingRows, RowFunction, Rows, in_this_precision
 from torchboost.tokens.shapes import permute
 
 __all__ = ["Scores", "product"]
-
-Mask = tuple[Tensor, str]
-"""A mask that broadcasts with the scores: one to "add", or booleans of which "true" or "false" excludes a key."""
 
 
 class Steps(NamedTuple):
@@ -102,26 +99,8 @@ class Scores(PaddedRows):
         if any(version(tensor) != then for tensor, then in steps.read):
             raise MissingRows("what it is made of was written to")
         by_hand = functools.partial(_attended, steps.multiply, steps.scale)
-        return attention(by_hand, steps.query, steps.key, values, self._mask(steps.masks), steps.dropout or 0.0)
-
-    def _mask(self, masks: tuple[Mask, ...]) -> Tensor | None:
-        """Return all masks as one."""
-        if len(masks) < 2 and all(how == "add" for _, how in masks):
-            return masks[0][0] if masks else None
-        if any(mask.requires_grad for mask, _ in masks):
-            return _merged(masks)
-        kind = tuple((id(mask), version(mask), how) for mask, how in masks)
-        return self.positions.once(masks[0][0], lambda: (_merged(masks), masks), ("merged", kind))[0]
-
-
-def _merged(masks: tuple[Mask, ...]) -> Tensor:
-    """Return a mask that is added, or of booleans, True at the keys that are seen."""
-    seen = [mask if how == "false" else ~mask for mask, how in masks if how != "add"]
-    added = [mask for mask, how in masks if how == "add"]
-    if not seen:
-        return sum(added[1:], start=added[0])
-    kept = functools.reduce(torch.logical_and, seen)
-    return torch.where(kept, sum(added[1:], start=added[0]), -math.inf) if added else kept
+        mask = merged(self.positions, steps.masks)
+        return attention(by_hand, steps.query, steps.key, values, mask, steps.dropout or 0.0)
 
 
 def _attended(
