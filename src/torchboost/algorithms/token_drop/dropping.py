@@ -38,8 +38,6 @@ from torchboost.tokens.rows import MissingRows, Rows
 __all__ = ["TokenDropping"]
 
 _REMEDY = "leave token_drop out of this model"
-_KEPT_DRAWS = 16
-"""Numbers of tokens whose draws are kept until the next update."""
 
 
 @dataclass(slots=True, eq=False)
@@ -92,7 +90,6 @@ class TokenDropping(Attachment):
     Attributes:
         step: Number of updates so far.
         calls: How many calls of blocks have left tokens out.
-        reason: Why some calls compute all tokens; empty if none was found.
     """
 
     def __init__(
@@ -104,11 +101,10 @@ class TokenDropping(Attachment):
         seed: int = 0,
         rank: int = 0,
     ) -> None:
-        self.step, self.calls, self.reason = 0, 0, ""
+        self.step, self.calls, self._reason = 0, 0, ""
         self._share, self._seed, self._rank = share, seed, rank
         self._blocks = [_Block(place, block) for place, block in enumerate(blocks)]
         self._covers: list[Attachment] = []
-        self._draws: dict[tuple[int, int], Tensor] = {}
         self._guess: TokenAxes | None = None
         self._updated_here, self._waiting = False, 0
         count: Any = torch.compiler.disable(self._count)
@@ -122,8 +118,8 @@ class TokenDropping(Attachment):
 
     @property
     def remark(self) -> str:
-        """Why some calls compute all tokens."""
-        return self.reason
+        """Why some calls compute all tokens; empty if none was found."""
+        return self._reason
 
     def figures(self) -> dict[str, float]:
         """Return the share of tokens that the blocks compute."""
@@ -150,7 +146,6 @@ class TokenDropping(Attachment):
 
     def _follow(self) -> None:
         """Cover the blocks if they leave tokens out, otherwise uncover them."""
-        self._draws.clear()
         if self.share >= 1:
             self._uncover()
         elif not self._covers:
@@ -242,25 +237,21 @@ class TokenDropping(Attachment):
         count = round(self.share * length)
         if length < LEAST_LENGTH or count >= length:
             return None
-        if (place, length) not in self._draws:
-            if len(self._draws) >= _KEPT_DRAWS * len(self._blocks):
-                self._draws.clear()
-            self._draws[place, length] = _drawn(length, count, self._seed, self._rank, self.step, place).to(device)
-        return self._draws[place, length].to(device)
+        return _drawn(length, count, self._seed, self._rank, self.step, place).to(device)
 
     def _leave_out(self, reason: str) -> None:
         """Raise in the first update, in which nothing was trained with dropped tokens. Later warn once."""
         text = f"token_drop: {reason}"
         if not self._updated_here:
             raise IncompatibleError(f"{text}; {_REMEDY}.")
-        if not self.reason:
+        if not self._reason:
             warnings.warn(f"{text}. Such calls compute all tokens.", NoEffectWarning, stacklevel=2)
-        self.reason = reason
+        self._reason = reason
 
     def _count(self, optimizer: Optimizer, *_: Any) -> None:
         if learns_nothing(optimizer):
             return
-        if not (self._updated_here or self.calls or self.reason or self.share >= 1):
+        if not (self._updated_here or self.calls or self._reason or self.share >= 1):
             warnings.warn(
                 "token_drop had no effect: there was an update, but no block of the middle was called in training "
                 f"mode, with {LEAST_LENGTH} tokens or more and outside of modes of torch, before it. "
