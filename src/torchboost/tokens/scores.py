@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import Self
 
 from torchboost.core.torch_private import tensor_without_memory, version
 from torchboost.tokens.answers import PaddedRows, table
@@ -70,9 +71,9 @@ class Scores(PaddedRows):
         """Raise :class:`MissingRows`: the padding has scores as well."""
         raise MissingRows("it needs the scores of padding")
 
-    def then(self, function: RowFunction) -> Scores:
+    def then(self, function: RowFunction) -> Self:
         """Return the same scores, in the precision that a function gives them."""
-        return Scores(self.steps, function(self.base), self.shape, self.positions).sharing(self)
+        return self.like(self.steps, function(self.base), self.shape, self.positions).sharing(self)
 
     def after(self, *, weights: bool = False, **changes: Any) -> Scores:
         """Return what one more step makes of scores, or of weights."""
