@@ -229,24 +229,25 @@ def _in_common(mask: Tensor, queries: Layout | None, keys: Layout | None, layout
     Raises:
         MissingRows: It does not exclude the padding for a query that is computed, or excludes everything else.
     """
-    sizes = ((0, layout.batch), (-2, queries.length if queries else 0), (-1, keys.length if keys else 0))
-    if any(size and mask.shape[place] not in (1, size) for place, size in sizes) or (keys and mask.shape[-1] == 1):
+    sizes = ((0, layout.batch), (-2, queries.length if queries else mask.shape[-2]))
+    strange = any(mask.shape[place] not in (1, size) for place, size in sizes)
+    if strange or (keys is not None and mask.shape[-1] != keys.length):
         raise MissingRows("its mask is of another kind")
-    if keys is None:
-        return None
     excluded = ~mask if mask.dtype is torch.bool else mask < EXCLUDED
-    absent = ~keys.mask[(slice(None), *(None,) * (mask.ndim - 2))]  # (batch, ..., 1, keys)
-    counts = keys.mask.new_ones(())
-    if queries is not None and mask.shape[-2] > 1:
-        counts = queries.mask[(slice(None), *(None,) * (mask.ndim - 2))].transpose(-1, -2)  # (batch, ..., queries, 1)
-    rest = keys.mask.new_zeros(()) if mask.dtype is torch.bool else ~excluded & (mask != 0)
+    absent, counts = layout.mask.new_zeros(()), layout.mask.new_ones(())
+    if keys is not None:
+        absent = ~keys.mask[(slice(None), *(None,) * (mask.ndim - 2))]  # (batch, ..., 1, keys)
+    if queries is not None:
+        asked = queries.mask if mask.shape[-2] > 1 else queries.mask.any(1, keepdim=True)
+        counts = asked[(slice(None), *(None,) * (mask.ndim - 2))].transpose(-1, -2)  # (batch, ..., queries or 1, 1)
+    rest = layout.mask.new_zeros(()) if mask.dtype is torch.bool else ~excluded & (mask != 0)
     later = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).triu(1)
     wrong = [~excluded & absent & counts, (excluded | absent).all(-1, keepdim=True) & counts]
     wrong += [((excluded != (absent | more)) | rest) & counts for more in (torch.zeros_like(later), later)]
     padding, nothing, some, not_causal = torch.stack([one.any() for one in wrong]).tolist()
     if padding or nothing:
         raise MissingRows("attention sees the padding" if padding else "a query sees nothing")
-    if not some:
+    if not some and keys is not None:
         return _ALL
     return None if not_causal or queries is not keys or mask.shape[-2] != mask.shape[-1] else _CAUSAL
 
