@@ -78,7 +78,7 @@ class Scores(PaddedRows):
     def after(self, *, weights: bool = False, **changes: Any) -> Scores:
         """Return what one more step makes of scores, or of weights."""
         if self.steps is None or (self.steps.dropout is not None) is not weights:
-            raise MissingRows("it is no step of attention")
+            raise MissingRows("it is not a step of attention")
         return Scores(self.steps._replace(**changes), self.base, self.shape, self.positions).sharing(self)
 
     def masked(self, mask: Any, how: str) -> Scores:
