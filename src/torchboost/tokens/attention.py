@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,15 +20,11 @@ __all__ = ["EXCLUDED", "Mask", "attention", "merged", "sequences"]
 
 EXCLUDED = -9e3
 """A smaller entry of a mask that is added, next to scores of usual size, gives a weight of exactly 0."""
-_ALL, _CAUSAL = (None, False), (None, True)
-_SIMPLE = _ALL, _CAUSAL
 _ALIKE = 0.75
 """Sequences are computed together if the shortest has this share of the length of the longest."""
 
 Mask = tuple[Tensor, str]
 """A mask that broadcasts with scores: one to "add", or booleans of which "true" or "false" excludes a key."""
-Remains = tuple[Tensor | None, bool]
-"""What remains of a mask for one sequence, and whether it is causal."""
 
 
 def attention(
@@ -64,13 +60,13 @@ def attention(
         raise MissingRows("its tensors have other dimensions")
     masks = _masks(query, queries, keys, attn_mask, is_causal)
     options["dropout_p"] = dropout_p
-    simple = any(all(mask is one for mask in masks) for one in _SIMPLE)
     rows = [one for one in (query, key, value) if isinstance(one, Rows) and one.positions.index.numel()]
-    if simple and len(rows) == len(parts):
+    if isinstance(masks, bool) and len(rows) == len(parts):
         own, others, values = rows
-        return own.of(_together(func, own, others, values, masks[0] is _CAUSAL, options))
+        return own.of(_together(func, own, others, values, masks, options))
+    causal, every = (masks, [None] * query.shape[0]) if isinstance(masks, bool) else (False, masks)
     outputs: list[Tensor] = []
-    for (mask, causal), *one in zip(masks, *parts, strict=True):
+    for mask, *one in zip(every, *parts, strict=True):
         q, k, v = (part[None] for part in one)
         outputs.append(func(q, k, v, attn_mask=mask, is_causal=causal, **options)[0])
     if not isinstance(query, Rows):
@@ -87,62 +83,40 @@ def sequences(x: Tensor) -> Sequence[Tensor] | None:
     return [part.movedim(0, x.ndim - 3) for part in x.rows.split(x.positions.lengths)]
 
 
-class _Group(NamedTuple):
-    """Sequences that are computed together, as a batch that is padded to the longest of them.
-
-    Args:
-        size: The number of sequences.
-        queries: The number of queries of each.
-        keys: The number of keys of each.
-        mask: True at each key that is computed; None if all are. Shape (size, keys).
-    """
-
-    size: int
-    queries: int
-    keys: int
-    mask: Tensor | None
-
-
-class _Groups(NamedTuple):
-    """All sequences of a batch, in groups.
-
-    Args:
-        groups: In the order of their places.
-        queries: The row of each place.
-        keys: The row of each place.
-        places: The place of each row of the queries.
-    """
-
-    groups: list[_Group]
-    queries: Tensor
-    keys: Tensor
-    places: Tensor
+Group = tuple[torch.Size, torch.Size, Tensor | None]
+"""Sequences that are computed together, padded to the longest of them: the shapes (sequences, queries) and (sequences,
+keys), and which keys are not padding in the second one; None if all are."""
 
 
 def _together(func: Any, query: Rows, key: Rows, value: Rows, causal: bool, options: dict[str, Any]) -> Tensor:
     """Return the rows of attention in which a query sees all keys of its sequence, or those before it."""
     if func is F.scaled_dot_product_attention:
-        places = query.positions.packed, key.positions.packed
-        packed = attention_of_packed_rows(query.rows, key.rows, value.rows, *places, causal=causal, **options)
+        starts = query.positions.packed, key.positions.packed
+        packed = attention_of_packed_rows(query.rows, key.rows, value.rows, *starts, causal=causal, **options)
         if packed is not None:
             return packed
-    batch = query.positions.once(key.positions.mask, lambda: _grouped(query.positions, key.positions), "groups")
-    counts = [(one.size * one.queries, one.size * one.keys) for one in batch.groups]
-    query_parts = query.rows.index_select(0, batch.queries).split([count for count, _ in counts])
-    key_parts, value_parts = (
-        part.rows.index_select(0, batch.keys).split([count for _, count in counts]) for part in (key, value)
+    groups, query_rows, key_rows, places = query.positions.once(
+        key.positions.mask, lambda: _grouped(query.positions, key.positions), "groups"
     )
+    query_parts = query.rows.index_select(0, query_rows).split([math.prod(shape) for shape, _, _ in groups])
+    counts = [math.prod(shape) for _, shape, _ in groups]
+    key_parts, value_parts = (part.rows.index_select(0, key_rows).split(counts) for part in (key, value))
     outputs = []
-    for group, *one in zip(batch.groups, query_parts, key_parts, value_parts, strict=True):
-        q, k, v = (part.unflatten(0, (group.size, -1)).movedim(1, -2) for part in one)
-        mask = None if causal or group.mask is None else group.mask[(slice(None), *(None,) * (q.ndim - 2))]
+    for (shape, _, present), *one in zip(groups, query_parts, key_parts, value_parts, strict=True):
+        q, k, v = (part.unflatten(0, (shape[0], -1)).movedim(1, -2) for part in one)
+        mask = None if causal or present is None else present[(slice(None), *(None,) * (q.ndim - 2))]
         output = func(q, k, v, attn_mask=mask, is_causal=causal, **options)
         outputs.append(output.movedim(-2, 1).flatten(0, 1))
-    return torch.cat(outputs).index_select(0, batch.places)
+    return torch.cat(outputs).index_select(0, places)
 
 
-def _grouped(queries: Layout, keys: Layout) -> _Groups:
-    """Group the sequences of a batch by their lengths."""
+def _grouped(queries: Layout, keys: Layout) -> tuple[list[Group], Tensor, Tensor, Tensor]:
+    """Group the sequences of a batch by their lengths.
+
+    Returns:
+        The groups, the row of each of their queries, that of each of their keys, and the place of each row of the
+        queries among them.
+    """
     lengths = list(zip(keys.lengths, queries.lengths, strict=True))
     members: list[list[int]] = []
     for one in sorted(range(queries.batch), key=lambda one: lengths[one], reverse=True):
@@ -152,18 +126,20 @@ def _grouped(queries: Layout, keys: Layout) -> _Groups:
             members[-1].append(one)
         else:
             members.append([one])
-    groups, key_rows, query_rows, places = [], [], [], torch.empty(queries.index.numel(), dtype=torch.long)
+    groups: list[Group] = []
+    query_rows: list[Tensor] = []
+    key_rows: list[Tensor] = []
+    places, before = torch.empty(queries.index.numel(), dtype=torch.long), 0
+    device = keys.mask.device
     for group in members:
         own_keys, present = _rows(keys, group)
         own_queries, asking = _rows(queries, group)
-        before = sum(one.size * one.queries for one in groups)
         places[own_queries[asking]] = before + torch.arange(own_queries.numel()).view_as(own_queries)[asking]
-        mask = None if present.all() else present.to(keys.mask.device)
-        groups.append(_Group(len(group), own_queries.shape[1], own_keys.shape[1], mask))
-        key_rows.append(own_keys.flatten())
+        before += own_queries.numel()
+        groups.append((own_queries.shape, own_keys.shape, None if present.all() else present.to(device)))
         query_rows.append(own_queries.flatten())
-    device = keys.mask.device
-    return _Groups(groups, torch.cat(query_rows).to(device), torch.cat(key_rows).to(device), places.to(device))
+        key_rows.append(own_keys.flatten())
+    return groups, torch.cat(query_rows).to(device), torch.cat(key_rows).to(device), places.to(device)
 
 
 def _are_alike(lengths: tuple[int, int], group: list[tuple[int, int]]) -> bool:
@@ -200,31 +176,31 @@ def _merged(masks: Sequence[Mask]) -> Tensor:
 
 def _masks(
     query: Tensor, queries: Layout | None, keys: Layout | None, mask: Tensor | None, is_causal: bool
-) -> list[Remains]:
-    """Return for each sequence what remains of the mask."""
+) -> bool | list[Tensor]:
+    """Return whether attention is causal, if nothing else remains of the mask; otherwise the mask of each sequence."""
     if mask is None:
         if is_causal and keys is not None and queries is keys and keys.begins_with_rows:
-            return [_CAUSAL] * keys.batch
+            return True
         if is_causal or keys is not None:
             raise MissingRows("attention sees the padding")
-        return [_ALL] * query.shape[0]
+        return False
     layout = keys or queries
     if is_causal or layout is None or isinstance(mask, Rows) or mask.ndim > query.ndim:
         raise MissingRows("its mask is of another kind")
     whole, kind = mask[(None,) * (query.ndim - mask.ndim)], ("attention", query.ndim, queries, keys)
     if mask.requires_grad:  # what it is may be kept, its parts belong to the graph of this call
-        layout.once(mask, lambda: _in_common(whole.detach(), queries, keys, layout), kind)
+        layout.once(mask, lambda: _is_causal(whole.detach(), queries, keys, layout), kind)
         return _parts(whole, queries, keys, layout)
 
-    def remains() -> list[Remains]:
-        common = _in_common(whole, queries, keys, layout)
-        return _parts(whole, queries, keys, layout) if common is None else [common] * layout.batch
+    def remains() -> bool | list[Tensor]:
+        causal = _is_causal(whole, queries, keys, layout)
+        return _parts(whole, queries, keys, layout) if causal is None else causal
 
     return layout.once(mask, remains, kind)
 
 
-def _in_common(mask: Tensor, queries: Layout | None, keys: Layout | None, layout: Layout) -> Remains | None:
-    """Return what remains of a mask in all sequences, if it is nothing or causality; None otherwise.
+def _is_causal(mask: Tensor, queries: Layout | None, keys: Layout | None, layout: Layout) -> bool | None:
+    """Whether causality remains of a mask in all sequences; False if nothing remains, None if something else does.
 
     Raises:
         MissingRows: It does not exclude the padding for a query that is computed, or excludes everything else.
@@ -248,17 +224,16 @@ def _in_common(mask: Tensor, queries: Layout | None, keys: Layout | None, layout
     if padding or nothing:
         raise MissingRows("attention sees the padding" if padding else "a query sees nothing")
     if not some and keys is not None:
-        return _ALL
-    return None if not_causal or queries is not keys or mask.shape[-2] != mask.shape[-1] else _CAUSAL
+        return False
+    return None if not_causal or queries is not keys or mask.shape[-2] != mask.shape[-1] else True
 
 
-def _parts(mask: Tensor, queries: Layout | None, keys: Layout | None, layout: Layout) -> list[Remains]:
+def _parts(mask: Tensor, queries: Layout | None, keys: Layout | None, layout: Layout) -> list[Tensor]:
     """Return the mask of each sequence."""
-    parts: list[Remains] = []
+    parts: list[Tensor] = []
     for sequence in range(layout.batch):
         part = mask if mask.shape[0] == 1 else mask[sequence : sequence + 1]
         if queries is not None and mask.shape[-2] > 1:
             part = part.index_select(-2, queries.parts[sequence][0])
-        part = part if keys is None else part.index_select(-1, keys.parts[sequence][0])
-        parts.append((part, False))
+        parts.append(part if keys is None else part.index_select(-1, keys.parts[sequence][0]))
     return parts

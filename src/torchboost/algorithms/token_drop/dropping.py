@@ -20,6 +20,7 @@ from torchboost.algorithms.token_drop.axes import (
     hidden_states,
     kind_of,
     only_tensor,
+    pick,
     token_axes,
 )
 from torchboost.core.algorithm import Attachment
@@ -196,11 +197,11 @@ class TokenDropping(Attachment):
         if axes is None:
             return None
         hidden = hidden_states(call)
-        kept = self._kept(block.place, hidden.shape[axes.hidden], hidden.device)
+        kept = self._kept(block.place, hidden.shape[axes[0][0]], hidden.device)
         if kept is None:
             return None
         self.calls += not again
-        return axes.pick(call, kept), (hidden, axes.hidden, kept)
+        return pick(call, axes, kept), (hidden, axes[0][0], kept)
 
     def _axes(self, block: _Block, call: Call, *, again: bool) -> TokenAxes | None:
         """Return the axes of tokens; None if this call computes all of them.
@@ -216,7 +217,7 @@ class TokenDropping(Attachment):
             raise MissingRows("token_drop computes some tokens of a block alone", (hidden.positions.owner,))
         kind = kind_of(call, hidden)
         axes, longest = block.known.get(kind, (None, -1))
-        if longest >= 0 and (axes is None or hidden.shape[axes.hidden] <= longest):
+        if longest >= 0 and (axes is None or hidden.shape[axes[0][0]] <= longest):
             return axes
         if again or max(hidden.shape[:2]) < LEAST_LENGTH or inside_mode():
             return None
@@ -225,7 +226,7 @@ class TokenDropping(Attachment):
         if axes is None:
             del block.known[kind]
             return None
-        block.known[kind] = axes, hidden.shape[axes.hidden]
+        block.known[kind] = axes, hidden.shape[axes[0][0]]
         self._guess = axes
         return axes
 
