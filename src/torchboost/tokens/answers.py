@@ -23,7 +23,7 @@ from torchboost.tokens.history import (
 )
 from torchboost.tokens.rows import MissingRows, Rows
 
-__all__ = ["Answer", "PaddedRows", "functions", "getter", "rows_in", "table"]
+__all__ = ["Answer", "PaddedRows", "functions", "getter", "of_arguments", "rows_in", "table"]
 
 Answer = Callable[..., Any]
 """Takes the function of torch, and its arguments as it does."""
@@ -174,6 +174,11 @@ def table(names: Mapping[Answer, str]) -> dict[Any, Answer]:
             writing = functions(f"__i{name[2:]}" if name.startswith("__") else f"{name}_")
             answers |= dict.fromkeys(plain, answer) | dict.fromkeys(writing, partial(_in_place, answer, plain[-1]))
     return answers
+
+
+def of_arguments(answer: Callable[..., Any]) -> Answer:
+    """Return the answer of a function that takes the arguments alone."""
+    return lambda func, *args, **kwargs: answer(*args, **kwargs)
 
 
 def _in_place(answer: Answer, plain: Any, func: Any, x: Rows, *args: Any, **kwargs: Any) -> Rows:

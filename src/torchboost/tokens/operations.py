@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchboost.tokens.answers import Answer, PaddedRows, functions, getter, rows_in, table
+from torchboost.tokens.answers import Answer, PaddedRows, functions, getter, of_arguments, rows_in, table
 from torchboost.tokens.attention import attention
 from torchboost.tokens.einsum import einsum_of_rows
 from torchboost.tokens.joined import joined
@@ -207,18 +207,6 @@ def _expand(func: Any, x: Rows, *size: Any, **kwargs: Any) -> Rows:
     return expand(x, _numbers(*size, *kwargs.values()))
 
 
-def _unsqueeze(func: Any, x: Rows, dim: int) -> Rows:
-    return unsqueeze(x, dim)
-
-
-def _squeeze(func: Any, x: Rows, dim: int) -> Rows:
-    return squeeze(x, dim)
-
-
-def _getitem(func: Any, x: Rows, index: Any) -> Tensor:
-    return indexed(x, index)
-
-
 def _select(func: Any, x: Rows, dim: int, index: int) -> Tensor:
     return selected(x, dim % x.ndim, index)
 
@@ -341,9 +329,9 @@ _NAMES: Mapping[Answer, str] = {
     _transpose: "transpose swapaxes swapdims",
     _expand: "expand broadcast_to",
     _expand_as: "expand_as",
-    _unsqueeze: "unsqueeze",
-    _squeeze: "squeeze",
-    _getitem: "__getitem__",
+    of_arguments(unsqueeze): "unsqueeze",
+    of_arguments(squeeze): "squeeze",
+    of_arguments(indexed): "__getitem__",
     _select: "select",
     _narrow: "narrow",
     _split: "split chunk",

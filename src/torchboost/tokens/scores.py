@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from typing_extensions import Self
 
 from torchboost.core.torch_private import tensor_without_memory, version
-from torchboost.tokens.answers import PaddedRows, table
+from torchboost.tokens.answers import PaddedRows, of_arguments, table
 from torchboost.tokens.attention import EXCLUDED, Mask, attention, merged, sequences
 from torchboost.tokens.layout import Layout
 from torchboost.tokens.rows import Memory, MissingRows, RowFunction, Rows, in_this_precision
@@ -223,10 +223,6 @@ def _dropout(func: Any, x: Scores, p: float = 0.5, training: bool = True, **kwar
     return dropped
 
 
-def _product(func: Any, one: Tensor, two: Tensor) -> Tensor:
-    return product(one, two)
-
-
 def _getitem(func: Any, x: Scores, index: Any) -> Scores:
     parts = index if isinstance(index, tuple) else (index,)
     whole = all(isinstance(part, slice) for part in parts) and len(parts) <= x.ndim
@@ -246,7 +242,7 @@ Scores.answers = table(
         _where: "where",
         _softmax: "softmax",
         _dropout: "dropout",
-        _product: "matmul __matmul__ bmm",
+        of_arguments(product): "matmul __matmul__ bmm",
         _getitem: "__getitem__",
     }
 )
