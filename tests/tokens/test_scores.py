@@ -89,7 +89,7 @@ def excluded(scores: Any, mask: Tensor, how: str, value: float) -> Any:
 def compare_by_hand(rng: random.Random) -> bool:
     case, steps = Case(rng), []
     for _ in range(rng.choice((1, 2, 3, 4))):
-        kind = rng.choice(("mask", "mask", "mask", "scale", "tanh", "bias", "half"))
+        kind = rng.choice(("mask", "mask", "mask", "scale", "tanh", "bias", "half", "shift"))
         how = rng.choice(("add", "fill", "where", "other where", "in place", "fill in place"))
         value = rng.choice((-math.inf, -1e30, -1e9, -1e4, -5.0, 0.0))
         bias = torch.randn(1, HEADS, *case.lengths[:2], dtype=torch.float64)
@@ -106,8 +106,10 @@ def compare_by_hand(rng: random.Random) -> bool:
                 scores = torch.tanh(scores / 2) * 2
             elif kind == "bias":
                 scores = bias + scores
-            else:
+            elif kind == "half":
                 scores = scores.to(torch.float64)
+            else:
+                scores = scores - 1
         return torch.matmul(torch.dropout(scores.softmax(-1), 0.0, True), value)
 
     try:
@@ -266,7 +268,7 @@ def test_scores_are_scaled_and_weights_dropped_once(factor: Any):
         return (x @ x.mT / factor).masked_fill(hidden, torch.finfo(torch.float64).min).softmax(-1)
 
     agree(attend(whole) @ whole, attend(rows) @ rows)
-    with pytest.raises(MissingRows, match="scales scores otherwise"):
+    with pytest.raises(MissingRows, match="changes masked scores"):
         attend(rows) * 2 @ rows
     with pytest.raises(MissingRows, match="drops weights twice"):
         torch.dropout(torch.dropout(attend(rows), 0.5, True), 0.5, True)

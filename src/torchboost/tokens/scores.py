@@ -29,8 +29,8 @@ class Steps(NamedTuple):
         query: Shape (batch, heads..., queries, width).
         key: Shape (batch, heads..., keys, width).
         multiply: Returns the product of two matrices, in the precision that autocast had.
-        scale: Multiplies the scores.
-        masks: Of the scores, after this.
+        entries: Functions of each score by itself.
+        masks: Of the scores, after these.
         dropout: Share of the weights that is dropped; None before the softmax.
         read: What else is read when values come, and how often it had been written to.
     """
@@ -38,7 +38,7 @@ class Steps(NamedTuple):
     query: Tensor
     key: Tensor
     multiply: Callable[..., Tensor]
-    scale: float | Tensor = 1.0
+    entries: tuple[RowFunction, ...] = ()
     masks: tuple[Mask, ...] = ()
     dropout: float | None = None
     read: tuple[tuple[Tensor, int], ...] = ()
@@ -99,14 +99,14 @@ class Scores(PaddedRows):
             raise MissingRows("it multiplies scores")
         if any(version(tensor) != then for tensor, then in steps.read):
             raise MissingRows("what it is made of was written to")
-        by_hand = functools.partial(_attended, steps.multiply, steps.scale)
+        by_hand = functools.partial(_attended, steps.multiply, steps.entries)
         mask = merged(self.positions, steps.masks)
         return attention(by_hand, steps.query, steps.key, values, mask, steps.dropout or 0.0)
 
 
 def _attended(
     multiply: Callable[..., Tensor],
-    factor: float | Tensor,
+    entries: tuple[RowFunction, ...],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -116,8 +116,9 @@ def _attended(
     dropout_p: float,
 ) -> Tensor:
     """Compute ``scaled_dot_product_attention`` as models do by hand."""
-    query = query if not isinstance(factor, Tensor) and factor == 1 else query * factor
     scores = multiply(query, key.transpose(-1, -2))
+    for entry in entries:
+        scores = entry(scores)
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if attn_mask is not None:
@@ -167,23 +168,23 @@ def _sides(one: Any, two: Any) -> tuple[Scores, Any]:
     return (one, two) if isinstance(one, Scores) else (two, one)
 
 
-def _scaled(func: Any, one: Any, two: Any) -> Scores:
-    """Products with a number."""
-    x, factor = _sides(one, two)
-    if x.steps is None or x.steps.masks or isinstance(factor, Rows) or (isinstance(factor, Tensor) and factor.ndim):
-        raise MissingRows("it scales scores otherwise")
-    return x.after(scale=x.steps.scale * factor)
+def _alone(func: Any, *args: Any, **kwargs: Any) -> Scores:
+    """Each score by itself, before the masks."""
+    x: Scores = next(arg for arg in args if isinstance(arg, Scores))
+    others = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor) and arg is not x]
+    if x.steps is None or x.steps.masks or any(isinstance(arg, Rows) or arg.ndim for arg in others):
+        raise MissingRows("it changes masked scores, or combines them")
 
+    def entry(scores: Tensor) -> Tensor:
+        return func(*(scores if arg is x else arg for arg in args), **kwargs)
 
-def _divided(func: Any, x: Any, factor: Any) -> Scores:
-    if isinstance(factor, Rows):
-        raise MissingRows("it divides by scores")
-    return _scaled(func, x, 1 / factor)
+    read = (*x.steps.read, *((arg, version(arg)) for arg in others))
+    return x.after(entries=(*x.steps.entries, entry), read=read).then(entry)
 
 
 def _added(func: Any, one: Any, two: Any) -> Scores:
     x, mask = _sides(one, two)
-    return x.masked(mask, "add")
+    return x.masked(mask, "add") if isinstance(mask, Tensor) and mask.ndim else _alone(func, one, two)
 
 
 def _raised(func: Any, one: Any, two: Any) -> Scores:
@@ -234,8 +235,10 @@ def _getitem(func: Any, x: Scores, index: Any) -> Scores:
 Scores.answers = table(
     {
         _same: "float half bfloat16 double to contiguous clone",
-        _scaled: "mul multiply __mul__ __rmul__",
-        _divided: "div divide true_divide __truediv__",
+        _alone: (
+            "mul multiply div divide true_divide __mul__ __rmul__ __truediv__ sub subtract __sub__ tanh sigmoid exp "
+            "abs neg relu gelu silu square"
+        ),
         _added: "add __add__ __radd__",
         _raised: "maximum max",
         _masked_fill: "masked_fill",
