@@ -122,9 +122,10 @@ class Levers:
         plan = self.plan
         self.attached = plan.attach(target)
         self.attached.with_undo(self._note_removal).with_levers(
-            self._saved, lambda levers: self.follow(Choice.saved({"levers": levers}))
+            self._saved,
+            lambda levers: self.follow(Choice.saved({"levers": levers})),
+            lambda state: check_against_o1(state, target.model, {*self.attached, *self.withdrawn}),
         )
-        self.attached.with_check(lambda state: check_against_o1(state, target.model, {*self.attached, *self.withdrawn}))
         norms = sum(isinstance(module, AnyBatchNorm) for module in target.model.modules())
         if plan.level == "O1" and norms:
             self.attached.with_undo(watch_for_o1(map(hookable, target.optimizers), norms).close)

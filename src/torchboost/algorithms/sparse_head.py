@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 from typing_extensions import Self
 
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
@@ -107,30 +106,27 @@ def _heads(model: nn.Module) -> list[nn.Linear]:
 
 def _attached(model: nn.Module, optimizers: Sequence[Optimizer]) -> PartialForward:
     heads = _heads(unwrap(model))
-
-    def part(call: PartialCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Part:
-        sizes = {head.out_features for head in heads}
-
-        def layout(output: Tensor) -> Layout | None:
-            return _complete(output, call) if output.shape[-1] in sizes and output.ndim in (2, 3) else None
-
-        return Part(_Waiting({id(head.weight) for head in heads}, call), layout)
-
-    return PartialForward("sparse_head", model, optimizers, part)
+    return PartialForward("sparse_head", model, optimizers, lambda call, args, kwargs: _Waiting(heads, call))
 
 
 def _complete(tensor: Tensor, call: PartialCall) -> Layout:
     """Return the layout of all positions of a tensor with one dimension of features."""
     mask = torch.ones(tensor.shape[:-1], dtype=torch.bool, device=tensor.device)
-    return Layout(mask if mask.ndim == 2 else mask[None], call, call.leave)
+    return Layout(mask if mask.ndim == 2 else mask[None], call, call.forward.leave)
 
 
-class _Waiting(TorchFunctionMode):
+class _Waiting(Part):
     """Inside of it, products with the weights of heads wait until something reads them."""
 
-    def __init__(self, weights: Collection[int], call: PartialCall) -> None:
+    def __init__(self, heads: Sequence[nn.Linear], call: PartialCall) -> None:
         super().__init__()
-        self._weights, self._call = weights, call
+        self._weights = {id(head.weight): head.out_features for head in heads}
+        self._call = call
+
+    def layout(self, output: Tensor) -> Layout | None:
+        """Return the layout of all positions for logits."""
+        logits = output.shape[-1] in self._weights.values() and output.ndim in (2, 3)
+        return _complete(output, self._call) if logits else None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer a call of a function of torch."""

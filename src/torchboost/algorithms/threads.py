@@ -116,11 +116,7 @@ def counts(root: Path = _SYSTEM) -> list[int]:
 
 def _siblings(root: Path, cpu: int) -> str:
     """Return the hyper-threads of the core of a processor, as the system writes them; empty if it does not."""
-    return _read(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-
-
-def _read(file: Path) -> str:
     try:
-        return file.read_text(encoding="ascii").strip()
+        return (root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text(encoding="ascii")
     except OSError:
         return ""

@@ -6,7 +6,6 @@ import contextlib
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -16,9 +15,8 @@ from typing_extensions import Self
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import check_module
 from torchboost.core.wrapping import compiled_parts, sharded_units, unwrap
-from torchboost.tokens.call import Part, PartialCall, PartialForward
-from torchboost.tokens.entrance import Entrance, Key, Pair, Place, has_mask, layouts_of, may_mask
-from torchboost.tokens.layout import Layout
+from torchboost.tokens.call import PartialCall, PartialForward
+from torchboost.tokens.entrance import Entrance, Pair, has_mask, layouts_of, may_mask
 from torchboost.tokens.rows import MissingRows
 
 __all__ = ["Unpad", "marks_padding", "masks_among", "unpad_forward"]
@@ -136,26 +134,13 @@ class Unpad(Algorithm):
 
 
 def _attached(model: nn.Module, optimizers: Sequence[Optimizer], pairs: Sequence[Pair]) -> PartialForward:
-    signature = inspect.signature(unwrap(model).forward)
+    signature, masks = inspect.signature(unwrap(model).forward), may_mask(unwrap(model))
 
-    masks, guesses = may_mask(unwrap(model)), [True]
-
-    def part(call: PartialCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Part | None:
+    def part(call: PartialCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entrance | None:
         arguments = _arguments(signature, args, kwargs)
         layouts = layouts_of(call, pairs, arguments)
         named = any(arguments.get(mask) is not None for mask, _ in pairs)
-        return using(call, layouts, named) if layouts or masks else None
-
-    def using(call: PartialCall, layouts: Mapping[Key, Place], named: bool) -> Part:
-        entrance = Entrance(call, layouts, by_ids=guesses[0])
-
-        def fewer() -> Part | None:
-            if not entrance.guessed or not (named or len(entrance.layouts) > 1):
-                return None
-            guesses[0] = False
-            return using(call, layouts, named)
-
-        return Part(entrance, partial(_of_shape, entrance), lambda: bool(entrance.layouts), fewer)
+        return Entrance(call, layouts, by_ids=not call.forward.fewer, named=named) if layouts or masks else None
 
     return PartialForward("unpad", model, optimizers, part)
 
@@ -173,10 +158,6 @@ def marks_padding(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
 def _entrance(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], pairs: Sequence[Pair]) -> Entrance:
     arguments = _arguments(inspect.signature(unwrap(model).forward), args, dict(kwargs))
     return Entrance(None, layouts_of(None, pairs, arguments))
-
-
-def _of_shape(entrance: Entrance, output: Tensor) -> Layout | None:
-    return next((layout for layout in entrance.layouts if layout.mask.shape == output.shape[:2]), None)
 
 
 def _names(model: nn.Module) -> Mapping[str, Any]:

@@ -49,9 +49,8 @@ class Traits:
 
     Args:
         order: Attach order, lower first. Hooks run in attach order.
-        replaces_optimizer: Whether ``attach`` puts another optimizer into the target.
+        replaces_optimizer: Whether ``attach`` puts another optimizer into the target. It then excludes all others.
         brings_scaler: Whether ``attach`` puts a scaler into the target.
-        alone: Whether the algorithm excludes all others.
         each_optimizer: Whether the algorithm serves all optimizers of a target. Others refuse more than one.
         withdrawn: Order in which a guard withdraws algorithms from a run that got worse, 1 first; 0 for those that do
             not change what is learned, or cannot be removed.
@@ -60,7 +59,6 @@ class Traits:
     order: int = 50
     replaces_optimizer: bool = False
     brings_scaler: bool = False
-    alone: bool = False
     each_optimizer: bool = False
     withdrawn: int = 0
 
@@ -378,12 +376,6 @@ class AttachedAlgorithms:
         """The attached algorithms, in the order in which the hooks run."""
         return [algorithm for algorithm, _ in self._entries.values()]
 
-    def describe(self) -> str:
-        """Return one line per algorithm, in the order in which the hooks run."""
-        if not self._entries:
-            return "nothing attached"
-        return "\n".join(f"{i}. {a!r}" for i, (a, _) in enumerate(self._entries.values(), start=1))
-
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Return the state of every attachment under its algorithm's name, and which levers were chosen, if any."""
         states = {name: live.state_dict() for name, (_, live) in self._entries.items()}
@@ -402,7 +394,7 @@ class AttachedAlgorithms:
 
         Raises:
             ValueError: The checkpoint holds the state of an algorithm that is not attached, lacks the state of an
-                attached algorithm, is refused by the function of :meth:`with_check`, or is damaged. Nothing is loaded.
+                attached algorithm, is refused by the check of :meth:`with_levers`, or is damaged. Nothing is loaded.
         """
         if not isinstance(state, Mapping):
             raise ValueError(f"the state of the algorithms is {state!r:.60}, not a dictionary; load another one.")
@@ -438,19 +430,20 @@ class AttachedAlgorithms:
         self._undo.append(undo)
         return self
 
-    def with_levers(self, read: Callable[[], Mapping[str, bool | str]], load: Callable[[Any], None]) -> Self:
+    def with_levers(
+        self,
+        read: Callable[[], Mapping[str, bool | str]],
+        load: Callable[[Any], None],
+        check: Callable[[Mapping[str, Any]], None] | None = None,
+    ) -> Self:
         """Let the state say which speed levers are on, so that a resumed run has the same.
 
         Args:
             read: Returns it by the name of the lever; empty while nothing is decided.
             load: Called with what ``read`` returned. If it raises, nothing is loaded.
+            check: Called with a state before it is loaded. If it raises, nothing is loaded.
         """
-        self._levers = read, load
-        return self
-
-    def with_check(self, check: Callable[[Mapping[str, Any]], None]) -> Self:
-        """Let ``check`` look at a state before it is loaded. If it raises, nothing is loaded."""
-        self._check = check
+        self._levers, self._check = (read, load), check
         return self
 
     def detach(self, name: str) -> None:
@@ -546,7 +539,7 @@ def _check_together(chosen: list[Algorithm]) -> None:
     for algorithm in chosen:
         if names.count(algorithm.name) > 1:
             raise IncompatibleError(f"'{algorithm.name}' was given {names.count(algorithm.name)} times; give it once.")
-        if algorithm.traits.alone and len(names) > 1:
+        if algorithm.traits.replaces_optimizer and len(names) > 1:
             others = ", ".join(sorted(set(names) - {algorithm.name}))
             raise IncompatibleError(f"'{algorithm.name}' cannot work together with {others}; leave one of them out.")
 

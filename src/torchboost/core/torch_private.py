@@ -753,8 +753,8 @@ def attention_of_packed_rows(
     *,
     causal: bool,
     dropout_p: float,
-    scale: float | None,
-    enable_gqa: bool,
+    scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> Tensor | None:
     """Return the attention of each sequence by ``torch.nn.attention.varlen``, whose arguments differ between releases.
 

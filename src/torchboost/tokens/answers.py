@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -22,17 +23,18 @@ from torchboost.tokens.history import (
 )
 from torchboost.tokens.rows import MissingRows, Rows
 
-__all__ = ["Answer", "Answering", "first", "functions", "getter", "rows_in"]
+__all__ = ["Answer", "PaddedRows", "functions", "getter", "of_arguments", "rows_in", "table"]
 
-Answer = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-"""Takes the function of torch and its arguments."""
+Answer = Callable[..., Any]
+"""Takes the function of torch, and its arguments as it does."""
 
 
-class Answering(Rows):
+class PaddedRows(Rows):
     """Rows that functions of torch accept in place of the padded tensor.
 
-    Functions with an answer get it. Others get the whole tensor: from ``fill``, or from ``source``. If there is
-    neither, they raise :class:`MissingRows`.
+    Functions that treat every position by itself compute on the rows. So do attention whose mask excludes the padding,
+    and a loss that ignores it. Functions without an answer get the whole tensor: from ``fill``, or from ``source``. If
+    there is neither, they raise :class:`MissingRows`.
 
     Attributes:
         answers: Function of torch -> what it does with such tensors.
@@ -57,7 +59,7 @@ class Answering(Rows):
 
 
 @Untraced
-def _answered(cls: type[Answering], func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _answered(cls: type[PaddedRows], func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with functions_of_subclasses_off():
         if func in _METADATA:
             return func(*args, **kwargs)
@@ -93,10 +95,10 @@ def _answered(cls: type[Answering], func: Any, types: Any, args: tuple[Any, ...]
         return result
 
 
-def _answering(kind: type[Answering], types: Any) -> type[Answering]:
+def _answering(kind: type[PaddedRows], types: Any) -> type[PaddedRows]:
     """Return the class that answers a call."""
     if len(types) > 1:
-        return max((one for one in types if issubclass(one, Answering)), key=lambda one: one.precedence)
+        return max((one for one in types if issubclass(one, PaddedRows)), key=lambda one: one.precedence)
     return kind
 
 
@@ -116,8 +118,9 @@ def _answer(
     answer = answers.get(func)
     if answer is not None:
         try:
-            return answer(func, args, kwargs)
-        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            result = answer(func, *args, **{name: value for name, value in kwargs.items() if name != "inplace"})
+            return args[0].replace(result) if kwargs.get("inplace") else result
+        except (ArithmeticError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             # Unusual arguments. If they are wrong, the call with whole tensors says so.
             raise MissingRows(f"it raised {type(error).__name__}") from error
         except MissingRows:
@@ -152,13 +155,6 @@ def _target(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows | 
     return target if isinstance(target, Rows) else None
 
 
-def first(args: tuple[Any, ...]) -> Any:
-    """Return the first argument, if it has rows."""
-    if not args or not isinstance(args[0], Rows):
-        raise MissingRows("its first argument is another tensor")
-    return args[0]
-
-
 def functions(*names: str) -> list[Any]:
     """Return what has one of these names: functions of torch, of ``torch.nn.functional``, and methods of tensors."""
     return [getattr(home, name) for name in names for home in (torch, F, Tensor) if hasattr(home, name)]
@@ -167,6 +163,26 @@ def functions(*names: str) -> list[Any]:
 def getter(name: str) -> Any:
     """Return what is called if an attribute of a tensor is read."""
     return getattr(Tensor, name).__get__
+
+
+def table(names: Mapping[Answer, str]) -> dict[Any, Answer]:
+    """Return the answers of functions with these names, and of those that write the same to their first argument."""
+    answers: dict[Any, Answer] = {getter("requires_grad"): lambda func, x: x.needs_grad}
+    for answer, listed in names.items():
+        for name in listed.split():
+            plain = functions(name)
+            writing = functions(f"__i{name[2:]}" if name.startswith("__") else f"{name}_")
+            answers |= dict.fromkeys(plain, answer) | dict.fromkeys(writing, partial(_in_place, answer, plain[-1]))
+    return answers
+
+
+def of_arguments(answer: Callable[..., Any]) -> Answer:
+    """Return the answer of a function that takes the arguments alone."""
+    return lambda func, *args, **kwargs: answer(*args, **kwargs)
+
+
+def _in_place(answer: Answer, plain: Any, func: Any, x: Rows, *args: Any, **kwargs: Any) -> Rows:
+    return x.replace(answer(plain, x, *args, **kwargs))
 
 
 _GETTERS = "shape dtype device ndim layout is_cpu is_cuda is_nested is_sparse is_meta is_quantized is_leaf is_xpu"

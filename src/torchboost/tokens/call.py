@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextvars
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from torchboost.core.algorithm import Attachment
 from torchboost.core.forward import cover_forward, with_tensors
@@ -44,21 +44,20 @@ _LATE = (
 )
 
 
-class Part(NamedTuple):
-    """How a call leaves positions out.
+class Part(TorchFunctionMode):
+    """How a call leaves positions out. Inside of it, tensors with some rows are made in place of padded ones."""
 
-    Args:
-        mode: Makes tensors with some rows in place of padded ones.
-        layout: Returns what an output will be if it has rows alone; None for other outputs.
-        used: Returns whether positions were left out.
-        fewer: Called if a function asked for positions that were left out. Returns how to leave out fewer; None if all
-            are needed.
-    """
+    def used(self) -> bool:
+        """Whether positions were left out."""
+        return True
 
-    mode: AbstractContextManager[Any]
-    layout: Callable[[Tensor], Layout | None]
-    used: Callable[[], bool] = lambda: True
-    fewer: Callable[[], Part | None] = lambda: None
+    def layout(self, output: Tensor) -> Layout | None:
+        """Return what an output will be if it has rows alone; None for other outputs."""
+        raise NotImplementedError
+
+    def fewer(self) -> Part | None:
+        """Return how to leave out fewer positions, as a function asked for some of them; None if all are needed."""
+        return None
 
 
 class PartialForward(Attachment):
@@ -77,6 +76,7 @@ class PartialForward(Attachment):
 
     Attributes:
         reason: Why no positions are left out any more; empty while they are.
+        fewer: Whether a call left out fewer than it could, because a function asked for the others.
         calls: How many calls left positions out.
         moving: Kind of call that has left positions out -> names of the buffers that it writes to.
     """
@@ -91,7 +91,7 @@ class PartialForward(Attachment):
         part: Callable[[PartialCall, tuple[Any, ...], dict[str, Any]], Part | None],
     ) -> None:
         self._name, self._part, self.reason, self.updates = name, part, "", 0
-        self._watched, self.calls = False, 0
+        self._watched, self.fewer, self.calls = False, False, 0
         self._refused: dict[str, str] = {}
         self.moving: dict[str, frozenset[str]] = {}
         steps = [optimizer.register_step_post_hook(self._count) for optimizer in optimizers]
@@ -164,10 +164,10 @@ def _kind(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
 
 
 class PartialCall:
-    """One call. It owns the layouts of its tensors."""
+    """One call of ``forward``. It owns the layouts of its tensors."""
 
     def __init__(self, forward: PartialForward, kind: str, compute: Callable[[], Any], model: nn.Module) -> None:
-        self._forward, self._kind, self._compute, self._model = forward, kind, compute, model
+        self.forward, self._kind, self._compute, self._model = forward, kind, compute, model
         self._devices = accelerators(model.parameters())
         self._generators = generator_states(self._devices)
         self._weights = [(parameter, version(parameter)) for parameter in model.parameters()]
@@ -177,13 +177,13 @@ class PartialCall:
 
     def run(self, part: Part) -> Any:
         """Compute some positions, or all of them if a function asks for the others."""
-        moving = self._forward.moving.get(self._kind)
+        moving = self.forward.moving.get(self._kind)
         named = self._model.named_buffers() if moving is None or moving else ()
         buffers = [(name, (b, version(b), b.clone())) for name, b in named if moving is None or name in moving]
         outputs: Any = None
         asked: str | None = None
         try:
-            with part.mode:
+            with part:
                 outputs = self._compute()
         except MissingRows as reason:
             if self not in reason.owners:
@@ -191,8 +191,8 @@ class PartialCall:
             asked = str(reason)
         if asked is not None:  # not in the handler, where frames live on, and with them the hooks of a checkpoint
             return self._with_more(part, asked, buffers)
-        self._forward.calls += part.used()
-        self._forward.moving[self._kind] = frozenset(name for name, (b, then, _) in buffers if version(b) != then)
+        self.forward.calls += part.used()
+        self.forward.moving[self._kind] = frozenset(name for name, (b, then, _) in buffers if version(b) != then)
         for path, rows in _rows_in(outputs, (), set()):
             rows.source = lambda path=path: self._whole(path)
             in_the_graph(rows)
@@ -204,8 +204,9 @@ class PartialCall:
         _restore(before for _, before in buffers)
         fewer = part.fewer()
         if fewer is not None:
+            self.forward.fewer = True
             return self.run(fewer)
-        self._forward.refuse(self._kind, asked)
+        self.forward.refuse(self._kind, asked)
         return self._compute()
 
     def watched(self, part: Part) -> Any:
@@ -222,7 +223,7 @@ class PartialCall:
         if isinstance(tensor, Rows):  # another algorithm watches too
             before = tensor.source or tensor.whole
             tensor.later, tensor.positions.forced = later, layout.forced
-            tensor.source = lambda: (self._forward.leave(), before())[1]
+            tensor.source = lambda: (self.forward.leave(), before())[1]
             return tensor
         flat = layout.batch == 1 != tensor.shape[0]
         rows = tensor if flat else tensor.flatten(0, 1)
@@ -230,7 +231,7 @@ class PartialCall:
         rows = PaddedRows(rows.index_select(0, layout.index), layout, dims, later)
 
         def source() -> Tensor:
-            self._forward.leave()
+            self.forward.leave()
             return tensor
 
         rows.source, rows.known = source, tensor
@@ -244,21 +245,16 @@ class PartialCall:
 
         def compute_in_time(rows: Tensor) -> Tensor:
             if self._is_late:
-                raise self._forward.late()
+                raise self.forward.late()
             return compute(rows)
 
         return compute_in_time
 
     @property
-    def leave(self) -> Callable[[], None]:
-        """To be called if everything is read."""
-        return self._forward.leave
-
-    @property
     def _is_late(self) -> bool:
         """Whether the weights have changed since the call."""
         changed = any(version(weight) != before for weight, before in self._weights)
-        return changed or self._updates != self._forward.updates
+        return changed or self._updates != self.forward.updates
 
     def _whole(self, path: tuple[Any, ...]) -> Tensor:
         """Return an output of the same call with all positions."""
@@ -273,8 +269,8 @@ class PartialCall:
 
     def _again(self) -> Any:
         if self._is_late:
-            raise self._forward.late()
-        self._forward.leave()
+            raise self.forward.late()
+        self.forward.leave()
         now = generator_states(self._devices)
         buffers = [(buffer, version(buffer), buffer.clone()) for buffer in self._model.buffers()]
         set_generator_states(self._generators, self._devices)

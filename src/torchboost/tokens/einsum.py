@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchboost.tokens.answers import table
 from torchboost.tokens.rows import BATCH, TOKEN, MissingRows, Rows, numbered
+from torchboost.tokens.scores import Scores, product
 from torchboost.tokens.shapes import permute
 
-__all__ = ["einsum_of_rows", "einsum_of_scores"]
-
-Product = Callable[[Tensor, Tensor], Tensor]
-"""The matrix product of two tensors with rows."""
+__all__ = ["einsum_of_rows"]
 
 
-def einsum_of_rows(product: Product, equation: str, *operands: Any) -> Tensor:
+def einsum_of_rows(func: Any, equation: str, *operands: Any) -> Tensor:
     """Return a product with weights, or the scores of queries and keys."""
     (one, two), names, out = _parsed(equation, operands)
     if isinstance(one, Rows) and isinstance(two, Rows):
-        return _scores(product, one, two, names, out)
+        return _scores(one, two, names, out)
     x: Any = one if isinstance(one, Rows) else two
     place = 0 if x is one else 1
     batch, token = (names[place][x.dims.index(dim)] for dim in (BATCH, TOKEN))
     if {batch, token} & set(names[1 - place]):
-        return _scores(product, one, two, names, out)
+        return _scores(one, two, names, out)
     kept = names[place].replace(batch, "").replace(token, "")
     parts = [names[1 - place]] * 2
     parts[place] = token + kept
@@ -37,7 +36,7 @@ def einsum_of_rows(product: Product, equation: str, *operands: Any) -> Tensor:
     return x.of(rows, numbered([{batch: BATCH, token: TOKEN}.get(name, 0) for name in out]))
 
 
-def einsum_of_scores(product: Product, equation: str, *operands: Any) -> Tensor:
+def _averages(func: Any, equation: str, *operands: Any) -> Tensor:
     """Return the averages of values with weights."""
     (weights, values), names, out = _parsed(equation, operands)
     batch, *heads, query, key = names[0]
@@ -48,7 +47,7 @@ def einsum_of_scores(product: Product, equation: str, *operands: Any) -> Tensor:
     return _ordered(averages, [batch, *heads, query, *width], out)
 
 
-def _scores(product: Product, one: Tensor, two: Tensor, names: Sequence[str], out: str) -> Tensor:
+def _scores(one: Tensor, two: Tensor, names: Sequence[str], out: str) -> Tensor:
     batch, *heads, query, key = out
     width = [name for name in names[0] if name not in out]
     same = {batch, *heads, *width}
@@ -84,3 +83,6 @@ def _ordered(x: Tensor, names: Sequence[str], order: Sequence[str]) -> Tensor:
     if len(places) != x.ndim:
         raise MissingRows("its equation is of another kind")
     return permute(x, places) if isinstance(x, Rows) else x.permute(places)
+
+
+Scores.answers = {**Scores.answers, **table({_averages: "einsum"})}

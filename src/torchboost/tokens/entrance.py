@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
+from torchboost.tokens.attention import EXCLUDED
+from torchboost.tokens.call import Part
 from torchboost.tokens.layout import Layout
 from torchboost.tokens.operations import PaddedRows
 from torchboost.tokens.rows import BATCH, TOKEN
-from torchboost.tokens.scores import EXCLUDED
 
 __all__ = ["Entrance", "Key", "Pair", "Place", "has_mask", "kept_positions", "layouts_of", "may_mask"]
 
@@ -139,7 +139,7 @@ def _layout(owner: object, kept: Tensor) -> Layout | None:
     return None if count > (1 - _LEAST) * kept.numel() or not least else Layout(kept, owner)
 
 
-class Entrance(TorchFunctionMode):
+class Entrance(Part):
     """Inside of it, padded tensors become rows where their padding is known.
 
     These are embeddings of token ids whose layout is given, or that have a ``padding_idx``, and keys of
@@ -150,17 +150,34 @@ class Entrance(TorchFunctionMode):
         owner: Of the layouts.
         layouts: Of arguments of the model.
         by_ids: Whether ids that are the ``padding_idx`` of their embedding are taken for padding.
+        named: Whether an argument of the call is a mask by its name.
 
     Attributes:
         layouts: All that were used.
-        guessed: Whether one was taken from ids.
     """
 
-    def __init__(self, owner: object, layouts: Mapping[Key, Place], *, by_ids: bool = True) -> None:
+    def __init__(
+        self, owner: object, layouts: Mapping[Key, Place], *, by_ids: bool = True, named: bool = False
+    ) -> None:
         super().__init__()
-        self._owner, self._given, self._by_ids, self.guessed = owner, dict(layouts), by_ids, False
+        self._owner, self._given, self._by_ids, self._named = owner, dict(layouts), by_ids, named
+        self._guessed = False
         self._seen: dict[Key | int, tuple[Tensor, Layout | None]] = {}
         self.layouts = list(dict.fromkeys(layout for layout, _ in layouts.values()))
+
+    def used(self) -> bool:
+        """Whether there is padding."""
+        return bool(self.layouts)
+
+    def layout(self, output: Tensor) -> Layout | None:
+        """Return the layout of the shape of an output."""
+        return next((layout for layout in self.layouts if layout.mask.shape == output.shape[:2]), None)
+
+    def fewer(self) -> Entrance | None:
+        """Return another one that takes no ids for padding, if that was a guess and something else tells."""
+        if self._guessed and (self._named or len(self.layouts) > 1):
+            return Entrance(self._owner, self._given, by_ids=False)
+        return None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer a call of a function of torch."""
@@ -178,7 +195,7 @@ class Entrance(TorchFunctionMode):
         padding = args[1] if len(args) > 1 else kwargs.get("padding_idx")
         if layout is None and self._by_ids and padding is not None and ids.ndim == 2:
             layout = self._layout(_key(ids), ids, lambda: ids != padding)
-            self.guessed |= layout is not None
+            self._guessed |= layout is not None
         if layout is None:
             return F.embedding(ids, *args, **kwargs)
         ids = ids if order == (BATCH, TOKEN) else ids.t()

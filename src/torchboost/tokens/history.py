@@ -16,7 +16,7 @@ from torch.autograd import Function
 
 from torchboost.core.forward import tensors_in, with_tensors
 from torchboost.core.torch_private import functions_of_subclasses_off
-from torchboost.tokens.rows import Memory, MissingRows, Rows
+from torchboost.tokens.rows import Memory, MissingRows, Rows, in_this_precision
 
 __all__ = [
     "WRITTEN",
@@ -169,12 +169,11 @@ def as_now(compute: Callable[[], Result], kind: str) -> Callable[[], Result]:
         compute: The function.
         kind: Of the device.
     """
-    options: dict[str, Any] = {"dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
-    gradients = torch.is_grad_enabled()
+    gradients, in_precision = torch.is_grad_enabled(), in_this_precision(kind, compute)
 
     def computed() -> Result:
-        with torch.inference_mode(False), torch.set_grad_enabled(gradients), torch.autocast(kind, **options):
-            return compute()
+        with torch.inference_mode(False), torch.set_grad_enabled(gradients):
+            return in_precision()
 
     return computed
 

@@ -30,7 +30,6 @@ class Layout:
         self.on_host = mask.cpu()
         """The mask where the host reads it. A read of the device in the middle of a model waits for all before it."""
         self.index = mask.flatten().nonzero().squeeze(1)
-        self._rows_of: dict[tuple[int, tuple[int, ...], int], tuple[Tensor, int, Tensor]] = {}
         self._results: dict[tuple[int, Any], tuple[Tensor, int, Any]] = {}
         self._crops: dict[tuple[int, int], tuple[Layout, Tensor]] = {}
 
@@ -91,24 +90,22 @@ class Layout:
             places: These dimensions of the padded tensor.
             added: How many dimensions of size 1 come before those of the tensor.
         """
-        key, changes = (id(tensor), places, added), version(tensor)
-        source, then, rows = self._rows_of.get(key, (None, 0, tensor))
-        if source is tensor and then == changes:
-            return rows
         moved = tensor[(None,) * added].movedim(places, tuple(range(len(places))))
-        if len(places) == 1:
-            rows = moved if moved.shape[0] == 1 else moved.index_select(0, self.index)
-        elif moved.shape[:2] == (1, 1):
+        if tensor.requires_grad:
+            return self._taken(moved, len(places))
+        return self.once(tensor, lambda: self._taken(moved, len(places)), (places, added))
+
+    def _taken(self, moved: Tensor, count: int) -> Tensor:
+        """Return the rows of a tensor that begins with batch and length, or with the two as one."""
+        if count == 1:
+            return moved if moved.shape[0] == 1 else moved.index_select(0, self.index)
+        if moved.shape[:2] == (1, 1):
             return moved[0]
-        elif moved.shape[0] == 1:
-            rows = moved[0].index_select(0, self.tokens)
-        elif moved.shape[1] == 1:
-            rows = moved[:, 0].index_select(0, self.sequences)
-        else:
-            rows = moved.flatten(0, 1).index_select(0, self.index)
-        if not tensor.requires_grad:
-            self._rows_of[key] = tensor, changes, rows
-        return rows
+        if moved.shape[0] == 1:
+            return moved[0].index_select(0, self.tokens)
+        if moved.shape[1] == 1:
+            return moved[:, 0].index_select(0, self.sequences)
+        return moved.flatten(0, 1).index_select(0, self.index)
 
     def once(self, tensor: Tensor, compute: Callable[[], Any], kind: Any = None) -> Any:
         """Return what is computed of a tensor, such as a mask that all layers share. It is computed once.

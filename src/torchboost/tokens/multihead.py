@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchboost.core.torch_private import version
-from torchboost.tokens.attention import scaled_dot_product_attention
+from torchboost.tokens.attention import attention, merged
 from torchboost.tokens.layout import Layout
 from torchboost.tokens.rows import BATCH, TOKEN, MissingRows, Rows
-from torchboost.tokens.scores import Scores, product
+from torchboost.tokens.scores import Scores
 
 __all__ = ["multi_head_attention_forward"]
 
@@ -23,6 +21,7 @@ _BIASES = (None, None, None)
 
 
 def multi_head_attention_forward(
+    func: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -51,7 +50,7 @@ def multi_head_attention_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute ``torch.nn.functional.multi_head_attention_forward`` for each sequence of a padded batch.
 
-    The masks must exclude the padding for every query that is computed.
+    The masks must exclude the padding for every query that is computed. The weights of keys cannot be read.
     """
     tensors = (query, key, value)
     if add_zero_attn or any(one is not None for one in (bias_k, bias_v, static_k, static_v)):
@@ -69,14 +68,8 @@ def multi_head_attention_forward(
     layouts = [one.positions if isinstance(one, Rows) else None for one in tensors]
     hint = is_causal and key_padding_mask is None and not need_weights
     mask = None if hint else _mask(attn_mask, key_padding_mask, layouts, num_heads)
-    share = dropout_p if training else 0.0
-    weights = None
-    if need_weights:
-        result, weights = _averages(heads, mask, share)
-        weights = _of(torch.mean, weights, 1) if average_attn_weights else weights
-    else:
-        query, key, value = heads
-        result = scaled_dot_product_attention(query, key, value, mask, share, hint)
+    result = attention(F.scaled_dot_product_attention, *heads, mask, dropout_p if training else 0.0, hint)
+    weights = _unread_weights(*heads, averaged=average_attn_weights) if need_weights else None
     if isinstance(result, Rows):
         rows = F.linear(result.rows.flatten(1), out_proj_weight, out_proj_bias)
         return result.like(rows, result.positions, _LENGTH_FIRST), weights
@@ -110,56 +103,21 @@ def _heads(x: Tensor, count: int) -> Tensor:
 
 
 def _mask(mask: Tensor | None, padding: Tensor | None, layouts: list[Layout | None], heads: int) -> Tensor | None:
-    """Return both masks as one that ``scaled_dot_product_attention`` takes."""
-    if mask is None and padding is None:
-        return None
-    layout = next(one for one in layouts if one is not None)
-    if isinstance(mask, Rows) or isinstance(padding, Rows) or (mask is not None and mask.requires_grad):
+    """Return both masks as the one that :func:`attention` takes."""
+    if any(isinstance(one, Rows) or (one is not None and one.requires_grad) for one in (mask, padding)):
         raise MissingRows("its mask is of another kind")
-    keep: Any = mask if mask is not None else padding  # so that a key that is an id stays the only one
-    other = padding if mask is not None else None
-    merged, _ = layout.once(
-        keep, lambda: (_merged(mask, padding, heads), other), ("merged", id(other), _changes(other), mask is None)
-    )
-    return merged
-
-
-def _changes(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else version(tensor)
-
-
-def _merged(mask: Tensor | None, padding: Tensor | None, heads: int) -> Tensor:
-    parts: list[Tensor] = []
+    layout = next(one for one in layouts if one is not None)
+    masks: list[Tensor] = []
     if mask is not None:
-        parts.append(mask if mask.ndim == 2 else mask.unflatten(0, (-1, heads)))
+        masks.append(mask if mask.ndim == 2 else layout.once(mask, lambda: mask.unflatten(0, (-1, heads)), "heads"))
     if padding is not None:
-        parts.append(padding[:, None, None])
-    if all(part.dtype is torch.bool for part in parts):
-        return ~(parts[0] | parts[-1])
-    kind = next(part.dtype for part in parts if part.dtype is not torch.bool)
-    sums = [
-        torch.zeros_like(part, dtype=kind).masked_fill_(part, -math.inf) if part.dtype is torch.bool else part
-        for part in parts
-    ]
-    return sums[0] if len(sums) == 1 else sums[0] + sums[1]
+        masks.append(layout.once(padding, lambda: padding[:, None, None], "keys"))
+    return merged(layout, [(one, "true" if one.dtype is torch.bool else "add") for one in masks])
 
 
-def _averages(heads: list[Tensor], mask: Tensor | None, dropout: float) -> tuple[Tensor, Tensor]:
-    """Return the averages of the values, and their weights."""
-    query, key, value = heads
-    scale = math.sqrt(1 / query.shape[-1])
-    query = query.of(query.rows * scale) if isinstance(query, Rows) else query * scale
-    turned = key.arranged((BATCH, 0, 1, TOKEN)) if isinstance(key, Rows) else key.transpose(-2, -1)
-    weights = product(query, turned)
-    if mask is not None:
-        weights = (
-            _of(torch.add, weights, mask) if mask.is_floating_point() else _of(torch.where, mask, weights, -math.inf)
-        )
-    weights = _of(torch.softmax, weights, -1)
-    weights = _of(F.dropout, weights, p=dropout) if dropout else weights
-    return product(weights, value), weights
-
-
-def _of(function: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Return what a function of torch does with scores."""
-    return Scores.answers[function](function, args, kwargs)
+def _unread_weights(query: Tensor, key: Tensor, value: Tensor, *, averaged: bool) -> Scores:
+    """Return the weights of keys, from which nothing is computed."""
+    positions = next(one.positions for one in (key, query) if isinstance(one, Rows))
+    like = query.rows if isinstance(query, Rows) else query
+    shape = [query.shape[0], *(() if averaged else query.shape[1:2]), query.shape[-2], key.shape[-2]]
+    return Scores(None, like[:0], shape, positions)

@@ -4,58 +4,41 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchboost.tokens.answers import Answer, Answering, first, functions, getter, rows_in
-from torchboost.tokens.attention import scaled_dot_product_attention
+from torchboost.tokens.answers import Answer, PaddedRows, functions, getter, of_arguments, rows_in, table
+from torchboost.tokens.attention import attention
 from torchboost.tokens.einsum import einsum_of_rows
 from torchboost.tokens.joined import joined
-from torchboost.tokens.losses import labelled_loss
 from torchboost.tokens.multihead import multi_head_attention_forward
-from torchboost.tokens.rows import FLAT, Fill, MissingRows, Rows, in_this_precision, known, numbered
-from torchboost.tokens.scores import product
-from torchboost.tokens.shapes import expand, indexed, permute, reshape, selected, sliced, squeeze, unsqueeze
+from torchboost.tokens.rows import BATCH, FLAT, TOKEN, Fill, MissingRows, Rows, in_this_precision, known, numbered
+from torchboost.tokens.scores import Scores, product
+from torchboost.tokens.shapes import completed, expand, indexed, permute, reshape, selected, sliced, squeeze, unsqueeze
 
 __all__ = ["PaddedRows"]
 
 
-def _alone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _alone(func: Any, x: Rows, *rest: Any, **kwargs: Any) -> Rows:
     """Each entry by itself."""
-    x, rest = first(args), args[1:]
     if any(isinstance(arg, Tensor) and arg.ndim for arg in (*rest, *kwargs.values())):
         raise MissingRows("it combines tensors")
-    if kwargs.get("inplace"):
-        return _alone_in_place(func, args, kwargs)
     result = x.then(lambda rows: func(rows, *rest, **kwargs))
-    result.fill = _fill_of_entries(func, x, args, kwargs)
+    result.fill = _fill_of_entries(func, x, (x, *rest), kwargs)
     return result.sharing(x) if func in _DETACHING else result
 
 
-def _alone_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x = first(args)
-    if any(isinstance(arg, Tensor) and arg.ndim for arg in (*args[1:], *kwargs.values())):
-        raise MissingRows("it combines tensors")
-    rows = x.rows
-    x.write()
-    func(rows, *args[1:], **kwargs)
-    return x
-
-
-def _drawn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _drawn(func: Any, x: Rows, *rest: Any, **kwargs: Any) -> Rows:
     """Each entry by itself, with random numbers: drawn once, so not later."""
-    x = first(args)
-    if kwargs.get("inplace"):
-        return _alone_in_place(func, args, kwargs)
     fill = x.fill
     zero = None if fill is None else (lambda: 0 if known(fill) == 0 else None)
-    return x.of(func(x.rows, *args[1:], **kwargs), fill=zero)
+    return x.of(func(x.rows, *rest, **kwargs), fill=zero)
 
 
-def _broadcast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _broadcast(func: Any, *args: Any, **kwargs: Any) -> Rows:
     """Several tensors that broadcast, entry by entry."""
     x = max(rows_in((*args, *kwargs.values())), key=lambda rows: rows.ndim)
 
@@ -73,21 +56,12 @@ def _broadcast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return x.of(result, fill=_fill_of_product(func, x, args) or _fill_of_entries(func, x, args, kwargs))
 
 
-def _broadcast_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x = first(args)
-    rows = x.rows
-    others = [x.operand(arg) if isinstance(arg, Tensor) and arg.ndim else arg for arg in args[1:]]
-    x.write()
-    func(rows, *others, **kwargs)
-    return x
-
-
-def _loss_of_entries(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _loss_of_entries(func: Any, one: Any, two: Any, **kwargs: Any) -> Rows:
     """A loss that is not reduced."""
     named = {name: value for name, value in kwargs.items() if value is not None}
-    if named.get("reduction") != "none" or "reduce" in named or "size_average" in named or len(args) != 2:
+    if named.get("reduction") != "none" or "reduce" in named or "size_average" in named:
         raise MissingRows("it combines all entries")
-    return _broadcast(func, args, named)
+    return _broadcast(func, one, two, **named)
 
 
 def _is_the_same_everywhere(x: Rows, value: Any) -> bool:
@@ -125,86 +99,56 @@ def _fill_of_entries(func: Any, x: Rows, args: tuple[Any, ...], kwargs: dict[str
     return computed
 
 
-def _masked_fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x = first(args)
-    mask, value = (*args[1:], *kwargs.values())
+def _masked_fill(func: Any, x: Rows, mask: Tensor, value: Any) -> Rows:
     fill = x.if_absent(mask, True, value) if isinstance(value, (bool, int, float)) else None
     return x.of(x.rows.masked_fill(x.operand(mask), value), fill=fill)
 
 
-def _masked_fill_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x = first(args)
-    mask, value = (*args[1:], *kwargs.values())
-    fill = x.if_absent(mask, True, value) if isinstance(value, (bool, int, float)) else None
-    rows, entries = x.rows, x.operand(mask)
-    x.write()
-    rows.masked_fill_(entries, value)
-    x.fill = fill
-    return x
-
-
-def _setitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _setitem(func: Any, x: Rows, mask: Any, value: Any) -> None:
     """``x[mask] = number``, with a mask of the first dimensions."""
-    x, mask, value = first(args), args[1], args[2]
     if not isinstance(mask, Tensor) or mask.dtype is not torch.bool or mask.shape != x.shape[: mask.ndim]:
         raise MissingRows("it writes to some positions")
     if not isinstance(value, (bool, int, float)):
         raise MissingRows("it writes a tensor")
-    if isinstance(mask, Rows):
-        if mask.ndim != x.ndim:
-            raise MissingRows("it writes to some positions")
-    else:
-        mask = mask[(..., *(None,) * (x.ndim - mask.ndim))]
-    return _masked_fill_in_place(func, (x, mask, value), {})
+    if isinstance(mask, Rows) and mask.ndim != x.ndim:
+        raise MissingRows("it writes to some positions")
+    mask = mask if isinstance(mask, Rows) else mask[(..., *(None,) * (x.ndim - mask.ndim))]
+    x.replace(_masked_fill(func, x, mask, value))
 
 
-def _by_last_feature(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _by_last_feature(func: Any, x: Rows, *rest: Any, **kwargs: Any) -> Rows:
     """The last dimension of each position, with weights."""
-    x, rest = first(args), args[1:]
     x.feature(-1)
     if any(isinstance(arg, Rows) for arg in (*rest, *kwargs.values())):
         raise MissingRows("its weight is a padded tensor")
     return x.then(in_this_precision(x.device.type, lambda rows: func(rows, *rest, **kwargs)))
 
 
-def _matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, weight = args
+def _matmul(func: Any, x: Any, weight: Any) -> Tensor:
     if isinstance(weight, Rows) or weight.ndim != 2:
         return product(x, weight)
-    return _by_last_feature(torch.matmul, args, kwargs)
+    return _by_last_feature(torch.matmul, x, weight)
 
 
-def _bmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return product(*args, **kwargs)
-
-
-def _einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return einsum_of_rows(product, *args, **kwargs)
-
-
-def _addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    bias, x, weight = args
-    if not isinstance(x, Rows) or x.dims != (FLAT, 0) or isinstance(weight, Rows) or isinstance(bias, Rows) or kwargs:
+def _addmm(func: Any, bias: Tensor, x: Rows, weight: Tensor) -> Rows:
+    if x.dims != (FLAT, 0) or isinstance(weight, Rows) or isinstance(bias, Rows):
         raise MissingRows("it multiplies padded tensors")
     return x.of(torch.addmm(bias, x.rows, weight))
 
 
-def _normalized(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, shape = first(args), args[1] if len(args) > 1 else kwargs["normalized_shape"]
-    for dim in range(-len(shape), 0):
+def _normalized(func: Any, x: Rows, normalized_shape: Sequence[int], *rest: Any, **kwargs: Any) -> Rows:
+    for dim in range(-len(normalized_shape), 0):
         x.feature(dim)
-    return x.of(func(x.rows, *args[1:], **kwargs))
+    return x.of(func(x.rows, normalized_shape, *rest, **kwargs))
 
 
-def _along(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _along(func: Any, x: Rows, dim: Any = None, *rest: Any, **kwargs: Any) -> Any:
     """Along features."""
-    x, rest, named = first(args), list(args[1:]), dict(kwargs)
-    dim = rest.pop(0) if rest else named.pop("dim", None)
     dims = [dim] if isinstance(dim, int) else dim
     if not isinstance(dims, (tuple, list)) or not dims or isinstance(dim, bool):
         raise MissingRows("it combines all entries")
     places = [x.feature(one) for one in dims]
-    result = func(x.rows, places[0] if isinstance(dim, int) else places, *rest, **named)
+    result = func(x.rows, places[0] if isinstance(dim, int) else places, *rest, **kwargs)
     removed = {one % x.ndim for one in dims}
 
     def after(rows: Tensor) -> Rows:
@@ -215,105 +159,75 @@ def _along(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return type(result)([*map(after, result)]) if isinstance(result, tuple) else after(result)
 
 
-def _sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
-    sizes = args[1:] or tuple(kwargs.values())
-    if any(isinstance(size, torch.dtype) for size in sizes):
-        raise MissingRows("it reads memory in another precision")
-    return list(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else list(sizes)
-
-
-def _reshape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, sizes = first(args), _sizes(args, kwargs)
-    if len(sizes) == 3 and x.ndim == 4:
+def _reshape(func: Any, x: Rows, *sizes: Any, **kwargs: Any) -> Rows:
+    given = completed(x, (*sizes, *kwargs.values()))
+    if len(given) == 3 and x.ndim == 4:
         with contextlib.suppress(MissingRows, IndexError):
-            return reshape(x, sizes)
-        return joined(x, sizes)
-    return reshape(x, sizes)
+            return reshape(x, given)
+        return joined(x, given)
+    return reshape(x, given)
 
 
-def _flatten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x = first(args)
-    given = {**dict(zip(("start_dim", "end_dim"), args[1:], strict=False)), **kwargs}
-    start, end = given.get("start_dim", 0) % x.ndim, given.get("end_dim", -1) % x.ndim
+def _flatten(func: Any, x: Rows, start_dim: int = 0, end_dim: int = -1) -> Rows:
+    start, end = start_dim % x.ndim, end_dim % x.ndim
     if start > end:
         raise MissingRows("its dimensions are in another order")
     return reshape(x, [*x.shape[:start], -1, *x.shape[end + 1 :]])
 
 
-def _unflatten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, dim, sizes = args
+def _unflatten(func: Any, x: Rows, dim: int, sizes: Sequence[int]) -> Rows:
     place = dim % x.ndim
     return reshape(x, [*x.shape[:place], *sizes, *x.shape[place + 1 :]])
 
 
-def _as_other(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, other = args
-    return reshape(x, list(other.shape)) if isinstance(x, Rows) else x.reshape(other.shape)
+def _as_other(func: Any, x: Tensor, other: Tensor) -> Tensor:
+    return reshape(x, other.shape) if isinstance(x, Rows) else x.reshape(other.shape)
 
 
-def _expand_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, other = args
+def _expand_as(func: Any, x: Tensor, other: Tensor) -> Tensor:
     return expand(x, other.shape) if isinstance(x, Rows) else x.expand(other.shape)
 
 
-def _permute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return permute(first(args), _sizes(args, kwargs))
+def _permute(func: Any, x: Rows, *dims: Any, **kwargs: Any) -> Rows:
+    return permute(x, _numbers(*dims, *kwargs.values()))
 
 
-def _transpose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x = first(args)
-    one, two = (*args[1:], *kwargs.values())
+def _numbers(*given: Any) -> Sequence[int]:
+    """Return numbers that are given as such or as one sequence."""
+    return given[0] if len(given) == 1 and not isinstance(given[0], int) else given
+
+
+def _transpose(func: Any, x: Rows, dim0: int = -2, dim1: int = -1) -> Rows:
     order = list(range(x.ndim))
-    order[one], order[two] = order[two], order[one]
+    order[dim0], order[dim1] = order[dim1], order[dim0]
     return permute(x, order)
 
 
-def _expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return expand(first(args), _sizes(args, kwargs))
+def _expand(func: Any, x: Rows, *size: Any, **kwargs: Any) -> Rows:
+    return expand(x, _numbers(*size, *kwargs.values()))
 
 
-def _unsqueeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return unsqueeze(first(args), args[1] if len(args) > 1 else kwargs["dim"])
+def _select(func: Any, x: Rows, dim: int, index: int) -> Tensor:
+    return selected(x, dim % x.ndim, index)
 
 
-def _squeeze(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    dim = (*args[1:], *kwargs.values())
-    if len(dim) != 1 or not isinstance(dim[0], int):
-        raise MissingRows("it removes several dimensions")
-    return squeeze(first(args), dim[0])
-
-
-def _getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return indexed(first(args), args[1])
-
-
-def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, dim, number = args
-    return selected(x, dim % x.ndim, number)
-
-
-def _narrow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, dim, start, length = args
+def _narrow(func: Any, x: Rows, dim: int, start: int, length: int) -> Rows:
     start = range(x.shape[dim])[start] if length else 0
     if length < 0 or start + length > x.shape[dim]:
         raise MissingRows("it has another length")
     return sliced(x, dim % x.ndim, slice(start, start + length))
 
 
-def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, size = args[:2]
-    dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
+def _split(func: Any, x: Rows, size: Any, dim: int = 0) -> tuple[Rows, ...]:
     return tuple(x.of(part) for part in func(x.rows, size, dim=x.feature(dim)))
 
 
-def _unbind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, dim = first(args), args[1] if len(args) > 1 else kwargs.get("dim", 0)
+def _unbind(func: Any, x: Rows, dim: int = 0) -> tuple[Tensor, ...]:
     x.feature(dim)
     return tuple(selected(x, dim % x.ndim, number) for number in range(x.shape[dim]))
 
 
-def _joined(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensors, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
+def _joined(func: Any, tensors: Sequence[Any], dim: int = 0) -> Rows:
     x = next(part for part in tensors if isinstance(part, Rows))
     # A cache joins the first keys to an empty tensor, whose precision counts.
     parts = [part for part in tensors if isinstance(part, Rows) or part.numel()]
@@ -323,59 +237,62 @@ def _joined(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return x.of(func([x.operand(part) for part in parts], dim=x.feature(dim)).to(dtype))
 
 
-def _stack(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensors, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
+def _stack(func: Any, tensors: Sequence[Any], dim: int = 0) -> Rows:
     place = dim % (tensors[0].ndim + 1)
-    return _joined(torch.cat, ([unsqueeze(part, place) for part in map(_as_rows, tensors)], place), {})
+    return _joined(torch.cat, [unsqueeze(part, place) for part in tensors], place)
 
 
-def _as_rows(part: Tensor) -> Rows:
-    return first((part,))
-
-
-def _type_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, other = args
+def _type_as(func: Any, x: Tensor, other: Tensor) -> Tensor:
     return x.then(lambda rows: rows.to(other.dtype)) if isinstance(x, Rows) else x.to(other.device, other.dtype)
 
 
-def _like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x = first(args)
+def _like(func: Any, x: Rows, *rest: Any, **kwargs: Any) -> Rows:
     fill = {torch.zeros_like: 0, torch.ones_like: 1}.get(func)
-    return x.of(func(x.rows, *args[1:], **kwargs), fill=fill)
+    return x.of(func(x.rows, *rest, **kwargs), fill=fill)
 
 
-def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x = first(args)
-    return func(torch.empty(0, dtype=x.dtype, device=x.device), *args[1:], **kwargs)
+def _new(func: Any, x: Rows, *rest: Any, **kwargs: Any) -> Tensor:
+    return func(torch.empty(0, dtype=x.dtype, device=x.device), *rest, **kwargs)
 
 
-def _last_two(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x = first(args)
-    return permute(x, [*range(x.ndim - 2), x.ndim - 1, x.ndim - 2])
-
-
-def _needs_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return first(args).needs_grad
-
-
-def _tracked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _tracked(func: Any, x: Rows, requires_grad: bool = True) -> Rows:
     """``requires_grad_``, which changes nothing for the result of a function."""
-    x = first(args)
-    if x.needs_grad is not (args[1] if len(args) > 1 else kwargs.get("requires_grad", True)):
+    if x.needs_grad is not requires_grad:
         raise MissingRows("it starts or ends a graph")
     return x
 
 
-def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return scaled_dot_product_attention(*args, **kwargs)
-
-
-def _multihead(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return multi_head_attention_forward(*args, **kwargs)
-
-
-def _labelled_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return labelled_loss(func, *args, **kwargs)
+def _labelled_loss(
+    func: Any,
+    logits: Any,
+    target: Any,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """The loss of labelled positions. Only their logits are computed."""
+    strange = size_average is not None or reduce is not None or isinstance(target, Rows) or target.is_floating_point()
+    if strange or logits.dims not in ((FLAT, 0), (BATCH, 0, TOKEN)):
+        raise MissingRows("its arguments are of another kind")
+    if target.shape != (logits.shape[:1] if logits.ndim == 2 else (logits.shape[0], logits.shape[2])):
+        raise MissingRows("its arguments are of another kind")
+    labels = target.reshape(-1)
+    labelled = (labels != ignore_index).nonzero().squeeze(1)
+    if not labelled.numel():
+        raise MissingRows("no position has a label")
+    rows = logits.positions.row_of.view(-1)[labelled]
+    if bool((rows < 0).any()):
+        raise MissingRows("padded positions have labels")
+    picked = logits.picked(rows)
+    options: dict[str, Any] = {"weight": weight, "ignore_index": ignore_index, "reduction": reduction}
+    options |= {"label_smoothing": label_smoothing} if label_smoothing else {}
+    losses = func(picked, labels[labelled], **options)
+    if reduction != "none":
+        return losses
+    return losses.new_zeros(labels.shape).index_copy(0, labelled, losses).view(target.shape)
 
 
 _DETACHING = frozenset(functions("detach"))
@@ -389,23 +306,19 @@ _NAMES: Mapping[Answer, str] = {
         "__invert__"
     ),
     _drawn: "dropout",
-    _alone_in_place: "relu_ clamp_ dropout_ exp_ tanh_ sigmoid_ neg_",
     _broadcast: (
         "add sub mul div true_divide pow maximum minimum where subtract multiply divide eq ne lt le gt ge logical_and "
         "logical_or bitwise_and bitwise_or addcmul lerp rsub floor_divide remainder fmod __and__ __or__ __rsub__ "
         "__add__ __radd__ __mul__ __rmul__ __sub__ __truediv__ __rtruediv__ __pow__ __rpow__ __eq__ __ne__ __lt__ "
         "__gt__ __le__ __ge__"
     ),
-    _broadcast_in_place: "add_ sub_ mul_ div_ __iadd__ __imul__ __isub__ __itruediv__",
     _masked_fill: "masked_fill",
-    _masked_fill_in_place: "masked_fill_",
     _setitem: "__setitem__",
     _loss_of_entries: "mse_loss l1_loss smooth_l1_loss binary_cross_entropy binary_cross_entropy_with_logits",
     _by_last_feature: "linear",
-    _matmul: "matmul __matmul__ mm",
-    _bmm: "bmm",
+    _matmul: "matmul __matmul__ mm bmm",
     _addmm: "addmm",
-    _einsum: "einsum",
+    einsum_of_rows: "einsum",
     _normalized: "layer_norm rms_norm",
     _along: "softmax log_softmax mean sum var std amax amin argmax argmin logsumexp max min var_mean",
     _reshape: "view reshape",
@@ -416,9 +329,9 @@ _NAMES: Mapping[Answer, str] = {
     _transpose: "transpose swapaxes swapdims",
     _expand: "expand broadcast_to",
     _expand_as: "expand_as",
-    _unsqueeze: "unsqueeze",
-    _squeeze: "squeeze",
-    _getitem: "__getitem__",
+    of_arguments(unsqueeze): "unsqueeze",
+    of_arguments(squeeze): "squeeze",
+    of_arguments(indexed): "__getitem__",
     _select: "select",
     _narrow: "narrow",
     _split: "split chunk",
@@ -429,21 +342,11 @@ _NAMES: Mapping[Answer, str] = {
     _like: "zeros_like ones_like empty_like full_like rand_like randn_like",
     _new: "new_zeros new_ones new_full new_empty",
     _tracked: "requires_grad_",
-    _attention: "scaled_dot_product_attention",
-    _multihead: "multi_head_attention_forward",
+    attention: "scaled_dot_product_attention",
+    multi_head_attention_forward: "multi_head_attention_forward",
     _labelled_loss: "cross_entropy nll_loss",
 }
 
 
-class PaddedRows(Answering):
-    """Rows of a padded tensor that functions of torch accept in place of it.
-
-    Functions that treat every position by itself compute on the rows. So do attention whose mask excludes the padding,
-    and a loss that ignores it.
-    """
-
-    answers: ClassVar[Mapping[Any, Answer]] = {
-        getter("requires_grad"): _needs_grad,
-        getter("mT"): _last_two,
-        **{function: answer for answer, names in _NAMES.items() for function in functions(*names.split())},
-    }
+PaddedRows.answers = {getter("mT"): _transpose, **table(_NAMES)}
+Scores.answers = {**Scores.answers, **table({_type_as: "type_as", _expand_as: "expand_as"})}

@@ -190,11 +190,16 @@ class Rows(Tensor):
         if self.memory.outdated or self.memory.copy_written:
             raise MissingRows("a view of its argument was written to")
 
-    def write(self) -> None:
-        """Take note that these rows are about to be written to. Views of them are not used any more."""
+    def replace(self, other: Rows) -> Self:
+        """Become another tensor, as a function does that writes to its argument. Views are not used any more."""
+        if other.shape != self.shape:
+            raise MissingRows("it writes another shape")
         if self.memory.copies:
             raise MissingRows("it writes to a tensor of which a part was taken")
-        self.memory.outdated, self.memory, self.fill = True, Memory(), None
+        self.memory.outdated = True
+        vars(self).update(vars(other if other.dtype is self.dtype else other.then(lambda rows: rows.to(self.dtype))))
+        self.memory = Memory()
+        return self
 
     @property
     def places(self) -> tuple[int, ...]:
@@ -289,17 +294,17 @@ def numbered(dims: Sequence[int]) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def in_this_precision(kind: str, function: RowFunction) -> RowFunction:
+def in_this_precision(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that computes as autocast lets this one now, also if it is called outside of its context.
 
     Args:
         kind: Of the device.
-        function: Computes rows from rows.
+        function: Any.
     """
     options: dict[str, Any] = {"dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
 
-    def compute(rows: Tensor) -> Tensor:
+    def compute(*args: Any) -> Any:
         with torch.autocast(kind, **options):
-            return function(rows)
+            return function(*args)
 
     return compute

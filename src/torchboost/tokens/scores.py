@@ -1,433 +1,251 @@
-"""Attention by hand: products of padded tensors, kept for each sequence by itself."""
+"""Attention by hand. It is recognised by what a model does to its scores, which are not computed before."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from typing_extensions import Self
 
 from torchboost.core.torch_private import tensor_without_memory, version
-from torchboost.tokens.answers import Answer, Answering, first, functions, getter
-from torchboost.tokens.einsum import einsum_of_scores
+from torchboost.tokens.answers import PaddedRows, of_arguments, table
+from torchboost.tokens.attention import EXCLUDED, Mask, attention, merged, sequences
 from torchboost.tokens.layout import Layout
-from torchboost.tokens.rows import BATCH, TOKEN, Memory, MissingRows, Rows, numbered
+from torchboost.tokens.rows import Memory, MissingRows, RowFunction, Rows, in_this_precision
+from torchboost.tokens.shapes import permute
 
-__all__ = ["EXCLUDED", "Scores", "product", "sequences"]
-
-EXCLUDED = -9e3
-"""A smaller entry of a mask that is added, next to scores of usual size, gives a weight of exactly 0."""
-_STILL_EXCLUDED = -1e3
-"""What of it must remain at the softmax, as the exponential of -746 is 0."""
-
-Mask = tuple[Tensor, str]
-"""A mask, and which of its entries exclude a key: "true", "false" or "less" than :data:`EXCLUDED`."""
+__all__ = ["Scores", "product"]
 
 
-class Scores(Answering):
-    """A score for each query and key of padded sequences. Shape (batch, heads..., queries, keys).
-
-    A function may combine all keys of a query only if those that are missing do not count.
+class Steps(NamedTuple):
+    """What a model has done to queries and keys.
 
     Args:
-        blocks: The scores of each sequence. Shape (heads..., queries, keys).
-        queries: Which queries the blocks have; None for all.
-        keys: Which keys the blocks have; None for all.
-        kind: Class of the averages.
-        most: All missing keys are known to have smaller or the same scores; None if nothing is known.
-        zero: Whether the missing keys have 0.
-        masks: What excluded keys.
+        query: Shape (batch, heads..., queries, width).
+        key: Shape (batch, heads..., keys, width).
+        multiply: Returns the product of two matrices, in the precision that autocast had.
+        entries: Functions of each score by itself.
+        masks: Of the scores, after these.
+        dropout: Share of the weights that is dropped; None before the softmax.
+        read: What else is read when values come, and how often it had been written to.
+    """
+
+    query: Tensor
+    key: Tensor
+    multiply: Callable[..., Tensor]
+    entries: tuple[RowFunction, ...] = ()
+    masks: tuple[Mask, ...] = ()
+    dropout: float | None = None
+    read: tuple[tuple[Tensor, int], ...] = ()
+
+
+class Scores(PaddedRows):
+    """A score, or after a softmax a weight, for each query and key. Shape (batch, heads..., queries, keys).
+
+    Args:
+        steps: Where it comes from; None if nothing may be computed of it.
+        like: An empty tensor of its precision.
+        shape: Of the padded tensor.
+        positions: Of its queries or keys.
     """
 
     precedence: ClassVar[int] = 1
-    blocks: list[Tensor]
-    queries: Layout | None
-    keys: Layout | None
-    kind: type[Rows]
-    most: float | None
-    zero: bool
-    masks: tuple[Mask, ...]
+    steps: Steps | None
 
-    def __new__(
-        cls,
-        blocks: Sequence[Tensor],
-        queries: Layout | None,
-        keys: Layout | None,
-        kind: type[Rows],
-        *,
-        most: float | None = None,
-        zero: bool = False,
-        masks: tuple[Mask, ...] = (),
-    ) -> Scores:
+    def __new__(cls, steps: Steps | None, like: Tensor, shape: Sequence[int], positions: Layout) -> Scores:
         """Make a tensor without memory."""
-        one, positions = blocks[0], keys or queries
-        if positions is None or one.device != positions.mask.device:
+        if like.device != positions.mask.device:
             raise MissingRows("it moves to another device")
-        shape = list(one.shape)
-        for place, layout in ((-2, queries), (-1, keys)):
-            shape[place] = shape[place] if layout is None else layout.length
-        scores: Any = tensor_without_memory(cls, (len(blocks), *shape), one)
-        scores.blocks, scores.queries, scores.keys, scores.kind = list(blocks), queries, keys, kind
-        scores.most, scores.zero, scores.masks = most, zero, masks
-        scores.needs_grad, scores.source, scores.memory = any(block.requires_grad for block in blocks), None, Memory()
-        scores.known = scores.node = None
-        scores.base, scores.positions, scores.dims, scores.later, scores.fill = one, positions, (), (), None
+        scores: Any = tensor_without_memory(cls, shape, like)
+        scores.steps, scores.base, scores.positions = steps, like, positions
+        scores.dims, scores.later, scores.fill, scores.memory = (), (), None, Memory()
+        scores.needs_grad, scores.known, scores.node, scores.source = like.requires_grad, None, None, None
         return scores
 
     def whole(self) -> Tensor:
         """Raise :class:`MissingRows`: the padding has scores as well."""
         raise MissingRows("it needs the scores of padding")
 
-    def each(self, function: Callable[..., Tensor], *parts: Sequence[Any], **state: Any) -> Scores:
-        """Return what a function makes of the block of each sequence, and of its entry of other lists."""
-        blocks = [function(*values) for values in zip(self.blocks, *parts, strict=True)]
-        scores = Scores(blocks, self.queries, self.keys, self.kind, **{"masks": self.masks, **state})
-        if scores.ndim != self.ndim or scores.shape[-2:] != self.shape[-2:]:
-            raise MissingRows("it adds dimensions")
-        scores.memory = self.memory  # it may be the same tensor or a view
-        return scores
+    def then(self, function: RowFunction) -> Self:
+        """Return the same scores, in the precision that a function gives them."""
+        return self.like(self.steps, function(self.base), self.shape, self.positions).sharing(self)
 
-    @property
-    def state(self) -> dict[str, Any]:
-        """What is known of the missing keys."""
-        return {"most": self.most, "zero": self.zero, "masks": self.masks}
+    def after(self, *, weights: bool = False, **changes: Any) -> Scores:
+        """Return what one more step makes of scores, or of weights."""
+        if self.steps is None or (self.steps.dropout is not None) is not weights:
+            raise MissingRows("it is not a step of attention")
+        return Scores(self.steps._replace(**changes), self.base, self.shape, self.positions).sharing(self)
 
-    def parts(self, other: Tensor) -> list[Tensor]:
-        """Return what meets the block of each sequence of a tensor that broadcasts with the padded scores."""
-        if isinstance(other, Rows) or other.ndim > self.ndim:
-            raise MissingRows("it combines scores with other positions")
-        sizes = (1,) * (self.ndim - other.ndim) + tuple(other.shape)
-        if any(sizes[place] not in (1, self.shape[place]) for place in (0, -2, -1)):
+    def masked(self, mask: Any, how: str) -> Scores:
+        """Return the scores after a mask."""
+        if self.steps is None or isinstance(mask, Rows) or not isinstance(mask, Tensor) or mask.ndim > self.ndim:
+            raise MissingRows("its mask is of another kind")
+        if not (mask.is_floating_point() if how == "add" else mask.dtype is torch.bool):
+            raise MissingRows("its mask is of another kind")
+        sizes = (1,) * (self.ndim - mask.ndim) + tuple(mask.shape)
+        if any(size not in (1, own) for size, own in zip(sizes, self.shape, strict=True)):
             raise MissingRows("it adds sequences")
-        if other.requires_grad:
-            return self._parts(other)
-        return self.positions.once(other, lambda: self._parts(other), ("parts", self.ndim, self.queries, self.keys))
+        return self.after(masks=(*self.steps.masks, (mask, how)), read=(*self.steps.read, (mask, version(mask))))
 
-    def _parts(self, other: Tensor) -> list[Tensor]:
-        return [self._at(other, index, sequence) for sequence, index in enumerate(_present(self.keys, self.shape[0]))]
-
-    def _at(self, other: Tensor, keys: Tensor | None, sequence: int) -> Tensor:
-        """Return the entries of one sequence for its queries and some keys."""
-        other = other[(None,) * (self.ndim - other.ndim)]
-        part = other[0 if other.shape[0] == 1 else sequence]
-        if self.queries is not None and part.shape[-2] > 1:
-            part = part.index_select(-2, self.queries.parts[sequence][0])
-        return part if keys is None or part.shape[-1] == 1 else part.index_select(-1, keys)
-
-    def missing(self, other: Tensor) -> tuple[float, float]:
-        """Return the smallest and the largest entry of a tensor for the missing keys of the queries."""
-        keys = self.keys
-        if keys is None or keys.complete:
-            return math.inf, -math.inf
-        return self.positions.once(other, lambda: self._missing(other, keys), ("missing", self.queries, keys))
-
-    @torch.no_grad()
-    def _missing(self, other: Tensor, keys: Layout) -> tuple[float, float]:
-        parts = [self._at(other, absent, sequence) for sequence, (_, absent) in enumerate(keys.parts) if len(absent)]
-        ends = [(part.amin(), part.amax()) for part in parts if part.numel()]
-        if not ends:
-            return math.inf, -math.inf
-        least, most = torch.stack([one for one, _ in ends]).amin(), torch.stack([one for _, one in ends]).amax()
-        return tuple(torch.stack([least, most]).tolist())
-
-    def excluded(self, mask: Mask, value: float) -> dict[str, Any]:
-        """Return what is known of the missing keys after a mask has given them a value, or added it."""
-        masks = (*self.masks, mask)
-        tensor, kind = mask
-        least, most = self.missing(tensor)
-        if kind == "less":  # added
-            hidden = most if most < EXCLUDED else None
-            if self.most is not None and (hidden is not None or most < -EXCLUDED):
-                hidden = self.most + max(0.0, most)
-            return {"most": hidden, "masks": masks}
-        replaced = least == 1 if kind == "true" else most == 0
-        if self.keys is None or self.keys.complete:
-            replaced = True
-        zero = value == 0 and (replaced or self.zero)
-        if value >= EXCLUDED:
-            return {"most": None, "zero": zero, "masks": self.masks}
-        most_now = value if replaced else None if self.most is None else max(self.most, value)
-        return {"most": most_now, "masks": masks}
-
-    def check_softmax(self) -> None:
-        """Raise :class:`MissingRows` if missing keys get a weight."""
-        if self.keys is None or self.keys.complete:
-            return
-        if self.most is None or self.most > _STILL_EXCLUDED:
-            raise MissingRows("attention sees the padding")
-        head = self.masks[0][0]
-        kind = tuple((id(mask), version(mask), how) for mask, how in self.masks)
-        blind, _ = self.positions.once(head, lambda: (self._is_blind(), self.masks), ("blind", kind))
-        if blind:
-            raise MissingRows("a query sees nothing")
-
-    @torch.no_grad()
-    def _is_blind(self) -> bool:
-        """Whether the masks leave a query no key."""
-        parts = [(self.parts(mask), how) for mask, how in self.masks]
-        blind = []
-        for sequence in range(len(self.blocks)):
-            out = [_excludes(part[sequence], how) for part, how in parts]
-            blind.append(functools.reduce(torch.logical_or, out).all(-1).any())
-        return bool(torch.stack(blind).any())
-
-    def replace(self, other: Scores) -> Scores:
-        """Become other scores, as a function does that writes to its argument."""
-        if other.shape != self.shape:
-            raise MissingRows("it writes another shape")
-        self.write()
-        if other.dtype != self.dtype:
-            other = Scores(
-                [block.to(self.dtype) for block in other.blocks], other.queries, other.keys, other.kind, **other.state
-            )
-        self.blocks, self.most, self.zero, self.masks = other.blocks, other.most, other.zero, other.masks
-        self.base, self.needs_grad = other.base, other.needs_grad
-        return self
+    def averages(self, values: Tensor) -> Tensor:
+        """Return the averages of values by these weights."""
+        steps = self.after(weights=True).steps
+        if steps is None or isinstance(values, Scores) or values.ndim != self.ndim:
+            raise MissingRows("it multiplies scores")
+        if any(version(tensor) != then for tensor, then in steps.read):
+            raise MissingRows("what it is made of was written to")
+        by_hand = functools.partial(_attended, steps.multiply, steps.entries)
+        mask = merged(self.positions, steps.masks)
+        return attention(by_hand, steps.query, steps.key, values, mask, steps.dropout or 0.0)
 
 
-def _excludes(mask: Tensor, how: str) -> Tensor:
-    return mask < EXCLUDED if how == "less" else mask.bool() if how == "true" else ~mask.bool()
-
-
-def _present(layout: Layout | None, batch: int) -> list[Tensor | None]:
-    return [None] * batch if layout is None else [present for present, _ in layout.parts]
+def _attended(
+    multiply: Callable[..., Tensor],
+    entries: tuple[RowFunction, ...],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    dropout_p: float,
+) -> Tensor:
+    """Compute ``scaled_dot_product_attention`` as models do by hand."""
+    scores = multiply(query, key.transpose(-1, -2))
+    for entry in entries:
+        scores = entry(scores)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None:
+        is_seen = attn_mask.dtype is torch.bool
+        scores = scores.masked_fill(~attn_mask, -math.inf) if is_seen else scores + attn_mask
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
+    return torch.matmul(F.dropout(weights, dropout_p) if dropout_p else weights, value)
 
 
 def product(one: Tensor, two: Tensor) -> Tensor:
     """Return the matrix product of two tensors of which at least one has rows: scores, or averages by weights."""
     if isinstance(one, Scores):
-        return _averages(one, two)
+        return one.averages(two)
     if isinstance(two, Scores) or one.ndim != two.ndim or one.ndim < 3 or one.shape[0] != two.shape[0]:
         raise MissingRows("it multiplies padded tensors")
-    queries = sequences(one, -2)
-    keys = sequences(two, -1)
-    if queries is None or keys is None:
+    order = [*range(two.ndim - 2), two.ndim - 1, two.ndim - 2]
+    key = permute(two, order) if isinstance(two, Rows) else two.permute(order)
+    if sequences(one) is None or sequences(key) is None:
         raise MissingRows("it multiplies padded tensors")
-    layouts = [part.positions if isinstance(part, Rows) else None for part in (one, two)]
-    kind: Any = type(one if isinstance(one, Rows) else two)
-    return Scores([torch.matmul(q, k) for q, k in zip(queries, keys, strict=True)], layouts[0], layouts[1], kind)
+    positions = next(part.positions for part in (key, one) if isinstance(part, Rows))
+    like = torch.matmul(_empty(one), _empty(key).t())
+    heads = torch.broadcast_shapes(one.shape[1:-2], key.shape[1:-2])
+    shape = [one.shape[0], *heads, one.shape[-2], key.shape[-2]]
+    multiply = in_this_precision(like.device.type, torch.matmul)
+    query = one.arranged(one.dims) if isinstance(one, Rows) else one  # other rows, as these may be written to
+    read = tuple((part, version(part)) for part in (query, key) if not isinstance(part, Rows))
+    return Scores(Steps(query, key, multiply, read=read), like, shape, positions)
 
 
-def sequences(x: Tensor, token: int) -> Sequence[Tensor] | None:
-    """Return each sequence by itself, without its padding, in the order of its dimensions."""
-    if not isinstance(x, Rows):
-        return x.unbind(0)
-    if x.dims[0] != BATCH or x.dims[token] != TOKEN:
-        return None
-    place = token if token == -1 else x.ndim - 3
-    return [part.movedim(0, place) for part in x.rows.split(x.positions.lengths)]
+def _empty(x: Tensor) -> Tensor:
+    """Return no vectors of a tensor, with their history. Shape (0, width)."""
+    return (x.rows if isinstance(x, Rows) else x)[:0].reshape(0, x.shape[-1])
 
 
-def _averages(weights: Scores, values: Tensor) -> Tensor:
-    """Return the averages of values of each query."""
-    if isinstance(values, Scores) or values.ndim != weights.ndim or values.shape[0] != weights.shape[0]:
-        raise MissingRows("it multiplies scores")
-    positions = values.positions if isinstance(values, Rows) else None
-    if positions is not weights.keys or not (weights.zero or positions is None):
-        raise MissingRows("the padding has weights")
-    parts = sequences(values, -2)
-    if parts is None:
-        raise MissingRows("it multiplies positions otherwise")
-    outputs = [torch.matmul(block, part) for block, part in zip(weights.blocks, parts, strict=True)]
-    if weights.queries is None:
-        return torch.stack(outputs)
-    rows = torch.cat([output.movedim(-2, 0) for output in outputs])
-    return weights.kind(rows, weights.queries, numbered((BATCH, *[0] * (rows.ndim - 2), TOKEN, 0)))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _same(func: Any, x: Scores, *args: Any, **kwargs: Any) -> Scores:
     """The same numbers, maybe in another precision."""
-    x, rest = first(args), args[1:]
-    result = x.each(lambda block: func(block, *rest, **kwargs), **x.state)
+    result = x.then(lambda like: func(like, *args, **kwargs))
     if not result.is_floating_point():
         raise MissingRows("it makes integers")
     return result
 
 
-def _alone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Each entry by itself."""
-    x, rest = first(args), args[1:]
-    if kwargs.get("inplace") or any(isinstance(arg, Tensor) for arg in (*rest, *kwargs.values())):
-        raise MissingRows("its arguments are of another kind")
-    return x.each(lambda block: func(block, *rest, **kwargs))
-
-
-def _dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, rest = first(args), args[1:]
-    named = {name: value for name, value in kwargs.items() if name != "inplace"}
-    result = x.each(lambda block: func(block, *rest, **named), zero=x.zero)
-    return x.replace(result) if kwargs.get("inplace") else result
-
-
-def _sides(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Scores, Any, Callable[..., Tensor]]:
-    """Return the scores, the other argument, and the function with the scores first."""
-    one, two = args
+def _sides(one: Any, two: Any) -> tuple[Scores, Any]:
+    """Return the scores, and the other argument."""
     if isinstance(one, Scores) is isinstance(two, Scores):
         raise MissingRows("it combines scores")
-    if isinstance(one, Scores):
-        return one, two, lambda block, other: func(block, other, **kwargs)
-    return two, one, lambda block, other: func(other, block, **kwargs)
+    return (one, two) if isinstance(one, Scores) else (two, one)
 
 
-def _scaled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Products and quotients."""
-    x, factor, compute = _sides(func, args, kwargs)
-    if func in _QUOTIENTS and x is not args[0]:
-        raise MissingRows("it divides by scores")
-    if isinstance(factor, Tensor) and factor.ndim:
-        zero = x.zero or (func not in _QUOTIENTS and factor.shape[-1] > 1 and x.missing(factor) == (0, 0))
-        return x.each(compute, x.parts(factor), zero=zero)
-    size = float(factor) if _is_number(factor) else 0.0
-    size = 1 / size if size and func in _QUOTIENTS else size
-    most = x.most * size if x.most is not None and size > 0 else None
-    return x.each(lambda block: compute(block, factor), most=most, zero=x.zero)
+def _alone(func: Any, *args: Any, **kwargs: Any) -> Scores:
+    """Each score by itself, before the masks."""
+    x: Scores = next(arg for arg in args if isinstance(arg, Scores))
+    others = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor) and arg is not x]
+    if x.steps is None or x.steps.masks or any(isinstance(arg, Rows) or arg.ndim for arg in others):
+        raise MissingRows("it changes masked scores, or combines them")
+
+    def entry(scores: Tensor) -> Tensor:
+        return func(*(scores if arg is x else arg for arg in args), **kwargs)
+
+    read = (*x.steps.read, *((arg, version(arg)) for arg in others))
+    return x.after(entries=(*x.steps.entries, entry), read=read).then(entry)
 
 
-def _raised(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The larger one of each score and a number."""
-    x, other, compute = _sides(func, args, kwargs)
-    least = _value(other)
-    most = None if x.most is None else max(x.most, least)
-    return x.each(lambda block: compute(block, other), most=most, zero=x.zero and least <= 0)
+def _added(func: Any, one: Any, two: Any) -> Scores:
+    x, mask = _sides(one, two)
+    return x.masked(mask, "add") if isinstance(mask, Tensor) and mask.ndim else _alone(func, one, two)
 
 
-def _added(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Sums and differences."""
-    x, other, compute = _sides(func, args, kwargs)
-    if not isinstance(other, Tensor) or not other.ndim:
-        return x.each(lambda block: compute(block, other))
-    parts = x.parts(other)
-    is_sum = func in _SUMS and not kwargs and other.is_floating_point()
-    return x.each(compute, parts, **(x.excluded((other, "less"), 0) if is_sum else {}))
+def _raised(func: Any, one: Any, two: Any) -> Scores:
+    """The larger one of each score and a number that excludes."""
+    x, least = _sides(one, two)
+    _check_excludes(least)
+    return x.after()
 
 
-def _value(value: Any) -> float:
-    if isinstance(value, Tensor) and not isinstance(value, Rows) and not value.ndim:
-        return float(value.item())
-    if not _is_number(value):
-        raise MissingRows("its value is of another kind")
-    return float(value)
+def _check_excludes(value: Any) -> None:
+    """Raise :class:`MissingRows` unless a score of this value gives a weight of 0."""
+    if isinstance(value, Rows) or (isinstance(value, Tensor) and value.ndim) or not float(value) < EXCLUDED:
+        raise MissingRows("attention sees the padding")
 
 
-def _masked_fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x = first(args)
-    mask, value = (*args[1:], *kwargs.values())
-    return x.each(
-        lambda block, part: block.masked_fill(part, value), x.parts(mask), **x.excluded((mask, "true"), _value(value))
-    )
+def _masked_fill(func: Any, x: Scores, mask: Any, value: Any) -> Scores:
+    _check_excludes(value)
+    return x.masked(mask, "true")
 
 
-def _where(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    mask, one, two = args
-    if isinstance(mask, Rows) or mask.dtype is not torch.bool or isinstance(one, Scores) is isinstance(two, Scores):
-        raise MissingRows("its arguments are of another kind")
-    parts = (one if isinstance(one, Scores) else two).parts(mask)
-    if isinstance(one, Scores):
-        state = one.excluded((mask, "false"), _value(two))
-        return one.each(lambda block, part: torch.where(part, block, two), parts, **state)
-    state = two.excluded((mask, "true"), _value(one))
-    return two.each(lambda block, part: torch.where(part, one, block), parts, **state)
+def _where(func: Any, mask: Any, one: Any, two: Any) -> Scores:
+    x, value = _sides(one, two)
+    _check_excludes(value)
+    return x.masked(mask, "false" if x is one else "true")
 
 
-def _softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x = first(args)
-    dim = args[1] if len(args) > 1 else kwargs["dim"]
+def _softmax(func: Any, x: Scores, dim: int, *args: Any, **kwargs: Any) -> Scores:
     if dim not in (-1, x.ndim - 1):
         raise MissingRows("it combines queries")
-    x.check_softmax()
-    rest, named = args[2:], {name: value for name, value in kwargs.items() if name != "dim"}
-    return x.each(lambda block: func(block, -1, *rest, **named), zero=True, masks=())
+    return x.after(dropout=0.0).then(lambda like: func(like, -1, *args, **kwargs))
 
 
-def _of_heads(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Average or sum of the heads."""
-    x: Scores = first(args)
-    dim = args[1] if len(args) > 1 else kwargs["dim"]
-    place = range(x.ndim)[dim]
-    if len(args) > 2 or set(kwargs) - {"dim"} or not 0 < place < x.ndim - 2:
-        raise MissingRows("it combines positions")
-    blocks = [func(block, place - 1) for block in x.blocks]
-    return x.like(blocks, x.queries, x.keys, x.kind, zero=x.zero)
+def _dropout(func: Any, x: Scores, p: float = 0.5, training: bool = True, **kwargs: Any) -> Scores:
+    dropped = x.after(weights=True, dropout=p if training else 0.0)
+    if x.steps is not None and x.steps.dropout:
+        raise MissingRows("it drops weights twice")
+    return dropped
 
 
-def _product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return product(*args, **kwargs)
-
-
-def _einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return einsum_of_scores(product, *args, **kwargs)
-
-
-def _getitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, index = args
+def _getitem(func: Any, x: Scores, index: Any) -> Scores:
     parts = index if isinstance(index, tuple) else (index,)
-    if any(not isinstance(part, slice) for part in parts) or len(parts) > x.ndim:
-        raise MissingRows("it takes some of the scores")
-    if any(part.indices(size) != (0, size, 1) for part, size in zip(parts, x.shape, strict=False)):
+    whole = all(isinstance(part, slice) for part in parts) and len(parts) <= x.ndim
+    if not whole or any(part.indices(size) != (0, size, 1) for part, size in zip(parts, x.shape, strict=False)):
         raise MissingRows("it takes some of the scores")
     return x
 
 
-def _needs_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return first(args).needs_grad
-
-
-def _type_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x, other = args
-    if not isinstance(x, Scores):
-        return x.to(other.device, other.dtype)
-    return _same(torch.Tensor.to, (x, other.dtype), {})
-
-
-def _expand_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    mask, x = args
-    if isinstance(mask, Rows):
-        raise MissingRows("it repeats positions")
-    return mask.expand(x.shape)
-
-
-def _in_place(answer: Answer, plain: Any) -> Answer:
-    def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return first(args).replace(answer(plain, args, kwargs))
-
-    return compute
-
-
-_QUOTIENTS = frozenset(functions("div", "true_divide", "divide", "__truediv__"))
-_SUMS = frozenset(functions("add", "__add__", "__radd__"))
-_NAMES: Mapping[Answer, str] = {
-    _same: "float half bfloat16 double to contiguous clone detach",
-    _alone: "tanh sigmoid exp abs neg relu gelu silu square",
-    _dropout: "dropout",
-    _scaled: "mul multiply div divide true_divide __mul__ __rmul__ __truediv__",
-    _added: "add sub subtract __add__ __radd__ __sub__",
-    _raised: "maximum max",
-    _masked_fill: "masked_fill",
-    _where: "where",
-    _softmax: "softmax",
-    _of_heads: "mean sum",
-    _product: "matmul __matmul__ bmm",
-    _einsum: "einsum",
-    _getitem: "__getitem__",
-    _type_as: "type_as",
-    _expand_as: "expand_as",
-}
-_IN_PLACE: Mapping[str, tuple[Answer, Any]] = {
-    "mul_ __imul__": (_scaled, torch.mul),
-    "div_ __itruediv__": (_scaled, torch.div),
-    "add_ __iadd__": (_added, torch.add),
-    "sub_ __isub__": (_added, torch.sub),
-    "masked_fill_": (_masked_fill, torch.masked_fill),
-}
-Scores.answers = {
-    getter("requires_grad"): _needs_grad,
-    **{function: answer for answer, names in _NAMES.items() for function in functions(*names.split())},
-    **{function: _in_place(*how) for names, how in _IN_PLACE.items() for function in functions(*names.split())},
-}
+Scores.answers = table(
+    {
+        _same: "float half bfloat16 double to contiguous clone",
+        _alone: (
+            "mul multiply div divide true_divide __mul__ __rmul__ __truediv__ sub subtract __sub__ tanh sigmoid exp "
+            "abs neg relu gelu silu square"
+        ),
+        _added: "add __add__ __radd__",
+        _raised: "maximum max",
+        _masked_fill: "masked_fill",
+        _where: "where",
+        _softmax: "softmax",
+        _dropout: "dropout",
+        of_arguments(product): "matmul __matmul__ bmm",
+        _getitem: "__getitem__",
+    }
+)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchboost.tokens.rows import BATCH, FLAT, TOKEN, MissingRows, Rows, numbered
 
-__all__ = ["expand", "indexed", "permute", "reshape", "squeeze", "unsqueeze"]
+__all__ = ["completed", "expand", "indexed", "permute", "reshape", "squeeze", "unsqueeze"]
 
 
 def permute(x: Rows, order: Sequence[int]) -> Rows:
@@ -51,12 +51,16 @@ def expand(x: Rows, shape: Sequence[int]) -> Rows:
     return x.of(x.rows.expand(sizes), None, x.fill)
 
 
+def completed(x: Tensor, sizes: Sequence[Any]) -> list[int]:
+    """Return the shape that ``view`` and ``reshape`` are given, as numbers or as one sequence, without a -1."""
+    given = list(sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes)
+    rest = math.prod(size for size in given if size != -1)
+    return [math.prod(x.shape) // max(rest, 1) if size == -1 else size for size in given]
+
+
 def reshape(x: Rows, shape: Sequence[int]) -> Rows:
     """Return the tensor in another shape, in which no dimension joins positions with features."""
-    sizes = list(shape)
-    if -1 in sizes:
-        rest = math.prod(size for size in sizes if size != -1)
-        sizes[sizes.index(-1)] = math.prod(x.shape) // max(rest, 1)
+    sizes = completed(x, shape)
     if math.prod(sizes) != math.prod(x.shape) or not math.prod(sizes):
         raise MissingRows("it has another number of entries")
     dims: list[int] = []

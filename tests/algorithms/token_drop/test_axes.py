@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchboost.algorithms.token_drop.axes import TokenAxes, Unclear, token_axes
+from torchboost.algorithms.token_drop.axes import Unclear, pick, token_axes
 
 BATCH, LENGTH, WIDTH, HEADS = 3, 12, 16, 2
 
@@ -87,7 +87,7 @@ def axes_of(block: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[int, ...
     assert all(torch.equal(p, w) for p, w in zip(block.parameters(), weights, strict=True))
     assert all(p.grad is None for p in block.parameters())
     assert found is not None
-    return found.axes
+    return found
 
 
 def padding(batch: int = BATCH, length: int = LENGTH, left: bool = False) -> Tensor:
@@ -291,8 +291,8 @@ def test_short_sequences_are_not_judged():
 
 def test_a_guess_is_used_if_it_is_right_only():
     call = ((hidden(),), {"mask": padding()[:, None, None] & causal()})
-    right, wrong = TokenAxes(((1,), (2, 3))), TokenAxes(((1,), (3,)))
-    for guess in (right, wrong, TokenAxes(((1,),))):
+    right, wrong = ((1,), (2, 3)), ((1,), (3,))
+    for guess in (right, wrong, ((1,),)):
         assert token_axes(WithMask(), call, guess) == right
 
 
@@ -305,7 +305,7 @@ def test_hooks_of_the_user_do_not_see_the_copy():
 
 def test_picking_all_tokens_gives_the_arguments():
     call = ((hidden(),), {"mask": padding()[:, None, None] & causal(), "flag": True})
-    (x,), kwargs = TokenAxes(((1,), (2, 3))).pick(call, torch.arange(LENGTH))
+    (x,), kwargs = pick(call, ((1,), (2, 3)), torch.arange(LENGTH))
     assert torch.equal(x, call[0][0])
     assert torch.equal(kwargs["mask"], call[1]["mask"])
     assert kwargs["flag"] is True

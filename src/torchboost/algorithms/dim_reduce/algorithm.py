@@ -68,7 +68,7 @@ class DimReduction(Algorithm):
     """
 
     name: ClassVar[str] = "dim_reduce"
-    traits: ClassVar[Traits] = Traits(order=90, replaces_optimizer=True, alone=True)
+    traits: ClassVar[Traits] = Traits(order=90, replaces_optimizer=True)
 
     n_components: int = 32
     rho: float = 0.55

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import types
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,10 +14,22 @@ from torchboost.core.forward import with_tensors
 from torchboost.core.torch_private import module_hooks
 from torchboost.graph.copies import full_precision, undisturbed
 
-__all__ = ["LEAST_LENGTH", "Call", "TokenAxes", "Unclear", "hidden_states", "kind_of", "only_tensor", "token_axes"]
+__all__ = [
+    "LEAST_LENGTH",
+    "Call",
+    "TokenAxes",
+    "Unclear",
+    "hidden_states",
+    "kind_of",
+    "only_tensor",
+    "pick",
+    "token_axes",
+]
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and named arguments of a block."""
+TokenAxes = tuple[tuple[int, ...], ...]
+"""The axes of tokens of each tensor among them, in the order of ``with_tensors``, the hidden states first."""
 
 LEAST_LENGTH = 8
 """Sequences with fewer tokens are always computed whole: too few to tell a causal block from another one."""
@@ -37,31 +48,16 @@ class Unclear(Exception):
     """Why the tokens of a call cannot be left out."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenAxes:
-    """The axes of tokens of each tensor among the arguments, in the order of ``with_tensors``.
+def pick(call: Call, axes: TokenAxes, index: Tensor) -> Call:
+    """Return the arguments of the tokens of ``index``, in its order."""
+    places = iter(axes)
 
-    Args:
-        axes: The first entry is that of the hidden states.
-    """
+    def picked(tensor: Tensor) -> Tensor:
+        for axis in next(places):
+            tensor = tensor.index_select(axis, index.to(tensor.device))
+        return tensor
 
-    axes: tuple[tuple[int, ...], ...]
-
-    @property
-    def hidden(self) -> int:
-        """The axis of tokens of the hidden states."""
-        return self.axes[0][0]
-
-    def pick(self, call: Call, index: Tensor) -> Call:
-        """Return the arguments of the tokens of ``index``, in its order."""
-        places = iter(self.axes)
-
-        def picked(tensor: Tensor) -> Tensor:
-            for axis in next(places):
-                tensor = tensor.index_select(axis, index.to(tensor.device))
-            return tensor
-
-        return with_tensors(call, picked)
+    return with_tensors(call, picked)
 
 
 def hidden_states(call: Call) -> Tensor:
@@ -220,10 +216,10 @@ class _Probe:
         if self._length < LEAST_LENGTH:
             return None
         sizes = [tuple(i for i, size in enumerate(t.shape) if size == self._length) for t in self._tensors[1:]]
-        everything = TokenAxes(((axis,), *sizes))
+        everything = ((axis,), *sizes)
         if guess is None or not self._is_right(guess):
             guess = self._chosen(everything)
-        for tensor, axes in zip(self._tensors, guess.axes, strict=True):
+        for tensor, axes in zip(self._tensors, guess, strict=True):
             if len(axes) == 2 and axes == (tensor.ndim - 2, tensor.ndim - 1) and _has_windows(tensor):
                 raise Unclear("its attention is in windows, in which few tokens would be left")
         return guess
@@ -249,22 +245,22 @@ class _Probe:
         return one.shape == other.shape and (one.numel() == 0 or float((one - other).abs().max()) <= self._close)
 
     def _is_right(self, axes: TokenAxes) -> bool:
-        if len(axes.axes) != len(self._tensors):
+        if len(axes) != len(self._tensors):
             return False
         kept = torch.arange(0, self._length, 2, device=self._device)
         shape = list(self._output.shape)
-        shape[axes.hidden] = len(kept)
+        shape[axes[0][0]] = len(kept)
         try:
-            return self._follows_order(axes) and list(self._run(axes.pick(self._call, kept)).shape) == shape
+            return self._follows_order(axes) and list(self._run(pick(self._call, axes, kept)).shape) == shape
         except Exception:  # arguments of which too little or too much was taken may raise anything
             return False
 
     def _follows_order(self, axes: TokenAxes) -> bool:
-        axis, length = axes.hidden, self._length
+        axis, length = axes[0][0], self._length
 
         def outputs_of(index: Tensor) -> tuple[Tensor, Tensor]:
             index = index.to(self._device)
-            return self._run(axes.pick(self._call, index)), self._output.index_select(axis, index)
+            return self._run(pick(self._call, axes, index)), self._output.index_select(axis, index)
 
         if self._same(*outputs_of(self._shuffled(length))):
             return True
@@ -294,12 +290,12 @@ class _Probe:
         such as a mask of a batch without padding, does not tell, and belongs to the tokens if it can.
         """
         groups = self._groups(everything)
-        varying = [group for group in groups if self._varies(group[0], everything.axes[group[0]])]
+        varying = [group for group in groups if self._varies(group[0], everything[group[0]])]
         for count in range(len(varying) + 1):
             for some in itertools.combinations(varying, count):
                 options = []
                 for group in groups:
-                    axes = everything.axes[group[0]]
+                    axes = everything[group[0]]
                     parts = [part for size in range(len(axes), 0, -1) for part in itertools.combinations(axes, size)]
                     whole: list[tuple[int, ...]] = [()]
                     options.append(parts if group in some else whole if group in varying else [*parts, ()])
@@ -312,7 +308,7 @@ class _Probe:
     def _groups(self, everything: TokenAxes) -> list[list[int]]:
         """Return the places of tensors, without the hidden states; those of a shape and precision together."""
         groups: dict[Any, list[int]] = {}
-        for place, (tensor, axes) in enumerate(zip(self._tensors, everything.axes, strict=True)):
+        for place, (tensor, axes) in enumerate(zip(self._tensors, everything, strict=True)):
             if place and axes:
                 groups.setdefault((tensor.shape, tensor.dtype), []).append(place)
         return list(groups.values())
@@ -323,7 +319,7 @@ class _Probe:
 
 
 def _replaced(axes: TokenAxes, places: Sequence[int], new: tuple[int, ...]) -> TokenAxes:
-    return TokenAxes(tuple(new if place in places else old for place, old in enumerate(axes.axes)))
+    return tuple(new if place in places else old for place, old in enumerate(axes))
 
 
 def _has_windows(mask: Tensor) -> bool:

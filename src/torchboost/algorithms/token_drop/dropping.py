@@ -20,6 +20,7 @@ from torchboost.algorithms.token_drop.axes import (
     hidden_states,
     kind_of,
     only_tensor,
+    pick,
     token_axes,
 )
 from torchboost.core.algorithm import Attachment
@@ -39,21 +40,6 @@ from torchboost.tokens.rows import MissingRows, Rows
 __all__ = ["TokenDropping"]
 
 _REMEDY = "leave token_drop out of this model"
-_KEPT_DRAWS = 16
-"""Numbers of tokens whose draws are kept until the next update."""
-
-
-@dataclass(slots=True, eq=False)
-class _Known:
-    """What calls of one kind have shown.
-
-    Args:
-        axes: None if their tokens are not left out.
-        longest: The largest number of tokens that was looked at.
-    """
-
-    axes: TokenAxes | None
-    longest: int
 
 
 @dataclass(slots=True, eq=False)
@@ -63,13 +49,14 @@ class _Block:
     Args:
         place: Among them.
         module: The block.
-        known: By kind of call.
+        known: Kind of call -> the axes of its tokens, None if they are not left out, and the most tokens that such a
+            call had when it was looked at.
         called_at: The update in which a pass with gradients last began.
     """
 
     place: int
     module: nn.Module
-    known: dict[Any, _Known] = field(default_factory=dict)
+    known: dict[Any, tuple[TokenAxes | None, int]] = field(default_factory=dict)
     called_at: int = -1
 
     def check_hooks(self) -> None:
@@ -105,7 +92,6 @@ class TokenDropping(Attachment):
     Attributes:
         step: Number of updates so far.
         calls: How many calls of blocks have left tokens out.
-        reason: Why some calls compute all tokens; empty if none was found.
     """
 
     def __init__(
@@ -117,11 +103,10 @@ class TokenDropping(Attachment):
         seed: int = 0,
         rank: int = 0,
     ) -> None:
-        self.step, self.calls, self.reason = 0, 0, ""
+        self.step, self.calls, self._reason = 0, 0, ""
         self._share, self._seed, self._rank = share, seed, rank
         self._blocks = [_Block(place, block) for place, block in enumerate(blocks)]
         self._covers: list[Attachment] = []
-        self._draws: dict[tuple[int, int], Tensor] = {}
         self._guess: TokenAxes | None = None
         self._updated_here, self._waiting = False, 0
         count: Any = torch.compiler.disable(self._count)
@@ -135,8 +120,8 @@ class TokenDropping(Attachment):
 
     @property
     def remark(self) -> str:
-        """Why some calls compute all tokens."""
-        return self.reason
+        """Why some calls compute all tokens; empty if none was found."""
+        return self._reason
 
     def figures(self) -> dict[str, float]:
         """Return the share of tokens that the blocks compute."""
@@ -163,7 +148,6 @@ class TokenDropping(Attachment):
 
     def _follow(self) -> None:
         """Cover the blocks if they leave tokens out, otherwise uncover them."""
-        self._draws.clear()
         if self.share >= 1:
             self._uncover()
         elif not self._covers:
@@ -214,11 +198,11 @@ class TokenDropping(Attachment):
         if axes is None:
             return None
         hidden = hidden_states(call)
-        kept = self._kept(block.place, hidden.shape[axes.hidden], hidden.device)
+        kept = self._kept(block.place, hidden.shape[axes[0][0]], hidden.device)
         if kept is None:
             return None
         self.calls += not again
-        return axes.pick(call, kept), (hidden, axes.hidden, kept)
+        return pick(call, axes, kept), (hidden, axes[0][0], kept)
 
     def _axes(self, block: _Block, call: Call, *, again: bool) -> TokenAxes | None:
         """Return the axes of tokens; None if this call computes all of them.
@@ -233,17 +217,17 @@ class TokenDropping(Attachment):
         if isinstance(hidden, Rows):
             raise MissingRows("token_drop computes some tokens of a block alone", (hidden.positions.owner,))
         kind = kind_of(call, hidden)
-        known = block.known.get(kind)
-        if known is not None and (known.axes is None or hidden.shape[known.axes.hidden] <= known.longest):
-            return known.axes
+        axes, longest = block.known.get(kind, (None, -1))
+        if longest >= 0 and (axes is None or hidden.shape[axes[0][0]] <= longest):
+            return axes
         if again or max(hidden.shape[:2]) < LEAST_LENGTH or inside_mode():
             return None
-        block.known[kind] = _Known(None, 0)
+        block.known[kind] = None, 0
         axes = token_axes(block.module, call, self._guess)
         if axes is None:
             del block.known[kind]
             return None
-        block.known[kind] = _Known(axes, hidden.shape[axes.hidden])
+        block.known[kind] = axes, hidden.shape[axes[0][0]]
         self._guess = axes
         return axes
 
@@ -255,25 +239,21 @@ class TokenDropping(Attachment):
         count = round(self.share * length)
         if length < LEAST_LENGTH or count >= length:
             return None
-        if (place, length) not in self._draws:
-            if len(self._draws) >= _KEPT_DRAWS * len(self._blocks):
-                self._draws.clear()
-            self._draws[place, length] = _drawn(length, count, self._seed, self._rank, self.step, place).to(device)
-        return self._draws[place, length].to(device)
+        return _drawn(length, count, self._seed, self._rank, self.step, place).to(device)
 
     def _leave_out(self, reason: str) -> None:
         """Raise in the first update, in which nothing was trained with dropped tokens. Later warn once."""
         text = f"token_drop: {reason}"
         if not self._updated_here:
             raise IncompatibleError(f"{text}; {_REMEDY}.")
-        if not self.reason:
+        if not self._reason:
             warnings.warn(f"{text}. Such calls compute all tokens.", NoEffectWarning, stacklevel=2)
-        self.reason = reason
+        self._reason = reason
 
     def _count(self, optimizer: Optimizer, *_: Any) -> None:
         if learns_nothing(optimizer):
             return
-        if not (self._updated_here or self.calls or self.reason or self.share >= 1):
+        if not (self._updated_here or self.calls or self._reason or self.share >= 1):
             warnings.warn(
                 "token_drop had no effect: there was an update, but no block of the middle was called in training "
                 f"mode, with {LEAST_LENGTH} tokens or more and outside of modes of torch, before it. "
