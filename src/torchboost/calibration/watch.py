@@ -24,7 +24,7 @@ from torchboost.core.torch_private import (
     is_tracing,
 )
 
-__all__ = ["Call", "Gate", "TimeUp", "is_training_call", "shapes_of", "time_limit"]
+__all__ = ["Call", "Gate", "TimeUp", "is_training_call", "shapes_of", "time_limit", "uninterrupted"]
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and named arguments of a training call."""
@@ -158,6 +158,27 @@ def time_limit(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Let Ctrl-C wait until the end of the block, which puts something back. It has an effect in the main thread only.
+
+    Raises:
+        KeyboardInterrupt: Or whatever the program does at Ctrl-C; at the end of the block.
+    """
+    before: Any = signal.getsignal(signal.SIGINT)
+    if not callable(before) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[tuple[Any, ...]] = []
+    signal.signal(signal.SIGINT, lambda *details: came.append(details))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            before(*came[0])
 
 
 def _modes() -> Callable[[], None]:
