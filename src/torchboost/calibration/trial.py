@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchboost.calibration.passes import Passes
-from torchboost.calibration.watch import TimeUp, time_limit, uninterrupted
+from torchboost.calibration.watch import TimeUp, time_limit
 from torchboost.core.algorithm import Algorithm, AttachedAlgorithms, Target, attach_all
 from torchboost.core.step import ClosureOptimizer, needs_closure
 from torchboost.core.torch_private import hooks_of_optimizer, local_shard
@@ -120,15 +120,14 @@ class Trial:
         """Change the levers. With None, what a pass without an end has left is undone."""
         if self._active is contestant:
             return
-        with uninterrupted():
-            active, self._active = self._active, None
-            if active is not None:
-                active.detach()
-            if contestant is not None:
-                contestant.attach()
-                self._active = contestant
-            else:
-                self._passes.snapshot.restore()
+        active, self._active = self._active, None
+        if active is not None:
+            active.detach()
+        if contestant is not None:
+            contestant.attach()
+            self._active = contestant
+        else:
+            self._passes.snapshot.restore()
 
     def _warmed(self, levers: Sequence[str], within: float) -> tuple[Contestant, float, float]:
         """Return a contestant after its first steps, the seconds that this took, and the seconds of the last step."""
