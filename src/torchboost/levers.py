@@ -30,7 +30,7 @@ from torchboost.calibration.calibration import (
 from torchboost.calibration.choice import WASTE, Choice, Verdict
 from torchboost.calibration.snapshot import streams_kept
 from torchboost.calibration.waste import NOTABLE, WasteReport, padded_share, waste_of
-from torchboost.calibration.watch import Call, Gate, is_training_call, shapes_of
+from torchboost.calibration.watch import Call, Gate, is_training_call, shapes_of, uninterrupted
 from torchboost.core.algorithm import Algorithm, AlreadyOn, Target, attach_all
 from torchboost.core.torch_private import AnyBatchNorm
 from torchboost.core.wrapping import hookable
@@ -321,9 +321,9 @@ class Levers:
             kept[:] = on
             raise
         finally:
-            with streams_kept(model):
+            with uninterrupted(), streams_kept(model):
                 self._put_on([*kept, *unchecked])
-            _back_into(memory)
+                _back_into(memory)
 
     def _put_on(self, levers: Sequence[Algorithm]) -> None:
         """Attach these levers and no others."""

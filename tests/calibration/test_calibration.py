@@ -6,6 +6,7 @@ import copy
 import logging
 import random
 import re
+import signal
 import warnings
 from typing import Any
 
@@ -17,12 +18,14 @@ import torchboost
 from tests.support.boosted import in_one_line
 from torchboost import Boosted
 from torchboost.calibration import calibration as module
+from torchboost.calibration import snapshot
 from torchboost.calibration.calibration import check_calibrate, resolved
 from torchboost.calibration.choice import Choice
 from torchboost.calibration.search import Price
 from torchboost.calibration.trial import Trial
 from torchboost.core.torch_private import compiled_call, interceptor_of
 from torchboost.graph.removed_norm import RemovedNorm
+from torchboost.levers import Levers
 from torchboost.workloads.models import Bottleneck, ResNet
 
 CUT = {"extra": {"compile": False}}
@@ -245,6 +248,42 @@ def test_an_interrupt_leaves_the_pair_as_it_was_and_the_next_call_decides(monkey
     assert random.getstate() == streams[1]
     choose(monkeypatch, set())
     model(x)
+    assert pair.choice is not None
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(snapshot._Tensor, "restore"), (snapshot.Streams, "restore"), (snapshot, "_write_dict"), (Levers, "_put_on")],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_a_second_interrupt_waits_until_everything_is_put_back(monkeypatch, owner, name):
+    pair, x = boosted({"extra": {"compile": False, "fused_optimizer": True}}), batches(1)[0][0]
+    model, hooked = pair.model, []
+    model.register_forward_hook(lambda *_: hooked.append(1))
+    before, attached = [value.clone() for value in model.state_dict().values()], set(pair.attached)
+    streams, original = torch.get_rng_state(), getattr(owner, name)
+
+    def again(*arguments):
+        signal.raise_signal(signal.SIGINT)
+        return original(*arguments)
+
+    with monkeypatch.context() as patch:
+
+        def search(*_, **__):
+            model(x)
+            patch.setattr(owner, name, again)
+            raise KeyboardInterrupt
+
+        patch.setattr(module, "search", search)
+        with pytest.raises(KeyboardInterrupt):
+            model(x)
+    assert all(map(torch.equal, before, model.state_dict().values()))
+    assert torch.equal(torch.get_rng_state(), streams)
+    assert set(pair.attached) == attached
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    choose(monkeypatch, set())
+    model(x)
+    assert hooked == [1]
     assert pair.choice is not None
 
 

@@ -133,8 +133,14 @@ def mapped(model: Small) -> None:
     torch.func.vmap(lambda factor: factor * model(X), randomness="same")(torch.ones(2))
 
 
+def replicas(model: Small) -> None:
+    replica: Any = model._replicate_for_data_parallel()
+    replica.linear = nn.Linear(3, 3)
+    assert torch.equal(replica(X), replica.linear(X).relu())
+
+
 OTHER_CALLS = [without_training, jit_trace, jit_script, export, symbolic_trace, compile_it, copies]
-OTHER_CALLS += [inside_checkpoint, functional, mapped]
+OTHER_CALLS += [inside_checkpoint, functional, mapped, replicas]
 
 
 @pytest.mark.parametrize("use", OTHER_CALLS, ids=lambda use: use.__name__)
@@ -145,6 +151,13 @@ def test_other_uses_of_the_model_are_not_counted_and_do_what_they_did(model: Sma
     assert interceptor_of(model) is seen.gate
     model(X)
     assert seen == [2]
+
+
+def test_replicas_of_a_compiled_model_run_eagerly_with_their_own_weights(model: Small):
+    model.compile(backend="eager")
+    seen = Counter(model)
+    replicas(model)
+    assert seen == []
 
 
 @pytest.mark.parametrize("sequential", [False, True], ids=["own forward", "Sequential"])

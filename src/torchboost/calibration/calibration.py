@@ -60,7 +60,7 @@ False: none. A number: its seconds."""
 UNSEEN = (
     "the optimizer was stepped, but no training call of the model was seen. Either it is in evaluation mode (call "
     "model.train()), or it was compiled after boost, only a part of it is called, all calls are inside a checkpoint, "
-    "or several ranks call it without DDP"
+    "several ranks call it without DDP, or DataParallel calls replicas of it"
 )
 """Why nothing is measured or checked if updates come before the first training call."""
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from torchboost.calibration.snapshot import Damage, Snapshot, Streams, plain, streams_kept
-from torchboost.calibration.watch import Call
+from torchboost.calibration.watch import Call, uninterrupted
 from torchboost.core.algorithm import Target
 from torchboost.core.forward import tensors_in, with_tensors
 from torchboost.core.torch_private import end_pass, is_reentrant_checkpoint, version
@@ -311,7 +311,9 @@ def on_real_inputs(
                     "must repeat another one, use boost(..., calibrate=False, verify=False).",
                     passes.unequal,
                 )
-            if snapshot.restore() is Damage.LASTING:
+            with uninterrupted():
+                damage = snapshot.restore()
+            if damage is Damage.LASTING:
                 _LOG.warning(
                     "A pass of the trial changed a large array or tensor that the model holds as an attribute, and it "
                     "was not restored. Register it as a buffer, or use boost(..., calibrate=False, verify=False)."

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionMeta
 
+from torchboost.calibration.watch import uninterrupted
 from torchboost.core.forward import uncovered
 from torchboost.core.torch_private import (
     global_step_post_hooks,
@@ -482,8 +483,9 @@ def plain(model: nn.Module) -> Iterator[None]:
         with uncovered(model), guards_of_hooks() if taken else nullcontext():
             yield
     finally:
-        for hooks, entries in taken:
-            _write_dict(hooks, entries)
+        with uninterrupted():
+            for hooks, entries in taken:
+                _write_dict(hooks, entries)
 
 
 class Streams:
@@ -514,4 +516,5 @@ def streams_kept(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        streams.restore()
+        with uninterrupted():
+            streams.restore()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchboost.core.forward import tensors_in
+from torchboost.core.forward import intercept, tensors_in
 from torchboost.core.torch_private import (
     Interceptor,
     compiled_call,
@@ -22,10 +22,9 @@ from torchboost.core.torch_private import (
     inside_mode,
     interceptor_of,
     is_tracing,
-    set_compiled_call,
 )
 
-__all__ = ["Call", "Gate", "TimeUp", "is_training_call", "shapes_of", "time_limit"]
+__all__ = ["Call", "Gate", "TimeUp", "is_training_call", "shapes_of", "time_limit", "uninterrupted"]
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and named arguments of a training call."""
@@ -37,7 +36,7 @@ class Gate(Interceptor):
     """Stands in front of a model and shows each call to ``meet``, until that returns True. The call then runs.
 
     While ``meet`` runs, calls from other threads wait, and calls from its own thread pass. If it raises, the gate
-    stays. Copies and pickles of the model do not have it, and it goes with the object of ``meet``.
+    stays. Copies, pickles and the replicas of ``DataParallel`` do not have it, and it goes with the object of ``meet``.
 
     Args:
         model: The bare model. An interceptor that answered its calls is replaced. If it is compiled in place, it stays
@@ -52,7 +51,7 @@ class Gate(Interceptor):
         self._model, self._meet, self._keep = model, weakref.WeakMethod(meet), keep
         self._lock, self._meets = threading.RLock(), False
         self.compiled = compiled_call(model)
-        set_compiled_call(model, self)
+        self._handle = intercept(model, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer a call of the model."""
@@ -83,8 +82,7 @@ class Gate(Interceptor):
 
     def remove(self) -> None:
         """Put back what was there before. A second call does nothing."""
-        if self._stands:
-            set_compiled_call(self._model, self.compiled)
+        self._handle.remove()
 
     @property
     def _stands(self) -> bool:
@@ -160,6 +158,27 @@ def time_limit(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Let Ctrl-C wait until the end of the block, which puts something back. It has an effect in the main thread only.
+
+    Raises:
+        KeyboardInterrupt: Or whatever the program does at Ctrl-C; at the end of the block.
+    """
+    before: Any = signal.getsignal(signal.SIGINT)
+    if not callable(before) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[tuple[Any, ...]] = []
+    signal.signal(signal.SIGINT, lambda *details: came.append(details))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            before(*came[0])
 
 
 def _modes() -> Callable[[], None]:

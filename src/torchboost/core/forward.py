@@ -22,13 +22,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Attachment, Removable
-from torchboost.core.torch_private import MAKES_REPLICAS, make_replica, module_hooks, state_without_hooks
+from torchboost.core.torch_private import (
+    MAKES_REPLICAS,
+    Interceptor,
+    interceptor_of,
+    make_replica,
+    module_hooks,
+    set_compiled_call,
+    state_without_hooks,
+)
 from torchboost.core.wrapping import unwrap
 from torchboost.errors import NoEffectWarning
 
 __all__ = [
     "ForwardWatch",
     "cover_forward",
+    "intercept",
     "is_our_hook",
     "own_forward",
     "plain_hook",
@@ -104,8 +113,6 @@ def cover_forward(model: nn.Module, around: Around, *, innermost: bool = False) 
         covers.put_together()
         if not layers and getattr(vars(model).get("forward"), "__func__", None) is covers.entry:
             _set_forward(model, covers.own)
-        if not layers and _covers(model) is None:
-            vars(model).pop(MAKES_REPLICAS, None)
         if not layers:
             _unmark(model)
 
@@ -134,8 +141,7 @@ def _cover_first(model: nn.Module) -> _Covers:
     covers.entry = covering
     vars(covering)[_COVER] = covers
     model.forward = types.MethodType(covering, model)
-    setattr(model, MAKES_REPLICAS, types.MethodType(_replicate_for_data_parallel, model))
-    _mark(model)
+    _mark_replicas(model)
     return covers
 
 
@@ -144,11 +150,38 @@ def _call_own(own: Any, model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _replicate_for_data_parallel(model: nn.Module) -> nn.Module:
-    """Make a replica for ``DataParallel`` whose forward is bound to the replica, not to the model."""
+    """Make a replica for ``DataParallel`` whose call and forward are its own, not those of the model."""
     replica = make_replica(model)
+    if interceptor_of(model) is not None:
+        set_compiled_call(replica, None)  # not what it stands in front of: that is bound to the model
     if _covers(model) is not None:
         replica.forward = types.MethodType(vars(model)["forward"].__func__, replica)
     return replica
+
+
+def intercept(model: nn.Module, interceptor: Interceptor) -> Attachment:
+    """Let an interceptor answer the calls of a model.
+
+    Copies, pickles and the replicas of ``DataParallel`` are not intercepted.
+
+    Args:
+        model: Gets the interceptor in place of another one, an instance attribute that makes its replicas, and one that
+            makes its copies.
+        interceptor: Answers them.
+
+    Returns:
+        An attachment whose ``remove()`` puts back what the interceptor stands in front of, unless something else has
+        taken its place.
+    """
+
+    def stop() -> None:
+        if interceptor_of(model) is interceptor:
+            set_compiled_call(model, interceptor.compiled)
+        _unmark(model)
+
+    set_compiled_call(model, interceptor)
+    _mark_replicas(model)
+    return Attachment(undo=stop)
 
 
 def _set_forward(model: nn.Module, own: Any) -> None:
@@ -211,9 +244,17 @@ def _mark(model: nn.Module) -> None:
     vars(model).setdefault(_STATE, functools.partial(_state, model))
 
 
+def _mark_replicas(model: nn.Module) -> None:
+    setattr(model, MAKES_REPLICAS, types.MethodType(_replicate_for_data_parallel, model))
+    _mark(model)
+
+
 def _unmark(model: nn.Module) -> None:
+    if _covers(model) is not None or interceptor_of(model) is not None:
+        return
+    vars(model).pop(MAKES_REPLICAS, None)
     hooked = any(is_our_hook(hook) for hooks in module_hooks(model) for hook in hooks.values())
-    if not hooked and _covers(model) is None and getattr(vars(model).get(_STATE), "func", None) is _state:
+    if not hooked and getattr(vars(model).get(_STATE), "func", None) is _state:
         del vars(model)[_STATE]
 
 
