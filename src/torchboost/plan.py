@@ -493,8 +493,6 @@ def _unread_by_levels(config: BoostConfig, level: str, requested: list[str], on:
         written = section is not None and any(_says(section, key) for key in section.model_fields_set - {LENGTH})
         if written or getattr(config.boost, name):
             unread[name] = "mode auto follows the level and reads no switches; use mode manual, or extra"
-            if REGISTRY[name].in_no_level:
-                unread[name] += f" (in no level: {REGISTRY[name].in_no_level})"
     return unread
 
 
@@ -554,7 +552,7 @@ def _says(section: Any, key: str) -> bool:
 
 def _objection(name: str, requested: list[str], config: BoostConfig, facts: Facts) -> str | None:
     entry = REGISTRY[name]
-    winner = next((w for w in requested if name in REGISTRY[w].displaces), None)
+    winner = next((one for one in requested if one != name and REGISTRY[one].algorithm.traits.alone), None)
     if winner is not None and REGISTRY[winner].unusable(facts) is None:
         return f"{winner} is on, and it cannot be combined with others"
     asked_for = config.boost.mode != "auto" or name in config.extra

@@ -29,6 +29,7 @@ from torchboost.algorithms.sparse_head import SparseHead
 from torchboost.algorithms.threads import Threads
 from torchboost.algorithms.token_drop.algorithm import TokenDrop
 from torchboost.algorithms.unpad import Unpad
+from torchboost.config import DimReduceSection
 from torchboost.core.algorithm import Algorithm, AlreadyOn
 from torchboost.core.arguments import check_count, check_module
 from torchboost.core.hardware import half_precision
@@ -112,22 +113,14 @@ class Facts:
         call on a machine measures the speed of bfloat16 (:func:`~torchboost.core.hardware.half_precision`): at most
         0.2 s on the CPU.
         """
-        topology = Topology.current()
-        convolutions, other, grouped, batch_norms, largest, trained = (None,) * 6
-        device = None
+        topology, device = Topology.current(), None
+        counted: dict[str, Any] = {}
         if model is not None:
             check_module(model)
-            modules = list(model.modules())
             device = next((p.device for p in model.parameters()), None)
-            layers = [m for m in modules if isinstance(m, AnyConv)]
-            convolutions, grouped = len(layers), sum(m.groups > 1 for m in layers)
-            other = sum(not isinstance(m, (nn.Conv2d, nn.ConvTranspose2d)) for m in layers)
-            other += sum(isinstance(m, (nn.BatchNorm1d, nn.BatchNorm3d)) for m in modules)
-            batch_norms = sum(isinstance(m, (AnyBatchNorm, RemovedNorm)) for m in modules)
-            largest = _largest_matrix(modules)
-            trained = (not LessBn().applied(model) and was_trained(model)) if batch_norms else None
+            counted = _counted(model)
         device = device or default_device()
-        half = half_precision(device, convolutions)
+        half = half_precision(device, counted.get("convolutions"))
         return cls(
             world_size=topology.world_size,
             nodes=topology.nodes,
@@ -135,21 +128,30 @@ class Facts:
             device=device.type,
             half_precision=half.fast,
             half_precision_reason=half.reason,
-            convolutions=convolutions,
-            other_dimensions=other,
-            grouped_convolutions=grouped,
-            batch_norms=batch_norms,
-            largest_matrix=largest,
-            trained=trained,
             total_steps=total_steps,
             loop=loop,
             precision=precision,
+            **counted,
         )
 
 
-def _largest_matrix(modules: list[nn.Module]) -> int:
-    layers = (module for module in modules if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
-    return max((p.numel() for layer in layers for p in layer.parameters(recurse=False) if p.ndim == 2), default=0)
+def _counted(model: nn.Module) -> dict[str, Any]:
+    """Return the facts about a model."""
+    modules = list(model.modules())
+    layers = [m for m in modules if isinstance(m, AnyConv)]
+    others = [m for m in layers if not isinstance(m, (nn.Conv2d, nn.ConvTranspose2d))]
+    others += [m for m in modules if isinstance(m, (nn.BatchNorm1d, nn.BatchNorm3d))]
+    norms = sum(isinstance(m, (AnyBatchNorm, RemovedNorm)) for m in modules)
+    computing = [m for m in modules if not isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+    sizes = (p.numel() for m in computing for p in m.parameters(recurse=False) if p.ndim == 2)
+    return {
+        "convolutions": len(layers),
+        "other_dimensions": len(others),
+        "grouped_convolutions": sum(m.groups > 1 for m in layers),
+        "batch_norms": norms,
+        "largest_matrix": max(sizes, default=0),
+        "trained": (not LessBn().applied(model) and was_trained(model)) if norms else None,
+    }
 
 
 def _never(facts: Facts) -> str | None:
@@ -181,11 +183,9 @@ class Entry:
         unusable: Why these facts rule the algorithm out, or None.
         unproven: Why a level should leave it out on these facts although it would work. A request by name overrides
             this, and so does the trial of a lever.
-        displaces: Names that are dropped when this one is on (MindSpore's precedence rule).
         lever: Whether it only changes the speed of a step, so that a trial may switch it on and off.
         once: Whether it costs time once, such as compilation.
         of_optimizer: Whether it changes the update alone.
-        in_no_level: Why no level has it although MindSpore's levels do. Shown if its switch is not read.
         removed: Setting of an earlier version -> its default. Plan files may still have it at that value.
         done: How much it has changed in a model, in words; empty if there is nothing to count.
     """
@@ -199,11 +199,9 @@ class Entry:
     brings: Mapping[str, str] = field(default_factory=dict)
     unusable: Callable[[Facts], str | None] = _never
     unproven: Callable[[Facts], str | None] = _never
-    displaces: frozenset[str] = frozenset()
     lever: bool = False
     once: bool = False
     of_optimizer: bool = False
-    in_no_level: str = ""
     removed: Mapping[str, Any] = field(default_factory=dict)
     done: Callable[[nn.Module], str] = _nothing_counted
 
@@ -252,36 +250,31 @@ def _tf32_unproven(facts: Facts) -> str | None:
     return "its gain is not measured on cuda yet; ask for it with extra.matmul_precision"
 
 
-_TRAINERS = {
-    "transformers": ("TrainingArguments(gradient_accumulation_steps=...)", "TrainingArguments(fp16=True)"),
-    "lightning": ("Trainer(accumulate_grad_batches=...)", 'Trainer(precision="16-mixed")'),
-    "accelerate": ("Accelerator(gradient_accumulation_steps=...)", 'Accelerator(mixed_precision="fp16")'),
+_ACCUMULATES = {
+    "transformers": "TrainingArguments(gradient_accumulation_steps=...)",
+    "lightning": "Trainer(accumulate_grad_batches=...)",
+    "accelerate": "Accelerator(gradient_accumulation_steps=...)",
 }
-"""Trainer -> its settings of accumulation and of float16."""
+_SCALES = {
+    "transformers": "TrainingArguments(fp16=True)",
+    "lightning": 'Trainer(precision="16-mixed")',
+    "accelerate": 'Accelerator(mixed_precision="fp16")',
+}
 
 
-def _accumulated_by_the_trainer(facts: Facts) -> str | None:
-    if facts.loop not in _TRAINERS:
-        return None
-    return f"{facts.loop} owns the loop and accumulates gradients itself; use {_TRAINERS[facts.loop][0]}"
+def _left_to_trainers(does: str, settings: Mapping[str, str]) -> Callable[[Facts], str | None]:
+    """Return the rule for what the trainers that own the loop do themselves, each by its setting."""
 
+    def rule(facts: Facts) -> str | None:
+        return f"{facts.loop} owns the loop and {does}{settings[facts.loop]}" if facts.loop in settings else None
 
-def _scaled_by_the_trainer(facts: Facts) -> str | None:
-    if facts.loop not in _TRAINERS:
-        return None
-    return f"{facts.loop} owns the loop and scales the loss itself; use {_TRAINERS[facts.loop][1]}"
+    return rule
 
 
 def _cast_by_the_trainer(facts: Facts) -> str | None:
     if not facts.precision:
         return None
     return AlreadyOn(f"{facts.loop} owns the loop and computes in {facts.precision} itself")
-
-
-def _stepped_by_the_trainer(facts: Facts) -> str | None:
-    if facts.loop not in _TRAINERS:
-        return None
-    return f"{facts.loop} owns the loop and calls step() without the loss, which a line search needs"
 
 
 SHORT_RUN = 1_000
@@ -451,7 +444,7 @@ _ENTRIES = (
         summary="updates once after several batches",
         section="grad_accumulation",
         words=MappingProxyType({"grad_accumulation_step": "steps"}),
-        unusable=_accumulated_by_the_trainer,
+        unusable=_left_to_trainers("accumulates gradients itself; use ", _ACCUMULATES),
     ),
     Entry(
         algorithm=AdaptiveSum,
@@ -460,47 +453,34 @@ _ENTRIES = (
         words=MappingProxyType({"gradient_split_groups": "split_groups"}),
         facts=MappingProxyType({"devices_per_node": "devices_per_node"}),
         unusable=_needs_nodes,
-        in_no_level="it is not proven that it pays on today's recipes",
         removed=MappingProxyType({"on": "delta"}),
     ),
     Entry(
         algorithm=LossScaleGroup,
         summary="scales the gradients of each group of modules separately, for float16",
-        unusable=_scaled_by_the_trainer,
+        unusable=_left_to_trainers("scales the loss itself; use ", _SCALES),
         removed=MappingProxyType({"growth": 2.0 ** (1 / 1000), "shrink": 2.0**-0.5, "window": 1, "hysteresis": 1}),
     ),
-)
-
-_ALONE = Entry(
-    algorithm=DimReduction,
-    summary="trains along the few directions that mattered in earlier training",
-    section="dim_reduce",
-    words=MappingProxyType(
-        {
-            key: key
-            for key in (
-                *("rho", "gamma", "alpha", "sigma", "n_components"),
-                *("pca_mat_path", "weight_load_dir", "timeout"),
-            )
-        }
+    Entry(
+        algorithm=DimReduction,
+        summary="trains along the few directions that mattered in earlier training",
+        section="dim_reduce",
+        words=MappingProxyType({key: key for key in DimReduceSection.model_fields}),
+        unusable=_left_to_trainers(
+            "calls step() without the loss, which a line search needs", dict.fromkeys(_SCALES, "")
+        ),
+        removed=MappingProxyType({"restart": False, "patience": 100, "tolerance": 0.01}),
     ),
-    unusable=_stepped_by_the_trainer,
-    in_no_level="it was not found to pay, see its card",
-    removed=MappingProxyType({"restart": False, "patience": 100, "tolerance": 0.01}),
-    displaces=frozenset(entry.name for entry in _ENTRIES),
 )
 
-REGISTRY: Mapping[str, Entry] = MappingProxyType({entry.name: entry for entry in (*_ENTRIES, _ALONE)})
+REGISTRY: Mapping[str, Entry] = MappingProxyType({entry.name: entry for entry in _ENTRIES})
 """Every algorithm by its JSON name."""
 
-_SYSTEM: dict[str, Algorithm] = {
-    lever.name: lever
-    for lever in (
-        *(Threads(), Unpad(), SparseHead(), ChannelsLast(), Autocast(), MatmulPrecision(), FusedOptimizer()),
-        Compile(),
-    )
-}
-"""The levers of the levels, with their default settings: values that plans share."""
+_SYSTEM = tuple(
+    lever.name
+    for lever in (Threads, Unpad, SparseHead, ChannelsLast, Autocast, MatmulPrecision, FusedOptimizer, Compile)
+)
+"""The levers of the levels, in the order of the trial, with their default settings."""
 
 LEVELS: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {
@@ -530,8 +510,6 @@ def build(entry: Entry, settings: Mapping[str, Any], origins: Mapping[str, str])
     Raises:
         ConfigError: A setting is unknown, of a wrong type, or out of range.
     """
-    if not settings and entry.name in _SYSTEM:
-        return _SYSTEM[entry.name]
     hints = _hints(entry.algorithm)
     values = {k: _frozen(value) for k, value in settings.items() if (k, value) not in entry.removed.items()}
     for key, value in values.items():

@@ -16,7 +16,6 @@ import torchboost
 from torchboost.calibration import passes as module
 from torchboost.calibration.passes import Passes, noise
 from torchboost.calibration.snapshot import Snapshot
-from torchboost.errors import IncompatibleError
 
 Pair = collections.namedtuple("Pair", "first second")
 
