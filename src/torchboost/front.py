@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from typing_extensions import Never
 
 from torchboost.algorithms.grad_accumulation import Accumulator, GradAccumulation
 from torchboost.algorithms.grad_accumulation.optimizer import AccumulatingOptimizer
@@ -21,7 +18,7 @@ from torchboost.calibration.calibration import Calibrate, resolved
 from torchboost.calibration.choice import Choice
 from torchboost.calibration.waste import WasteReport
 from torchboost.config import BoostConfig, ConfigSource
-from torchboost.core.algorithm import LEVERS, AttachedAlgorithms, Scaler, Target
+from torchboost.core.algorithm import LEVERS, Algorithm, AttachedAlgorithms, Scaler, Target
 from torchboost.core.arguments import (
     check_loss_fn,
     check_module,
@@ -34,60 +31,24 @@ from torchboost.core.arguments import (
 from torchboost.core.step import TrainStep
 from torchboost.core.torch_private import step_post_hooks
 from torchboost.core.wrapping import already_wrapped, hookable, wrapper_of
-from torchboost.distributed.agreement import from_first_rank
-from torchboost.errors import ConfigError, IncompatibleError, NoEffectWarning, shown
+from torchboost.errors import ConfigError, IncompatibleError, NoEffectWarning
 from torchboost.graph.trace import shared_traces
 from torchboost.inference import fast_copy
 from torchboost.levers import Levers
 from torchboost.optim.named import check_given, named_optimizer
 from torchboost.optim.recipe import apply_recipe
-from torchboost.optim.rules.options import hint_for
 from torchboost.optim.rules.schedule_free import warn_of_training_weights
 from torchboost.plan import Plan, why_idle
-from torchboost.registry import Facts, Loop
+from torchboost.registry import Facts, Host, Loop
 from torchboost.tasks import Task, with_task
 
-__all__ = ["Boosted", "Host", "boost", "boosted_of"]
+__all__ = ["Boosted", "boost", "boosted_of", "prepare"]
 
 _LONG_RUN = 1_000_000
 """A run of so many steps repays the start-up cost of every algorithm."""
 
-_HERE = {
-    "boost_config_dict": "config=",
-    "boost_level": "level=",
-    "amp_level": 'config={"extra": {"autocast": True}}',
-    "loss_scale_manager": "scaler=",
-    "loss_fn": "boosted.step(loss_fn)",
-}
-"""MindSpore's name of an argument -> what takes its place."""
-
 # A second boost of a model finds the first one here. Both sides are weak: a model keeps no optimizer alive.
 _BOOSTED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Boosted]] = weakref.WeakKeyDictionary()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Host:
-    """Who owns the training loop, and what it does around the model.
-
-    Args:
-        loop: See :func:`boost`.
-        precision: The mixed precision in which a trainer computes, in its own words; empty if it uses none.
-        forward: Makes the context in which it computes each forward pass.
-        together: Whether all ranks ask for the facts together, as in a trainer.
-    """
-
-    loop: Loop = "own"
-    precision: str = ""
-    forward: Callable[[], AbstractContextManager[Any]] = nullcontext
-    together: bool = False
-
-    def facts(self, model: nn.Module) -> Facts:
-        """Look at the machine and the model. The speed of bfloat16 is then that of the first rank."""
-        facts = Facts.measure(model, loop=self.loop, precision=self.precision)
-        if not self.together:
-            return facts
-        fast, reason = from_first_rank((facts.half_precision, facts.half_precision_reason))
-        return replace(facts, half_precision=fast, half_precision_reason=reason)
 
 
 class Boosted:
@@ -358,7 +319,7 @@ def boost(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer] | str,
     level: str = "O1",
-    *_rest: Never,
+    *,
     lr: float | None = None,
     adamw_lr: float | None = None,
     task: Task | None = None,
@@ -368,7 +329,6 @@ def boost(
     loop: Loop = "own",
     calibrate: Calibrate = "auto",
     verify: bool = True,
-    **_unknown: Never,
 ) -> Boosted:
     """Make the training of a model faster within the accuracy that a level promises. The loop stays the same.
 
@@ -440,7 +400,6 @@ def boost(
         >>> loss.backward()
         >>> optimizer.step()
     """
-    _check_taken(_rest, _unknown)
     if isinstance(optimizer, str):
         if (other := BoostConfig.load(config).recipe.optimizer) is not None:
             found = f"{other!r}, and the optimizer {optimizer!r} by name"
@@ -464,17 +423,38 @@ def boost(
     return boosted
 
 
-_TAKEN = {name: one for name, one in inspect.signature(boost).parameters.items() if not name.startswith("_")}
-vars(boost)["__signature__"] = inspect.signature(boost).replace(parameters=list(_TAKEN.values()))
+def prepare(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    level: str = "O1",
+    total_steps: int | None = None,
+    config: ConfigSource | None = None,
+) -> Plan:
+    """Change the modules of a bare model before it is sharded or wrapped, and return the plan to attach later.
 
+    FSDP2 replaces the parameters, so the optimizer is built after sharding. Prepare the bare model, shard it, build the
+    optimizer, then call ``plan.attach(torchboost.Target(model, optimizer))``. Nothing is measured or checked; rules
+    choose the levers.
 
-def _check_taken(rest: Sequence[object], unknown: Iterable[str]) -> None:
-    """Raise ``TypeError`` for arguments that :func:`boost` does not take, with the name that it takes instead."""
-    for name in unknown:
-        raise TypeError(f"boost takes no {name!r}{hint_for(name, _TAKEN, _HERE)}")
-    if rest:
-        found = f"boost takes model, optimizer and level by position, and found {shown(rest[0])} after them"
-        raise TypeError(f"{found}; give the others by name, as in config=.")
+    Args:
+        model: Changed in place. It must be on the device that it will train on.
+        optimizer: If it exists already, it follows the parameters that are replaced.
+        level: As are ``total_steps`` and ``config``: see :func:`torchboost.boost`, also for the errors.
+        total_steps: Updates of the whole run.
+        config: Settings that override the level.
+
+    Raises:
+        IncompatibleError: The model is already wrapped, or the configuration has a recipe, which only
+            :func:`torchboost.boost` applies. Nothing is changed.
+    """
+    plan = Plan.of(level, config, Facts.measure(model, loop="own"), total_steps=total_steps)
+    plan.check_recipe()
+    changing = [a for a in plan.algorithms if type(a).applied is not Algorithm.applied]
+    idle = [a.name for a in changing if not (a.needs_transform(model) or a.applied(model))]
+    plan = replace(plan.without(dict.fromkeys(idle, "it finds nothing to change in this model")), levers=())
+    plan.transform(model, optimizer)
+    return plan
 
 
 def attach(

@@ -6,7 +6,8 @@ import functools
 import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
@@ -34,14 +35,15 @@ from torchboost.core.algorithm import Algorithm, AlreadyOn
 from torchboost.core.arguments import check_count, check_module
 from torchboost.core.hardware import half_precision
 from torchboost.core.torch_private import AnyBatchNorm, AnyConv, default_device
+from torchboost.distributed.agreement import from_first_rank
 from torchboost.distributed.topology import Topology
 from torchboost.errors import ConfigError, nearest, shown
 from torchboost.graph.norms import was_trained
 from torchboost.graph.removed_norm import RemovedNorm
 
-__all__ = ["LEVELS", "REGISTRY", "Entry", "Facts", "Loop", "build", "place"]
+__all__ = ["LEVELS", "REGISTRY", "Entry", "Facts", "Host", "Loop", "build", "place"]
 
-Loop = Literal["torchboost", "own", "transformers", "lightning", "accelerate"]
+Loop = Literal["own", "transformers", "lightning", "accelerate"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +66,8 @@ class Facts:
         trained: Whether the model was trained before, judged by its BatchNorm statistics; None without a model or
             without BatchNorms. If ``less_bn`` removed some before, False, because that was decided then.
         total_steps: Number of planned training steps; None if not given.
-        loop: The owner of the training loop: ``"torchboost"`` (a training step of this package), ``"own"`` (the user's
-            lines), or the trainer ``"transformers"``, ``"lightning"`` or ``"accelerate"``.
+        loop: The owner of the training loop: ``"own"`` (the user's lines), or the trainer ``"transformers"``,
+            ``"lightning"`` or ``"accelerate"``.
         precision: The mixed precision in which the trainer computes, in its own words; empty if it uses none.
 
     Raises:
@@ -133,6 +135,29 @@ class Facts:
             precision=precision,
             **counted,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """Who owns the training loop, and what it does around the model.
+
+    Args:
+        loop: See :func:`torchboost.boost`.
+        precision: The mixed precision in which a trainer computes, in its own words; empty if it uses none.
+        forward: Makes the context in which it computes each forward pass.
+    """
+
+    loop: Loop = "own"
+    precision: str = ""
+    forward: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def facts(self, model: nn.Module) -> Facts:
+        """Look at the machine and the model. In a trainer the speed of bfloat16 is that of the first rank."""
+        facts = Facts.measure(model, loop=self.loop, precision=self.precision)
+        if self.loop == "own":
+            return facts
+        fast, reason = from_first_rank((facts.half_precision, facts.half_precision_reason))
+        return replace(facts, half_precision=fast, half_precision_reason=reason)
 
 
 def _counted(model: nn.Module) -> dict[str, Any]:

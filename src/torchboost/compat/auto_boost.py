@@ -16,7 +16,7 @@ from torchboost.core.arguments import check_module
 from torchboost.core.wrapping import unwrap
 from torchboost.inference import fast_copy
 from torchboost.plan import Plan
-from torchboost.registry import Loop
+from torchboost.registry import Host, Loop
 
 __all__ = ["AutoBoost"]
 
@@ -114,7 +114,7 @@ class AutoBoost:
             total_steps=self.total_steps,
             config=self._config,
             scaler=scaler,
-            host=front.Host(loop=self.loop),
+            host=Host(loop=self.loop),
             calibrate=self.calibrate,
             verify=self.verify,
             name="network",

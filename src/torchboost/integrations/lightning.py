@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from torchboost.calibration.calibration import Calibrate, check_calibrate
 from torchboost.config import ConfigSource, RecipeSection
 from torchboost.errors import IncompatibleError
-from torchboost.front import Boosted, Host, attach, warn_of_missing_state
+from torchboost.front import Boosted, attach, warn_of_missing_state
 from torchboost.plan import Plan
-from torchboost.registry import REGISTRY
+from torchboost.registry import REGISTRY, Host
 
 __all__ = ["Boost"]
 
@@ -244,4 +244,4 @@ def _length_before_data(trainer: Trainer) -> int | None:
 
 def _host(trainer: Trainer) -> Host:
     precision = str(trainer.precision)
-    return Host(loop="lightning", precision="" if precision in _FULL else precision, together=True)
+    return Host(loop="lightning", precision="" if precision in _FULL else precision)

@@ -15,8 +15,9 @@ from torchboost.calibration.calibration import Calibrate, check_calibrate
 from torchboost.config import ConfigSource, RecipeSection
 from torchboost.core.files import write_whole
 from torchboost.errors import IncompatibleError
-from torchboost.front import Boosted, Host, attach, warn_of_missing_state
+from torchboost.front import Boosted, attach, warn_of_missing_state
 from torchboost.plan import Plan
+from torchboost.registry import Host
 
 __all__ = ["BoostMixin", "BoostTrainer", "boost"]
 
@@ -145,7 +146,6 @@ class BoostMixin(_Base):
                 loop="transformers",
                 precision="" if mixed in (None, "no") else mixed,
                 forward=lambda: accelerator.autocast(),
-                together=True,
             ),
             calibrate=self._calibrate if self.args.n_gpu < 2 else False,  # DataParallel calls replicas
             verify=self._verify and self.args.n_gpu < 2,
