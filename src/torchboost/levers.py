@@ -37,11 +37,11 @@ from torchboost.core.wrapping import hookable
 from torchboost.distributed.topology import Topology
 from torchboost.earlier import check_against_o1, watch_for_o1
 from torchboost.errors import IncompatibleError, NoEffectWarning
-from torchboost.explanation import Explanation, Row
 from torchboost.optim.rules.base import UpdateRule
 from torchboost.optim.wrapping_optimizer import WrappingOptimizer
 from torchboost.plan import Plan
 from torchboost.registry import REGISTRY
+from torchboost.sheet import Explanation, Row
 from torchboost.tokens.call import PartialForward
 
 __all__ = ["Levers"]

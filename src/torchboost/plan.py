@@ -23,10 +23,10 @@ from torchboost.core.arguments import check_module, check_optimizer, check_pair,
 from torchboost.core.files import write_whole
 from torchboost.core.wrapping import already_wrapped, hookable, wrapper_of
 from torchboost.errors import ConfigError, IncompatibleError, nearest, shown
-from torchboost.explanation import Explanation, Row
 from torchboost.graph.trace import shared_traces
 from torchboost.measure.stopwatch import package_version, processor_name
 from torchboost.registry import LEVELS, REGISTRY, Entry, Facts, Loop, build, place
+from torchboost.sheet import Explanation, Row
 
 __all__ = ["Dropped", "Plan", "own_settings", "resolve", "why_idle"]
 

@@ -1,4 +1,4 @@
-"""What a user is shown: lines, a table and lines, as text and as HTML from the same cells."""
+"""What a user is shown: lines, a table and lines, as text and as HTML from the same cells; so is ``explain()``."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import itertools
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-__all__ = ["Sheet", "in_columns"]
+__all__ = ["Explanation", "Row", "Sheet", "in_columns"]
 
 _WIDTH = 120
 """Characters of a line."""
@@ -16,6 +17,8 @@ _LEAST = 40
 """A last cell with less room than this has lines of its own, below the row."""
 _MOST = 60
 """Characters of a line of any other cell."""
+_STATES = ("on", "waits", "was on before", "off", "not read")
+"""The order of the rows of an explanation."""
 
 
 def in_columns(rows: Sequence[Sequence[str]], width: int = _WIDTH) -> list[str]:
@@ -93,3 +96,50 @@ class Sheet:
 
         body = "".join(row(cells, "td" if place else "th") for place, cells in enumerate(self._table))
         return lines(self.before) + (f"<table>{body}</table>" if body else "") + lines(self.after)
+
+
+class Row(NamedTuple):
+    """What is said about one algorithm.
+
+    Args:
+        name: Of the algorithm, or the path of an entry of the configuration that is not read.
+        state: ``"on"``, ``"waits"``, ``"was on before"``, ``"off"`` or ``"not read"``.
+        did: What it did, or why it is not on.
+        exact: How far its step is from the plain one.
+    """
+
+    name: str
+    state: str
+    did: str
+    exact: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """What is on, and why.
+
+    Args:
+        heading: Lines that name the level, the optimizer and the length of the run.
+        rows: One for each algorithm, in any order.
+        unchanged: What is said if no row is on or waits.
+        notes: Lines below the rows.
+        ask: What the user would do next; empty for nothing.
+    """
+
+    heading: tuple[str, ...]
+    rows: tuple[Row, ...] = ()
+    unchanged: str = ""
+    notes: tuple[str, ...] = ()
+    ask: str = ""
+
+    @property
+    def sheet(self) -> Sheet:
+        """The same in the order in which it is shown."""
+        ordered = tuple(sorted(self.rows, key=lambda row: _STATES.index(row.state)))
+        idle = not {row.state for row in ordered} & {"on", "waits"}
+        return Sheet(
+            before=(*self.heading, *([self.unchanged] if idle and self.unchanged else [])),
+            headings=("switch", "state", "what it did", "how exact"),
+            rows=ordered,
+            after=(*self.notes, *([f"next: {self.ask}"] if self.ask else [])),
+        )
