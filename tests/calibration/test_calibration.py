@@ -17,7 +17,7 @@ import torchboost
 from tests.support.boosted import in_one_line
 from torchboost import Boosted
 from torchboost.calibration import calibration as module
-from torchboost.calibration.calibration import check_calibrate, resolved
+from torchboost.calibration.calibration import resolved
 from torchboost.calibration.choice import Choice
 from torchboost.calibration.search import Price
 from torchboost.calibration.trial import Trial
@@ -359,7 +359,7 @@ def test_auto_boost_calibrates_too(monkeypatch):
 def test_bad_values_are_refused_and_the_environment_switches_auto_off(monkeypatch):
     for value in ("yes", 0, -1.0, float("inf"), None, [1]):
         with pytest.raises(ValueError, match=r'calibrate: found .* pass "auto"'):
-            check_calibrate(value)
+            resolved(value)
     monkeypatch.setenv("TORCHBOOST_CALIBRATE", "0")
     assert (resolved("auto"), resolved(3.0)) == (False, 3.0)
     monkeypatch.delenv("TORCHBOOST_CALIBRATE")

@@ -43,7 +43,6 @@ __all__ = [
     "Calibrate",
     "Calibration",
     "changes_model",
-    "check_calibrate",
     "decide",
     "deciding_ranks",
     "device_of",
@@ -523,24 +522,19 @@ def _steps_of_trial(total_steps: int) -> float:
     return max(_SHARE_OF_RUN * total_steps, min(_FEW_STEPS, _MOST_SHARE * total_steps))
 
 
-def check_calibrate(calibrate: Any) -> None:
-    """Refuse a value that is not ``"auto"``, a bool or a positive number of seconds.
+def resolved(calibrate: Calibrate) -> Calibrate:
+    """Return what ``"auto"`` means in this environment: False if ``TORCHBOOST_CALIBRATE`` is 0.
 
     Raises:
-        ValueError: Another value.
+        ValueError: Not ``"auto"``, a bool or a positive number of seconds.
     """
-    number = isinstance(calibrate, (int, float)) and not isinstance(calibrate, bool)
-    if calibrate == "auto" or isinstance(calibrate, bool) or (number and 0 < calibrate < float("inf")):
-        return
+    if calibrate == "auto":
+        return False if os.environ.get(_SWITCH, "").strip() == "0" else calibrate
+    if isinstance(calibrate, bool) or (isinstance(calibrate, (int, float)) and 0 < calibrate < math.inf):
+        return calibrate
     raise ValueError(
         f'calibrate: found {calibrate!r}; pass "auto", False for no trial, or the seconds that a trial may take.'
     )
-
-
-def resolved(calibrate: Calibrate) -> Calibrate:
-    """Return what ``"auto"`` means in this environment: False if ``TORCHBOOST_CALIBRATE`` is 0."""
-    check_calibrate(calibrate)
-    return False if calibrate == "auto" and os.environ.get(_SWITCH, "").strip() == "0" else calibrate
 
 
 def _forms_of(lever: Algorithm, device: torch.device, name: str = "") -> dict[str, tuple[str, Form]]:

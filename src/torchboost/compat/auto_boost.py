@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchboost import front
-from torchboost.calibration.calibration import Calibrate, check_calibrate
+from torchboost.calibration.calibration import Calibrate, resolved
 from torchboost.config import BoostConfig, ConfigSource
 from torchboost.core.algorithm import AttachedAlgorithms, Scaler
 from torchboost.core.arguments import check_module
@@ -60,12 +60,11 @@ class AutoBoost:
         calibrate: Calibrate = "auto",
         verify: bool = True,
     ) -> None:
-        check_calibrate(calibrate)
         self._config = BoostConfig.load(boost_config_dict)
         self.level = level
         self.total_steps = total_steps
         self.loop: Loop = loop
-        self.calibrate: Calibrate = calibrate
+        self.calibrate = resolved(calibrate)
         self.verify = verify
         self._plan = Plan.of(level, self._config, loop=loop, total_steps=total_steps)
         self._boosted: front.Boosted | None = None

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 from transformers import Trainer
 
-from torchboost.calibration.calibration import Calibrate, check_calibrate
+from torchboost.calibration.calibration import Calibrate, resolved
 from torchboost.config import ConfigSource, RecipeSection
 from torchboost.core.files import write_whole
 from torchboost.errors import IncompatibleError
@@ -88,7 +88,7 @@ class BoostMixin(_Base):
         super().__init__(*args, **kwargs)
 
     def _set_boost(self, level: str, config: ConfigSource | None, calibrate: Calibrate, verify: bool) -> None:
-        check_calibrate(calibrate)
+        calibrate = resolved(calibrate)
         self._recipe, self._full_steps = Plan.of(level, config, loop="transformers").recipe, None
         self._level, self._config, self._calibrate, self._verify = level, config, calibrate, verify
         self.boosted, self._stage, self._awaited, self._logged = None, "outside", None, False
