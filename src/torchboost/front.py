@@ -38,7 +38,7 @@ from torchboost.levers import Levers
 from torchboost.optim.named import check_given, named_optimizer
 from torchboost.optim.recipe import apply_recipe
 from torchboost.optim.rules.schedule_free import warn_of_training_weights
-from torchboost.plan import Plan, why_idle
+from torchboost.plan import Plan
 from torchboost.registry import Facts, Host, Loop
 from torchboost.tasks import Task, with_task
 
@@ -214,12 +214,11 @@ class Boosted:
             ValueError: The checkpoint was written with other algorithms. Nothing is loaded, but what it had withdrawn
                 is withdrawn.
         """
-        optional = {"choice", "levers", "withdrawn"}
-        present = set(self.state_dict()) - optional
-        if set(state) - optional != present:
-            there, here = set(state) - optional - present, present - set(state)
-            found = [f"has {' and '.join(sorted(there))}"] if there else []
-            found += [f"lacks {' and '.join(sorted(here))}"] if here else []
+        brings = self.brings_scaler and self.scaler is not None
+        needed, written = {"attached", *(["scaler"] if brings else [])}, set(state) - {"choice", "levers", "withdrawn"}
+        if written != needed:
+            found = [f"has {' and '.join(sorted(written - needed))}"] if written - needed else []
+            found += [f"lacks {' and '.join(sorted(needed - written))}"] if needed - written else []
             raise ValueError(
                 f"the checkpoint {' and '.join(found)}, unlike this boosted model; boost the model with the level, the "
                 "configuration and the scaler that the checkpoint was written with."
@@ -229,7 +228,7 @@ class Boosted:
             self.withdraw(name, reason)
         self.attached.load_state_dict(state["attached"], awaited=chosen.kept if chosen is not None else ())
         self.levers.follow(chosen)
-        if self.brings_scaler and self.scaler is not None:
+        if brings and self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
 
     def withdraw(self, name: str, reason: str) -> None:
@@ -567,10 +566,10 @@ def warn_of_missing_length(boosted: Boosted, config: ConfigSource | None, total_
     """Warn about algorithms that the level left out only because ``total_steps`` is missing."""
     if total_steps is not None or not any("total_steps" in entry.reason for entry in boosted.levers.asked.dropped):
         return
-    facts = replace(Facts.measure(boosted.model, loop=loop), total_steps=_LONG_RUN)
-    running, plan = {a.name for a in boosted.levers.asked.algorithms}, Plan.of(boosted.plan.level, config, facts)
-    others, optimizers = [a for a in plan.algorithms if a.name not in running], list(map(hookable, boosted._all_given))
-    missed = [algorithm.name for algorithm in others if why_idle(algorithm, boosted.model, optimizers) is None]
+    running, facts = {a.name for a in boosted.levers.asked.algorithms}, Facts.measure(boosted.model, loop=loop)
+    plan = Plan.of(boosted.plan.level, config, replace(facts, total_steps=_LONG_RUN))
+    plan = plan.fit(boosted.model, *boosted._all_given, but=running)
+    missed = [algorithm.name for algorithm in plan.algorithms if algorithm.name not in running]
     if missed:
         warnings.warn(
             f"{boosted.plan.level} runs without {' and '.join(missed)}, which must know the length of the run. "

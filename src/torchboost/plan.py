@@ -28,7 +28,7 @@ from torchboost.measure.stopwatch import package_version, processor_name
 from torchboost.registry import LEVELS, REGISTRY, Entry, Facts, Loop, build, place
 from torchboost.sheet import Explanation, Row
 
-__all__ = ["Dropped", "Plan", "own_settings", "resolve", "why_idle"]
+__all__ = ["Dropped", "Plan", "own_settings", "resolve", "run_length"]
 
 LENGTH = "total_steps"
 """A fact about the run, not a choice: the written value always counts."""
@@ -194,7 +194,7 @@ class Plan:
         on = {a.name for a in self.algorithms}
         others = (a for a in (*self.levers, *self.algorithms) if a.name not in but)
         asked = {a.name: a for a in others if not (a.name in on and a.applied(model))}
-        idle = {name: reason for name, a in asked.items() if (reason := why_idle(a, model, inner)) is not None}
+        idle = {name: reason for name, a in asked.items() if (reason := _why_idle(a, model, inner)) is not None}
         served = dict(self.served)
         if len(inner) > 1:
             useful = [a for name, a in asked.items() if name not in idle and REGISTRY[name].of_optimizer]
@@ -337,7 +337,7 @@ def _as_extra(algorithms: Sequence[Algorithm]) -> dict[str, Any]:
     return extra
 
 
-def why_idle(algorithm: Algorithm, model: nn.Module, optimizers: Sequence[Optimizer]) -> str | None:
+def _why_idle(algorithm: Algorithm, model: nn.Module, optimizers: Sequence[Optimizer]) -> str | None:
     """Return why an algorithm would change nothing, or must not run, with these optimizers; None if it can."""
     if len(optimizers) > 1 and not algorithm.traits.each_optimizer:
         return f"it works with one optimizer, and this model has {len(optimizers)}"

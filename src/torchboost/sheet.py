@@ -5,11 +5,11 @@ from __future__ import annotations
 import html
 import itertools
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["Explanation", "Row", "Sheet", "in_columns"]
+__all__ = ["Explanation", "Row", "Sheet"]
 
 _WIDTH = 120
 """Characters of a line."""
@@ -21,37 +21,23 @@ _STATES = ("on", "waits", "was on before", "off", "not read")
 """The order of the rows of an explanation."""
 
 
-def in_columns(rows: Sequence[Sequence[str]], width: int = _WIDTH) -> list[str]:
-    """Return the lines of a table.
+def _in_columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield the lines of a table.
 
     A long cell continues in further lines. The last filled cell of a row takes the room that is left, and does not move
     the columns of the other rows.
-
-    Args:
-        rows: Cells.
-        width: Of a line, in characters.
     """
-    filled = [max((k + 1 for k, cell in enumerate(row) if cell), default=0) for row in rows]
-    columns = range(max(filled, default=0))
-    widths = [
-        min(_MOST, max((len(row[k]) for row, count in zip(rows, filled, strict=True) if k + 1 < count), default=0))
-        for k in columns
-    ]
-    return [line for row, count in zip(rows, filled, strict=True) for line in _lines(row[:count], widths, width)]
-
-
-def _lines(row: Sequence[str], widths: Sequence[int], width: int) -> list[str]:
-    """Return a row as lines."""
-    *cells, last = row or [""]
-    indent = sum(widths[: len(cells)]) + 2 * len(cells)
-    below = len(last) > width - indent and width - indent < _LEAST
-    columns = [_wrapped(cell, wide) for cell, wide in zip(cells, widths, strict=False)]
-    columns += [[]] if below else [_wrapped(last, max(1, width - indent))]
-    lines = [
-        "  ".join(part.ljust(wide) for part, wide in zip(parts, [*widths[: len(cells)], 0], strict=True)).rstrip()
-        for parts in itertools.zip_longest(*columns, fillvalue="")
-    ]
-    return [*(lines or [""]), *([f"    {line}" for line in _wrapped(last, width - 4)] if below else [])]
+    filled = [row[: max((k + 1 for k, cell in enumerate(row) if cell), default=1)] for row in rows]
+    columns = itertools.zip_longest(*(row[:-1] for row in filled), fillvalue="")
+    widths = [min(_MOST, max(map(len, column))) for column in columns]
+    for *cells, last in filled:
+        wide = widths[: len(cells)]
+        room = _WIDTH - sum(wide) - 2 * len(wide)
+        below = len(last) > room and room < _LEAST
+        parts = [*map(_wrapped, cells, wide), [] if below else _wrapped(last, max(1, room))]
+        for line in itertools.zip_longest(*parts, fillvalue=""):
+            yield "  ".join(map(str.ljust, line, [*wide, 0])).rstrip()
+        yield from (f"    {line}" for line in _wrapped(last, _WIDTH - 4) if below)
 
 
 def _wrapped(text: str, width: int = _WIDTH) -> list[str]:
@@ -82,7 +68,7 @@ class Sheet:
     def __str__(self) -> str:
         """Return the text, with an empty line around the table."""
         before, after = ([line for text in part for line in _wrapped(text)] for part in (self.before, self.after))
-        parts = (before, in_columns(self._table), after)
+        parts = (before, [*_in_columns(self._table)], after)
         return "\n\n".join("\n".join(part) for part in parts if part)
 
     def _repr_html_(self) -> str:

@@ -26,7 +26,7 @@ from torchboost.errors import IncompatibleError
 from torchboost.tokens.call import NOTHING_READS
 from torchboost.tokens.rows import Rows
 
-__all__ = ["Pass", "Passes", "noise", "numbers_of", "on_real_inputs", "relative", "reshard"]
+__all__ = ["Pass", "Passes", "distance", "noise", "on_real_inputs", "relative", "reshard"]
 
 _LOG = logging.getLogger("torchboost")
 
@@ -244,18 +244,27 @@ def reshard(model: nn.Module) -> None:
 
 
 def relative(first: Tensor, second: Tensor) -> float:
-    """Return the difference of two tensors, as a share of the norm of the first one. Infinite if their forms differ."""
-    if first.shape != second.shape:
-        return math.inf
-    before, after = numbers_of(first), numbers_of(second)
-    if not torch.equal(before.isfinite(), after.isfinite()):
-        return math.inf
-    before, after = before.nan_to_num(), after.nan_to_num()
-    size, difference = float(torch.linalg.vector_norm(before)), float(torch.linalg.vector_norm(after - before))
+    """Return the :func:`distance` of two tensors, as a share of the norm of the first one."""
+    size, difference = distance(first), distance(first, second)
     return difference / size if size else math.inf if difference else 0.0
 
 
-def numbers_of(tensor: Tensor) -> Tensor:
+def distance(plain: Tensor, other: Tensor | None = None) -> float:
+    """Return the norm of a difference in float64, or of ``plain`` itself, over the entries that are finite.
+
+    It is infinite if the forms differ, or if other entries are finite.
+    """
+    base = _numbers_of(plain if not isinstance(other, Rows) else other.operand(plain))
+    finite, difference = torch.isfinite(base), base
+    if other is not None:
+        numbers = _numbers_of(other.rows if isinstance(other, Rows) else other)
+        if numbers.shape != base.shape or not torch.equal(finite, torch.isfinite(numbers)):
+            return math.inf
+        difference = numbers - base
+    return float(torch.linalg.vector_norm(difference.masked_fill(~finite, 0.0)))
+
+
+def _numbers_of(tensor: Tensor) -> Tensor:
     """Return the entries as dense float64, complex ones as two."""
     tensor = tensor.to_dense() if tensor.layout is not torch.strided else tensor
     return torch.view_as_real(tensor.resolve_conj()).double() if tensor.is_complex() else tensor.double()
