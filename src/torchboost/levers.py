@@ -126,7 +126,7 @@ class Levers:
         self.attached.with_check(lambda state: check_against_o1(state, target.model, {*self.attached, *self.withdrawn}))
         norms = sum(isinstance(module, AnyBatchNorm) for module in target.model.modules())
         if plan.level == "O1" and norms:
-            self.attached.with_undo(watch_for_o1(map(hookable, target.optimizers), norms).close)
+            self.attached.with_undo(watch_for_o1(target.optimizers, norms).remove)
         aside = wrapper is not None and self._calibration is None
         if aside or not verify:
             why = f"measured or checked: wrapped by {wrapper} before boost" if aside else "checked: verify=False"
