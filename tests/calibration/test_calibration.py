@@ -431,9 +431,14 @@ def test_a_price_that_is_worth_it_makes_the_trial_longer():
         seconds, times, ratio = price
         asked = Price(expected=seconds, best_ratio=ratio, times=times)
         assert budget(calibrate, steps).seconds(0.1, asked) == pytest.approx(expected), (calibrate, steps, price)
-    for calibrate, steps, expected in (("auto", 200_000, 250.0), ("auto", 40_000, 0.0), ("auto", None, 0.0), (1, 9, 0)):
+    for calibrate, steps, expected in (
+        ("auto", 200_000, 250.0),
+        ("auto", 40_000, 40.0),
+        ("auto", None, 3.0),
+        (1, 9, 1),
+    ):
         dearer = Price(expected=150.0, best_ratio=1.15)
-        assert budget(calibrate, steps).longer(50.0, 0.1, dearer) == pytest.approx(expected)
+        assert budget(calibrate, steps).seconds(0.1, dearer, 50.0) == pytest.approx(expected)
 
 
 def test_a_trial_on_the_cpu_is_not_longer_for_the_price_of_compilation(monkeypatch):
