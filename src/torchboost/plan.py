@@ -543,15 +543,11 @@ def _unmeasured(config: BoostConfig, level: str, kept: list[Algorithm], facts: F
     plain = BoostConfig()
     if config == plain:
         return ()
-    measured = {a.name: a for a in resolve(plain, level, facts).algorithms}
-    differences = [f"without {name}" for name in measured.keys() - {a.name for a in kept}]
-    for algorithm in kept:
-        name = algorithm.name
-        if name in LEVELS[level] and name not in measured:  # a lever that this machine is not known to gain by
-            measured[name] = build(REGISTRY[name], *_settings(REGISTRY[name], plain, level, facts))
-        if algorithm != measured.get(name):
-            differences.append(f"{name}({own_settings(algorithm)})")
-    return tuple(sorted(differences))
+    usual = {a.name for a in resolve(plain, level, facts).algorithms}
+    rows = [REGISTRY[a.name] for a in kept if a.name in LEVELS[level]]  # also a lever that is not known to gain here
+    measured = {row.name: build(row, *_settings(row, plain, level, facts)) for row in rows}
+    others = [f"{a.name}({own_settings(a)})" for a in kept if a != measured.get(a.name)]
+    return tuple(sorted([*others, *(f"without {name}" for name in usual - {a.name for a in kept})]))
 
 
 def _says(section: Any, key: str) -> bool:

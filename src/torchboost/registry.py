@@ -387,8 +387,8 @@ _ENTRIES = (
         summary="removes the BatchNorm layers that are not needed",
         done=_removed_norms,
         section="less_bn",
-        words=MappingProxyType({"fn_flag": "normalize_head"}),
-        brings=MappingProxyType({"gc_flag": GradientCentralization.name}),
+        words={"fn_flag": "normalize_head"},
+        brings={"gc_flag": GradientCentralization.name},
         unproven=_less_bn_unproven,
     ),
     Entry(
@@ -438,23 +438,21 @@ _ENTRIES = (
         algorithm=GradFreeze,
         summary="stops training the first blocks in some of the updates",
         section="grad_freeze",
-        words=MappingProxyType(
-            {
-                "param_groups": "groups",
-                "freeze_type": "pattern",
-                "freeze_p": "full_share",
-                "total_steps": "total_steps",
-            }
-        ),
-        values=MappingProxyType({"freeze_type": dict(enumerate(get_args(Pattern)))}),
-        facts=MappingProxyType({"total_steps": "total_steps"}),
+        words={
+            "param_groups": "groups",
+            "freeze_type": "pattern",
+            "freeze_p": "full_share",
+            "total_steps": "total_steps",
+        },
+        values={"freeze_type": dict(enumerate(get_args(Pattern)))},
+        facts={"total_steps": "total_steps"},
         unproven=_freeze_unproven,
-        removed=MappingProxyType({"costs": None, "step_seconds": 0, "recompile_seconds": 0, "cache_path": None}),
+        removed={"costs": None, "step_seconds": 0, "recompile_seconds": 0, "cache_path": None},
     ),
     Entry(
         algorithm=TokenDrop,
         summary="computes random tokens in the middle blocks of a transformer, fewer at first",
-        facts=MappingProxyType({"total_steps": "total_steps"}),
+        facts={"total_steps": "total_steps"},
     ),
     Entry(algorithm=FusedOptimizer, summary="updates all parameters in one kernel", lever=True, of_optimizer=True),
     Entry(
@@ -468,17 +466,17 @@ _ENTRIES = (
         algorithm=GradAccumulation,
         summary="updates once after several batches",
         section="grad_accumulation",
-        words=MappingProxyType({"grad_accumulation_step": "steps"}),
+        words={"grad_accumulation_step": "steps"},
         unusable=_left_to_trainers("accumulates gradients itself; use ", _ACCUMULATES),
     ),
     Entry(
         algorithm=AdaptiveSum,
         summary="averages gradients inside a node and combines the nodes by AdaSum",
         section="common",
-        words=MappingProxyType({"gradient_split_groups": "split_groups"}),
-        facts=MappingProxyType({"devices_per_node": "devices_per_node"}),
+        words={"gradient_split_groups": "split_groups"},
+        facts={"devices_per_node": "devices_per_node"},
         unusable=_needs_nodes,
-        removed=MappingProxyType({"on": "delta"}),
+        removed={"on": "delta"},
     ),
     Entry(
         algorithm=LossScaleGroup,
@@ -490,11 +488,11 @@ _ENTRIES = (
         algorithm=DimReduction,
         summary="trains along the few directions that mattered in earlier training",
         section="dim_reduce",
-        words=MappingProxyType({key: key for key in DimReduceSection.model_fields}),
+        words={key: key for key in DimReduceSection.model_fields},
         unusable=_left_to_trainers(
             "calls step() without the loss, which a line search needs", dict.fromkeys(_SCALES, "")
         ),
-        removed=MappingProxyType({"restart": False, "patience": 100, "tolerance": 0.01}),
+        removed={"restart": False, "patience": 100, "tolerance": 0.01},
     ),
 )
 
