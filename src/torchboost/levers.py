@@ -425,9 +425,7 @@ class Levers:
         for lever in changes:
             on_or_off = "on" if written[lever.name] else "off"
             _LOG.info("%s: %s is %s, as in the checkpoint.", self.asked.level, lever.name, on_or_off)
-        off = {lever.name for lever in changes if not written[lever.name]}
-        stays = [a for a in self.attached.algorithms if REGISTRY[a.name].lever and a.name not in off]
-        self._put_on([*stays, *(lever for lever in changes if written[lever.name])])
+        self._put_on([a for a in self.plan.algorithms if REGISTRY[a.name].lever])
 
     def withdraw(self, name: str, reason: str) -> None:
         """Take one algorithm out of the run; see :meth:`torchboost.Boosted.withdraw`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -190,20 +191,14 @@ class HostWaits(DispatchMode):
     def __init__(self, device: str) -> None:
         super().__init__()
         self._device = device
-        self.places: dict[str, int] = {}
-
-    @property
-    def count(self) -> int:
-        """How many times the host waited."""
-        return sum(self.places.values())
+        self.places: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer a call of an operator."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if self._waits(func.overloadpacket.__name__, args, kwargs, result):
-            place = _place()
-            self.places[place] = self.places.get(place, 0) + 1
+            self.places[_place()] += 1
         return result
 
     def _waits(self, name: str, args: Any, kwargs: Mapping[str, Any], result: Any) -> bool:
