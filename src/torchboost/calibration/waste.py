@@ -403,7 +403,7 @@ def _waits(bench: _Bench) -> Waste:
         kind=kind,
         seconds=None,
         share=None,
-        found=f"operators for which the host waits: {mode.places.total()} in a step, most often at {where}; their time is not "
-        "known, since a step needs the numbers",
+        found=f"operators for which the host waits: {mode.places.total()} in a step, most often at {where}; their time is "
+        "not known, since a step needs the numbers",
         remedy="compute with tensors instead of .item(), and with torch.where instead of an index of booleans",
     )
