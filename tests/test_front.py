@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import html
+import inspect
 import re
 import weakref
 from itertools import pairwise
@@ -459,3 +460,22 @@ def test_what_has_transformed_the_model_before_stays_on():
     first = prepare(model, level="O2", total_steps=1000).algorithms
     assert "less_bn" in {algorithm.name for algorithm in first}
     assert prepare(model, level="O2", total_steps=1000).algorithms == first
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        (
+            {"boost_config_dict": {}},
+            "boost takes no 'boost_config_dict', which is MindSpore's name; here it is config=",
+        ),
+        ({"boost_level": "O1"}, "boost takes no 'boost_level', which is MindSpore's name; here it is level=."),
+        ({"total_step": 10}, "boost takes no 'total_step'; did you mean 'total_steps'?"),
+    ],
+)
+def test_arguments_that_it_does_not_take_are_translated(named, said):
+    model, optimizer = pair()
+    with pytest.raises(TypeError, match=re.escape(said)):
+        boost(model, optimizer, "O1", **named)
+    assert not hooks(optimizer)
+    assert "_unknown" not in inspect.signature(boost).parameters

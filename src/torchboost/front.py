@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import warnings
 import weakref
@@ -11,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import Never
 
 from torchboost.algorithms.grad_accumulation import Accumulator, GradAccumulation
 from torchboost.algorithms.grad_accumulation.optimizer import AccumulatingOptimizer
@@ -37,6 +39,7 @@ from torchboost.inference import fast_copy
 from torchboost.levers import Levers
 from torchboost.optim.named import check_given, named_optimizer
 from torchboost.optim.recipe import apply_recipe
+from torchboost.optim.rules.options import hint_for
 from torchboost.optim.rules.schedule_free import warn_of_training_weights
 from torchboost.plan import Plan
 from torchboost.registry import Facts, Host, Loop
@@ -46,6 +49,15 @@ __all__ = ["Boosted", "boost", "boosted_of", "prepare"]
 
 _LONG_RUN = 1_000_000
 """A run of so many steps repays the start-up cost of every algorithm."""
+
+_HERE = {
+    "boost_config_dict": "config=",
+    "boost_level": "level=",
+    "amp_level": 'config={"extra": {"autocast": True}}',
+    "loss_scale_manager": "scaler=",
+    "loss_fn": "boosted.step(loss_fn)",
+}
+"""MindSpore's name of an argument -> what takes its place."""
 
 # A second boost of a model finds the first one here. Both sides are weak: a model keeps no optimizer alive.
 _BOOSTED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Boosted]] = weakref.WeakKeyDictionary()
@@ -328,6 +340,7 @@ def boost(
     loop: Loop = "own",
     calibrate: Calibrate = "auto",
     verify: bool = True,
+    **_unknown: Never,
 ) -> Boosted:
     """Make the training of a model faster within the accuracy that a level promises. The loop stays the same.
 
@@ -399,6 +412,8 @@ def boost(
         >>> loss.backward()
         >>> optimizer.step()
     """
+    for argument in _unknown:
+        raise TypeError(f"boost takes no {argument!r}{hint_for(argument, _TAKEN, _HERE)}")
     if isinstance(optimizer, str):
         if (other := BoostConfig.load(config).recipe.optimizer) is not None:
             found = f"{other!r}, and the optimizer {optimizer!r} by name"
@@ -420,6 +435,10 @@ def boost(
     )
     warn_of_missing_length(boosted, config, total_steps, loop)
     return boosted
+
+
+_TAKEN = {name: one for name, one in inspect.signature(boost).parameters.items() if name != "_unknown"}
+vars(boost)["__signature__"] = inspect.signature(boost).replace(parameters=list(_TAKEN.values()))
 
 
 def prepare(

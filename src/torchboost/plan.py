@@ -577,8 +577,8 @@ def _settings(entry: Entry, config: BoostConfig, level: str, facts: Facts) -> tu
                 origins[ours] = f"{entry.section}.{key}"
             if ours in origins or not auto:
                 settings[ours] = _valued(entry, section, key)
-    known = {ours: getattr(facts, fact) for fact, ours in entry.facts.items()}
-    settings |= {ours: value for ours, value in known.items() if value is not None}
+    known = {name: getattr(facts, name) for name in entry.facts}
+    settings |= {name: value for name, value in known.items() if value is not None}
     extra = config.extra.get(entry.name, True)
     if isinstance(extra, dict):
         settings |= extra

@@ -203,7 +203,7 @@ class Entry:
         section: Section of MindSpore's JSON that holds its settings; empty if MindSpore has none.
         words: Key of that section -> name of the setting.
         values: Key of that section -> names of its values here, if they differ.
-        facts: Fact -> setting that takes its value if the fact is known and the setting is not written.
+        facts: Settings that are facts, which count if they are known and the setting is not written.
         brings: Key of that section -> algorithm that this key switches on and off together with this one.
         unusable: Why these facts rule the algorithm out, or None.
         unproven: Why a level should leave it out on these facts although it would work. A request by name overrides
@@ -220,7 +220,7 @@ class Entry:
     section: str = ""
     words: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, Mapping[Any, Any]] = field(default_factory=dict)
-    facts: Mapping[str, str] = field(default_factory=dict)
+    facts: tuple[str, ...] = ()
     brings: Mapping[str, str] = field(default_factory=dict)
     unusable: Callable[[Facts], str | None] = _never
     unproven: Callable[[Facts], str | None] = _never
@@ -445,14 +445,14 @@ _ENTRIES = (
             "total_steps": "total_steps",
         },
         values={"freeze_type": dict(enumerate(get_args(Pattern)))},
-        facts={"total_steps": "total_steps"},
+        facts=("total_steps",),
         unproven=_freeze_unproven,
         removed={"costs": None, "step_seconds": 0, "recompile_seconds": 0, "cache_path": None},
     ),
     Entry(
         algorithm=TokenDrop,
         summary="computes random tokens in the middle blocks of a transformer, fewer at first",
-        facts={"total_steps": "total_steps"},
+        facts=("total_steps",),
     ),
     Entry(algorithm=FusedOptimizer, summary="updates all parameters in one kernel", lever=True, of_optimizer=True),
     Entry(
@@ -474,7 +474,7 @@ _ENTRIES = (
         summary="averages gradients inside a node and combines the nodes by AdaSum",
         section="common",
         words={"gradient_split_groups": "split_groups"},
-        facts={"devices_per_node": "devices_per_node"},
+        facts=("devices_per_node",),
         unusable=_needs_nodes,
         removed={"on": "delta"},
     ),
