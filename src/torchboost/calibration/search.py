@@ -152,8 +152,8 @@ def search(
         One verdict for each lever, in the given order, and how many times as fast a step of the chosen combination is
         as a plain one. None if it was not measured.
     """
-    told = dict(prices or {}), dict(undecided or {}), dict(forms or {})
-    return _Search(list(levers), bench, budget, steps, *told, last_step=step_seconds).run()
+    told, seconds = (dict(prices or {}), dict(undecided or {}), dict(forms or {})), budget(step_seconds)
+    return _Search(list(levers), bench, budget, steps, *told, step_seconds, seconds, seconds, seconds).run()
 
 
 def _pairs(sample: _Sample) -> str:
@@ -187,16 +187,13 @@ class _Search:
     undecided: dict[str, bool]
     forms: dict[str, Sequence[str]]
     last_step: float
-    announced: float = field(init=False)
-    seconds: float = field(init=False)
-    until: float = field(init=False)
+    announced: float
+    seconds: float
+    until: float
     kept: list[str] = field(default_factory=list)
     verdicts: dict[str, Verdict] = field(default_factory=dict)
     open: set[str] = field(default_factory=set)
     assumed: set[str] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self.until = self.seconds = self.announced = self.budget(self.last_step)
 
     def run(self) -> tuple[tuple[Verdict, ...], Interval | None]:
         free = [lever for lever in self.levers if lever not in self.prices]
