@@ -97,7 +97,6 @@ class Levers:
         self.checks: dict[str, str] = {}
         self.withdrawn: dict[str, str] = {}
         self._decisions: dict[str, tuple[bool, str]] = {}
-        self._forms: Sequence[Algorithm] = ()
         self._loaded: Choice | None = None
         self._waste: WasteReport | None = None
         self._padded = 0.0
@@ -150,7 +149,7 @@ class Levers:
     def plan(self) -> Plan:
         """What runs, and what was left out with the reason."""
         decisions = {name: decision for name, decision in self._decisions.items() if name not in self.withdrawn}
-        return self.asked.without(self.withdrawn).chosen(decisions, self._forms)
+        return self.asked.without(self.withdrawn).chosen(decisions)
 
     def explanation(self) -> Explanation:
         """Return what was asked for, what was decided, and what the checks have shown."""
@@ -341,7 +340,7 @@ class Levers:
             return
         self.choice = choice
         self._decisions |= {v.lever: (v.kept, v.reason) for v in choice.verdicts}
-        self._forms = calibration.in_form(choice, device_of(target.model)).levers
+        self.asked = replace(self.asked, levers=calibration.in_form(choice, device_of(target.model)).levers)
         nothing = choice.source == "trial" and not choice.gains
         said = f"{self.asked.level}: {choice.summary(self._untimed)}"
         announced = nothing or (choice.source == "trial" and choice.budget >= WORTH_A_WORD)
@@ -411,7 +410,8 @@ class Levers:
                 return
             self.state, self._loaded = "decided", choice.only(calibration.levers)
             device = device_of(self._target.model)
-            levers = [a for a in calibration.in_form(choice, device).levers if a.name not in calibration.fixed]
+            self.asked = replace(self.asked, levers=calibration.in_form(choice, device).levers)
+            levers = [a for a in self.asked.levers if a.name not in calibration.fixed]
             if text := choice.measured_elsewhere(device):
                 _LOG.warning("%s: %s", self.asked.level, text)
         else:
@@ -421,7 +421,6 @@ class Levers:
         changes = [lever for lever in levers if written[lever.name] is not (lever.name in self.attached)]
         reason = "the checkpoint was trained without it"
         self._decisions |= {lever.name: (written[lever.name], reason) for lever in (levers if measures else changes)}
-        self._forms = levers
         for lever in changes:
             on_or_off = "on" if written[lever.name] else "off"
             _LOG.info("%s: %s is %s, as in the checkpoint.", self.asked.level, lever.name, on_or_off)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import reprlib
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -202,12 +202,11 @@ class Plan:
         plan = self.without({name: reason for name, reason in idle.items() if name in on})
         return replace(plan, levers=tuple(a for a in plan.levers if a.name not in idle), served=tuple(served.items()))
 
-    def chosen(self, decisions: Mapping[str, tuple[bool, str]], forms: Iterable[Algorithm] = ()) -> Plan:
+    def chosen(self, decisions: Mapping[str, tuple[bool, str]]) -> Plan:
         """Return the plan with levers switched on and off.
 
         Args:
             decisions: Name of a lever -> whether it is on, and the reason if it is off. Other levers stay as they are.
-            forms: Levers with the settings that a trial has chosen; those of :attr:`levers` for the others.
 
         Raises:
             ValueError: A name is not one of :attr:`levers`.
@@ -217,7 +216,6 @@ class Plan:
         if unknown:
             raise ValueError(f"found {', '.join(unknown)}; the levers of this plan are {', '.join(levers) or 'none'}.")
         others = [a for a in self.algorithms if a.name not in decisions]
-        levers |= {form.name: form for form in forms}
         on = [levers[name] for name, (kept, _) in decisions.items() if kept]
         off = tuple(Dropped(name, reason) for name, (kept, reason) in decisions.items() if not kept)
         return replace(
