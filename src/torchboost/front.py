@@ -118,7 +118,7 @@ class Boosted:
 
     @property
     def choice(self) -> Choice | None:
-        """What the trial of the speed levers found out. None before the first training call."""
+        """What the trial of the speed levers found out, or a checkpoint says. None before the first training call."""
         return self.levers.choice
 
     @property
@@ -209,8 +209,8 @@ class Boosted:
         """Return what a checkpoint needs in addition to the states of model, optimizer and the loop's scaler."""
         state: dict[str, Any] = {"attached": self.attached.state_dict()}
         levers = state["attached"].pop(LEVERS, None)
-        if self.levers.saved_choice is not None:
-            state["choice"] = self.levers.saved_choice.model_dump_json()
+        if self.choice is not None:
+            state["choice"] = self.choice.model_dump_json()
         elif levers:
             state["levers"] = levers
         if self.withdrawn:

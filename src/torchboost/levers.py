@@ -77,7 +77,7 @@ class Levers:
         state: Of the levers.
         due: Whether the first training call has still to come.
         ended: Whether a trainer has said that the training has ended.
-        choice: What the trial found out; None before the first training call, and if nothing is measured.
+        choice: What the trial found out, or a checkpoint says; None before, and if nothing is measured.
         checks: Lever -> how far its step is from the plain one, in words.
         withdrawn: What was taken out of the run -> the reason.
     """
@@ -97,7 +97,6 @@ class Levers:
         self.checks: dict[str, str] = {}
         self.withdrawn: dict[str, str] = {}
         self._decisions: dict[str, tuple[bool, str]] = {}
-        self._loaded: Choice | None = None
         self._waste: WasteReport | None = None
         self._padded = 0.0
         self._forward = forward
@@ -276,7 +275,7 @@ class Levers:
         if calibration is None or self.state == "removed" or not is_training_call(target.model, call):
             return calibration is None or self.state == "removed"
         ranks = deciding_ranks(calibration, target)
-        if ranks == [] and self._loaded is None:
+        if ranks == [] and self.choice is None:
             return False
         self._look_at(self._waiting)
         if self._calibration is None:
@@ -287,7 +286,7 @@ class Levers:
         elif ranks is not None and not calibration.sharded:
             calibration = calibration.with_formats_as(self.attached)
         with self._changed() as (kept, detach):
-            choice, kept[:] = decide(target, calibration, call, self._loaded, detach)
+            choice, kept[:] = decide(target, calibration, call, self.choice, detach)
         self._settle(choice, call)
         return True
 
@@ -323,7 +322,7 @@ class Levers:
                 self.attached.adopt(attach_all(self._target, missing))
 
     def _settle(self, choice: Choice, call: Call) -> None:
-        self.due, self._unseen, self._gate, self._loaded = False, False, None, None
+        self.due, self._unseen, self._gate = False, False, None
         self.state = "decided"
         calibration, target = self._calibration, self._target
         self._padded = padded_share(target, call)
@@ -374,7 +373,7 @@ class Levers:
 
     def note_update(self) -> None:
         """Note an update. Without a training call before it, which may never come, the prior decides."""
-        if not self.due or self._unseen or self._loaded is not None:
+        if not self.due or self._unseen or self.choice is not None:
             return
         self._unseen = True
         self._look_at(self._waiting)
@@ -389,15 +388,9 @@ class Levers:
         """Return the levers that a resumed run must have; empty if the first training call has still to decide."""
         if self.state != "decided":
             return {}
-        choice = self.saved_choice
-        forms = choice.levers if choice is not None else {}
+        forms = self.choice.levers if self.choice is not None else {}
         levers = self.asked.without(self.withdrawn).levers
         return {lever.name: lever.name in self.attached and (forms.get(lever.name) or True) for lever in levers}
-
-    @property
-    def saved_choice(self) -> Choice | None:
-        """The choice that a checkpoint holds."""
-        return self._loaded or self.choice
 
     def follow(self, choice: Choice | None) -> None:
         """Compute as a checkpoint did, without a trial: bfloat16 may be found faster or slower here."""
@@ -408,7 +401,7 @@ class Levers:
             self._look_at(self._waiting)
             if (calibration := self._calibration) is None:
                 return
-            self.state, self._loaded = "decided", choice.only(calibration.levers)
+            self.state, self.choice = "decided", choice.only(calibration.levers)
             device = device_of(self._target.model)
             self.asked = replace(self.asked, levers=calibration.in_form(choice, device).levers)
             levers = [a for a in self.asked.levers if a.name not in calibration.fixed]
