@@ -179,14 +179,6 @@ def _counted(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def _never(facts: Facts) -> str | None:
-    return None
-
-
-def _nothing_counted(model: nn.Module) -> str:
-    return ""
-
-
 def _removed_norms(model: nn.Module) -> str:
     removed = sum(isinstance(module, RemovedNorm) for module in model.modules())
     left = sum(isinstance(module, AnyBatchNorm) for module in model.modules())
@@ -222,22 +214,18 @@ class Entry:
     values: Mapping[str, Mapping[Any, Any]] = field(default_factory=dict)
     facts: tuple[str, ...] = ()
     brings: Mapping[str, str] = field(default_factory=dict)
-    unusable: Callable[[Facts], str | None] = _never
-    unproven: Callable[[Facts], str | None] = _never
+    unusable: Callable[[Facts], str | None] = lambda _: None
+    unproven: Callable[[Facts], str | None] = lambda _: None
     lever: bool = False
     once: bool = False
     of_optimizer: bool = False
     removed: Mapping[str, Any] = field(default_factory=dict)
-    done: Callable[[nn.Module], str] = _nothing_counted
+    done: Callable[[nn.Module], str] = lambda _: ""
 
     @property
     def name(self) -> str:
         """The JSON name."""
         return self.algorithm.name
-
-
-def _needs_convolutions(facts: Facts) -> str | None:
-    return "the model has no convolution" if facts.convolutions == 0 else None
 
 
 LARGE_MATRIX = 65_536
@@ -263,10 +251,6 @@ def _partial_unproven(facts: Facts) -> str | None:
     if facts.device == "cpu":
         return None
     return f"its gain is not measured on {facts.device} yet; ask for it by its name in extra"
-
-
-def _threads_unproven(facts: Facts) -> str | None:
-    return "it is tried only if torch does not use all cores and the program has set no number; ask with extra.threads"
 
 
 def _tf32_unproven(facts: Facts) -> str | None:
@@ -339,10 +323,6 @@ def _less_bn_unproven(facts: Facts) -> str | None:
     )
 
 
-def _centralization_unproven(facts: Facts) -> str | None:
-    return _of_another_kind(facts, "gradient_centralization") or _too_short(facts, "gradient_centralization")
-
-
 # On CPU compilation paid in deep networks only, after so many steps (docs/levels.md).
 COMPILE_CONVOLUTIONS = 50
 COMPILE_STEPS = 5_000
@@ -394,12 +374,14 @@ _ENTRIES = (
     Entry(
         algorithm=GradientCentralization,
         summary="subtracts the mean from the gradient of each filter",
-        unproven=_centralization_unproven,
+        unproven=lambda facts: (
+            _of_another_kind(facts, GradientCentralization.name) or _too_short(facts, GradientCentralization.name)
+        ),
     ),
     Entry(
         algorithm=ChannelsLast,
         summary="stores images and kernels channels-last",
-        unusable=_needs_convolutions,
+        unusable=lambda facts: "the model has no convolution" if facts.convolutions == 0 else None,
         lever=True,
     ),
     Entry(
@@ -412,7 +394,9 @@ _ENTRIES = (
     Entry(
         algorithm=Threads,
         summary="computes with another number of CPU threads",
-        unproven=_threads_unproven,
+        unproven=lambda _: (
+            "it is tried only if torch does not use all cores and the program has set no number; ask with extra.threads"
+        ),
         lever=True,
     ),
     Entry(
