@@ -212,8 +212,12 @@ class Passes:
         return self._streams.drawn()
 
     def _gradient_for(self, output: Tensor) -> Tensor:
-        """Return a fixed gradient, zero at positions of outputs that no loss reads."""
-        gradient = _gradient_for(output)
+        """Return a fixed gradient of norm 1, zero at positions that no loss reads. It uses no default generator."""
+        generator = torch.Generator("cpu").manual_seed(0)
+        gradient = torch.randn(output.shape, generator=generator, device="cpu") / max(1.0, output.numel() ** 0.5)
+        gradient = gradient.to(output.device, output.dtype)
+        if output.numel() == 1:
+            gradient = torch.ones_like(output, requires_grad=False)
         for mask in self.unread if output.ndim > 1 else ():
             if mask.shape == output.shape[:2]:
                 gradient = gradient * mask.view(*mask.shape, *[1] * (output.ndim - 2))
@@ -359,12 +363,3 @@ def _computed(tensor: Tensor, like: Tensor | None = None) -> Tensor:
     if not isinstance(rows, Rows):
         return tensor
     return rows.rows if like is None else rows.operand(tensor)
-
-
-def _gradient_for(output: Tensor) -> Tensor:
-    """Return a fixed gradient of norm 1 with the shape of ``output``. The default generators are not used."""
-    if output.numel() == 1:
-        return torch.ones_like(output, requires_grad=False)
-    generator = torch.Generator("cpu").manual_seed(0)
-    values = torch.randn(output.shape, generator=generator, device="cpu") / max(1.0, output.numel() ** 0.5)
-    return values.to(output.device, output.dtype)
