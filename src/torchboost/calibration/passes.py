@@ -19,7 +19,7 @@ from torchboost.calibration.snapshot import Damage, Snapshot, Streams, plain, st
 from torchboost.calibration.watch import Call
 from torchboost.core.algorithm import Target
 from torchboost.core.forward import tensors_in, with_tensors
-from torchboost.core.torch_private import end_pass, version
+from torchboost.core.torch_private import end_pass, is_reentrant_checkpoint, version
 from torchboost.core.wrapping import sharded_units
 from torchboost.distributed.agreement import ranks_of_shards
 from torchboost.errors import IncompatibleError
@@ -152,9 +152,8 @@ class Passes:
             between: Called between the two.
 
         Raises:
-            IncompatibleError: No output of the model depends on its parameters.
-            RuntimeError: A part of the model runs inside a checkpoint with ``use_reentrant=True``, which torch allows
-                no pass that leaves ``.grad`` alone.
+            IncompatibleError: No output of the model depends on its parameters, or a part of the model runs inside a
+                checkpoint with ``use_reentrant=True``, whose backward pass would add to ``.grad`` and call its hooks.
         """
         context = contextvars.copy_context()
         context.run(NOTHING_READS.set, True)
@@ -170,6 +169,11 @@ class Passes:
             raise IncompatibleError("no output of the model depends on its parameters, so there is no backward pass")
         if self._seeds is None or [s.shape for s in self._seeds] != [e.shape for e in ends]:
             self._seeds = [self._gradient_for(end) for end in ends]
+            if any(_has_reentrant_checkpoint(_computed(end)) for end in ends):
+                raise IncompatibleError(
+                    "torch.utils.checkpoint with use_reentrant=True allows no pass that leaves .grad alone; use "
+                    "use_reentrant=False"
+                )
         if self._written is None:
             moved = [copy.is_floating_point() and version(copy) != before for copy, before in self._copies]
             self._written = [index for index, changed in enumerate(moved) if changed]
@@ -363,3 +367,20 @@ def _computed(tensor: Tensor, like: Tensor | None = None) -> Tensor:
     if not isinstance(rows, Rows):
         return tensor
     return rows.rows if like is None else rows.operand(tensor)
+
+
+def _has_reentrant_checkpoint(end: Tensor) -> bool:
+    """Whether ``torch.utils.checkpoint`` with ``use_reentrant=True`` is in the graph.
+
+    ``autograd.grad`` refuses it, or does not enter it, since its parameters are not in the graph.
+    """
+    waiting, seen = [end.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if is_reentrant_checkpoint(node):
+            return True
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+    return False
