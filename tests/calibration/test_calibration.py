@@ -444,7 +444,9 @@ def test_a_price_that_is_worth_it_makes_the_trial_longer():
 def test_a_trial_on_the_cpu_is_not_longer_for_the_price_of_compilation(monkeypatch):
     monkeypatch.delenv("TORCHBOOST_CALIBRATE")
     asked = []
-    monkeypatch.setattr(module.Calibration, "seconds", lambda self, step, price=None: asked.append(price) or 0.3)
+    monkeypatch.setattr(
+        module.Calibration, "seconds", lambda self, step, price=None, spent=0.0: asked.append(price) or 0.3
+    )
     model = network()
     torchboost.boost(model, adamw(model), level="O1", total_steps=10_000).model(batches()[0][0])
     assert set(asked) == {None}
