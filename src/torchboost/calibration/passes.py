@@ -269,7 +269,9 @@ def distance(plain: Tensor, other: Tensor | None = None) -> float:
         if numbers.shape != base.shape or not torch.equal(finite, torch.isfinite(numbers)):
             return math.inf
         difference = numbers - base
-    return float(torch.linalg.vector_norm(difference.masked_fill(~finite, 0.0)))
+    if not bool(finite.all()):
+        difference = difference.masked_fill(~finite, 0.0)
+    return float(torch.linalg.vector_norm(difference))
 
 
 def _numbers_of(tensor: Tensor) -> Tensor:
