@@ -483,11 +483,9 @@ _ENTRIES = (
 REGISTRY: Mapping[str, Entry] = MappingProxyType({entry.name: entry for entry in _ENTRIES})
 """Every algorithm by its JSON name."""
 
-_SYSTEM = tuple(
-    lever.name
-    for lever in (Threads, Unpad, SparseHead, ChannelsLast, Autocast, MatmulPrecision, FusedOptimizer, Compile)
-)
-"""The levers of the levels, in the order of the trial, with their default settings."""
+_ORDER = (Threads, Unpad, SparseHead, ChannelsLast, Autocast, MatmulPrecision, FusedOptimizer, Compile)
+_SYSTEM: dict[str, Algorithm] = {lever.name: lever() for lever in _ORDER}
+"""The levers of the levels, in the order of the trial, with their default settings. Plans share these values."""
 
 LEVELS: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {
@@ -517,6 +515,8 @@ def build(entry: Entry, settings: Mapping[str, Any], origins: Mapping[str, str])
     Raises:
         ConfigError: A setting is unknown, of a wrong type, or out of range.
     """
+    if not settings and entry.name in _SYSTEM:
+        return _SYSTEM[entry.name]
     hints = _hints(entry.algorithm)
     values = {k: _frozen(value) for k, value in settings.items() if (k, value) not in entry.removed.items()}
     for key, value in values.items():
