@@ -19,10 +19,10 @@ import torchboost
 from tests.support.boosted import batch, hooks, pair, small_net, train
 from tests.support.conv_nets import vgg
 from torchboost import IncompatibleError, NoEffectWarning, Target, boost, prepare
-from torchboost.front import Host, boosted_of
+from torchboost.front import boosted_of
 from torchboost.graph import trace
 from torchboost.optim import ScheduleFreeAdamW
-from torchboost.registry import REGISTRY
+from torchboost.registry import REGISTRY, Host
 from torchboost.sheet import Sheet
 from torchboost.workloads.models import Bottleneck, ResNet
 
@@ -436,7 +436,7 @@ def test_facts_are_those_of_the_loop(bfloat16):
     bfloat16(2.0, 2.0)
     facts = Host(loop="transformers", precision="bf16").facts(nn.Linear(2, 2))
     assert (facts.loop, facts.precision) == ("transformers", "bf16")
-    assert Host(together=True).facts(nn.Linear(8, 8)).half_precision is True
+    assert Host(loop="transformers").facts(nn.Linear(8, 8)).half_precision is True
 
 
 def test_a_prepared_model_is_attached_later():
@@ -463,21 +463,19 @@ def test_what_has_transformed_the_model_before_stays_on():
 
 
 @pytest.mark.parametrize(
-    ("more", "named", "said"),
+    ("named", "said"),
     [
-        ((), {"boost_config_dict": {}}, "boost takes no 'boost_config_dict', which is MindSpore's name; here it is c"),
-        ((), {"boost_level": "O1"}, "boost takes no 'boost_level', which is MindSpore's name; here it is level=."),
-        ((), {"total_step": 10}, "boost takes no 'total_step'; did you mean 'total_steps'?"),
         (
-            ({"boost": {}},),
-            {},
-            "by position, and found {'boost': {}} after them; give the others by name, as in config=.",
+            {"boost_config_dict": {}},
+            "boost takes no 'boost_config_dict', which is MindSpore's name; here it is config=",
         ),
+        ({"boost_level": "O1"}, "boost takes no 'boost_level', which is MindSpore's name; here it is level=."),
+        ({"total_step": 10}, "boost takes no 'total_step'; did you mean 'total_steps'?"),
     ],
 )
-def test_arguments_that_it_does_not_take_are_translated(more, named, said):
+def test_arguments_that_it_does_not_take_are_translated(named, said):
     model, optimizer = pair()
     with pytest.raises(TypeError, match=re.escape(said)):
-        boost(model, optimizer, "O1", *more, **named)
+        boost(model, optimizer, "O1", **named)
     assert not hooks(optimizer)
-    assert not {"_rest", "_unknown"} & set(inspect.signature(boost).parameters)
+    assert "_unknown" not in inspect.signature(boost).parameters

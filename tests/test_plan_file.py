@@ -38,7 +38,7 @@ ONE_RANK = st.builds(
     convolutions=st.sampled_from([None, 0, 7, 53]),
     trained=st.sampled_from([None, False, True]),
     total_steps=st.none() | st.integers(1, 10**7),
-    loop=st.sampled_from(["torchboost", "own", "transformers", "lightning", "accelerate"]),
+    loop=st.sampled_from(["own", "transformers", "lightning", "accelerate"]),
 )
 
 

@@ -45,11 +45,11 @@ from .errors import RankDisagreementError as RankDisagreementError
 from .errors import ScaleCollapseWarning as ScaleCollapseWarning
 from .front import Boosted as Boosted
 from .front import boost as boost
+from .front import prepare as prepare
 from .graph.folding import fold_batch_norms as fold_batch_norms
 from .guard import Guard as Guard
 from .optim.pipeline import GradientPipeline as GradientPipeline
 from .plan import Plan as Plan
-from .preparation import prepare as prepare
 from .registry import LEVELS as LEVELS
 from .registry import REGISTRY as REGISTRY
 from .registry import Facts as Facts

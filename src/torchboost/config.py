@@ -157,7 +157,8 @@ class RecipeSection(_Section):
     @property
     def built_lr(self) -> float:
         """The learning rate of the optimizer that is built."""
-        return self.lr if self.lr is not None else _RATES.get(self.optimizer or "", 0.001)
+        usual = 0.02 if self.optimizer == "muon" else 0.001
+        return self.lr if self.lr is not None else usual
 
     def steps_of(self, total_steps: int) -> int:
         """Return the number of updates to train in place of ``total_steps``, at least 1."""
@@ -176,10 +177,6 @@ class RecipeSection(_Section):
         general = {"muon": "Muon at {:g} for the hidden matrices", "schedule_free_adamw": "schedule-free AdamW at {:g}"}
         parts += [built or general[self.optimizer].format(self.built_lr)] if self.optimizer is not None else []
         return ", ".join(parts)
-
-
-_RATES = {"muon": 0.02}
-"""Learning rates of the optimizers that a recipe builds, if it gives none and they are not 0.001."""
 
 
 class BoostConfig(_Section):

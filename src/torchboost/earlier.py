@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
@@ -12,6 +11,7 @@ from torch.optim import Optimizer
 
 from torchboost.algorithms.gradient_centralization import GradientCentralization
 from torchboost.algorithms.less_bn import LessBn
+from torchboost.core.algorithm import Attachment
 
 __all__ = ["O1_HAD", "check_against_o1", "watch_for_o1"]
 
@@ -38,15 +38,12 @@ def check_against_o1(state: Mapping[str, Any], model: nn.Module, known: Collecti
         raise ValueError(f"the checkpoint was written with {' and '.join(off)}, which {verb} off here. {_remedy(off)}")
 
 
-def watch_for_o1(optimizers: Iterable[Optimizer], norms: int) -> ExitStack:
+def watch_for_o1(optimizers: Iterable[Optimizer], norms: int) -> Attachment:
     """Let optimizers refuse a state that lacks parameters of BatchNorms, with what to do. Torch's error has no reason.
 
     Args:
         optimizers: Of a model.
         norms: Number of its BatchNorms.
-
-    Returns:
-        Closing it ends that.
     """
 
     def look(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -59,10 +56,7 @@ def watch_for_o1(optimizers: Iterable[Optimizer], norms: int) -> ExitStack:
                 f"are of the same model and nothing was frozen, {remedy[0].lower()}{remedy[1:]}"
             )
 
-    handles = ExitStack()
-    for optimizer in optimizers:
-        handles.callback(optimizer.register_load_state_dict_pre_hook(look).remove)
-    return handles
+    return Attachment(*(optimizer.register_load_state_dict_pre_hook(look) for optimizer in optimizers))
 
 
 def _remedy(names: Iterable[str]) -> str:

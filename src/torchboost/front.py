@@ -7,8 +7,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from torchboost.calibration.calibration import Calibrate, resolved
 from torchboost.calibration.choice import Choice
 from torchboost.calibration.waste import WasteReport
 from torchboost.config import BoostConfig, ConfigSource
-from torchboost.core.algorithm import LEVERS, AttachedAlgorithms, Scaler, Target
+from torchboost.core.algorithm import LEVERS, Algorithm, AttachedAlgorithms, Scaler, Target
 from torchboost.core.arguments import (
     check_loss_fn,
     check_module,
@@ -34,8 +33,7 @@ from torchboost.core.arguments import (
 from torchboost.core.step import TrainStep
 from torchboost.core.torch_private import step_post_hooks
 from torchboost.core.wrapping import already_wrapped, hookable, wrapper_of
-from torchboost.distributed.agreement import from_first_rank
-from torchboost.errors import ConfigError, IncompatibleError, NoEffectWarning, shown
+from torchboost.errors import ConfigError, IncompatibleError, NoEffectWarning
 from torchboost.graph.trace import shared_traces
 from torchboost.inference import fast_copy
 from torchboost.levers import Levers
@@ -43,11 +41,11 @@ from torchboost.optim.named import check_given, named_optimizer
 from torchboost.optim.recipe import apply_recipe
 from torchboost.optim.rules.options import hint_for
 from torchboost.optim.rules.schedule_free import warn_of_training_weights
-from torchboost.plan import Plan, why_idle
-from torchboost.registry import Facts, Loop
+from torchboost.plan import Plan
+from torchboost.registry import Facts, Host, Loop
 from torchboost.tasks import Task, with_task
 
-__all__ = ["Boosted", "Host", "boost", "boosted_of"]
+__all__ = ["Boosted", "boost", "boosted_of", "prepare"]
 
 _LONG_RUN = 1_000_000
 """A run of so many steps repays the start-up cost of every algorithm."""
@@ -63,31 +61,6 @@ _HERE = {
 
 # A second boost of a model finds the first one here. Both sides are weak: a model keeps no optimizer alive.
 _BOOSTED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Boosted]] = weakref.WeakKeyDictionary()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Host:
-    """Who owns the training loop, and what it does around the model.
-
-    Args:
-        loop: See :func:`boost`.
-        precision: The mixed precision in which a trainer computes, in its own words; empty if it uses none.
-        forward: Makes the context in which it computes each forward pass.
-        together: Whether all ranks ask for the facts together, as in a trainer.
-    """
-
-    loop: Loop = "own"
-    precision: str = ""
-    forward: Callable[[], AbstractContextManager[Any]] = nullcontext
-    together: bool = False
-
-    def facts(self, model: nn.Module) -> Facts:
-        """Look at the machine and the model. The speed of bfloat16 is then that of the first rank."""
-        facts = Facts.measure(model, loop=self.loop, precision=self.precision)
-        if not self.together:
-            return facts
-        fast, reason = from_first_rank((facts.half_precision, facts.half_precision_reason))
-        return replace(facts, half_precision=fast, half_precision_reason=reason)
 
 
 class Boosted:
@@ -145,7 +118,7 @@ class Boosted:
 
     @property
     def choice(self) -> Choice | None:
-        """What the trial of the speed levers found out. None before the first training call."""
+        """What the trial of the speed levers found out, or a checkpoint says. None before the first training call."""
         return self.levers.choice
 
     @property
@@ -236,8 +209,8 @@ class Boosted:
         """Return what a checkpoint needs in addition to the states of model, optimizer and the loop's scaler."""
         state: dict[str, Any] = {"attached": self.attached.state_dict()}
         levers = state["attached"].pop(LEVERS, None)
-        if self.levers.saved_choice is not None:
-            state["choice"] = self.levers.saved_choice.model_dump_json()
+        if self.choice is not None:
+            state["choice"] = self.choice.model_dump_json()
         elif levers:
             state["levers"] = levers
         if self.withdrawn:
@@ -253,12 +226,11 @@ class Boosted:
             ValueError: The checkpoint was written with other algorithms. Nothing is loaded, but what it had withdrawn
                 is withdrawn.
         """
-        optional = {"choice", "levers", "withdrawn"}
-        present = set(self.state_dict()) - optional
-        if set(state) - optional != present:
-            there, here = set(state) - optional - present, present - set(state)
-            found = [f"has {' and '.join(sorted(there))}"] if there else []
-            found += [f"lacks {' and '.join(sorted(here))}"] if here else []
+        brings = self.brings_scaler and self.scaler is not None
+        needed, written = {"attached", *(["scaler"] if brings else [])}, set(state) - {"choice", "levers", "withdrawn"}
+        if written != needed:
+            found = [f"has {' and '.join(sorted(written - needed))}"] if written - needed else []
+            found += [f"lacks {' and '.join(sorted(needed - written))}"] if needed - written else []
             raise ValueError(
                 f"the checkpoint {' and '.join(found)}, unlike this boosted model; boost the model with the level, the "
                 "configuration and the scaler that the checkpoint was written with."
@@ -268,7 +240,7 @@ class Boosted:
             self.withdraw(name, reason)
         self.attached.load_state_dict(state["attached"], awaited=chosen.kept if chosen is not None else ())
         self.levers.follow(chosen)
-        if self.brings_scaler and self.scaler is not None:
+        if brings and self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
 
     def withdraw(self, name: str, reason: str) -> None:
@@ -358,7 +330,7 @@ def boost(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer] | str,
     level: str = "O1",
-    *_rest: Never,
+    *,
     lr: float | None = None,
     adamw_lr: float | None = None,
     task: Task | None = None,
@@ -440,7 +412,8 @@ def boost(
         >>> loss.backward()
         >>> optimizer.step()
     """
-    _check_taken(_rest, _unknown)
+    for argument in _unknown:
+        raise TypeError(f"boost takes no {argument!r}{hint_for(argument, _TAKEN, _HERE)}")
     if isinstance(optimizer, str):
         if (other := BoostConfig.load(config).recipe.optimizer) is not None:
             found = f"{other!r}, and the optimizer {optimizer!r} by name"
@@ -464,17 +437,42 @@ def boost(
     return boosted
 
 
-_TAKEN = {name: one for name, one in inspect.signature(boost).parameters.items() if not name.startswith("_")}
+_TAKEN = {name: one for name, one in inspect.signature(boost).parameters.items() if name != "_unknown"}
 vars(boost)["__signature__"] = inspect.signature(boost).replace(parameters=list(_TAKEN.values()))
 
 
-def _check_taken(rest: Sequence[object], unknown: Iterable[str]) -> None:
-    """Raise ``TypeError`` for arguments that :func:`boost` does not take, with the name that it takes instead."""
-    for name in unknown:
-        raise TypeError(f"boost takes no {name!r}{hint_for(name, _TAKEN, _HERE)}")
-    if rest:
-        found = f"boost takes model, optimizer and level by position, and found {shown(rest[0])} after them"
-        raise TypeError(f"{found}; give the others by name, as in config=.")
+def prepare(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    level: str = "O1",
+    total_steps: int | None = None,
+    config: ConfigSource | None = None,
+) -> Plan:
+    """Change the modules of a bare model before it is sharded or wrapped, and return the plan to attach later.
+
+    FSDP2 replaces the parameters, so the optimizer is built after sharding. Prepare the bare model, shard it, build the
+    optimizer, then call ``plan.attach(torchboost.Target(model, optimizer))``. Nothing is measured or checked; rules
+    choose the levers.
+
+    Args:
+        model: Changed in place. It must be on the device that it will train on.
+        optimizer: If it exists already, it follows the parameters that are replaced.
+        level: As are ``total_steps`` and ``config``: see :func:`torchboost.boost`, also for the errors.
+        total_steps: Updates of the whole run.
+        config: Settings that override the level.
+
+    Raises:
+        IncompatibleError: The model is already wrapped, or the configuration has a recipe, which only
+            :func:`torchboost.boost` applies. Nothing is changed.
+    """
+    plan = Plan.of(level, config, Facts.measure(model, loop="own"), total_steps=total_steps)
+    plan.check_recipe()
+    changing = [a for a in plan.algorithms if type(a).applied is not Algorithm.applied]
+    idle = [a.name for a in changing if not (a.needs_transform(model) or a.applied(model))]
+    plan = replace(plan.without(dict.fromkeys(idle, "it finds nothing to change in this model")), levers=())
+    plan.transform(model, optimizer)
+    return plan
 
 
 def attach(
@@ -587,10 +585,10 @@ def warn_of_missing_length(boosted: Boosted, config: ConfigSource | None, total_
     """Warn about algorithms that the level left out only because ``total_steps`` is missing."""
     if total_steps is not None or not any("total_steps" in entry.reason for entry in boosted.levers.asked.dropped):
         return
-    facts = replace(Facts.measure(boosted.model, loop=loop), total_steps=_LONG_RUN)
-    running, plan = {a.name for a in boosted.levers.asked.algorithms}, Plan.of(boosted.plan.level, config, facts)
-    others, optimizers = [a for a in plan.algorithms if a.name not in running], list(map(hookable, boosted._all_given))
-    missed = [algorithm.name for algorithm in others if why_idle(algorithm, boosted.model, optimizers) is None]
+    running, facts = {a.name for a in boosted.levers.asked.algorithms}, Facts.measure(boosted.model, loop=loop)
+    plan = Plan.of(boosted.plan.level, config, replace(facts, total_steps=_LONG_RUN))
+    plan = plan.fit(boosted.model, *boosted._all_given, but=running)
+    missed = [algorithm.name for algorithm in plan.algorithms if algorithm.name not in running]
     if missed:
         warnings.warn(
             f"{boosted.plan.level} runs without {' and '.join(missed)}, which must know the length of the run. "

@@ -37,12 +37,11 @@ from torchboost.core.wrapping import hookable
 from torchboost.distributed.topology import Topology
 from torchboost.earlier import check_against_o1, watch_for_o1
 from torchboost.errors import IncompatibleError, NoEffectWarning
-from torchboost.explanation import Explanation, Row
 from torchboost.optim.rules.base import UpdateRule
 from torchboost.optim.wrapping_optimizer import WrappingOptimizer
 from torchboost.plan import Plan, why_idle
 from torchboost.registry import REGISTRY
-from torchboost.sheet import percent
+from torchboost.sheet import Explanation, Row, percent
 from torchboost.tokens.call import PartialForward
 
 __all__ = ["Levers"]
@@ -78,7 +77,7 @@ class Levers:
         state: Of the levers.
         due: Whether the first training call has still to come.
         ended: Whether a trainer has said that the training has ended.
-        choice: What the trial found out; None before the first training call, and if nothing is measured.
+        choice: What the trial found out, or a checkpoint says; None before, and if nothing is measured.
         checks: Lever -> how far its step is from the plain one, in words.
         withdrawn: What was taken out of the run -> the reason.
     """
@@ -98,8 +97,6 @@ class Levers:
         self.checks: dict[str, str] = {}
         self.withdrawn: dict[str, str] = {}
         self._decisions: dict[str, tuple[bool, str]] = {}
-        self._forms: Sequence[Algorithm] = ()
-        self._loaded: Choice | None = None
         self._waste: WasteReport | None = None
         self._padded = 0.0
         self._forward = forward
@@ -128,7 +125,7 @@ class Levers:
         )
         norms = sum(isinstance(module, AnyBatchNorm) for module in target.model.modules())
         if plan.level == "O1" and norms:
-            self.attached.with_undo(watch_for_o1(map(hookable, target.optimizers), norms).close)
+            self.attached.with_undo(watch_for_o1(target.optimizers, norms).remove)
         aside = wrapper is not None and self._calibration is None
         if aside or not verify:
             why = f"measured or checked: wrapped by {wrapper} before boost" if aside else "checked: verify=False"
@@ -152,7 +149,7 @@ class Levers:
     def plan(self) -> Plan:
         """What runs, and what was left out with the reason."""
         decisions = {name: decision for name, decision in self._decisions.items() if name not in self.withdrawn}
-        return self.asked.without(self.withdrawn).chosen(decisions, self._forms)
+        return self.asked.without(self.withdrawn).chosen(decisions)
 
     def explanation(self) -> Explanation:
         """Return what was asked for, what was decided, and what the checks have shown."""
@@ -289,7 +286,7 @@ class Levers:
         if calibration is None or self.state == "removed" or not is_training_call(target.model, call):
             return calibration is None or self.state == "removed"
         ranks = deciding_ranks(calibration, target)
-        if ranks == [] and self._loaded is None:
+        if ranks == [] and self.choice is None:
             return False
         self._look_at(self._waiting)
         if self._calibration is None:
@@ -300,7 +297,7 @@ class Levers:
         elif ranks is not None and not calibration.sharded:
             calibration = calibration.with_formats_as(self.attached)
         with self._changed() as (kept, detach):
-            choice, kept[:] = decide(target, calibration, call, self._loaded, detach)
+            choice, kept[:] = decide(target, calibration, call, self.choice, detach)
         self._settle(choice, call)
         return True
 
@@ -336,7 +333,7 @@ class Levers:
                 self.attached.adopt(attach_all(self._target, missing))
 
     def _settle(self, choice: Choice, call: Call) -> None:
-        self.due, self._unseen, self._gate, self._loaded = False, False, None, None
+        self.due, self._unseen, self._gate = False, False, None
         self.state = "decided"
         calibration, target = self._calibration, self._target
         self._padded = padded_share(target, call)
@@ -353,7 +350,7 @@ class Levers:
             return
         self.choice = choice
         self._decisions |= {v.lever: (v.kept, v.reason) for v in choice.verdicts}
-        self._forms = calibration.in_form(choice, device_of(target.model)).levers
+        self.asked = replace(self.asked, levers=calibration.in_form(choice, device_of(target.model)).levers)
         nothing = choice.source == "trial" and not choice.gains
         said = f"{self.asked.level}: {choice.summary(self._untimed)}"
         announced = nothing or (choice.source == "trial" and choice.budget >= WORTH_A_WORD)
@@ -387,7 +384,7 @@ class Levers:
 
     def note_update(self) -> None:
         """Note an update. Without a training call before it, which may never come, the prior decides."""
-        if not self.due or self._unseen or self._loaded is not None:
+        if not self.due or self._unseen or self.choice is not None:
             return
         self._unseen = True
         self._look_at(self._waiting)
@@ -402,15 +399,9 @@ class Levers:
         """Return the levers that a resumed run must have; empty if the first training call has still to decide."""
         if self.state != "decided":
             return {}
-        choice = self.saved_choice
-        forms = choice.levers if choice is not None else {}
+        forms = self.choice.levers if self.choice is not None else {}
         levers = self.asked.without(self.withdrawn).levers
         return {lever.name: lever.name in self.attached and (forms.get(lever.name) or True) for lever in levers}
-
-    @property
-    def saved_choice(self) -> Choice | None:
-        """The choice that a checkpoint holds."""
-        return self._loaded or self.choice
 
     def follow(self, choice: Choice | None) -> None:
         """Compute as a checkpoint did, without a trial: bfloat16 may be found faster or slower here."""
@@ -421,9 +412,10 @@ class Levers:
             self._look_at(self._waiting)
             if (calibration := self._calibration) is None:
                 return
-            self.state, self._loaded = "decided", choice.only(calibration.levers)
+            self.state, self.choice = "decided", choice.only(calibration.levers)
             device = device_of(self._target.model)
-            levers = [a for a in calibration.in_form(choice, device).levers if a.name not in calibration.fixed]
+            self.asked = replace(self.asked, levers=calibration.in_form(choice, device).levers)
+            levers = [a for a in self.asked.levers if a.name not in calibration.fixed]
             if text := choice.measured_elsewhere(device):
                 _LOG.warning("%s: %s", self.asked.level, text)
         else:
@@ -433,13 +425,10 @@ class Levers:
         changes = [lever for lever in levers if written[lever.name] is not (lever.name in self.attached)]
         reason = "the checkpoint was trained without it"
         self._decisions |= {lever.name: (written[lever.name], reason) for lever in (levers if measures else changes)}
-        self._forms = levers
         for lever in changes:
             on_or_off = "on" if written[lever.name] else "off"
             _LOG.info("%s: %s is %s, as in the checkpoint.", self.asked.level, lever.name, on_or_off)
-        off = {lever.name for lever in changes if not written[lever.name]}
-        stays = [a for a in self.attached.algorithms if REGISTRY[a.name].lever and a.name not in off]
-        self._put_on([*stays, *(lever for lever in changes if written[lever.name])])
+        self._put_on([a for a in self.plan.algorithms if REGISTRY[a.name].lever])
 
     def withdraw(self, name: str, reason: str) -> None:
         """Take one algorithm out of the run; see :meth:`torchboost.Boosted.withdraw`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import reprlib
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -16,20 +16,22 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchboost.algorithms.adaptive_sum import AdaptiveSum
+from torchboost.algorithms.grad_freeze.algorithm import GradFreeze
 from torchboost.config import BoostConfig, BoostSwitches, ConfigSource, RecipeSection, naming_file
 from torchboost.core.algorithm import Algorithm, AlreadyOn, AttachedAlgorithms, Target, attach_all
 from torchboost.core.arguments import check_module, check_optimizer, check_pair, check_shapes, in_words
 from torchboost.core.files import write_whole
-from torchboost.core.wrapping import hookable, wrapper_of
-from torchboost.errors import ConfigError, IncompatibleError, nearest
-from torchboost.explanation import Explanation, Row
+from torchboost.core.wrapping import already_wrapped, hookable, wrapper_of
+from torchboost.errors import ConfigError, IncompatibleError, nearest, shown
 from torchboost.graph.trace import shared_traces
 from torchboost.measure.stopwatch import package_version, processor_name
 from torchboost.registry import LEVELS, REGISTRY, Entry, Facts, Loop, build, place
-from torchboost.run_length import LENGTH, check_one_length, written_length
+from torchboost.sheet import Explanation, Row
 
-__all__ = ["Dropped", "Plan", "own_settings", "resolve", "why_idle"]
+__all__ = ["Dropped", "Plan", "own_settings", "resolve", "run_length", "why_idle"]
 
+LENGTH = "total_steps"
+"""A fact about the run, not a choice: the written value always counts."""
 SWITCHES = tuple(name for name in BoostSwitches.model_fields if name != "mode")
 _COMMON = {
     "gradient_split_groups": "AdaSum, which packs the updates by it, is off; DistributedDataParallel has bucket_cap_mb",
@@ -119,7 +121,7 @@ class Plan:
             facts = replace(facts, total_steps=total_steps)
         with naming_file(config):
             if total_steps is not None:
-                check_one_length(total_steps, loaded)
+                run_length(loaded, total_steps)
             return resolve(loaded, level, facts)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -192,10 +194,10 @@ class Plan:
         for one in (optimizer, *others):
             check_pair(model, one)
         inner = [hookable(one) for one in (optimizer, *others)]
-        asked = {a.name: a for a in (*self.levers, *self.algorithms) if a.name not in but}
-        on = {a.name for a in self.algorithms if not (a.name in asked and a.applied(model))}
-        looked_at = {name: a for name, a in asked.items() if name in on or a not in self.algorithms}
-        idle = {name: reason for name, a in looked_at.items() if (reason := why_idle(a, model, inner)) is not None}
+        on = {a.name for a in self.algorithms}
+        others = (a for a in (*self.levers, *self.algorithms) if a.name not in but)
+        asked = {a.name: a for a in others if not (a.name in on and a.applied(model))}
+        idle = {name: reason for name, a in asked.items() if (reason := why_idle(a, model, inner)) is not None}
         served = dict(self.served)
         if len(inner) > 1:
             useful = [a for name, a in asked.items() if name not in idle and REGISTRY[name].of_optimizer]
@@ -203,12 +205,11 @@ class Plan:
         plan = self.without({name: reason for name, reason in idle.items() if name in on})
         return replace(plan, levers=tuple(a for a in plan.levers if a.name not in idle), served=tuple(served.items()))
 
-    def chosen(self, decisions: Mapping[str, tuple[bool, str]], forms: Iterable[Algorithm] = ()) -> Plan:
+    def chosen(self, decisions: Mapping[str, tuple[bool, str]]) -> Plan:
         """Return the plan with levers switched on and off.
 
         Args:
             decisions: Name of a lever -> whether it is on, and the reason if it is off. Other levers stay as they are.
-            forms: Levers with the settings that a trial has chosen; those of :attr:`levers` for the others.
 
         Raises:
             ValueError: A name is not one of :attr:`levers`.
@@ -218,7 +219,6 @@ class Plan:
         if unknown:
             raise ValueError(f"found {', '.join(unknown)}; the levers of this plan are {', '.join(levers) or 'none'}.")
         others = [a for a in self.algorithms if a.name not in decisions]
-        levers |= {form.name: form for form in forms}
         on = [levers[name] for name, (kept, _) in decisions.items() if kept]
         off = tuple(Dropped(name, reason) for name, (kept, reason) in decisions.items() if not kept)
         return replace(
@@ -251,18 +251,11 @@ class Plan:
         if self.algorithms:
             check_shapes(model)
         with torch.inference_mode(False), shared_traces():  # tensors that are made in that mode cannot be trained
-            self._transform(model, optimizer)
-
-    def _transform(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        pending = [a for a in self.algorithms if a.needs_transform(model)]
-        wrapper = wrapper_of(model)
-        if pending and wrapper is not None:
-            raise IncompatibleError(
-                f"{', '.join(a.name for a in pending)} must change the modules of the model, but it is already wrapped "
-                f"by {wrapper}. Call plan.transform(model) on the bare model, then wrap it."
-            )
-        for algorithm in pending:
-            algorithm.transform(model, optimizer)
+            pending = [a for a in self.algorithms if a.needs_transform(model)]
+            if pending and (wrapper := wrapper_of(model)) is not None:
+                raise already_wrapped("model", wrapper, "plan.transform")
+            for algorithm in pending:
+                algorithm.transform(model, optimizer)
 
     def attach(self, target: Target) -> AttachedAlgorithms:
         """Attach every algorithm to a loop. A bare model is transformed first, if that was not done before.
@@ -395,7 +388,7 @@ def resolve(config: BoostConfig, level: str, facts: Facts) -> Plan:
         if name not in REGISTRY:
             allowed, hint = ", ".join(REGISTRY), nearest(name, REGISTRY)
             raise ConfigError(f"extra.{name}", found="an unknown algorithm", allowed=allowed, hint=hint)
-    full, length = facts.total_steps, written_length(config)
+    full, length = facts.total_steps, run_length(config)
     if length is not None:
         facts = replace(facts, total_steps=length)
     elif full is not None:
@@ -413,7 +406,10 @@ def resolve(config: BoostConfig, level: str, facts: Facts) -> Plan:
     reasons = {name: _objection(name, requested, config, facts) for name in requested}
     built = {name: written.get(name) or made(name) for name, reason in reasons.items() if reason is None}
     dropped = tuple(Dropped(name, reason) for name, reason in reasons.items() if reason is not None)
-    levers = [name for name in requested if _is_open(name, config, level, facts)]
+    # A trial may decide about levers of the level about which the user said nothing.
+    open_to_it = LEVELS[level].keys() - config.extra.keys() if config.boost.mode == "auto" else set[str]()
+    rows = {name: REGISTRY[name] for name in requested if name in open_to_it}
+    levers = [name for name, row in rows.items() if row.lever and row.unusable(facts) is None]
     kept = list(built.values())
     return Plan(
         level=level,
@@ -428,11 +424,33 @@ def resolve(config: BoostConfig, level: str, facts: Facts) -> Plan:
     )
 
 
-def _is_open(name: str, config: BoostConfig, level: str, facts: Facts) -> bool:
-    """Whether a trial may decide about an algorithm: a lever of the level about which the user said nothing."""
-    entry = REGISTRY[name]
-    by_level = config.boost.mode == "auto" and name in LEVELS[level] and name not in config.extra
-    return entry.lever and by_level and entry.unusable(facts) is None
+def run_length(config: BoostConfig, given: int | None = None) -> int | None:
+    """Return the number of updates that a configuration gives. What else it may hold there is refused elsewhere.
+
+    Args:
+        config: It may give the number in several places.
+        given: By an argument, before ``recipe.length`` takes its share. None without one.
+
+    Raises:
+        ConfigError: Two of them differ.
+    """
+    extras = {name: config.extra.get(name) for name, entry in REGISTRY.items() if LENGTH in entry.facts}
+    under = {name: extra for name, extra in extras.items() if isinstance(extra, dict) and LENGTH in extra}
+    written: dict[str, Any] = {f"extra.{name}.{LENGTH}": extra[LENGTH] for name, extra in under.items()}
+    if LENGTH in config.grad_freeze.model_fields_set and GradFreeze.name not in under:
+        written[f"grad_freeze.{LENGTH}"] = config.grad_freeze.total_steps
+    lengths = {path: steps for path, steps in written.items() if type(steps) is int and steps >= 1}
+    first = length = next(iter(lengths.values()), None)
+    other = f"{shown(first)} for another algorithm"
+    if given is not None:
+        length = config.recipe.steps_of(given)
+        left = "" if length == given else f", of which recipe.length leaves {length}"
+        other = f"{LENGTH}={given} as an argument{left}"
+    for path, steps in lengths.items():
+        if steps != length:
+            hint = "Leave one of them out."
+            raise ConfigError(path, found=f"{shown(steps)}, and {other}", allowed="one length of the run", hint=hint)
+    return first
 
 
 def own_settings(algorithm: Algorithm) -> str:
@@ -480,29 +498,23 @@ def _requested(config: BoostConfig, level: str) -> list[str]:
 
 def _unread(config: BoostConfig, level: str, requested: list[str], on: list[str]) -> tuple[Dropped, ...]:
     """List the written keys that are not read."""
-    unread = {f"common.{key}": why for key, why in _COMMON.items() if _says(config.common, key)}
-    if config.boost.mode == "disable_all" or AdaptiveSum.name in requested:
-        unread = {}
-    if config.boost.mode == "auto":
-        unread |= _unread_by_levels(config, level, requested, on)
-    return tuple(Dropped(name, reason) for name, reason in unread.items())
-
-
-def _unread_by_levels(config: BoostConfig, level: str, requested: list[str], on: list[str]) -> dict[str, str]:
-    unread = {}
-    for name in SWITCHES:
-        if name in on and name in config.boost.model_fields_set and not getattr(config.boost, name):
-            unread[f"boost.{name}"] = f"false is not read: mode auto follows the level; use extra.{name} = false"
-        if name in requested:
-            unread |= (_measured_otherwise if name in on else _of_one_that_is_off)(REGISTRY[name], config, level)
-            continue
+    mode, unread = config.boost.mode, dict[str, str]()
+    if mode != "disable_all" and AdaptiveSum.name not in requested:
+        unread = {f"common.{key}": why for key, why in _COMMON.items() if _says(config.common, key)}
+    for name in SWITCHES if mode == "auto" else ():
         section = getattr(config, name, None)
-        written = section is not None and any(_says(section, key) for key in section.model_fields_set - {LENGTH})
-        if written or getattr(config.boost, name):
+        keys = () if section is None else type(section).model_fields
+        says = [key for key in keys if key != LENGTH and _says(section, key)]
+        if name in on:
+            if name in config.boost.model_fields_set and not getattr(config.boost, name):
+                unread[f"boost.{name}"] = f"false is not read: mode auto follows the level; use extra.{name} = false"
+            unread |= _measured_otherwise(REGISTRY[name], config, level)
+        elif name in requested:
+            off = f"{name} is off, for the reason that its row gives"
+            unread |= {f"{name}.{key}": off for key in says if key in REGISTRY[name].words}
+        elif says or getattr(config.boost, name):
             unread[name] = "mode auto follows the level and reads no switches; use mode manual, or extra"
-            if REGISTRY[name].in_no_level:
-                unread[name] += f" (in no level: {REGISTRY[name].in_no_level})"
-    return unread
+    return tuple(map(Dropped._make, unread.items()))
 
 
 def _measured_otherwise(entry: Entry, config: BoostConfig, level: str) -> dict[str, str]:
@@ -526,13 +538,6 @@ def _measured_otherwise(entry: Entry, config: BoostConfig, level: str) -> dict[s
     return unread
 
 
-def _of_one_that_is_off(entry: Entry, config: BoostConfig, _: str) -> dict[str, str]:
-    """Return the written settings of an algorithm that was requested and left out."""
-    section = getattr(config, entry.name, None)
-    keys = [key for key in entry.words if section is not None and key != LENGTH and _says(section, key)]
-    return {f"{entry.name}.{key}": f"{entry.name} is off, for the reason that its row gives" for key in keys}
-
-
 def _unmeasured(config: BoostConfig, level: str, kept: list[Algorithm], facts: Facts) -> tuple[str, ...]:
     """List what differs from the measured level by the configuration.
 
@@ -543,15 +548,11 @@ def _unmeasured(config: BoostConfig, level: str, kept: list[Algorithm], facts: F
     plain = BoostConfig()
     if config == plain:
         return ()
-    measured = {a.name: a for a in resolve(plain, level, facts).algorithms}
-    differences = [f"without {name}" for name in measured.keys() - {a.name for a in kept}]
-    for algorithm in kept:
-        name = algorithm.name
-        if name in LEVELS[level] and name not in measured:  # a lever that this machine is not known to gain by
-            measured[name] = build(REGISTRY[name], *_settings(REGISTRY[name], plain, level, facts))
-        if algorithm != measured.get(name):
-            differences.append(f"{name}({own_settings(algorithm)})")
-    return tuple(sorted(differences))
+    usual = {a.name for a in resolve(plain, level, facts).algorithms}
+    rows = [REGISTRY[a.name] for a in kept if a.name in LEVELS[level]]  # also a lever that is not known to gain here
+    measured = {row.name: build(row, *_settings(row, plain, level, facts)) for row in rows}
+    others = [f"{a.name}({own_settings(a)})" for a in kept if a != measured.get(a.name)]
+    return tuple(sorted([*others, *(f"without {name}" for name in usual - {a.name for a in kept})]))
 
 
 def _says(section: Any, key: str) -> bool:
@@ -561,7 +562,7 @@ def _says(section: Any, key: str) -> bool:
 
 def _objection(name: str, requested: list[str], config: BoostConfig, facts: Facts) -> str | None:
     entry = REGISTRY[name]
-    winner = next((w for w in requested if name in REGISTRY[w].displaces), None)
+    winner = next((one for one in requested if one != name and REGISTRY[one].algorithm.traits.alone), None)
     if winner is not None and REGISTRY[winner].unusable(facts) is None:
         return f"{winner} is on, and it cannot be combined with others"
     asked_for = config.boost.mode != "auto" or name in config.extra
@@ -581,8 +582,8 @@ def _settings(entry: Entry, config: BoostConfig, level: str, facts: Facts) -> tu
                 origins[ours] = f"{entry.section}.{key}"
             if ours in origins or not auto:
                 settings[ours] = _valued(entry, section, key)
-    known = {ours: getattr(facts, fact) for fact, ours in entry.facts.items()}
-    settings |= {ours: value for ours, value in known.items() if value is not None}
+    known = {name: getattr(facts, name) for name in entry.facts}
+    settings |= {name: value for name, value in known.items() if value is not None}
     extra = config.extra.get(entry.name, True)
     if isinstance(extra, dict):
         settings |= extra

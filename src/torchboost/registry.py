@@ -6,7 +6,8 @@ import functools
 import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
@@ -29,18 +30,20 @@ from torchboost.algorithms.sparse_head import SparseHead
 from torchboost.algorithms.threads import Threads
 from torchboost.algorithms.token_drop.algorithm import TokenDrop
 from torchboost.algorithms.unpad import Unpad
+from torchboost.config import DimReduceSection
 from torchboost.core.algorithm import Algorithm, AlreadyOn
 from torchboost.core.arguments import check_count, check_module
 from torchboost.core.hardware import half_precision
 from torchboost.core.torch_private import AnyBatchNorm, AnyConv, default_device
+from torchboost.distributed.agreement import from_first_rank
 from torchboost.distributed.topology import Topology
 from torchboost.errors import ConfigError, nearest, shown
 from torchboost.graph.norms import was_trained
 from torchboost.graph.removed_norm import RemovedNorm
 
-__all__ = ["LEVELS", "REGISTRY", "Entry", "Facts", "Loop", "build", "place"]
+__all__ = ["LEVELS", "REGISTRY", "Entry", "Facts", "Host", "Loop", "build", "place"]
 
-Loop = Literal["torchboost", "own", "transformers", "lightning", "accelerate"]
+Loop = Literal["own", "transformers", "lightning", "accelerate"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +66,8 @@ class Facts:
         trained: Whether the model was trained before, judged by its BatchNorm statistics; None without a model or
             without BatchNorms. If ``less_bn`` removed some before, False, because that was decided then.
         total_steps: Number of planned training steps; None if not given.
-        loop: The owner of the training loop: ``"torchboost"`` (a training step of this package), ``"own"`` (the user's
-            lines), or the trainer ``"transformers"``, ``"lightning"`` or ``"accelerate"``.
+        loop: The owner of the training loop: ``"own"`` (the user's lines), or the trainer ``"transformers"``,
+            ``"lightning"`` or ``"accelerate"``.
         precision: The mixed precision in which the trainer computes, in its own words; empty if it uses none.
 
     Raises:
@@ -112,22 +115,14 @@ class Facts:
         call on a machine measures the speed of bfloat16 (:func:`~torchboost.core.hardware.half_precision`): at most
         0.2 s on the CPU.
         """
-        topology = Topology.current()
-        convolutions, other, grouped, batch_norms, largest, trained = (None,) * 6
-        device = None
+        topology, device = Topology.current(), None
+        counted: dict[str, Any] = {}
         if model is not None:
             check_module(model)
-            modules = list(model.modules())
             device = next((p.device for p in model.parameters()), None)
-            layers = [m for m in modules if isinstance(m, AnyConv)]
-            convolutions, grouped = len(layers), sum(m.groups > 1 for m in layers)
-            other = sum(not isinstance(m, (nn.Conv2d, nn.ConvTranspose2d)) for m in layers)
-            other += sum(isinstance(m, (nn.BatchNorm1d, nn.BatchNorm3d)) for m in modules)
-            batch_norms = sum(isinstance(m, (AnyBatchNorm, RemovedNorm)) for m in modules)
-            largest = _largest_matrix(modules)
-            trained = (not LessBn().applied(model) and was_trained(model)) if batch_norms else None
+            counted = _counted(model)
         device = device or default_device()
-        half = half_precision(device, convolutions)
+        half = half_precision(device, counted.get("convolutions"))
         return cls(
             world_size=topology.world_size,
             nodes=topology.nodes,
@@ -135,29 +130,53 @@ class Facts:
             device=device.type,
             half_precision=half.fast,
             half_precision_reason=half.reason,
-            convolutions=convolutions,
-            other_dimensions=other,
-            grouped_convolutions=grouped,
-            batch_norms=batch_norms,
-            largest_matrix=largest,
-            trained=trained,
             total_steps=total_steps,
             loop=loop,
             precision=precision,
+            **counted,
         )
 
 
-def _largest_matrix(modules: list[nn.Module]) -> int:
-    layers = (module for module in modules if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
-    return max((p.numel() for layer in layers for p in layer.parameters(recurse=False) if p.ndim == 2), default=0)
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """Who owns the training loop, and what it does around the model.
+
+    Args:
+        loop: See :func:`torchboost.boost`.
+        precision: The mixed precision in which a trainer computes, in its own words; empty if it uses none.
+        forward: Makes the context in which it computes each forward pass.
+    """
+
+    loop: Loop = "own"
+    precision: str = ""
+    forward: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def facts(self, model: nn.Module) -> Facts:
+        """Look at the machine and the model. In a trainer the speed of bfloat16 is that of the first rank."""
+        facts = Facts.measure(model, loop=self.loop, precision=self.precision)
+        if self.loop == "own":
+            return facts
+        fast, reason = from_first_rank((facts.half_precision, facts.half_precision_reason))
+        return replace(facts, half_precision=fast, half_precision_reason=reason)
 
 
-def _never(facts: Facts) -> str | None:
-    return None
-
-
-def _nothing_counted(model: nn.Module) -> str:
-    return ""
+def _counted(model: nn.Module) -> dict[str, Any]:
+    """Return the facts about a model."""
+    modules = list(model.modules())
+    layers = [m for m in modules if isinstance(m, AnyConv)]
+    others = [m for m in layers if not isinstance(m, (nn.Conv2d, nn.ConvTranspose2d))]
+    others += [m for m in modules if isinstance(m, (nn.BatchNorm1d, nn.BatchNorm3d))]
+    norms = sum(isinstance(m, (AnyBatchNorm, RemovedNorm)) for m in modules)
+    computing = [m for m in modules if not isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+    sizes = (p.numel() for m in computing for p in m.parameters(recurse=False) if p.ndim == 2)
+    return {
+        "convolutions": len(layers),
+        "other_dimensions": len(others),
+        "grouped_convolutions": sum(m.groups > 1 for m in layers),
+        "batch_norms": norms,
+        "largest_matrix": max(sizes, default=0),
+        "trained": (not LessBn().applied(model) and was_trained(model)) if norms else None,
+    }
 
 
 def _removed_norms(model: nn.Module) -> str:
@@ -176,16 +195,14 @@ class Entry:
         section: Section of MindSpore's JSON that holds its settings; empty if MindSpore has none.
         words: Key of that section -> name of the setting.
         values: Key of that section -> names of its values here, if they differ.
-        facts: Fact -> setting that takes its value if the fact is known and the setting is not written.
+        facts: Settings that are facts, which count if they are known and the setting is not written.
         brings: Key of that section -> algorithm that this key switches on and off together with this one.
         unusable: Why these facts rule the algorithm out, or None.
         unproven: Why a level should leave it out on these facts although it would work. A request by name overrides
             this, and so does the trial of a lever.
-        displaces: Names that are dropped when this one is on (MindSpore's precedence rule).
         lever: Whether it only changes the speed of a step, so that a trial may switch it on and off.
         once: Whether it costs time once, such as compilation.
         of_optimizer: Whether it changes the update alone.
-        in_no_level: Why no level has it although MindSpore's levels do. Shown if its switch is not read.
         removed: Setting of an earlier version -> its default. Plan files may still have it at that value.
         done: How much it has changed in a model, in words; empty if there is nothing to count.
     """
@@ -195,26 +212,20 @@ class Entry:
     section: str = ""
     words: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, Mapping[Any, Any]] = field(default_factory=dict)
-    facts: Mapping[str, str] = field(default_factory=dict)
+    facts: tuple[str, ...] = ()
     brings: Mapping[str, str] = field(default_factory=dict)
-    unusable: Callable[[Facts], str | None] = _never
-    unproven: Callable[[Facts], str | None] = _never
-    displaces: frozenset[str] = frozenset()
+    unusable: Callable[[Facts], str | None] = lambda _: None
+    unproven: Callable[[Facts], str | None] = lambda _: None
     lever: bool = False
     once: bool = False
     of_optimizer: bool = False
-    in_no_level: str = ""
     removed: Mapping[str, Any] = field(default_factory=dict)
-    done: Callable[[nn.Module], str] = _nothing_counted
+    done: Callable[[nn.Module], str] = lambda _: ""
 
     @property
     def name(self) -> str:
         """The JSON name."""
         return self.algorithm.name
-
-
-def _needs_convolutions(facts: Facts) -> str | None:
-    return "the model has no convolution" if facts.convolutions == 0 else None
 
 
 LARGE_MATRIX = 65_536
@@ -242,46 +253,37 @@ def _partial_unproven(facts: Facts) -> str | None:
     return f"its gain is not measured on {facts.device} yet; ask for it by its name in extra"
 
 
-def _threads_unproven(facts: Facts) -> str | None:
-    return "it is tried only if torch does not use all cores and the program has set no number; ask with extra.threads"
-
-
 def _tf32_unproven(facts: Facts) -> str | None:
     if facts.device != "cuda":
         return "TF32 is a precision of CUDA devices"
     return "its gain is not measured on cuda yet; ask for it with extra.matmul_precision"
 
 
-_TRAINERS = {
-    "transformers": ("TrainingArguments(gradient_accumulation_steps=...)", "TrainingArguments(fp16=True)"),
-    "lightning": ("Trainer(accumulate_grad_batches=...)", 'Trainer(precision="16-mixed")'),
-    "accelerate": ("Accelerator(gradient_accumulation_steps=...)", 'Accelerator(mixed_precision="fp16")'),
+_ACCUMULATES = {
+    "transformers": "TrainingArguments(gradient_accumulation_steps=...)",
+    "lightning": "Trainer(accumulate_grad_batches=...)",
+    "accelerate": "Accelerator(gradient_accumulation_steps=...)",
 }
-"""Trainer -> its settings of accumulation and of float16."""
+_SCALES = {
+    "transformers": "TrainingArguments(fp16=True)",
+    "lightning": 'Trainer(precision="16-mixed")',
+    "accelerate": 'Accelerator(mixed_precision="fp16")',
+}
 
 
-def _accumulated_by_the_trainer(facts: Facts) -> str | None:
-    if facts.loop not in _TRAINERS:
-        return None
-    return f"{facts.loop} owns the loop and accumulates gradients itself; use {_TRAINERS[facts.loop][0]}"
+def _left_to_trainers(does: str, settings: Mapping[str, str]) -> Callable[[Facts], str | None]:
+    """Return the rule for what the trainers that own the loop do themselves, each by its setting."""
 
+    def rule(facts: Facts) -> str | None:
+        return f"{facts.loop} owns the loop and {does}{settings[facts.loop]}" if facts.loop in settings else None
 
-def _scaled_by_the_trainer(facts: Facts) -> str | None:
-    if facts.loop not in _TRAINERS:
-        return None
-    return f"{facts.loop} owns the loop and scales the loss itself; use {_TRAINERS[facts.loop][1]}"
+    return rule
 
 
 def _cast_by_the_trainer(facts: Facts) -> str | None:
     if not facts.precision:
         return None
     return AlreadyOn(f"{facts.loop} owns the loop and computes in {facts.precision} itself")
-
-
-def _stepped_by_the_trainer(facts: Facts) -> str | None:
-    if facts.loop not in _TRAINERS:
-        return None
-    return f"{facts.loop} owns the loop and calls step() without the loss, which a line search needs"
 
 
 SHORT_RUN = 1_000
@@ -319,10 +321,6 @@ def _less_bn_unproven(facts: Facts) -> str | None:
         "the BatchNorm statistics have moved, so the network is already trained, and this was measured from "
         "scratch only; ask for it with extra.less_bn"
     )
-
-
-def _centralization_unproven(facts: Facts) -> str | None:
-    return _of_another_kind(facts, "gradient_centralization") or _too_short(facts, "gradient_centralization")
 
 
 # On CPU compilation paid in deep networks only, after so many steps (docs/levels.md).
@@ -369,19 +367,21 @@ _ENTRIES = (
         summary="removes the BatchNorm layers that are not needed",
         done=_removed_norms,
         section="less_bn",
-        words=MappingProxyType({"fn_flag": "normalize_head"}),
-        brings=MappingProxyType({"gc_flag": GradientCentralization.name}),
+        words={"fn_flag": "normalize_head"},
+        brings={"gc_flag": GradientCentralization.name},
         unproven=_less_bn_unproven,
     ),
     Entry(
         algorithm=GradientCentralization,
         summary="subtracts the mean from the gradient of each filter",
-        unproven=_centralization_unproven,
+        unproven=lambda facts: (
+            _of_another_kind(facts, GradientCentralization.name) or _too_short(facts, GradientCentralization.name)
+        ),
     ),
     Entry(
         algorithm=ChannelsLast,
         summary="stores images and kernels channels-last",
-        unusable=_needs_convolutions,
+        unusable=lambda facts: "the model has no convolution" if facts.convolutions == 0 else None,
         lever=True,
     ),
     Entry(
@@ -394,7 +394,9 @@ _ENTRIES = (
     Entry(
         algorithm=Threads,
         summary="computes with another number of CPU threads",
-        unproven=_threads_unproven,
+        unproven=lambda _: (
+            "it is tried only if torch does not use all cores and the program has set no number; ask with extra.threads"
+        ),
         lever=True,
     ),
     Entry(
@@ -420,23 +422,21 @@ _ENTRIES = (
         algorithm=GradFreeze,
         summary="stops training the first blocks in some of the updates",
         section="grad_freeze",
-        words=MappingProxyType(
-            {
-                "param_groups": "groups",
-                "freeze_type": "pattern",
-                "freeze_p": "full_share",
-                "total_steps": "total_steps",
-            }
-        ),
-        values=MappingProxyType({"freeze_type": dict(enumerate(get_args(Pattern)))}),
-        facts=MappingProxyType({"total_steps": "total_steps"}),
+        words={
+            "param_groups": "groups",
+            "freeze_type": "pattern",
+            "freeze_p": "full_share",
+            "total_steps": "total_steps",
+        },
+        values={"freeze_type": dict(enumerate(get_args(Pattern)))},
+        facts=("total_steps",),
         unproven=_freeze_unproven,
-        removed=MappingProxyType({"costs": None, "step_seconds": 0, "recompile_seconds": 0, "cache_path": None}),
+        removed={"costs": None, "step_seconds": 0, "recompile_seconds": 0, "cache_path": None},
     ),
     Entry(
         algorithm=TokenDrop,
         summary="computes random tokens in the middle blocks of a transformer, fewer at first",
-        facts=MappingProxyType({"total_steps": "total_steps"}),
+        facts=("total_steps",),
     ),
     Entry(algorithm=FusedOptimizer, summary="updates all parameters in one kernel", lever=True, of_optimizer=True),
     Entry(
@@ -450,57 +450,42 @@ _ENTRIES = (
         algorithm=GradAccumulation,
         summary="updates once after several batches",
         section="grad_accumulation",
-        words=MappingProxyType({"grad_accumulation_step": "steps"}),
-        unusable=_accumulated_by_the_trainer,
+        words={"grad_accumulation_step": "steps"},
+        unusable=_left_to_trainers("accumulates gradients itself; use ", _ACCUMULATES),
     ),
     Entry(
         algorithm=AdaptiveSum,
         summary="averages gradients inside a node and combines the nodes by AdaSum",
         section="common",
-        words=MappingProxyType({"gradient_split_groups": "split_groups"}),
-        facts=MappingProxyType({"devices_per_node": "devices_per_node"}),
+        words={"gradient_split_groups": "split_groups"},
+        facts=("devices_per_node",),
         unusable=_needs_nodes,
-        in_no_level="it is not proven that it pays on today's recipes",
-        removed=MappingProxyType({"on": "delta"}),
+        removed={"on": "delta"},
     ),
     Entry(
         algorithm=LossScaleGroup,
         summary="scales the gradients of each group of modules separately, for float16",
-        unusable=_scaled_by_the_trainer,
+        unusable=_left_to_trainers("scales the loss itself; use ", _SCALES),
         removed=MappingProxyType({"growth": 2.0 ** (1 / 1000), "shrink": 2.0**-0.5, "window": 1, "hysteresis": 1}),
     ),
-)
-
-_ALONE = Entry(
-    algorithm=DimReduction,
-    summary="trains along the few directions that mattered in earlier training",
-    section="dim_reduce",
-    words=MappingProxyType(
-        {
-            key: key
-            for key in (
-                *("rho", "gamma", "alpha", "sigma", "n_components"),
-                *("pca_mat_path", "weight_load_dir", "timeout"),
-            )
-        }
+    Entry(
+        algorithm=DimReduction,
+        summary="trains along the few directions that mattered in earlier training",
+        section="dim_reduce",
+        words={key: key for key in DimReduceSection.model_fields},
+        unusable=_left_to_trainers(
+            "calls step() without the loss, which a line search needs", dict.fromkeys(_SCALES, "")
+        ),
+        removed={"restart": False, "patience": 100, "tolerance": 0.01},
     ),
-    unusable=_stepped_by_the_trainer,
-    in_no_level="it was not found to pay, see its card",
-    removed=MappingProxyType({"restart": False, "patience": 100, "tolerance": 0.01}),
-    displaces=frozenset(entry.name for entry in _ENTRIES),
 )
 
-REGISTRY: Mapping[str, Entry] = MappingProxyType({entry.name: entry for entry in (*_ENTRIES, _ALONE)})
+REGISTRY: Mapping[str, Entry] = MappingProxyType({entry.name: entry for entry in _ENTRIES})
 """Every algorithm by its JSON name."""
 
-_SYSTEM: dict[str, Algorithm] = {
-    lever.name: lever
-    for lever in (
-        *(Threads(), Unpad(), SparseHead(), ChannelsLast(), Autocast(), MatmulPrecision(), FusedOptimizer()),
-        Compile(),
-    )
-}
-"""The levers of the levels, with their default settings: values that plans share."""
+_ORDER = (Threads, Unpad, SparseHead, ChannelsLast, Autocast, MatmulPrecision, FusedOptimizer, Compile)
+_SYSTEM: dict[str, Algorithm] = {lever.name: lever() for lever in _ORDER}
+"""The levers of the levels, in the order of the trial, with their default settings. Plans share these values."""
 
 LEVELS: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {

@@ -1,14 +1,15 @@
-"""What a user is shown: lines, a table and lines, as text and as HTML from the same cells."""
+"""What a user is shown: lines, a table and lines, as text and as HTML from the same cells; so is ``explain()``."""
 
 from __future__ import annotations
 
 import html
 import itertools
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-__all__ = ["Sheet", "in_columns", "percent"]
+__all__ = ["Explanation", "Row", "Sheet", "percent"]
 
 _WIDTH = 120
 """Characters of a line."""
@@ -16,6 +17,8 @@ _LEAST = 40
 """A last cell with less room than this has lines of its own, below the row."""
 _MOST = 60
 """Characters of a line of any other cell."""
+_STATES = ("on", "waits", "was on before", "off", "not read")
+"""The order of the rows of an explanation."""
 
 
 def percent(share: float, digits: int = 0) -> str:
@@ -23,37 +26,23 @@ def percent(share: float, digits: int = 0) -> str:
     return f"{100 * share:.{digits}f} %"
 
 
-def in_columns(rows: Sequence[Sequence[str]], width: int = _WIDTH) -> list[str]:
-    """Return the lines of a table.
+def _in_columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield the lines of a table.
 
     A long cell continues in further lines. The last filled cell of a row takes the room that is left, and does not move
     the columns of the other rows.
-
-    Args:
-        rows: Cells.
-        width: Of a line, in characters.
     """
-    filled = [max((k + 1 for k, cell in enumerate(row) if cell), default=0) for row in rows]
-    columns = range(max(filled, default=0))
-    widths = [
-        min(_MOST, max((len(row[k]) for row, count in zip(rows, filled, strict=True) if k + 1 < count), default=0))
-        for k in columns
-    ]
-    return [line for row, count in zip(rows, filled, strict=True) for line in _lines(row[:count], widths, width)]
-
-
-def _lines(row: Sequence[str], widths: Sequence[int], width: int) -> list[str]:
-    """Return a row as lines."""
-    *cells, last = row or [""]
-    indent = sum(widths[: len(cells)]) + 2 * len(cells)
-    below = len(last) > width - indent and width - indent < _LEAST
-    columns = [_wrapped(cell, wide) for cell, wide in zip(cells, widths, strict=False)]
-    columns += [[]] if below else [_wrapped(last, max(1, width - indent))]
-    lines = [
-        "  ".join(part.ljust(wide) for part, wide in zip(parts, [*widths[: len(cells)], 0], strict=True)).rstrip()
-        for parts in itertools.zip_longest(*columns, fillvalue="")
-    ]
-    return [*(lines or [""]), *([f"    {line}" for line in _wrapped(last, width - 4)] if below else [])]
+    filled = [row[: max((k + 1 for k, cell in enumerate(row) if cell), default=1)] for row in rows]
+    columns = itertools.zip_longest(*(row[:-1] for row in filled), fillvalue="")
+    widths = [min(_MOST, max(map(len, column))) for column in columns]
+    for *cells, last in filled:
+        wide = widths[: len(cells)]
+        room = _WIDTH - sum(wide) - 2 * len(wide)
+        below = len(last) > room and room < _LEAST
+        parts = [*map(_wrapped, cells, wide), [] if below else _wrapped(last, max(1, room))]
+        for line in itertools.zip_longest(*parts, fillvalue=""):
+            yield "  ".join(map(str.ljust, line, [*wide, 0])).rstrip()
+        yield from (f"    {line}" for line in _wrapped(last, _WIDTH - 4) if below)
 
 
 def _wrapped(text: str, width: int = _WIDTH) -> list[str]:
@@ -84,7 +73,7 @@ class Sheet:
     def __str__(self) -> str:
         """Return the text, with an empty line around the table."""
         before, after = ([line for text in part for line in _wrapped(text)] for part in (self.before, self.after))
-        parts = (before, in_columns(self._table), after)
+        parts = (before, [*_in_columns(self._table)], after)
         return "\n\n".join("\n".join(part) for part in parts if part)
 
     def _repr_html_(self) -> str:
@@ -98,3 +87,50 @@ class Sheet:
 
         body = "".join(row(cells, "td" if place else "th") for place, cells in enumerate(self._table))
         return lines(self.before) + (f"<table>{body}</table>" if body else "") + lines(self.after)
+
+
+class Row(NamedTuple):
+    """What is said about one algorithm.
+
+    Args:
+        name: Of the algorithm, or the path of an entry of the configuration that is not read.
+        state: ``"on"``, ``"waits"``, ``"was on before"``, ``"off"`` or ``"not read"``.
+        did: What it did, or why it is not on.
+        exact: How far its step is from the plain one.
+    """
+
+    name: str
+    state: str
+    did: str
+    exact: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """What is on, and why.
+
+    Args:
+        heading: Lines that name the level, the optimizer and the length of the run.
+        rows: One for each algorithm, in any order.
+        unchanged: What is said if no row is on or waits.
+        notes: Lines below the rows.
+        ask: What the user would do next; empty for nothing.
+    """
+
+    heading: tuple[str, ...]
+    rows: tuple[Row, ...] = ()
+    unchanged: str = ""
+    notes: tuple[str, ...] = ()
+    ask: str = ""
+
+    @property
+    def sheet(self) -> Sheet:
+        """The same in the order in which it is shown."""
+        ordered = tuple(sorted(self.rows, key=lambda row: _STATES.index(row.state)))
+        idle = not {row.state for row in ordered} & {"on", "waits"}
+        return Sheet(
+            before=(*self.heading, *([self.unchanged] if idle and self.unchanged else [])),
+            headings=("switch", "state", "what it did", "how exact"),
+            rows=ordered,
+            after=(*self.notes, *([f"next: {self.ask}"] if self.ask else [])),
+        )

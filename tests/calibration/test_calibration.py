@@ -19,7 +19,7 @@ from tests.support.boosted import in_one_line
 from torchboost import Boosted
 from torchboost.calibration import calibration as module
 from torchboost.calibration import snapshot
-from torchboost.calibration.calibration import check_calibrate, resolved
+from torchboost.calibration.calibration import resolved
 from torchboost.calibration.choice import Choice
 from torchboost.calibration.search import Price
 from torchboost.calibration.trial import Trial
@@ -398,7 +398,7 @@ def test_auto_boost_calibrates_too(monkeypatch):
 def test_bad_values_are_refused_and_the_environment_switches_auto_off(monkeypatch):
     for value in ("yes", 0, -1.0, float("inf"), None, [1]):
         with pytest.raises(ValueError, match=r'calibrate: found .* pass "auto"'):
-            check_calibrate(value)
+            resolved(value)
     monkeypatch.setenv("TORCHBOOST_CALIBRATE", "0")
     assert (resolved("auto"), resolved(3.0)) == (False, 3.0)
     monkeypatch.delenv("TORCHBOOST_CALIBRATE")
@@ -470,15 +470,22 @@ def test_a_price_that_is_worth_it_makes_the_trial_longer():
         seconds, times, ratio = price
         asked = Price(expected=seconds, best_ratio=ratio, times=times)
         assert budget(calibrate, steps).seconds(0.1, asked) == pytest.approx(expected), (calibrate, steps, price)
-    for calibrate, steps, expected in (("auto", 200_000, 250.0), ("auto", 40_000, 0.0), ("auto", None, 0.0), (1, 9, 0)):
+    for calibrate, steps, expected in (
+        ("auto", 200_000, 250.0),
+        ("auto", 40_000, 40.0),
+        ("auto", None, 3.0),
+        (1, 9, 1),
+    ):
         dearer = Price(expected=150.0, best_ratio=1.15)
-        assert budget(calibrate, steps).longer(50.0, 0.1, dearer) == pytest.approx(expected)
+        assert budget(calibrate, steps).seconds(0.1, dearer, 50.0) == pytest.approx(expected)
 
 
 def test_a_trial_on_the_cpu_is_not_longer_for_the_price_of_compilation(monkeypatch):
     monkeypatch.delenv("TORCHBOOST_CALIBRATE")
     asked = []
-    monkeypatch.setattr(module.Calibration, "seconds", lambda self, step, price=None: asked.append(price) or 0.3)
+    monkeypatch.setattr(
+        module.Calibration, "seconds", lambda self, step, price=None, spent=0.0: asked.append(price) or 0.3
+    )
     model = network()
     torchboost.boost(model, adamw(model), level="O1", total_steps=10_000).model(batches()[0][0])
     assert set(asked) == {None}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torchboost.algorithms import Autocast, ChannelsLast, Compile, FusedOptimizer
 from torchboost.calibration import certificate as module
-from torchboost.calibration.certificate import EXACT, Certificate, lower, verified
+from torchboost.calibration.certificate import Certificate, allowed, verified
 from torchboost.calibration.passes import Passes, on_real_inputs
 from torchboost.calibration.snapshot import Snapshot
 from torchboost.core.algorithm import Algorithm, Attachment, Target
@@ -76,7 +76,8 @@ def test_lower_precision_has_its_own_bound():
     assert found.reason == ""
     assert 1e-4 < found.gradient < 0.1
     assert made.check([Off(by=3.0)], rounding=2**-8).reason
-    assert EXACT.of(0.0, 1.0, None) < lower(2**-11).of(0.0, 1.0, None) < lower(2**-8).of(0.0, 1.0, None)
+    exact, tf32, bfloat16 = (allowed(0.0, 1.0, None, rounding=size) for size in (0.0, 2**-11, 2**-8))
+    assert exact < tf32 < bfloat16
 
 
 @dataclass(frozen=True, kw_only=True)

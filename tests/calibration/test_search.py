@@ -85,11 +85,11 @@ class Planted:
 
 
 def search(
-    levers: Sequence[str], bench: Planted, *, seconds: float, **told: Any
+    levers: Sequence[str], bench: Planted, *, seconds: float = 0.0, **told: Any
 ) -> tuple[tuple[Verdict, ...], Interval | None]:
     """Search within a budget that does not depend on the steps."""
-    told = {"step_seconds": bench.step, **told}
-    return calibration_search.search(levers, bench, budget=lambda _: seconds, **told)  # pyright: ignore[reportArgumentType]
+    told = {"step_seconds": bench.step, "budget": lambda *_: seconds, **told}
+    return calibration_search.search(levers, bench, **told)  # pyright: ignore[reportArgumentType]
 
 
 FACTORS = {"gains": 1 / 1.2, "costs": 1.2, "nothing": 1.0, "raises": 1.0}
@@ -447,13 +447,13 @@ def test_a_form_whose_price_is_not_repaid_is_not_paid(steps, paid):
 def test_a_form_gets_more_time_if_the_run_repays_it(longer):
     asked = []
 
-    def answer(spent: float, step_seconds: float, price: Price) -> float:
-        asked.append((spent, step_seconds, price.expected))
-        return longer and spent + longer
+    def answer(step_seconds: float, price: Price | None = None, spent: float = 0.0) -> float:
+        asked.extend([(spent, step_seconds, price.expected)] if price is not None else [])
+        return spent + longer if spent and longer else 8.0
 
     bench = compiled(graphs=0.8)
     forms = {"compile": ["graphs"]}
-    (verdict,), _ = search(["compile"], bench, seconds=8, steps=10**6, prices=PRICES, forms=forms, longer=answer)
+    (verdict,), _ = search(["compile"], bench, budget=answer, steps=10**6, prices=PRICES, forms=forms)
     assert verdict.kept
     assert (verdict.form == "graphs") is (longer > 0)
     assert longer or "to try it takes about 5.0 s, and the trial has" in verdict.reason

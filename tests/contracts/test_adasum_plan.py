@@ -27,10 +27,7 @@ def adasum(config: dict, facts: Facts) -> AdaptiveSum:
 def test_adasum_is_in_no_level_and_says_why():
     assert not any("adasum" in row for row in LEVELS.values())
     reason = reasons(Plan.of("O2", {"boost": {"adasum": True}}, NODES))["adasum"]
-    assert reason == (
-        "mode auto follows the level and reads no switches; use mode manual, or extra (in no level: it is not proven "
-        "that it pays on today's recipes)"
-    )
+    assert reason == "mode auto follows the level and reads no switches; use mode manual, or extra"
 
 
 def test_adasum_takes_nodes_from_the_launcher_and_packs_from_the_section():

@@ -52,7 +52,7 @@ class Bench:
         return 1.0, self.own
 
 torch.set_num_threads(1)
-module.search = lambda levers, trial, **kwargs: search(levers, Bench(trial), **{**kwargs, "budget": lambda _: 100.0})
+module.search = lambda levers, trial, **kwargs: search(levers, Bench(trial), **{**kwargs, "budget": lambda *_: 100.0})
 sizes = [nn.Linear(2000, 2000) for _ in range(4)]
 model = nn.Sequential(*[layer for linear in sizes for layer in (linear, nn.ReLU())])
 make = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}[sys.argv[1]]

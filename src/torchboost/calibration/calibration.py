@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import os
@@ -44,7 +43,6 @@ __all__ = [
     "Calibrate",
     "Calibration",
     "changes_model",
-    "check_calibrate",
     "decide",
     "deciding_ranks",
     "device_of",
@@ -205,33 +203,26 @@ class Calibration:
             prior=frozenset(lever.name for lever, off in zip(self.levers, absent, strict=True) if not off),
         )
 
-    def seconds(self, step_seconds: float, price: Price | None = None) -> float:
+    def seconds(self, step_seconds: float, price: Price | None = None, spent: float = 0.0) -> float:
         """Return the budget of a trial.
 
         Args:
             step_seconds: Time of a plain step.
-            price: Of a lever for which the trial may take longer, up to 5 % of the run. None without one.
+            price: Of a lever for which the trial may take longer, up to 5 % of the run, if the run is expected to repay
+                it. None without one.
+            spent: What the trial has spent before it tries this price.
         """
         if not isinstance(self.calibrate, (bool, str)):
             return float(self.calibrate)
         if self.total_steps is None:
             return min(_MOST_SECONDS, _STEPS_WITHOUT_LENGTH * step_seconds)
         usual = min(_MOST_SECONDS, _steps_of_trial(self.total_steps) * step_seconds)
-        if price is None or price.expected <= SET_ASIDE * usual:
+        if price is None or (not spent and price.expected <= SET_ASIDE * usual):
             return usual
-        return self._granted(step_seconds, price, max(usual + price.expected, price.expected / SET_ASIDE)) or usual
-
-    def longer(self, spent: float, step_seconds: float, price: Price) -> float:
-        """Return the budget of a trial that has spent some of it and tries one more price. 0 if it gets no more."""
-        if not isinstance(self.calibrate, (bool, str)):
-            return 0.0
-        return self._granted(step_seconds, price, spent + price.expected / SET_ASIDE)
-
-    def _granted(self, step_seconds: float, price: Price, wanted: float) -> float:
-        """Return the wanted budget if the run is expected to repay it, otherwise 0."""
-        run = (self.total_steps or 0) * step_seconds
+        wanted, run = spent + price.expected / SET_ASIDE, self.total_steps * step_seconds
+        wanted = wanted if spent else max(usual + price.expected, wanted)
         pays = run * (1 - 1 / price.best_ratio) >= _WORTH * price.times * price.expected
-        return wanted if pays and wanted <= _MOST_SHARE_WITH_PRICE * run else 0.0
+        return wanted if pays and wanted <= _MOST_SHARE_WITH_PRICE * run else usual
 
     def obstacle(self, target: Target) -> str | None:
         """Return why no trial takes place. None if it does."""
@@ -283,26 +274,24 @@ class Calibration:
                 prices[label] = replace(compilation, expected=expected * form.price, best_ratio=form.best_ratio)
                 forms.setdefault(current, []).append(label)
 
-        def longer(spent: float, step_seconds: float, price: Price) -> float:
-            budgets.append(self.longer(spent, step_seconds, price))
+        def budget(step_seconds: float, price: Price | None = granted, spent: float = 0.0) -> float:
+            budgets.append(self.seconds(step_seconds, price, spent))
             return budgets[-1]
 
         try:
             options: dict[str, Any] = {"scaler": target.scaler, "reduce": reduce, "interrupt": not self.sharded}
             with closing(Trial(passes, target.optimizers, tried, base=base, **options)) as trial:
-                budgets.append(self.seconds(trial.step_seconds, granted))
-                if budgets[0] >= WORTH_A_WORD:
+                if budget(trial.step_seconds) >= WORTH_A_WORD:
                     count = f"{len(levers)} switch{'es' if len(levers) > 1 else ''}"
                     tell(f"trying {count} on your model ({', '.join(levers)}), at most {budgets[0]:.0f} s ...")
                 verdicts, ratio = search(
                     sorted(levers, key=lambda name: name not in self.prior),  # what may take long comes last
                     trial,
-                    budget=functools.partial(self.seconds, price=granted),
+                    budget=budget,
                     steps=self.total_steps,
                     prices=prices,
                     undecided={name: name in self.prior for name in levers},
                     forms=forms,
-                    longer=None if granted is None else longer,
                     step_seconds=trial.step_seconds,
                 )
             for name in trial.built - {verdict.form or verdict.lever for verdict in verdicts if verdict.kept}:
@@ -524,24 +513,19 @@ def _steps_of_trial(total_steps: int) -> float:
     return max(_SHARE_OF_RUN * total_steps, min(_FEW_STEPS, _MOST_SHARE * total_steps))
 
 
-def check_calibrate(calibrate: Any) -> None:
-    """Refuse a value that is not ``"auto"``, a bool or a positive number of seconds.
+def resolved(calibrate: Calibrate) -> Calibrate:
+    """Return what ``"auto"`` means in this environment: False if ``TORCHBOOST_CALIBRATE`` is 0.
 
     Raises:
-        ValueError: Another value.
+        ValueError: Not ``"auto"``, a bool or a positive number of seconds.
     """
-    number = isinstance(calibrate, (int, float)) and not isinstance(calibrate, bool)
-    if calibrate == "auto" or isinstance(calibrate, bool) or (number and 0 < calibrate < float("inf")):
-        return
+    if calibrate == "auto":
+        return False if os.environ.get(_SWITCH, "").strip() == "0" else calibrate
+    if isinstance(calibrate, bool) or (isinstance(calibrate, (int, float)) and 0 < calibrate < math.inf):
+        return calibrate
     raise ValueError(
         f'calibrate: found {calibrate!r}; pass "auto", False for no trial, or the seconds that a trial may take.'
     )
-
-
-def resolved(calibrate: Calibrate) -> Calibrate:
-    """Return what ``"auto"`` means in this environment: False if ``TORCHBOOST_CALIBRATE`` is 0."""
-    check_calibrate(calibrate)
-    return False if calibrate == "auto" and os.environ.get(_SWITCH, "").strip() == "0" else calibrate
 
 
 def _forms_of(lever: Algorithm, device: torch.device, name: str = "") -> dict[str, tuple[str, Form]]:

@@ -10,6 +10,7 @@ numbers before each pass, so that kernels that read what they have not written s
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,14 +23,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchboost.calibration.choice import Verdict, in_a_line
-from torchboost.calibration.passes import Change, Pass, Passes, noise, numbers_of
+from torchboost.calibration.passes import Change, Pass, Passes, distance, noise
 from torchboost.calibration.snapshot import Streams
 from torchboost.calibration.trial import Contestant
 from torchboost.core.algorithm import Algorithm, Target, attach_all
 from torchboost.registry import REGISTRY
-from torchboost.tokens.rows import Rows
 
-__all__ = ["Bound", "Certificate", "Finding", "verified"]
+__all__ = ["Certificate", "Finding", "allowed", "verified"]
 
 _STEPS_OF_ROUNDING = 64
 _ATTEMPTS = 2
@@ -38,6 +38,11 @@ fails, this number of plain passes, with changes of this number of roundings, sh
 _LARGE = 1e-3
 """If rounding changes that much, relative to an output or the gradient, one more pass shows whether passes repeat."""
 _WIDE_SHARE = 3 / _STEPS_OF_ROUNDING
+_MOST = 3.0
+"""Relative to the norm of a tensor, the most that rounding may explain. Unrelated gradients of one size differ by 1.4
+times their norm."""
+_HOPELESS = 0.1
+"""For exact levers, a difference of outputs or of the whole gradient for which no second attempt is made."""
 _GARBAGE = 1e30
 _LARGEST_BLOCK = 2**22
 """Entries of the largest block that is filled. What is larger, the system hands out as zeros."""
@@ -47,59 +52,28 @@ _PERTURB, _BYTE = -6, 0x8E
 """``M_PERTURB`` of glibc, and a byte whose complement, four times, is 1.2e30 as float32 and as bfloat16."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bound:
-    """How far a tensor may be from the same tensor of the plain pass. The largest of the three counts.
+def allowed(response: float, norm: float, whole: float | None, *, rounding: float = 0.0) -> float:
+    """Return how far a tensor may be from the same tensor of the plain pass.
+
+    The largest of three counts: a multiple of what rounding does to it, but no more than ``_MOST``; a share of its
+    norm; and of a gradient a share of the whole one.
 
     Args:
-        rounding: Times the difference that rounding alone makes in this tensor.
-        own: Relative to the norm of this tensor.
-        whole: Relative to the norm of the whole gradient.
-        small: Relative to the norm of a gradient, the most that ``whole`` may explain, unless rounding changes it by a
-            fifth of its norm, as for a bias before BatchNorm.
-        outputs: Like ``own``, for outputs.
-        most: Relative to the norm of the tensor, the most that rounding may explain. Unrelated gradients of one size
-            differ by 1.4 times their norm.
-        hopeless: A relative difference of outputs or of the whole gradient for which no second attempt is made.
+        response: How far rounding alone moves it: that of ``rounding``, or of the plain pass for 0.
+        norm: Of the tensor.
+        whole: Norm of the whole gradient. None for an output.
+        rounding: Of a lower precision, relative to a number: 1/256 for bfloat16, 1/2048 for TF32. 0 for levers that
+            change the order of additions, and nothing else.
     """
-
-    rounding: float
-    own: float
-    whole: float
-    small: float
-    outputs: float
-    most: float
-    hopeless: float
-
-    def of(self, response: float, norm: float, whole: float | None) -> float:
-        """Return the allowed difference of one tensor."""
-        rounding = self.rounding * response
-        own, rest = (self.outputs, 0.0) if whole is None else (self.own, self.whole * whole)
-        if 5 * rounding < norm:
-            rest = min(rest, self.small * norm)
-        return max(min(rounding, self.most * norm), own * norm, rest)
-
-
-EXACT = Bound(rounding=64.0, own=3e-4, whole=1e-5, small=0.01, outputs=2e-5, most=3.0, hopeless=0.1)
-"""For levers that change the order of additions, and nothing else."""
-
-
-def lower(rounding: float) -> Bound:
-    """Return the bound for levers that compute in a lower precision.
-
-    Args:
-        rounding: Of that precision, relative to a number: 1/256 for bfloat16, 1/2048 for TF32. ``Bound.rounding``
-            counts from a change of this size.
-    """
-    return Bound(
-        rounding=8.0,
-        own=153.6 * rounding,
-        whole=2 * rounding,
-        small=math.inf,
-        outputs=8 * rounding,
-        most=3.0,
-        hopeless=0.0,
-    )
+    exact = (64.0, 3e-4, 1e-5, 2e-5)
+    times, own, rest, output = (8.0, 153.6 * rounding, 2 * rounding, 8 * rounding) if rounding else exact
+    if whole is None:
+        own, rest = output, 0.0
+    else:
+        rest *= whole
+    if not rounding and 5 * times * response < norm:  # rounding changes a bias before BatchNorm by more than a fifth
+        rest = min(rest, 0.01 * norm)
+    return max(min(times * response, _MOST * norm), own * norm, rest)
 
 
 class Finding(NamedTuple):
@@ -167,19 +141,16 @@ class Certificate:
         Raises:
             Exception: Whatever the levers or the model raise with them.
         """
-        bounds = [(EXACT, 1.0)]
-        if rounding:  # the larger bound counts: convolutions on a GPU compute in TF32 in the plain pass already
-            bounds.append((lower(rounding), rounding / self._size))
         with _on_the_model(self._passes, levers, self._scaler):
             distances = _distances(self._plain, self._run())
         if distances.strange:
             return Finding(distances.strange)
-        worst, hopeless = self._excess(distances, bounds), bounds[-1][0].hopeless
+        worst, hopeless = self._excess(distances, rounding), 0.0 if rounding else _HOPELESS
         gradient, outputs = self._relative(distances), self._of_outputs(distances)
         while worst and max(gradient, outputs) <= hopeless and len(self._responses) <= _ATTEMPTS:
             change = noise(_STEPS_OF_ROUNDING * self._size, len(self._responses))
             self._responses.append((_WIDE_SHARE, _distances(self._plain, self._changed(change))))
-            worst = self._excess(distances, bounds)
+            worst = self._excess(distances, rounding)
         return Finding(worst, gradient, outputs)
 
     def _first(self) -> Pass:
@@ -209,21 +180,21 @@ class Certificate:
             if device.type == "cpu":
                 with _dirty_memory():
                     return self._passes.run()
-            self._fill(device)
-            return self._passes.run(lambda: self._fill(device))
+            fill = functools.partial(_fill_freed_memory, {tensor.numel() for tensor in self._sized}, device)
+            fill()
+            return self._passes.run(fill)
 
-    def _fill(self, device: torch.device) -> None:
-        _fill_freed_memory({tensor.numel() for tensor in self._sized}, device)
-
-    def _excess(self, distances: _Distances, bounds: Sequence[tuple[Bound, float]]) -> str:
-        """Return which tensor is too far away from all bounds, each with its scale, in words. Empty if none is."""
+    def _excess(self, distances: _Distances, rounding: float) -> str:
+        """Return which tensor is too far away, in words. Empty if none is."""
+        # The larger bound counts: convolutions on a GPU compute in TF32 in the plain pass already.
+        scales = {0.0: 1.0} | ({rounding: rounding / self._size} if rounding else {})
         for kind, whole in (("outputs", None), ("gradients", self._whole)):
             norms: list[float] = getattr(self._norms, kind)
-            for index, (distance, norm) in enumerate(zip(getattr(distances, kind), norms, strict=True)):
+            for index, (apart, norm) in enumerate(zip(getattr(distances, kind), norms, strict=True)):
                 response = max(share * getattr(moved, kind)[index] for share, moved in self._responses)
-                if distance > max(bound.of(scale * response, norm, whole) for bound, scale in bounds):
+                if apart > max(allowed(by * response, norm, whole, rounding=size) for size, by in scales.items()):
                     name = "an output" if whole is None else f"the gradient of {self._name(index)}"
-                    return f"{name} differs by {distance / norm if norm else math.inf:.1e} of its size"
+                    return f"{name} differs by {apart / norm if norm else math.inf:.1e} of its size"
         return ""
 
     def _relative(self, distances: _Distances) -> float:
@@ -268,22 +239,9 @@ def _distances(plain: Pass, other: Pass | None) -> _Distances:
         if [g is None for g in gradients] != [g is None for g in plain.gradients]:
             return _Distances([], [], "other parameters have a gradient")
     return _Distances(
-        [_distance(a, b) for a, b in zip(plain.outputs, outputs, strict=True)],
-        [0.0 if a is None else _distance(a, b) for a, b in zip(plain.gradients, gradients, strict=True)],
+        [distance(a, b) for a, b in zip(plain.outputs, outputs, strict=True)],
+        [0.0 if a is None else distance(a, b) for a, b in zip(plain.gradients, gradients, strict=True)],
     )
-
-
-def _distance(plain: Tensor, other: Tensor | None) -> float:
-    """Return the norm of a difference, in float64. Infinity if only one of the two is finite."""
-    base = numbers_of(plain if not isinstance(other, Rows) else other.operand(plain))
-    if other is None:
-        norm = float(torch.linalg.vector_norm(base))
-        return norm if math.isfinite(norm) else 0.0
-    numbers = numbers_of(other.rows if isinstance(other, Rows) else other)
-    if not bool(torch.isfinite(base).all()):  # the plain loss is NaN already
-        return 0.0 if torch.equal(torch.isfinite(base), torch.isfinite(numbers)) else math.inf
-    norm = float(torch.linalg.vector_norm(numbers - base))
-    return norm if math.isfinite(norm) else math.inf
 
 
 def _norm(values: Sequence[float]) -> float:

@@ -26,7 +26,7 @@ from torchboost.errors import IncompatibleError
 from torchboost.tokens.call import NOTHING_READS
 from torchboost.tokens.rows import Rows
 
-__all__ = ["Pass", "Passes", "noise", "numbers_of", "on_real_inputs", "relative", "reshard"]
+__all__ = ["Pass", "Passes", "distance", "noise", "on_real_inputs", "relative", "reshard"]
 
 _LOG = logging.getLogger("torchboost")
 
@@ -216,8 +216,12 @@ class Passes:
         return self._streams.drawn()
 
     def _gradient_for(self, output: Tensor) -> Tensor:
-        """Return a fixed gradient, zero at positions of outputs that no loss reads."""
-        gradient = _gradient_for(output)
+        """Return a fixed gradient of norm 1, zero at positions that no loss reads. It uses no default generator."""
+        generator = torch.Generator("cpu").manual_seed(0)
+        gradient = torch.randn(output.shape, generator=generator, device="cpu") / max(1.0, output.numel() ** 0.5)
+        gradient = gradient.to(output.device, output.dtype)
+        if output.numel() == 1:
+            gradient = torch.ones_like(output, requires_grad=False)
         for mask in self.unread if output.ndim > 1 else ():
             if mask.shape == output.shape[:2]:
                 gradient = gradient * mask.view(*mask.shape, *[1] * (output.ndim - 2))
@@ -248,18 +252,29 @@ def reshard(model: nn.Module) -> None:
 
 
 def relative(first: Tensor, second: Tensor) -> float:
-    """Return the difference of two tensors, as a share of the norm of the first one. Infinite if their forms differ."""
-    if first.shape != second.shape:
-        return math.inf
-    before, after = numbers_of(first), numbers_of(second)
-    if not torch.equal(before.isfinite(), after.isfinite()):
-        return math.inf
-    before, after = before.nan_to_num(), after.nan_to_num()
-    size, difference = float(torch.linalg.vector_norm(before)), float(torch.linalg.vector_norm(after - before))
+    """Return the :func:`distance` of two tensors, as a share of the norm of the first one."""
+    size, difference = distance(first), distance(first, second)
     return difference / size if size else math.inf if difference else 0.0
 
 
-def numbers_of(tensor: Tensor) -> Tensor:
+def distance(plain: Tensor, other: Tensor | None = None) -> float:
+    """Return the norm of a difference in float64, or of ``plain`` itself, over the entries that are finite.
+
+    It is infinite if the forms differ, or if other entries are finite.
+    """
+    base = _numbers_of(plain if not isinstance(other, Rows) else other.operand(plain))
+    finite, difference = torch.isfinite(base), base
+    if other is not None:
+        numbers = _numbers_of(other.rows if isinstance(other, Rows) else other)
+        if numbers.shape != base.shape or not torch.equal(finite, torch.isfinite(numbers)):
+            return math.inf
+        difference = numbers - base
+    if not bool(finite.all()):
+        difference = difference.masked_fill(~finite, 0.0)
+    return float(torch.linalg.vector_norm(difference))
+
+
+def _numbers_of(tensor: Tensor) -> Tensor:
     """Return the entries as dense float64, complex ones as two."""
     tensor = tensor.to_dense() if tensor.layout is not torch.strided else tensor
     return torch.view_as_real(tensor.resolve_conj()).double() if tensor.is_complex() else tensor.double()
@@ -358,17 +373,11 @@ def _computed(tensor: Tensor, like: Tensor | None = None) -> Tensor:
     return rows.rows if like is None else rows.operand(tensor)
 
 
-def _gradient_for(output: Tensor) -> Tensor:
-    """Return a fixed gradient of norm 1 with the shape of ``output``. The default generators are not used."""
-    if output.numel() == 1:
-        return torch.ones_like(output, requires_grad=False)
-    generator = torch.Generator("cpu").manual_seed(0)
-    values = torch.randn(output.shape, generator=generator, device="cpu") / max(1.0, output.numel() ** 0.5)
-    return values.to(output.device, output.dtype)
-
-
 def _has_reentrant_checkpoint(end: Tensor) -> bool:
-    """Whether ``torch.utils.checkpoint`` with ``use_reentrant=True`` is in the graph. It refuses ``autograd.grad``."""
+    """Whether ``torch.utils.checkpoint`` with ``use_reentrant=True`` is in the graph.
+
+    ``autograd.grad`` refuses it, or does not enter it, since its parameters are not in the graph.
+    """
     waiting, seen = [end.grad_fn], set()
     while waiting:
         node = waiting.pop()

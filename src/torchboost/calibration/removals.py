@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -18,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torchboost.algorithms.unpad import marks_padding, masks_among
 from torchboost.calibration.passes import Pass, Passes, relative
 from torchboost.core.algorithm import Attachment
-from torchboost.core.forward import cover_forward
+from torchboost.core.forward import cover_forward, tensors_in
 from torchboost.core.torch_private import DispatchMode, has_saved_tensor_hooks, is_view
 
 __all__ = [
@@ -163,7 +164,7 @@ class Kept(TorchFunctionMode):
             with saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
                 return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        self.bytes += sum(r.nbytes for r in _tensors(result) if r.requires_grad and not is_view(r))
+        self.bytes += sum(r.nbytes for r in tensors_in(result) if r.requires_grad and not is_view(r))
         return result
 
 
@@ -178,17 +179,6 @@ def each_end(model: nn.Module, look: Callable[[nn.Module, Any], object]) -> Iter
         for module in model.modules():
             hooks.callback(module.register_forward_hook(hook).remove)
         yield
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors among arguments or results of a function of torch."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for entry in value:
-            yield from _tensors(entry)
-    elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
 
 
 class HostWaits(DispatchMode):
@@ -207,31 +197,25 @@ class HostWaits(DispatchMode):
     def __init__(self, device: str) -> None:
         super().__init__()
         self._device = device
-        self.places: dict[str, int] = {}
-
-    @property
-    def count(self) -> int:
-        """How many times the host waited."""
-        return sum(self.places.values())
+        self.places: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer a call of an operator."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if self._waits(func.overloadpacket.__name__, args, kwargs, result):
-            place = _place()
-            self.places[place] = self.places.get(place, 0) + 1
+            self.places[_place()] += 1
         return result
 
     def _waits(self, name: str, args: Any, kwargs: Mapping[str, Any], result: Any) -> bool:
-        given = [tensor for tensor in _tensors(args) if tensor.device.type == self._device]
+        given = [tensor for tensor in tensors_in(args) if tensor.device.type == self._device]
         if not given:
             return False
         if name in _COPIES:
             waits = not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
             return waits and isinstance(result, Tensor) and result.device.type == "cpu"
         if name in ("index", "index_put", "index_put_", "_unsafe_index"):
-            return any(tensor.dtype is torch.bool for tensor in _tensors(args[1]))
+            return any(tensor.dtype is torch.bool for tensor in tensors_in(args[1]))
         return name in _WAITING or (name == "repeat_interleave" and kwargs.get("output_size") is None)
 
 

@@ -116,12 +116,11 @@ def search(
     levers: Sequence[str],
     bench: Trial,
     *,
-    budget: Callable[[float], float],
+    budget: Callable[..., float],
     steps: int | None = None,
     prices: Mapping[str, Price] | None = None,
     undecided: Mapping[str, bool] | None = None,
     forms: Mapping[str, Sequence[str]] | None = None,
-    longer: Callable[[float, float, Price], float] | None = None,
     step_seconds: float,
 ) -> tuple[tuple[Verdict, ...], Interval | None]:
     """Try the levers one after the other on top of those that were kept, then those again that were dropped too early.
@@ -140,22 +139,21 @@ def search(
         levers: Names, in the order of the trial, except that levers with a price come last.
         bench: Its incumbent is the plain step. With several ranks, every number comes from the slowest rank.
         budget: Returns the seconds that the trial may take in a run whose steps take the given seconds. It is asked
-            again for faster steps, unless a lever with a price waits for its time.
+            again for faster steps, unless a lever with a price waits for its time; and for each form, with its price
+            and the seconds that were spent.
         steps: Updates that remain in the run. None if unknown. Levers with a price are then not tried.
         prices: Lever -> what it costs once.
         undecided: Lever -> whether to keep it if the budget does not suffice for a decision. Missing means no. A lever
             whose few samples speak against it is dropped, and so is one that was not timed although it had time.
         forms: Lever with a price, or one of its forms -> forms that may replace it. All of them have prices.
-        longer: Called with the seconds that were spent, the seconds of a step, and the price of a form. Returns the
-            budget of a trial that tries it, if that is more.
         step_seconds: Time of a plain step.
 
     Returns:
         One verdict for each lever, in the given order, and how many times as fast a step of the chosen combination is
         as a plain one. None if it was not measured.
     """
-    told = dict(prices or {}), dict(undecided or {}), dict(forms or {}), longer
-    return _Search(list(levers), bench, budget, steps, *told, last_step=step_seconds).run()
+    told, seconds = (dict(prices or {}), dict(undecided or {}), dict(forms or {})), budget(step_seconds)
+    return _Search(list(levers), bench, budget, steps, *told, step_seconds, seconds, seconds, seconds).run()
 
 
 def _pairs(sample: _Sample) -> str:
@@ -193,23 +191,19 @@ def _rounded(seconds: float) -> int:
 class _Search:
     levers: list[str]
     bench: Trial
-    budget: Callable[[float], float]
+    budget: Callable[..., float]
     steps: int | None
     prices: dict[str, Price]
     undecided: dict[str, bool]
     forms: dict[str, Sequence[str]]
-    longer: Callable[[float, float, Price], float] | None
     last_step: float
-    announced: float = field(init=False)
-    seconds: float = field(init=False)
-    until: float = field(init=False)
+    announced: float
+    seconds: float
+    until: float
     kept: list[str] = field(default_factory=list)
     verdicts: dict[str, Verdict] = field(default_factory=dict)
     open: set[str] = field(default_factory=set)
     assumed: set[str] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self.until = self.seconds = self.announced = self.budget(self.last_step)
 
     def run(self) -> tuple[tuple[Verdict, ...], Interval | None]:
         free = [lever for lever in self.levers if lever not in self.prices]
@@ -266,9 +260,7 @@ class _Search:
         before, price = self.verdicts[lever], self.prices[form]
         dearer = max(1.0, before.price / self.prices[lever].expected)
         self.prices[form] = price = replace(price, expected=price.expected * dearer)
-        if self.longer is not None:
-            self.seconds = max(self.seconds, self.longer(self.bench.elapsed(), self.last_step, price))
-            self.until = self.seconds
+        self.until = self.seconds = max(self.seconds, self.budget(self.last_step, price, self.bench.elapsed()))
         current = before.form or lever
         place = self.kept.index(current)
         self.kept.remove(current)

@@ -6,7 +6,6 @@ import array
 import functools
 import itertools
 import random
-import sys
 import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -15,6 +14,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from enum import IntEnum
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionMeta
@@ -287,7 +287,7 @@ class Snapshot:
             self._follow(tuple.__iter__(value), hops)
         elif isinstance(value, frozenset):
             self._follow(frozenset.__iter__(value), hops)
-        elif _is_array(value):
+        elif isinstance(value, np.ndarray):
             if value.flags.writeable and self._copied_bytes + value.nbytes <= _MOST_BYTES:
                 self._copied_bytes += value.nbytes
                 self._hold(value, lambda each: each.copy(), _write_array)
@@ -422,17 +422,11 @@ def _generator_state(value: Any) -> _Way | None:
         return (lambda g: g.get_state()), (lambda g, state: g.set_state(state))
     if isinstance(value, random.Random):
         return (lambda g: g.getstate()), (lambda g, state: g.setstate(state))
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.random.RandomState):
+    if isinstance(value, np.random.RandomState):
         return (lambda g: g.get_state()), (lambda g, state: g.set_state(state))
-    if numpy is not None and isinstance(value, numpy.random.Generator):
+    if isinstance(value, np.random.Generator):
         return (lambda g: g.bit_generator.state), (lambda g, state: setattr(g.bit_generator, "state", state))
     return None
-
-
-def _is_array(value: Any) -> bool:
-    numpy: Any = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray)
 
 
 def _has_memory(tensor: Tensor) -> bool:
@@ -456,7 +450,7 @@ def _same(left: Any, right: Any) -> bool:
         return True
     if type(left) is not type(right):
         return False
-    if _is_array(left):  # of objects: by identity, too
+    if isinstance(left, np.ndarray):  # of objects: by identity, too
         return left.shape == right.shape and left.dtype == right.dtype and left.tobytes() == right.tobytes()
     if isinstance(left, dict):
         return len(left) == len(right) and all(
@@ -494,15 +488,13 @@ class Streams:
     def __init__(self, model: nn.Module) -> None:
         self._devices = accelerators(model.parameters())
         self._torch, self._python = generator_states(self._devices), random.getstate()
-        self._module: Any = sys.modules.get("numpy")
-        self._numpy = None if self._module is None else self._module.random.get_state()
+        self._numpy: Any = np.random.get_state()
 
     def restore(self) -> None:
         """Set them to what they were."""
         set_generator_states(self._torch, self._devices)
         random.setstate(self._python)
-        if self._module is not None:
-            self._module.random.set_state(self._numpy)
+        np.random.set_state(self._numpy)
 
     def drawn(self) -> bool:
         """Whether the generators of torch were used since."""

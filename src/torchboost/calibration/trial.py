@@ -287,7 +287,8 @@ def optimizer_over(
     entries = sum(p.numel() for p in chosen)
     if entries > part:  # parameters of every size
         chosen = sorted(chosen, key=Tensor.numel)[:: -(-entries // part)]
-    copies = {id(p): _copied(p) for p in chosen}
+    copied = [p.detach().clone(memory_format=torch.preserve_format) for p in chosen]
+    copies = {id(p): nn.Parameter(c, requires_grad=p.requires_grad) for p, c in zip(chosen, copied, strict=True)}
     absent = nn.Parameter(torch.empty(0, device="cpu"))
     memo: dict[int, Any] = {id(p): copies.get(id(p), absent) for p in all_parameters}
     absent_state = [value for p in all_parameters if id(p) not in copies for value in inner.state.get(p, {}).values()]
@@ -307,11 +308,6 @@ def optimizer_over(
     duplicate.state.pop(absent, None)
     share = sum(p.numel() for p in chosen) / entries if entries else 1.0
     return duplicate, [(p, copies[id(p)]) for p in chosen], share
-
-
-def _copied(parameter: Tensor) -> nn.Parameter:
-    copied = parameter.detach().clone(memory_format=torch.preserve_format)
-    return nn.Parameter(copied, requires_grad=parameter.requires_grad)
 
 
 def _restride(copied: Tensor, state: dict[Any, Any], like: Tensor) -> None:

@@ -404,15 +404,14 @@ def _waits(bench: _Bench) -> Waste:
         return _none(kind, "not counted on the CPU, where .item() waits for nothing")
     with bench.passes.prepared(), HostWaits(device) as mode:
         bench.passes.run()
-    if not mode.count:
+    if not mode.places:
         return _none(kind, "no operator of the model waits for the device")
-    places = sorted(mode.places.items(), key=lambda entry: -entry[1])[:3]
-    where = ", ".join(f"{place} ({count})" for place, count in places)
+    where = ", ".join(f"{place} ({count})" for place, count in mode.places.most_common(3))
     return Waste(
         kind=kind,
         seconds=None,
         share=None,
-        found=f"operators for which the host waits: {mode.count} in a step, most often at {where}; their time is not "
-        "known, since a step needs the numbers",
+        found=f"operators for which the host waits: {mode.places.total()} in a step, most often at {where}; their time "
+        "is not known, since a step needs the numbers",
         remedy="compute with tensors instead of .item(), and with torch.where instead of an index of booleans",
     )

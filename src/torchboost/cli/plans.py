@@ -25,10 +25,10 @@ from torchboost.cli.shared import (
 from torchboost.config import BoostConfig, ConfigSource
 from torchboost.core.hardware import device_fault, half_precision
 from torchboost.errors import ConfigError
-from torchboost.explanation import Row
 from torchboost.front import boost
 from torchboost.plan import Plan
 from torchboost.registry import LEVELS, REGISTRY, Facts
+from torchboost.sheet import Row
 
 __all__ = ["show_levels", "show_plan", "show_plan_of_model"]
 

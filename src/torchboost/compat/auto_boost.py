@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchboost import front
-from torchboost.calibration.calibration import Calibrate, check_calibrate
+from torchboost.calibration.calibration import Calibrate, resolved
 from torchboost.config import BoostConfig, ConfigSource
 from torchboost.core.algorithm import AttachedAlgorithms, Scaler
 from torchboost.core.arguments import check_module
 from torchboost.core.wrapping import unwrap
 from torchboost.inference import fast_copy
 from torchboost.plan import Plan
-from torchboost.registry import Loop
+from torchboost.registry import Host, Loop
 
 __all__ = ["AutoBoost"]
 
@@ -61,7 +61,6 @@ class AutoBoost:
         calibrate: Calibrate = "auto",
         verify: bool = True,
     ) -> None:
-        check_calibrate(calibrate)
         self._config = BoostConfig.load(boost_config_dict)
         self.level = level
         self._attach = partial(
@@ -69,8 +68,8 @@ class AutoBoost:
             level=level,
             total_steps=total_steps,
             config=self._config,
-            host=front.Host(loop=loop),
-            calibrate=calibrate,
+            host=Host(loop=loop),
+            calibrate=resolved(calibrate),
             verify=verify,
             name="network",
             caller="network_auto_process_train",

@@ -22,9 +22,9 @@ from torchboost.core.torch_private import place_of_optimizer
 from torchboost.core.wrapping import hookable
 from torchboost.distributed.checkpoint import load_optimizer
 from torchboost.errors import IncompatibleError
-from torchboost.front import Host, attach, warn_of_missing_length
+from torchboost.front import attach, warn_of_missing_length
 from torchboost.plan import Plan
-from torchboost.registry import REGISTRY
+from torchboost.registry import REGISTRY, Host
 
 __all__ = ["prepare"]
 
@@ -89,7 +89,6 @@ def prepare(
         loop="accelerate",
         precision="" if mixed == "no" else mixed,
         forward=lambda: accelerator.autocast(),
-        together=True,
     )
     prepared: tuple[Any, ...] = (model, optimizer)
     if accelerator.is_fsdp2:

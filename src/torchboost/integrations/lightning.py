@@ -12,12 +12,12 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Sin
 from torch import nn
 from torch.optim import Optimizer
 
-from torchboost.calibration.calibration import Calibrate, check_calibrate
+from torchboost.calibration.calibration import Calibrate, resolved
 from torchboost.config import ConfigSource, RecipeSection
 from torchboost.errors import IncompatibleError
-from torchboost.front import Boosted, Host, attach, warn_of_missing_state
+from torchboost.front import Boosted, attach, warn_of_missing_state
 from torchboost.plan import Plan
-from torchboost.registry import REGISTRY
+from torchboost.registry import REGISTRY, Host
 
 __all__ = ["Boost"]
 
@@ -68,12 +68,11 @@ class Boost(Callback):
         calibrate: Calibrate = "auto",
         verify: bool = True,
     ) -> None:
-        check_calibrate(calibrate)
         recipe = Plan.of(level, config, loop="lightning").recipe
         _check_recipe(recipe)
         self._rate = recipe.rate
         self.level, self.module, self.config = level, module, config
-        self.calibrate: Calibrate = calibrate
+        self.calibrate = resolved(calibrate)
         self.verify = verify
         self.boosted: Boosted | None = None
         self._loaded: Mapping[str, Any] | None = None
@@ -244,4 +243,4 @@ def _length_before_data(trainer: Trainer) -> int | None:
 
 def _host(trainer: Trainer) -> Host:
     precision = str(trainer.precision)
-    return Host(loop="lightning", precision="" if precision in _FULL else precision, together=True)
+    return Host(loop="lightning", precision="" if precision in _FULL else precision)

@@ -11,12 +11,13 @@ import torch
 from torch.optim import Optimizer
 from transformers import Trainer
 
-from torchboost.calibration.calibration import Calibrate, check_calibrate
+from torchboost.calibration.calibration import Calibrate, resolved
 from torchboost.config import ConfigSource
 from torchboost.core.files import write_whole
 from torchboost.errors import IncompatibleError
-from torchboost.front import Boosted, Host, attach, warn_of_missing_state
+from torchboost.front import Boosted, attach, warn_of_missing_state
 from torchboost.plan import Plan
+from torchboost.registry import Host
 
 __all__ = ["BoostMixin", "BoostTrainer", "boost"]
 
@@ -77,7 +78,7 @@ class BoostMixin(_Base):
         super().__init__(*args, **kwargs)
 
     def _set_boost(self, level: str, config: ConfigSource | None, calibrate: Calibrate, verify: bool) -> None:
-        check_calibrate(calibrate)
+        calibrate = resolved(calibrate)
         self._recipe, self._full_steps = Plan.of(level, config, loop="transformers").recipe, None
         self._level, self._config, self._calibrate, self._verify = level, config, calibrate, verify
         self.boosted, self._stage, self._awaited, self._logged = None, "outside", None, False
@@ -135,7 +136,6 @@ class BoostMixin(_Base):
                 loop="transformers",
                 precision="" if mixed in (None, "no") else mixed,
                 forward=lambda: accelerator.autocast(),
-                together=True,
             ),
             calibrate=self._calibrate if self.args.n_gpu < 2 else False,  # DataParallel calls replicas
             verify=self._verify and self.args.n_gpu < 2,

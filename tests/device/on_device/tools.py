@@ -44,7 +44,7 @@ def test_a_clock_waits_for_the_device(monkeypatch):
 
 def test_a_trial_may_take_longer_for_the_price_of_compilation(monkeypatch):
     asked: list[Price | None] = []
-    monkeypatch.setattr(Calibration, "seconds", lambda self, step, price=None: asked.append(price) or 0.3)
+    monkeypatch.setattr(Calibration, "seconds", lambda self, step, price=None, _=0.0: asked.append(price) or 0.3)
     model = network("cnn", "cuda")
     made = torchboost.boost(model, AdamW(model.parameters()), total_steps=10_000, calibrate=0.3)
     losses(made.model, made.optimizer, "cuda")
