@@ -36,9 +36,7 @@ class WrappingOptimizer(Optimizer):
 
     def __init__(self, opt: Optimizer) -> None:
         check_optimizer(opt, "opt")
-        self._placeholders: dict[str, Any] = {}  # groups and state while torch's constructor runs
-        super().__init__(opt.param_groups, opt.defaults)
-        self._placeholders.clear()
+        super().__init__([{"params": []}], opt.defaults)  # for its hooks; groups and state are those of opt
         self.opt = opt
 
     def __getattr__(self, name: str) -> Any:
@@ -50,22 +48,24 @@ class WrappingOptimizer(Optimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups of ``opt``, the same list."""
-        return self._read("param_groups")
+        return self.opt.param_groups
 
     @param_groups.setter
     def param_groups(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, value: list[dict[str, Any]]
     ) -> None:
-        self._write("param_groups", value)
+        if "opt" in self.__dict__:
+            self.opt.param_groups = value
 
     @property
     def state(self) -> Any:
         """The state of ``opt``, the same mapping."""
-        return self._read("state")
+        return self.opt.state
 
     @state.setter
     def state(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        self._write("state", value)
+        if "opt" in self.__dict__:
+            self.opt.state = value
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step ``opt``."""
@@ -79,8 +79,6 @@ class WrappingOptimizer(Optimizer):
         """
         if "opt" in self.__dict__:
             self.opt.add_param_group(param_group)
-        else:
-            super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of ``opt``, which ``opt`` can load, plus the state of this class under a separate key."""
@@ -103,15 +101,6 @@ class WrappingOptimizer(Optimizer):
             )
         # Hooks are not copied, as in torch; a learning-rate scheduler replaces 'step' on the instance.
         return {key: value for key, value in without_hooks(self.__dict__).items() if key != "step"}
-
-    def _read(self, name: str) -> Any:
-        return getattr(self.opt, name) if "opt" in self.__dict__ else self._placeholders[name]
-
-    def _write(self, name: str, value: Any) -> None:
-        if "opt" in self.__dict__:
-            setattr(self.opt, name, value)
-        else:
-            self._placeholders[name] = value
 
     def _own_state(self) -> dict[str, Any]:
         return {}
