@@ -354,9 +354,7 @@ class UpdateRule(Optimizer):
         groups = [rule.adopted(saved) for rule, saved in zip(rules, saved_groups, strict=False)]
         groups += saved_groups[len(rules) :]
         state_dict = {**state_dict, "param_groups": groups}
-        keys = [rule.state_keys({**rule.defaults, **group}) for rule, group in zip(rules, groups, strict=False)]
-        _check_shapes(state_dict, self.param_groups, keys)
-        _check_rules(state_dict, rules, keys)
+        _check_states(state_dict, rules, self.param_groups)
         handle = self.register_load_state_dict_pre_hook(_hide)
         try:
             super().load_state_dict(state_dict)
@@ -544,41 +542,37 @@ def _without_roundings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {**now, "master_weights": True} if now.get("master_weights") == "stochastic" else now
 
 
-def _check_shapes(
-    state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], keys: Sequence[Sequence[str]]
+def _check_states(
+    state_dict: Mapping[str, Any], rules: Sequence[UpdateRule], groups: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Refuse saved entries, by name per group, that are no numbers and do not have the shape of their parameter.
+    """Refuse saved states of another rule, in which zeros would take the place of what is missing, and other shapes.
 
     Groups and parameters whose number differs are left to torch, which refuses them.
     """
-    if any("exp_avg_scale" in state for state in state_dict["state"].values()):
-        raise ValueError(
-            "the checkpoint holds moments in 8 bits, which are not supported any more; in the version that wrote it, "
-            "set moments_8bit=False in the groups, make a step, and save it again."
-        )
     position = 0
-    for group, saved, names in zip(groups, state_dict["param_groups"], keys, strict=False):
+    for rule, group, saved in zip(rules, groups, state_dict["param_groups"], strict=False):
+        names = rule.state_keys({**rule.defaults, **saved})
         for param, index in zip(group["params"], saved["params"], strict=False):
+            state = state_dict["state"].get(index, {})
+            if "exp_avg_scale" in state:
+                raise ValueError(
+                    "the checkpoint holds moments in 8 bits, which are not supported any more; in the version that "
+                    "wrote it, set moments_8bit=False in the groups, make a step, and save it again."
+                )
+            missing = [key for key in rule.state_keys(rule.defaults) if key in names and key not in state]
+            if state and missing:
+                raise ValueError(
+                    f"the checkpoint holds {sorted(state)} of a parameter, but not {missing[0]!r}, so it was "
+                    f"written by another rule than {type(rule).__name__}; load it with that rule, or begin without it."
+                )
             for key in (*names, "master"):
-                value = state_dict["state"].get(index, {}).get(key)
+                value = state.get(key)
                 if isinstance(value, Tensor) and value.ndim and value.shape != param.shape:
                     raise ValueError(
                         f"the checkpoint's {key!r} of parameter {position} has shape {tuple(value.shape)}, "
                         f"the parameter has {tuple(param.shape)}; give the parameters in the order of the checkpoint."
                     )
             position += 1
-
-
-def _check_rules(state_dict: Mapping[str, Any], rules: Sequence[UpdateRule], keys: Sequence[Sequence[str]]) -> None:
-    """Refuse saved states without the entries that a rule has with any options: zeros would take their place."""
-    for rule, saved, names in zip(rules, state_dict["param_groups"], keys, strict=False):
-        needed = [key for key in rule.state_keys(rule.defaults) if key in names]
-        for state in filter(None, map(state_dict["state"].get, saved["params"])):
-            if missing := [key for key in needed if key not in state]:
-                raise ValueError(
-                    f"the checkpoint holds {sorted(state)} of a parameter, but not {missing[0]!r}, so it was "
-                    f"written by another rule than {type(rule).__name__}; load it with that rule, or begin without it."
-                )
 
 
 @dataclass(frozen=True)
