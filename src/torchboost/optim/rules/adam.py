@@ -92,7 +92,7 @@ class Adam(UpdateRule):
 
     def adopted(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return a saved group with bias correction if it does not say: torch, whose files do not, always corrects."""
-        return {"bias_correction": True, **group}
+        return {"bias_correction": True, **super().adopted(group)}
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Refuse forms for which torch has no kernel."""

@@ -148,7 +148,8 @@ class UpdateRule(Optimizer):
 
     def adopted(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return a group of a checkpoint as this rule reads it; called by :meth:`load_state_dict`."""
-        return dict(group)
+        now = {key: value for key, value in group.items() if key != "moments_8bit"}  # an option of earlier versions
+        return {**now, "master_weights": True} if now.get("master_weights") == "stochastic" else now
 
     def described_groups(self) -> list[dict[str, Any]]:
         """Return copies of the param groups with schedules in place of the values of the last update.
@@ -349,12 +350,11 @@ class UpdateRule(Optimizer):
                 moments are in 8 bits, as earlier versions could keep them; nothing was changed.
         """
         state_dict = _in_order(state_dict, self.param_groups)
-        rules = [self.rule_for(group) for group in self.param_groups]
-        saved_groups = list(map(_without_roundings, state_dict["param_groups"]))
-        groups = [rule.adopted(saved) for rule, saved in zip(rules, saved_groups, strict=False)]
-        groups += saved_groups[len(rules) :]
-        state_dict = {**state_dict, "param_groups": groups}
-        _check_states(state_dict, rules, self.param_groups)
+        if len(state_dict["param_groups"]) == len(self.param_groups):  # torch refuses others
+            rules = [self.rule_for(group) for group in self.param_groups]
+            groups = [rule.adopted(saved) for rule, saved in zip(rules, state_dict["param_groups"], strict=True)]
+            state_dict = {**state_dict, "param_groups": groups}
+            _check_states(state_dict, rules, self.param_groups)
         handle = self.register_load_state_dict_pre_hook(_hide)
         try:
             super().load_state_dict(state_dict)
@@ -536,21 +536,12 @@ def _in_order(state_dict: dict[str, Any], groups: Sequence[Mapping[str, Any]]) -
     return {**state_dict, "param_groups": ordered}
 
 
-def _without_roundings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a saved group in the options of today: masters take the place of stochastic rounding."""
-    now = {key: value for key, value in group.items() if key != "moments_8bit"}
-    return {**now, "master_weights": True} if now.get("master_weights") == "stochastic" else now
-
-
 def _check_states(
     state_dict: Mapping[str, Any], rules: Sequence[UpdateRule], groups: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Refuse saved states of another rule, in which zeros would take the place of what is missing, and other shapes.
-
-    Groups and parameters whose number differs are left to torch, which refuses them.
-    """
+    """Refuse saved states of another rule, in which zeros would take the place of what is missing, and other shapes."""
     position = 0
-    for rule, group, saved in zip(rules, groups, state_dict["param_groups"], strict=False):
+    for rule, group, saved in zip(rules, groups, state_dict["param_groups"], strict=True):
         names = rule.state_keys({**rule.defaults, **saved})
         for param, index in zip(group["params"], saved["params"], strict=False):
             state = state_dict["state"].get(index, {})
