@@ -12,7 +12,7 @@ from tests.device.on_device._rules import DEVICES, RULES, numbers, resumed, step
 from tests.device.on_device._training import default_device
 from tests.support.pretend_device.waits import Waits
 from torchboost.optim import Adam
-from torchboost.optim.rules.lazy_adam import CHUNK, new_past, record, replay
+from torchboost.optim.rules.lazy_adam import CHUNK, form_of, replay
 
 ALL = pytest.mark.parametrize("name", RULES)
 
@@ -58,8 +58,8 @@ MISSED: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", MISSED, ids=str)
 def test_rows_make_up_for_missed_steps_with_one_wait_per_chunk(options):
     group = Adam([torch.zeros(1)], lr=0.01, **options).param_groups[0]
-    past, steps, rows = new_past(group), 300, 200
-    record(past, 1, group)
+    past = {"form": form_of(group), "options": [(1, 0.01, group["weight_decay"], *group["betas"], group["eps"])]}
+    steps, rows = 300, 200
     generator = torch.Generator("cpu").manual_seed(0)
     last = torch.randint(steps, (rows,), generator=generator, dtype=torch.int32, device="cpu")
     tables = {"weight": torch.randn(rows, 3, generator=generator, device="cpu", dtype=torch.float64)}

@@ -104,6 +104,8 @@ class LazyAdam(Adam):
         ...         optimizer.zero_grad()
     """
 
+    kernel_unscales = False  # if the fused kernel skipped a step because of an overflow, this class would not know
+
     def __init__(
         self,
         params: Any,
@@ -124,11 +126,6 @@ class LazyAdam(Adam):
         **common: Unpack[Common],
     ) -> None:
         UpdateRule.__init__(self, **rule_arguments(locals()))
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        # If the fused kernel skipped a step because of an overflow, this class would not know.
-        return False
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Refuse what :class:`Adam` refuses, and an ``exact`` that is not a bool or not supported."""
@@ -297,40 +294,22 @@ class LazyAdam(Adam):
 
 
 def _made_step(group: Mapping[str, Any], state: dict[str, Any], rows: Tensor) -> None:
-    """Record that only these rows made the step that the state counts."""
+    """Record that only these rows made the step that the state counts, and its options if they have changed."""
     step = int(state["step"])
     if "past" not in state:
         table = state["exp_avg"]
         state["last_step"] = torch.full((len(table),), step - 1, dtype=torch.int32, device=table.device)
-        state["past"] = new_past(group)
-    record(state["past"], step, group)
+        state["past"] = {"form": form_of(group), "options": []}  # plain numbers, for a checkpoint
+    options = state["past"]["options"]
+    values = (float(group["lr"]), float(group["weight_decay"]), *map(float, group["betas"]), float(group["eps"]))
+    if not options or options[-1][1:] != values:
+        options.append((step, *values))
     state["last_step"].index_fill_(0, rows, step)
 
 
 def form_of(group: Mapping[str, Any]) -> tuple[bool, ...]:
     """Return the values of ``FORM``."""
     return tuple(bool(group[name]) for name in FORM)
-
-
-def new_past(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an empty record of past options: plain numbers, for a checkpoint."""
-    return {"form": form_of(group), "options": []}
-
-
-def record(past: dict[str, Any], step: int, group: Mapping[str, Any]) -> None:
-    """Record the options used at a step; nothing is added while they do not change.
-
-    Cost: about 150 bytes for each step with a change.
-
-    Args:
-        past: As returned by :func:`new_past`.
-        step: Counted from 1.
-        group: The options.
-    """
-    options = past["options"]
-    values = (float(group["lr"]), float(group["weight_decay"]), *map(float, group["betas"]), float(group["eps"]))
-    if not options or options[-1][1:] != values:
-        options.append((step, *values))
 
 
 def replay(rows: Mapping[str, Tensor], last: Tensor, step: int, past: Mapping[str, Any]) -> None:
@@ -345,7 +324,8 @@ def replay(rows: Mapping[str, Tensor], last: Tensor, step: int, past: Mapping[st
             float32 or float64, the first axis counts rows.
         last: The last step of every row, below ``step``.
         step: The step that all rows must reach.
-        past: The options of all steps after the earliest of ``last``.
+        past: ``"form"``, the values of ``FORM``, and ``"options"``: for each step with a change, from the earliest of
+            ``last`` on, the step and what is in force from there on: rate, decay, both betas, epsilon.
     """
     if not len(last):
         return
@@ -399,7 +379,7 @@ class _History:
 
     def until(self, steps: Tensor) -> Tensor:
         """Return the sums of ``logs`` over all steps until these, which are included."""
-        index = self._index(steps)
+        index = self.index(steps)
         return self.before[index] + (steps - self.first[index] + 1)[..., None] * self.logs[index]
 
     def left(self, begin: Tensor) -> Tensor:
@@ -436,7 +416,7 @@ class _History:
         return size / scale, eps / scale
 
     def _factors(self, steps: Tensor) -> tuple[Tensor, ...]:
-        lr, _, beta1, beta2, eps = self.values[self._index(steps)].unbind(-1)
+        lr, _, beta1, beta2, eps = self.values[self.index(steps)].unbind(-1)
         first, second = torch.ones_like(steps), torch.ones_like(steps)
         if self.form["bias_correction"]:
             first, second = 1 - beta1**steps, (1 - beta2**steps).sqrt()
@@ -447,10 +427,6 @@ class _History:
         if self.form["eps_uncorrected"]:
             return size * second, torch.ones_like(size), eps, mean, square
         return size, 1 / second, eps, mean, square
-
-    def next_square(self, square: Tensor, begin: Tensor) -> Tensor:
-        """Return the second moments after one more step."""
-        return square * self.values[self._index(begin + 1), 3].to(square.dtype)[:, None]
 
     def reach(self, weight: Tensor, mean: Tensor, root: Tensor, begin: Tensor) -> Tensor:
         """Return the number of steps after which all further ones move a row by less than rounding."""
@@ -467,7 +443,8 @@ class _History:
         needed = (limit / travel.clamp_(min=info.tiny)).amin(1).double().log_() / math.log(max(shrink, SMALLEST))
         return torch.minimum(needed.ceil_().nan_to_num_(math.inf, math.inf).clamp_(min=0), missing)
 
-    def _index(self, steps: Tensor) -> Tensor:
+    def index(self, steps: Tensor) -> Tensor:
+        """Return the set of options of each step."""
         return (torch.searchsorted(self.first, steps, right=True) - 1).clamp_(min=0)
 
 
@@ -475,7 +452,7 @@ def _sum_steps(history: _History, rows: Mapping[str, Tensor], begun: Tensor) -> 
     weight, mean, square = (rows[key] for key in ("weight", "exp_avg", "exp_avg_sq"))
     begin, largest = begun.to(weight.device), rows.get("max_exp_avg_sq")
     if largest is not None:  # of the second moments from here on, the next one is the largest
-        torch.maximum(largest, history.next_square(square, begin), out=largest)
+        torch.maximum(largest, square * history.values[history.index(begin + 1), 3:4].to(square.dtype), out=largest)
     root = (square if largest is None else largest).sqrt()
     reach = history.reach(weight, mean, root, begin)
     # The rows that still have steps to make are always the first ones.

@@ -81,6 +81,7 @@ class AdamOffload(Adam):
     """
 
     kept = (*Adam.kept, "chunk_mebibytes")
+    kernel_unscales = False  # the scale is on the device; if unscaled there, an overflow copies nothing
 
     def __init__(
         self,
@@ -108,11 +109,6 @@ class AdamOffload(Adam):
         arguments = rule_arguments(locals(), foreach=None, capturable=False)
         del arguments["defaults"]["chunk_mebibytes"]
         UpdateRule.__init__(self, **arguments)
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        # The scale would reach the kernel as a tensor on the device; if unscaled there, an overflow copies nothing.
-        return False
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Refuse a choice of kernel, which this class makes itself."""
