@@ -195,8 +195,8 @@ class Plan:
             check_pair(model, one)
         inner = [hookable(one) for one in (optimizer, *others)]
         on = {a.name for a in self.algorithms}
-        others = (a for a in (*self.levers, *self.algorithms) if a.name not in but)
-        asked = {a.name: a for a in others if not (a.name in on and a.applied(model))}
+        every = (a for a in (*self.levers, *self.algorithms) if a.name not in but)
+        asked = {a.name: a for a in every if not (a.name in on and a.applied(model))}
         idle = {name: reason for name, a in asked.items() if (reason := why_idle(a, model, inner)) is not None}
         served = dict(self.served)
         if len(inner) > 1:
@@ -562,7 +562,7 @@ def _says(section: Any, key: str) -> bool:
 
 def _objection(name: str, requested: list[str], config: BoostConfig, facts: Facts) -> str | None:
     entry = REGISTRY[name]
-    winner = next((one for one in requested if one != name and REGISTRY[one].algorithm.traits.alone), None)
+    winner = next((one for one in requested if one != name and REGISTRY[one].algorithm.traits.replaces_optimizer), None)
     if winner is not None and REGISTRY[winner].unusable(facts) is None:
         return f"{winner} is on, and it cannot be combined with others"
     asked_for = config.boost.mode != "auto" or name in config.extra

@@ -255,7 +255,7 @@ def _layer_before(flow: Dataflow, norm: AnyBatchNorm, shared: set[Tensor]) -> nn
 
 def fold_pairs(
     model: nn.Module,
-    folds: Mapping[nn.Module, nn.Module],
+    folds: Mapping[Any, nn.Module],
     sample: Any = None,
     optimizers: Sequence[Optimizer] = (),
 ) -> float | None:

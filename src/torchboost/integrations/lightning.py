@@ -72,7 +72,7 @@ class Boost(Callback):
         _check_recipe(recipe)
         self._rate = recipe.rate
         self.level, self.module, self.config = level, module, config
-        self.calibrate = resolved(calibrate)
+        self.calibrate: Calibrate = resolved(calibrate)
         self.verify = verify
         self.boosted: Boosted | None = None
         self._loaded: Mapping[str, Any] | None = None

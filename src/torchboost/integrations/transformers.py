@@ -78,9 +78,9 @@ class BoostMixin(_Base):
         super().__init__(*args, **kwargs)
 
     def _set_boost(self, level: str, config: ConfigSource | None, calibrate: Calibrate, verify: bool) -> None:
-        calibrate = resolved(calibrate)
+        self._calibrate: Calibrate = resolved(calibrate)
         self._recipe, self._full_steps = Plan.of(level, config, loop="transformers").recipe, None
-        self._level, self._config, self._calibrate, self._verify = level, config, calibrate, verify
+        self._level, self._config, self._verify = level, config, verify
         self.boosted, self._stage, self._awaited, self._logged = None, "outside", None, False
 
     @property

@@ -64,7 +64,7 @@ def multi_head_attention_forward(
     else:
         weights = (in_proj_weight,) if query is key and key is value else _thirds(in_proj_weight)
     biases = (in_proj_bias,) if len(weights) == 1 else _BIASES if in_proj_bias is None else _thirds(in_proj_bias)
-    heads = [_heads(one, num_heads) for one in _projected(tensors, weights, biases)]
+    heads: Any = [_heads(one, num_heads) for one in _projected(tensors, weights, biases)]
     layouts = [one.positions if isinstance(one, Rows) else None for one in tensors]
     hint = is_causal and key_padding_mask is None and not need_weights
     mask = None if hint else _mask(attn_mask, key_padding_mask, layouts, num_heads)

@@ -108,7 +108,7 @@ def result_rows(results: Sequence[Result]) -> list[list[str]]:
 
     words: dict[str, Callable[[Any], str]] = {
         "drop": "{:g}".format,
-        "time": wording.percent,
+        "time": percent,
         "metric against stock": wording.difference_interval,
         "your rate": best,
         "tuning": wording.seconds,

@@ -182,7 +182,7 @@ def progressive(costs: Sequence[float], full_share: float, steps: int, *, switch
     @functools.cache
     def best(index: int, left: int) -> tuple[float, tuple[int, ...]]:
         """Return the most that can be saved if ``index`` is the first of so many switches, and all of them."""
-        options = [(saved[index] * (steps - allowed[index]), (index,))]
+        options: list[tuple[float, tuple[int, ...]]] = [(saved[index] * (steps - allowed[index]), (index,))]
         for later in candidates if left > 1 else ():
             if later > index:
                 gain, indices = best(later, left - 1)
