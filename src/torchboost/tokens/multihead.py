@@ -64,12 +64,14 @@ def multi_head_attention_forward(
     else:
         weights = (in_proj_weight,) if query is key and key is value else _thirds(in_proj_weight)
     biases = (in_proj_bias,) if len(weights) == 1 else _BIASES if in_proj_bias is None else _thirds(in_proj_bias)
-    heads: Any = [_heads(one, num_heads) for one in _projected(tensors, weights, biases)]
+    queries, keys, values = [_heads(one, num_heads) for one in _projected(tensors, weights, biases)]
     layouts = [one.positions if isinstance(one, Rows) else None for one in tensors]
     hint = is_causal and key_padding_mask is None and not need_weights
     mask = None if hint else _mask(attn_mask, key_padding_mask, layouts, num_heads)
-    result = attention(F.scaled_dot_product_attention, *heads, mask, dropout_p if training else 0.0, hint)
-    weights = _unread_weights(*heads, averaged=average_attn_weights) if need_weights else None
+    result = attention(
+        F.scaled_dot_product_attention, queries, keys, values, mask, dropout_p if training else 0.0, hint
+    )
+    weights = _unread_weights(queries, keys, values, averaged=average_attn_weights) if need_weights else None
     if isinstance(result, Rows):
         rows = F.linear(result.rows.flatten(1), out_proj_weight, out_proj_bias)
         return result.like(rows, result.positions, _LENGTH_FIRST), weights
