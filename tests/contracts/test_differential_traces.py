@@ -65,9 +65,9 @@ def strides_only(before: Any, after: Any) -> bool:
 def explained(key: str, before: Any, after: Any, on: set[str]) -> bool:
     """Whether the documentation of what is on names a change of this attribute."""
     last = key.rpartition(".")[2]
-    if hooks(last) or last in ("__getstate__", "_compiled_call_impl"):  # copies and pickles are without them
+    if hooks(last) or last in ("__getstate__", "_compiled_call_impl", "_replicate_for_data_parallel"):  # no copy has them
         return True
-    if last in ("forward", "_replicate_for_data_parallel"):
+    if last == "forward":
         return bool({"autocast", "unpad", "sparse_head"} & on)
     return last == "_parameters" and "channels_last" in on and strides_only(before, after)
 
