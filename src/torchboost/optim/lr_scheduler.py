@@ -63,7 +63,7 @@ class ScheduleLR(LRScheduler):
         if last_epoch >= 0 and isinstance(optimizer, Optimizer):
             # torch requires this key then; a schedule of absolute values resumes without it.
             for group in optimizer.param_groups:
-                group.setdefault("initial_lr", group["lr"])
+                group.setdefault("initial_lr", _copied(group["lr"]))
         super().__init__(optimizer, last_epoch)
 
     def get_lr(self) -> list[float | Tensor]:
@@ -85,17 +85,18 @@ class ScheduleLR(LRScheduler):
         """Resume from the state of another scheduler, and set the learning rates of that update.
 
         Raises:
-            KeyError: ``last_epoch`` is missing.
-            ValueError: ``last_epoch`` is below 0.
+            ValueError: ``last_epoch`` is missing or below 0.
         """
+        if "last_epoch" not in state_dict:
+            raise ValueError(f"state_dict: found the keys {sorted(state_dict)}; it must have 'last_epoch'.")
         whole("last_epoch", state_dict["last_epoch"], least=0)
         super().load_state_dict({key: value for key, value in state_dict.items() if key in self.state_dict()})
-        self._last_lr = self.get_lr()
-        for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
+        for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
+        self._last_lr = [_copied(group["lr"]) for group in self.optimizer.param_groups]
 
 
 class Shortened:
@@ -199,3 +200,7 @@ def _rate(schedule: Schedule, step: int) -> float:
             return schedule(step - 1)
         except IndexError:
             raise ended from None
+
+
+def _copied(lr: float | Tensor) -> float | Tensor:
+    return lr.clone() if isinstance(lr, Tensor) else lr
