@@ -421,7 +421,7 @@ def boost(
         optimizer = named_optimizer(optimizer, model, lr, adamw_lr=adamw_lr)
     else:
         check_given(optimizer, lr=lr, adamw_lr=adamw_lr)
-    config = with_task(config, task, model)
+    config = config if task is None else with_task(config, task, model)
     boosted = attach(
         model,
         optimizer,

@@ -56,14 +56,12 @@ def fine_tuning(model: nn.Module, *, frozen: int | None = None, dtype: str | Non
     return {**off, "grad_freeze": {**freezing, **caching}}
 
 
-def with_task(config: ConfigSource | None, task: Task | None, model: nn.Module) -> ConfigSource | None:
+def with_task(config: ConfigSource | None, task: Task, model: nn.Module) -> BoostConfig:
     """Return a configuration with the choices of a task. What it already says under ``extra`` counts.
 
     Raises:
         ConfigError: There is no such task, or the configuration cannot be read.
     """
-    if task is None:
-        return config
     if task not in get_args(Task):
         allowed = ", ".join(map(repr, get_args(Task)))
         raise ConfigError("task", found=repr(task), allowed=allowed, hint=nearest(str(task), get_args(Task)))
