@@ -165,7 +165,7 @@ class RecipeSection(_Section):
         return max(1, round(self.length * total_steps))
 
     def in_words(self, *, total_steps: int | None = None, built: str = "") -> str:
-        """Return what it changes, in words; empty if it changes nothing.
+        """Return what it changes, in words. Empty if it changes nothing.
 
         Args:
             total_steps: The number of updates that it takes its share of, if known.
@@ -235,7 +235,7 @@ class BoostConfig(_Section):
 
 
 ConfigSource: TypeAlias = Mapping[str, Any] | str | os.PathLike[str] | BoostConfig | None
-"""The sources of a configuration; see :meth:`BoostConfig.load`."""
+"""The sources of a configuration. See :meth:`BoostConfig.load`."""
 
 
 def _read(source: Any) -> dict[str, Any]:

@@ -26,11 +26,11 @@ class ConfigError(ValueError):
     It carries the place of the fault, so that tools can point to it.
 
     Args:
-        path: JSON path of the offending entry, such as ``"grad_freeze.freeze_p"``; empty for the whole document.
+        path: JSON path of the offending entry, such as ``"grad_freeze.freeze_p"``. Empty for the whole document.
         found: The value at this path.
         allowed: The values that are allowed at this path.
         hint: What to do, such as the nearest valid name.
-        file: The file that the configuration was read from; empty if it is another source.
+        file: The file that the configuration was read from. Empty if it is another source.
     """
 
     def __init__(self, path: str, *, found: str, allowed: str, hint: str = "", file: str = "") -> None:

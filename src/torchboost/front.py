@@ -321,7 +321,7 @@ class _Mark:
 
 
 def boosted_of(optimizer: Optimizer) -> Boosted | None:
-    """Return the :class:`Boosted` of an optimizer that :func:`boost` received or returned; None without one."""
+    """Return the :class:`Boosted` of an optimizer that :func:`boost` received or returned. None without one."""
     marks = [hook for hook in step_post_hooks(hookable(optimizer)).values() if isinstance(hook, _Mark)]
     return marks[-1].boosted if marks else None
 

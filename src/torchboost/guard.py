@@ -140,7 +140,7 @@ class Guard:
             loss: Of shape ``()``; not changed, and not kept.
 
         Returns:
-            The name of the algorithm that was withdrawn now; None if nothing was.
+            The name of the algorithm that was withdrawn now. None if nothing was.
 
         Raises:
             ValueError: ``loss`` has more than one entry, or none.
@@ -256,7 +256,7 @@ class _Trend:
     recent: list[float] = field(default_factory=list)
 
     def add(self, value: float) -> tuple[float, float] | None:
-        """Take a value, and return the level and the spread of those before it; None if they were too few."""
+        """Take a value, and return the level and the spread of those before it. None if they were too few."""
         self.recent = [*self.recent, value][-_MEMORY:]
         before = self.lowest
         if len(self.recent) >= _WINDOW:

@@ -153,7 +153,7 @@ class _Check:
 
 
 def _compare(fast: nn.Module, plain: nn.Module, sample: Arguments) -> bool | None:
-    """Whether a copy, if necessary in contiguous memory, computes what the network does; None if undecided."""
+    """Whether a copy, if necessary in contiguous memory, computes what the network does. None if undecided."""
     try:
         expected = evaluate(plain, sample)
     except ReachesOriginal:

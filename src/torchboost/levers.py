@@ -68,7 +68,7 @@ class Levers:
         target: The pair. Several optimizers are possible.
         calibrate: Whether and how long to measure.
         verify: Whether to check.
-        wrapper: The name of the wrapper of the model; None without one.
+        wrapper: The name of the wrapper of the model. None without one.
         forward: Makes the context in which a trainer computes each forward pass.
 
     Attributes:
@@ -77,7 +77,7 @@ class Levers:
         state: Of the levers.
         due: Whether the first training call has still to come.
         ended: Whether a trainer has said that the training has ended.
-        choice: What the trial found out, or a checkpoint says; None before, and if nothing is measured.
+        choice: What the trial found out, or a checkpoint says. None before, and if nothing is measured.
         checks: Lever -> how far its step is from the plain one, in words.
         withdrawn: What was taken out of the run -> the reason.
     """
@@ -198,7 +198,7 @@ class Levers:
         return why_idle(lever, self._target.model, [hookable(one) for one in self._target.optimizers])
 
     def _ask(self) -> str:
-        """Return the line that the user would type next; empty if there is none."""
+        """Return the line that the user would type next. Empty if there is none."""
         if self.state == "removed":
             return ""
         if self.due:
@@ -221,7 +221,7 @@ class Levers:
 
     @property
     def _untimed(self) -> str:
-        """What is on in addition to switches, with which and without which no step was timed; empty if nothing is."""
+        """What is on in addition to switches, with which and without which no step was timed. Empty if nothing is."""
         done, on = self._done, [a.name for a in self.plan.algorithms if not REGISTRY[a.name].lever]
         named = ", ".join(f"{name} ({done[name]})" if name in done else name for name in on)
         return f"also on, not timed: {named}" if named else ""
@@ -252,7 +252,7 @@ class Levers:
         return [f"waste: padding: {percent(self._padded)} of the positions of the first batch, and {Unpad.name} is off"]
 
     def waste(self, call: Call) -> WasteReport:
-        """Measure what a step wastes on a training call; see :meth:`torchboost.Boosted.waste`."""
+        """Measure what a step wastes on a training call. See :meth:`torchboost.Boosted.waste`."""
         target = self._target
         if not is_training_call(target.model, call):
             raise IncompatibleError(
@@ -396,7 +396,7 @@ class Levers:
             self._put_on([a for a in self.plan.algorithms if REGISTRY[a.name].lever])
 
     def _saved(self) -> dict[str, bool | str]:
-        """Return the levers that a resumed run must have; empty if the first training call has still to decide."""
+        """Return the levers that a resumed run must have. Empty if the first training call has still to decide."""
         if self.state != "decided":
             return {}
         forms = self.choice.levers if self.choice is not None else {}
@@ -431,7 +431,7 @@ class Levers:
         self._put_on([a for a in self.plan.algorithms if REGISTRY[a.name].lever])
 
     def withdraw(self, name: str, reason: str) -> None:
-        """Take one algorithm out of the run; see :meth:`torchboost.Boosted.withdraw`."""
+        """Take one algorithm out of the run. See :meth:`torchboost.Boosted.withdraw`."""
         plan = self.asked.without(self.withdrawn)
         if name not in {one.name for one in (*plan.algorithms, *plan.levers)}:
             return

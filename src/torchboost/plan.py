@@ -56,14 +56,14 @@ class Plan:
         algorithms: The algorithms that will run, with their settings, in attach order.
         dropped: The requested algorithms that were left out, with the reasons.
         levers: The algorithms of the level that only change the speed of a step. A trial may switch them on and off.
-        total_steps: Updates of the whole run, from the argument or the configuration; None if neither gives it. If the
+        total_steps: Updates of the whole run, from the argument or the configuration. None if neither gives it. If the
             recipe shortens the run, those that it leaves.
         unmeasured: Algorithms that the configuration adds to the measured level, takes from it or sets otherwise.
         served: With several optimizers, name of an algorithm that changes the update alone -> those that it is on for,
             in words.
         recipe: What the configuration says about the optimizer, its rates and the length of the run.
-        full_steps: Updates of the whole run before the recipe shortened it; None if that is not known.
-        built: What the recipe made of the optimizer, in words; empty before :func:`torchboost.boost` applied it.
+        full_steps: Updates of the whole run before the recipe shortened it. None if that is not known.
+        built: What the recipe made of the optimizer, in words. Empty before :func:`torchboost.boost` applied it.
 
     Example:
         >>> import torch, torchboost
@@ -103,7 +103,7 @@ class Plan:
             level: ``"O0"``, ``"O1"`` or ``"O2"``.
             config: A dict, a path to a JSON file, JSON text, a :class:`BoostConfig`, or nothing.
             facts: By default measured on this machine, without a model.
-            loop: The owner of the training loop. Overrides ``facts.loop``; see :class:`Facts`.
+            loop: The owner of the training loop. Overrides ``facts.loop``. See :class:`Facts`.
             total_steps: Number of updates in the whole run. Overrides ``facts.total_steps``. ``recipe.length`` takes
                 its share of either. If the configuration has ``grad_freeze.total_steps``, or ``total_steps`` of an
                 algorithm under ``extra``, all must be the number that remains.
@@ -280,7 +280,7 @@ class Plan:
         """Return what :meth:`explain` says, as a value.
 
         Args:
-            optimizer: Its name; empty if there is none yet.
+            optimizer: Its name. Empty if there is none yet.
         """
         mode = "" if self.mode == "auto" else f", mode {self.mode}"
         of = f" for {optimizer}" if optimizer else ""
@@ -339,7 +339,7 @@ def _as_extra(algorithms: Sequence[Algorithm]) -> dict[str, Any]:
 
 
 def why_idle(algorithm: Algorithm, model: nn.Module, optimizers: Sequence[Optimizer]) -> str | None:
-    """Return why an algorithm would change nothing, or must not run, with these optimizers; None if it can."""
+    """Return why an algorithm would change nothing, or must not run, with these optimizers. None if it can."""
     if len(optimizers) > 1 and not algorithm.traits.each_optimizer:
         return f"it works with one optimizer, and this model has {len(optimizers)}"
     reasons = [algorithm.idle(model, optimizer) for optimizer in optimizers]
@@ -454,7 +454,7 @@ def run_length(config: BoostConfig, given: int | None = None) -> int | None:
 
 
 def own_settings(algorithm: Algorithm) -> str:
-    """Return the settings that differ from the defaults, as code; empty if none does."""
+    """Return the settings that differ from the defaults, as code. Empty if none does."""
     settings = [(f.name, getattr(algorithm, f.name), f.default) for f in fields(algorithm)]  # pyright: ignore[reportArgumentType]
     return ", ".join(f"{name}={value!r}" for name, value, default in settings if value != default)
 

@@ -114,7 +114,7 @@ class Explanation:
         rows: One for each algorithm, in any order.
         unchanged: What is said if no row is on or waits.
         notes: Lines below the rows.
-        ask: What the user would do next; empty for nothing.
+        ask: What the user would do next. Empty for nothing.
     """
 
     heading: tuple[str, ...]

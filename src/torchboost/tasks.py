@@ -33,7 +33,7 @@ def fine_tuning(model: nn.Module, *, frozen: int | None = None, dtype: str | Non
         model: The bare model.
         frozen: Number of blocks to freeze, from the input on, at least 1. The default is half of them. See
             :func:`torchboost.graph.blocks.blocks_of`.
-        dtype: ``"bfloat16"`` keeps the outputs of the frozen blocks in half the memory; None keeps them exactly.
+        dtype: ``"bfloat16"`` keeps the outputs of the frozen blocks in half the memory. None keeps them exactly.
 
     Raises:
         TypeError: ``model`` is not a module.

@@ -172,7 +172,7 @@ class Choice(_Record):
         """Return what a trial found, and what to do next, in a line.
 
         Args:
-            untimed: What was on in all of its steps, as a clause; empty for nothing.
+            untimed: What was on in all of its steps, as a clause. Empty for nothing.
         """
         on = ", ".join(verdict.lever for verdict in self.verdicts if verdict.kept)
         gain, seconds = self.gain or "the gain of all together was not measured", in_seconds(self.seconds)

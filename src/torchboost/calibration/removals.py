@@ -83,7 +83,7 @@ def seen_in(passes: Passes, root: str) -> Seen:
 
     Args:
         passes: Passes of the model.
-        root: The name of the model, with which those of its parts begin; empty without one.
+        root: The name of the model, with which those of its parts begin. Empty without one.
     """
     padded, masks, marks = list[Padded](), list[UselessMask](), list[str]()
 

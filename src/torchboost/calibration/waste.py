@@ -61,9 +61,9 @@ class Waste:
     Args:
         kind: What it is.
         seconds: Of a step; 0 if there is none, None if it is not known.
-        share: Of a step; None if it is not known.
+        share: Of a step. None if it is not known.
         found: How it was found, or why there is none.
-        remedy: What leaves it out; empty if there is nothing to do.
+        remedy: What leaves it out. Empty if there is nothing to do.
     """
 
     kind: str
@@ -162,7 +162,7 @@ def waste_of(
         call: A training call.
         forward: Makes the context of each forward pass, such as the mixed precision of a trainer.
         clock: By default the one of the device.
-        root: What the user calls the model of the pair; empty if its parts have the user's names.
+        root: What the user calls the model of the pair. Empty if its parts have the user's names.
 
     Raises:
         IncompatibleError: A part of the model is compiled or sharded, it or its inputs hold an iterator, no output

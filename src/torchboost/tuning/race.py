@@ -62,7 +62,7 @@ class Race:
         SequentialTest(margin=self.search.drop, most=self.most, error=self.error / MOST_TESTS)  # the strictest
 
     def decide(self) -> Candidate | None:
-        """Make all runs that are needed, and return the plan that was confirmed; None without one.
+        """Make all runs that are needed, and return the plan that was confirmed. None without one.
 
         The attempts are known before the first fresh seed, and each has an equal part of the error rate, as has the
         test of stock's best rate against the user's. So whatever the search found, the probability that one passes
@@ -156,7 +156,7 @@ class Race:
         return outcome, reason if is_best else f"against stock at your rate: {reason}"
 
     def _saves(self, plan: Candidate, pairs: Sequence[tuple[Run, Run]], error: float) -> bool | None:
-        """Whether a run is at least 3 % faster; None if it is not in these seeds, but more of them may show that."""
+        """Whether a run is at least 3 % faster. None if it is not in these seeds, but more of them may show that."""
         stock, ours = self.search.runs.times(plan, pairs)
         if paired_ratio(stock, ours).mid >= LEAST_GAIN:
             return True

@@ -108,7 +108,7 @@ class Candidate(Record, extra="ignore"):
 
     @property
     def section(self) -> dict[str, Any]:
-        """The section ``recipe`` of a configuration; empty if it changes nothing."""
+        """The section ``recipe`` of a configuration. Empty if it changes nothing."""
         key, base = ("lr", self.recipe["lr"]) if "lr" in self.recipe else ("rate", self.recipe.get("rate", 1.0))
         section = {**self.recipe, key: float(f"{base * self.rate:.12g}"), "length": self.share}
         return {name: value for name, value in section.items() if name in ("optimizer", "lr") or value != 1}
@@ -127,10 +127,10 @@ class Run(Record):
         seconds: Training after the first step, without evaluation.
         wall_seconds: Everything, for the budget.
         losses: The mean training loss of each complete block of 20 steps.
-        peak_bytes: How far the memory rose; None if the system does not tell.
-        first_loss: The loss of the first step; None if the training failed.
-        last_loss: The loss of the last step; None if the training failed.
-        failure: The error that the training raised; empty if it raised none.
+        peak_bytes: How far the memory rose. None if the system does not tell.
+        first_loss: The loss of the first step. None if the training failed.
+        last_loss: The loss of the last step. None if the training failed.
+        failure: The error that the training raised. Empty if it raised none.
         too_slow: Whether the training was stopped because its steps took too long.
         hopeless: Whether it was stopped because another rate or recipe learned much faster.
     """
@@ -165,7 +165,7 @@ class Finding(Record):
         rates: Multiple of the rate -> metric at half of the steps.
         seeds: Pairs with stock at its best rate.
         speed: Time of stock over its own for the whole run, projected to ``total_steps``.
-        memory: Peak memory over that of stock, the median of the pairs; None if the system does not tell.
+        memory: Peak memory over that of stock, the median of the pairs. None if the system does not tell.
         change: Metric minus that of stock, the mean of the seeds.
         difference: The same with bounds that hold at all looks. Only the confirmation has it.
         detectable: How far the mean must be above minus the accepted drop to be shown by the planned seeds, in four of
@@ -193,7 +193,7 @@ class Rate(Record):
 
     Args:
         best: The multiple of it with which stock ends best.
-        change: The metric there minus that at the user's own rate; None if they were not compared at full length,
+        change: The metric there minus that at the user's own rate. None if they were not compared at full length,
             or one of them diverged.
         seeds: Seeds of which it is the mean.
         fresh: Whether these are seeds of the confirmation, on the data of ``evaluate``.
@@ -212,8 +212,8 @@ class Start(Record):
     """The start of the search of a recipe, at which an earlier tuning ended.
 
     Args:
-        rate: The multiple of its rate in the middle of those that are tried; None for the usual ones.
-        share: The share of the steps that is tried first; None for a half.
+        rate: The multiple of its rate in the middle of those that are tried. None for the usual ones.
+        share: The share of the steps that is tried first. None for a half.
     """
 
     rate: float | None = None
@@ -379,7 +379,7 @@ def headline(report: TuneReport) -> str:
 
 
 def _untried(report: TuneReport) -> str:
-    """Return why no recipe that can be used was tried; empty if one was."""
+    """Return why no recipe that can be used was tried. Empty if one was."""
     usable = [one for one in report.findings if one.outcome not in ("not usable", "duplicate")]
     if not usable or any(one.outcome != "not tried" for one in usable):
         return ""
@@ -389,7 +389,7 @@ def _untried(report: TuneReport) -> str:
 
 
 def turned_on(report: TuneReport) -> str:
-    """Return what the final configuration turns on, in words; empty without an algorithm."""
+    """Return what the final configuration turns on, in words. Empty without an algorithm."""
     proven = proven_whole(report)
     if proven is not None:
         return words_of(proven.candidate)
@@ -420,7 +420,7 @@ def cost(report: TuneReport) -> str:
 
 
 def rate_words(report: TuneReport) -> str:
-    """Return whether the user's rate is at its best, in one sentence; empty if that is not known."""
+    """Return whether the user's rate is at its best, in one sentence. Empty if that is not known."""
     found = report.rate
     if found is None:
         return ""
@@ -447,7 +447,7 @@ def repaid(report: TuneReport) -> list[str]:
 
 
 def proven_whole(report: TuneReport) -> Finding | None:
-    """Return the plan that was confirmed; None without one."""
+    """Return the plan that was confirmed. None without one."""
     return next((finding for finding in reversed(report.whole) if finding.outcome == "kept"), None)
 
 

@@ -35,7 +35,7 @@ class Result:
 
     Args:
         path: The file.
-        report: What it holds; None if it cannot be used.
+        report: What it holds. None if it cannot be used.
         sealed: Whether it has a seal. Reports of earlier versions have none.
         fault: Why it cannot be used.
     """

@@ -90,7 +90,7 @@ class Runs:
         return self.aside + sum(self.made[key].wall_seconds for key in self.asked)
 
     def score(self, candidate: Candidate, seed: int) -> float:
-        """Train, and return the metric; minus infinity if the training diverged, or was stopped as hopeless.
+        """Train, and return the metric. Minus infinity if the training diverged, or was stopped as hopeless.
 
         Raises:
             EndedError: The run does not fit into the budget.

@@ -214,7 +214,7 @@ class Search:
         self.findings[name] = self.findings[name].model_copy(update={"change": None})
 
     def _mean(self, plan: Candidate) -> float:
-        """Return the mean metric of the seeds; minus infinity, after one of them, if the target is out of reach."""
+        """Return the mean metric of the seeds. Minus infinity, after one of them, if the target is out of reach."""
         first = self.runs.score(plan, SEEDS[0])
         if first < self.target - HOPELESS * self.drop:
             return -math.inf
@@ -289,7 +289,7 @@ def next_share(shares: Sequence[float], passed: Mapping[float, bool], start: flo
 
 
 def memory_ratio(pairs: Iterable[tuple[Run, Run]]) -> float | None:
-    """Return the peak memory over that of stock, the median of the pairs; None if the system does not tell."""
+    """Return the peak memory over that of stock, the median of the pairs. None if the system does not tell."""
     known = ((stock.peak_bytes, ours.peak_bytes) for stock, ours in pairs)
     ratios = [own / stock for stock, own in known if own is not None and stock]
     return statistics.median(ratios) if ratios else None
