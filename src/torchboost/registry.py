@@ -64,7 +64,7 @@ class Facts:
         largest_matrix: Entries of the largest parameter of two dimensions that is not an embedding. None without a
             model.
         trained: Whether the model was trained before, judged by its BatchNorm statistics. None without a model or
-            without BatchNorms. If ``less_bn`` removed some before, False, because that was decided then.
+            without BatchNorms. False if ``less_bn`` removed some before, because that was decided then.
         total_steps: Number of planned training steps. None if not given.
         loop: The owner of the training loop: ``"own"`` (the user's lines), or the trainer ``"transformers"``,
             ``"lightning"`` or ``"accelerate"``.
@@ -152,7 +152,7 @@ class Host:
     forward: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def facts(self, model: nn.Module) -> Facts:
-        """Look at the machine and the model. In a trainer the speed of bfloat16 is that of the first rank."""
+        """Look at the machine and the model. In a trainer the first rank gives the speed of bfloat16."""
         facts = Facts.measure(model, loop=self.loop, precision=self.precision)
         if self.loop == "own":
             return facts
@@ -187,7 +187,7 @@ def _removed_norms(model: nn.Module) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What a plan must know about an algorithm in addition to its settings.
+    """The properties of an algorithm that a plan needs in addition to its settings.
 
     Args:
         algorithm: The settings class; its ``name`` is the JSON name.
@@ -198,8 +198,8 @@ class Entry:
         facts: Settings that are facts, which count if they are known and the setting is not written.
         brings: Key of that section -> algorithm that this key switches on and off together with this one.
         unusable: Why these facts rule the algorithm out, or None.
-        unproven: Why a level should leave it out on these facts although it would work. A request by name overrides
-            this, and so does the trial of a lever.
+        unproven: Why a level should skip it on these facts although it would work. A request by name overrides this,
+            and so does the trial of a lever.
         lever: Whether it only changes the speed of a step, so that a trial may switch it on and off.
         once: Whether it costs time once, such as compilation.
         of_optimizer: Whether it changes the update alone.
@@ -272,7 +272,7 @@ _SCALES = {
 
 
 def _left_to_trainers(does: str, settings: Mapping[str, str]) -> Callable[[Facts], str | None]:
-    """Return the rule for what the trainers that own the loop do themselves, each by its setting."""
+    """Return the rule for work that the trainers that own the loop do themselves, each by its setting."""
 
     def rule(facts: Facts) -> str | None:
         return f"{facts.loop} owns the loop and {does}{settings[facts.loop]}" if facts.loop in settings else None

@@ -57,7 +57,7 @@ def fine_tuning(model: nn.Module, *, frozen: int | None = None, dtype: str | Non
 
 
 def with_task(config: ConfigSource | None, task: Task | None, model: nn.Module) -> ConfigSource | None:
-    """Return a configuration with the choices of a task. What it already says under ``extra`` counts.
+    """Return a configuration with the choices of a task. Entries that it already has under ``extra`` count.
 
     Raises:
         ConfigError: There is no such task, or the configuration cannot be read.
