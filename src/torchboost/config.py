@@ -188,7 +188,7 @@ class BoostConfig(_Section):
 
     ``recipe`` holds the findings of a tuning about the optimizer, its rates and the length of the run.
 
-    ``about`` is a note for people, in free strings. Nothing reads it; :meth:`torchboost.Plan.save` writes it.
+    ``about`` is a note for people, in free strings. Nothing reads it. :meth:`torchboost.Plan.save` writes it.
 
     Example:
         >>> from torchboost.config import BoostConfig

@@ -71,7 +71,7 @@ class Boosted:
         optimizer: The optimizer to schedule and to step. This is the given optimizer, unless a recipe has built another
             one, or gradient accumulation or dimension-reduced training wraps it in another one. If a list was given,
             the list of its optimizers.
-        levers: What is attached, what has still to be decided, and who decided: see :class:`~torchboost.levers.Levers`.
+        levers: The attachments, the open decisions, and who decided. See :class:`~torchboost.levers.Levers`.
         scaler: The loss scaler of the loop: the given one, or the one that group loss scaling adds. The loop uses
             either like a ``GradScaler``. None without loss scaling.
     """
@@ -103,7 +103,7 @@ class Boosted:
 
     @property
     def plan(self) -> Plan:
-        """The algorithms that run, and the dropped ones with reasons, which include levers that wait for the trial."""
+        """The algorithms that run, and with reasons those that do not, such as levers that wait for the trial."""
         return self.levers.plan
 
     @property
@@ -142,7 +142,7 @@ class Boosted:
         return f"Boosted(level={self.plan.level!r}, algorithms=[{', '.join(self.attached)}])"
 
     def explain(self) -> str:
-        """Return a table of the algorithms: on with effect and exactness, off with reasons, and then what to do next.
+        """Return a table: what runs, its effect and exactness, then what does not run and why, and what to do next.
 
         A notebook shows the same for the object itself.
         """
@@ -345,8 +345,8 @@ def boost(
     """Make the training of a model faster within the accuracy that a level promises. The loop does not change.
 
     Call it on the bare model, on the device that it will train on, before DDP and ``torch.compile``. For FSDP2, which
-    replaces the parameters, see :func:`prepare`. A second call for the same model first removes what the first one
-    attached. If several optimizers train the model, pass them all in one call.
+    replaces the parameters, see :func:`prepare`. A second call for the same model first removes the attachments of the
+    first one. If several optimizers train the model, pass them all in one call.
 
     Args:
         model: Changed in place.

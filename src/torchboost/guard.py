@@ -51,8 +51,8 @@ class Guard:
     such as removed BatchNorm layers, are named in the log.
 
     After a withdrawal, 50 blocks are ignored, because the loss needs time to return. Then the tests begin again, with
-    half of the error rate. Even then, a loss that is not finite withdraws at the end of its block. If no algorithm
-    remains, this is logged once, and the tests end.
+    half of the error rate. A loss that is not finite withdraws at the end of its block, even during this pause. If no
+    algorithm remains, this is logged once, and the tests end.
 
     The excesses of blocks are assumed to vary independently, about a mean that is at most the tolerance. If they are
     correlated over several blocks, false alarms become frequent. Larger blocks help. For ``"trend"`` the error is
@@ -225,14 +225,14 @@ class Guard:
         ]
 
     def _is_over(self) -> bool:
-        """Whether it was said that nothing is left to withdraw, and no later trial has turned anything on."""
+        """Whether it was logged that no algorithm remains, and no later trial has turned anything on."""
         return self._state.ended and not self._live()
 
     def _withdraw(self, reason: str) -> str | None:
         if self._is_over():
             return None
         live, state = self._live(), self._state
-        # The rest is judged as another run, with half of the error rate.
+        # The rest of the run is judged as another run, with half of the error rate.
         state.test = ChangeTest(state.test.error / 2)
         state.trend, state.pause = _Trend(), PAUSE
         if not live:

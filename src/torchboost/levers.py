@@ -77,7 +77,7 @@ class Levers:
         state: Of the levers.
         due: Whether the first training call has still to come.
         ended: Whether a trainer has said that the training has ended.
-        choice: By the trial, or from a checkpoint. None before, and if nothing is measured.
+        choice: The choice of the trial, or of a checkpoint. None before, and if nothing is measured.
         checks: Lever -> how far its step is from the plain one, in words.
         withdrawn: Algorithms that were taken out of the run -> the reason.
     """
@@ -445,7 +445,7 @@ class Levers:
         self.attached.remove()
 
     def _refresh(self) -> None:
-        """Decide nothing about levers that are gone. If none is left, stop waiting."""
+        """Decide nothing about levers that are gone. If none remains, stop waiting."""
         if self._calibration is not None:
             self._calibration = self._calibrated(self.asked.without(self.withdrawn))
         if self._calibration is None:

@@ -48,7 +48,7 @@ Loop = Literal["own", "transformers", "lightning", "accelerate"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Facts about the machine, the job and the model. Measured once and passed in; algorithms never look them up.
+    """Facts about the machine, the job and the model. Measured once and passed in. Algorithms never look them up.
 
     Args:
         world_size: Number of ranks.
@@ -56,7 +56,7 @@ class Facts:
         devices_per_node: Ranks on one node.
         device: Type of the device that trains: ``"cpu"``, ``"cuda"``, ...
         half_precision: Whether the device computes faster in bfloat16 than in float32. None if the device is not here.
-        half_precision_reason: One clause that says what was measured. Empty if nothing was.
+        half_precision_reason: One clause about the measurement. Empty without one.
         convolutions: Number of convolutions in the model. None without a model.
         other_dimensions: Number of convolutions and BatchNorms that are not two-dimensional. None without a model.
         grouped_convolutions: Number of convolutions in groups, depthwise ones for instance. None without a model.
@@ -190,7 +190,7 @@ class Entry:
     """The properties of an algorithm that a plan needs in addition to its settings.
 
     Args:
-        algorithm: The settings class; its ``name`` is the JSON name.
+        algorithm: The settings class. Its ``name`` is the JSON name.
         summary: One line for people.
         section: Section of MindSpore's JSON that holds its settings. Empty if MindSpore has none.
         words: Key of that section -> name of the setting.

@@ -182,7 +182,7 @@ class Calibration:
 
     @property
     def settings(self) -> list[float]:
-        """What all ranks must have in common, as numbers of which the largest one counts."""
+        """The settings that all ranks must share, as numbers of which the largest one counts."""
         length = math.inf if self.total_steps is None else self.total_steps
         seconds = math.inf if isinstance(self.calibrate, (bool, str)) else self.calibrate
         absent = [lever.name not in self.prior for lever in self.levers]
@@ -338,7 +338,7 @@ class Calibration:
         return replace(self, fixed={**self.fixed, **reasons}, prior=self.prior - reasons.keys())
 
     def not_before(self, choice: Choice, reduce: Reduce = list) -> Choice:
-        """Return a choice of rules without levers that the loop has itself, as the first call has shown on every rank."""
+        """Return a choice of rules without levers that the loop has, as the first call has shown on every rank."""
         elsewhere = reduce([float(not isinstance(lever.without_effect, AlreadyOn)) for lever in self.levers])
         before = [lever for lever, other in zip(self.levers, elsewhere, strict=True) if not other]
         changes = {lever.name: {"kept": False, "reason": str(lever.without_effect), "before": True} for lever in before}
@@ -494,7 +494,7 @@ def changes_model(lever: Algorithm) -> bool:
 
 
 def exchange_in(model: nn.Module) -> str | None:
-    """Return the part of a model that waits for other ranks in each pass, which a trial must not run. None without one."""
+    """Return why a trial must not run passes of a model, which wait for other ranks. None if it may."""
     together = Topology.current().world_size > 1
     units = sharded_units(model)
     if any(in_forward_of_fsdp2(unit) for unit in units):

@@ -59,7 +59,7 @@ def allowed(response: float, norm: float, whole: float | None, *, rounding: floa
     and for a gradient a share of the whole one.
 
     Args:
-        response: How far rounding alone moves it: the rounding of ``rounding``, or of the plain pass for 0.
+        response: How far rounding alone moves it: rounding by ``rounding``, or as in the plain pass for 0.
         norm: Of the tensor.
         whole: Norm of the whole gradient. None for an output.
         rounding: Of a lower precision, relative to a number: 1/256 for bfloat16, 1/2048 for TF32. 0 for levers that

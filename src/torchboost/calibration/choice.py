@@ -32,7 +32,7 @@ class _Record(BaseModel):
 
 
 def machine_of(device: torch.device | str) -> dict[str, str | int]:
-    """Describe the machine on which a measured choice depends, besides the model and its inputs."""
+    """Describe the machine and versions that a measured choice depends on, besides the model and its inputs."""
     return {
         "processor": processor_name(),
         "threads": torch.get_num_threads(),
@@ -186,7 +186,7 @@ class Choice(_Record):
         return f"{lead} ({found}). boosted.explain() says why, and {WASTE} shows what a step spends its time on"
 
     def measured_elsewhere(self, device: torch.device) -> str:
-        """Return how the machine of a checkpoint's choice differs from this one, and what to do. Empty if it does not."""
+        """Return how the machine of a checkpoint differs from this one, and what to do. Empty if it does not."""
         here, there = machine_of(device), self.machine or {}
         pairs = [(name, there[name], here.get(name)) for name in there if there[name] != here.get(name)]
         differences = "; ".join(f"{name}: found {before}, here {now}" for name, before, now in pairs)

@@ -86,7 +86,7 @@ class _Tensor:
             return Damage.LASTING
 
     def put_back(self) -> None:
-        """Write the numbers back without a comparison. A tensor that got other memory in the first pass gets its own back."""
+        """Write the numbers back without a comparison. Restore memory that the first pass has replaced."""
         if self.swapped and self._is_elsewhere():
             self.tensor.data = self.memory
         if self.numbers is not None:
@@ -265,7 +265,7 @@ class Snapshot:
                 self._follow_attributes(value, hops + 1)
 
     def _follow_classes(self, kind: type) -> None:
-        """Follow the objects that methods of a module use besides their arguments, and the variables of its own classes."""
+        """Follow the objects that methods of a module use besides arguments, and the variables of its own classes."""
         for each in kind.__mro__:
             if id(each) in self._seen:
                 continue
@@ -312,8 +312,8 @@ class Snapshot:
     def _follow_globals(self, code: types.CodeType, variables: dict[str, Any], hops: int) -> None:
         """Follow the objects that code names in its Python module: containers, autograd functions and generators.
 
-        In the package of the user also functions, modules and tensors. Objects that other ones hold may be used by
-        other threads.
+        Functions, modules and tensors are followed in the user's package only. Objects that other ones hold may be used
+        by other threads.
         """
         home = str(variables.get("__name__", "")).split(".")[0]
         for value in (variables.get(name) for name in code.co_names):

@@ -185,7 +185,7 @@ def uninterrupted() -> Iterator[None]:
 def _modes() -> Callable[[], None]:
     """Return a function that restores the present switches of ``no_grad`` and ``autocast`` for this thread.
 
-    These are set in Python, so an interrupt can come after the switch and before the block that switches back.
+    They switch in Python, so an interrupt can come after the switch and before the block that switches back.
     """
     torch.autocast_increment_nesting()
     autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _DEVICES]

@@ -34,7 +34,7 @@ EVERY = 4
 
 
 class Goal:
-    """Says when the metric of a run has reached that of stock, so that the run can end.
+    """Says when the metric of a run has reached stock's, so that the run can end.
 
     Let ``m`` be the mean metric of stock at its end, over all seeds. An evaluation of the run varies about a level,
     which changes as the run learns. If :meth:`update` returns True, the level has reached ``m - drop``. The probability

@@ -62,7 +62,7 @@ Outcome = Literal[
     "duplicate",
     "not tried",
 ]
-"""What became of a recipe: confirmed, or why not. A duplicate's training would be that of an earlier one. Reports of
+"""What became of a recipe: confirmed, or why not. A duplicate's training would repeat an earlier one. Reports of
 earlier versions have ``"not better than fewer steps"``."""
 
 
@@ -232,9 +232,9 @@ class TuneReport(SavedRecord):
     ``starts`` what they said about each recipe, and ``fresh_seed`` the first seed of the confirmation, which none of
     them has used. ``planned`` is the number of these seeds for which the budget had time when the first one was begun.
     ``rate_search`` is whether the user's learning rate was to be searched. ``left_out`` has the levers that the trial
-    did not keep, with the reasons. ``levers`` are those that every recipe of the search has, ``exact`` those of them
-    whose step is the plain one but for rounding. ``extra`` and ``recipe`` are the final configuration: the plan that
-    was confirmed, or without one the exact levers.
+    did not keep, with the reasons. ``levers`` are those that every recipe of the search has, ``exact`` the levers among
+    them whose step is the plain one but for rounding. ``extra`` and ``recipe`` are the final configuration: the plan
+    that was confirmed, or without one the exact levers.
     """
 
     format: Literal[1] = 1
@@ -461,7 +461,7 @@ def horizon(report: TuneReport) -> str:
 
 
 def notes(report: TuneReport) -> list[str]:
-    """Return further notes for the reader: how to use the result, which levers all recipes have, and what was noted."""
+    """Return further notes for the reader: how to use the result, which levers all recipes have, and remarks."""
     left_out = "; ".join(f"{name} ({reason})" for name, reason in report.left_out.items())
     use = (
         ["Build the schedule after boost, on boosted.optimizer, and train boosted.steps updates"]

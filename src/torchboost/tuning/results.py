@@ -76,7 +76,7 @@ def _training(report: TuneReport) -> str:
 
 
 def figures_of_results(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """Return the content of :func:`result_rows` as plain numbers: the time as a share of stock's, the tuning in seconds."""
+    """Return :func:`result_rows` as plain numbers: the time as a share of stock's, the tuning in seconds."""
     return [{"number": number, **_figures(one)} for number, one in enumerate(results, start=1)]
 
 

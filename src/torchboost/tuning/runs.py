@@ -60,10 +60,10 @@ class Watch:
 
 @dataclass(kw_only=True)
 class Runs:
-    """Makes each run that is asked for once, and keeps the budget.
+    """Makes each requested run once, and keeps the budget.
 
-    Its answers depend on the runs that were asked for alone. So a tuning that was interrupted, which has more of them
-    from the beginning, goes the same way.
+    Its answers depend on the requested runs alone. So a tuning that was interrupted, which has more of them from the
+    beginning, goes the same way.
 
     Args:
         train: Trains a candidate with a seed.
@@ -86,7 +86,7 @@ class Runs:
 
     @property
     def spent(self) -> float:
-        """Seconds of the runs that were asked for so far, and of other work."""
+        """Seconds of the requested runs so far, and of all other work."""
         return self.aside + sum(self.made[key].wall_seconds for key in self.asked)
 
     def score(self, candidate: Candidate, seed: int) -> float:

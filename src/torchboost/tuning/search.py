@@ -29,7 +29,7 @@ SHARES = tuple(round(0.05 * step, 2) for step in range(4, 21))
 """Shares of the steps among which the fewest are found."""
 
 MOSTLY = 0.75
-"""Up to this share of the steps a recipe has the rate that was best at half of them, beyond it the best one at all of them."""
+"""Up to this share of the steps a recipe has the rate that was best at half of them, and beyond it the best at all."""
 
 SEEDS = (0, 1)
 """Rates are compared with the first of these seeds alone, lengths with both."""
@@ -39,7 +39,8 @@ SLACK, HOPELESS = 2 / 3, 3.0
 be confirmed. One that loses so many times the drop with the first seed gets no second one."""
 
 FIRST = 2
-"""So many recipes, stock and the one after it, get their lengths before the rates of the others are searched. With a prior these are the recipes for which it has a plan."""
+"""So many recipes, stock and the one after it, get their lengths before the rates of the others are searched. With a
+prior these are the recipes for which it has a plan."""
 
 
 @dataclass(kw_only=True)

@@ -1,4 +1,4 @@
-"""The candidates of a tuning, from levers that pay here, optimizers and algorithms of the levels, and their training."""
+"""The candidates of a tuning: levers that pay here, optimizers, algorithms of the levels. How a tuning trains."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def standard_recipes(levers: Sequence[str], optimizer: Optimizer) -> list[Candid
     """Return the standard recipes: stock, other optimizers, LessBN as in O2 and milder, freezing, dropping of tokens.
 
     Args:
-        levers: Those that a trial kept, which all recipes have; the first recipe has nothing else.
+        levers: Those that a trial kept, which all recipes have. The first recipe has nothing else.
         optimizer: Stock's optimizer.
     """
     on = dict.fromkeys(levers, True)

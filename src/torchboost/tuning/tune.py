@@ -204,7 +204,7 @@ def report_path(out: str | Path) -> Path:
 
 @dataclass(kw_only=True)
 class _Session:
-    """A tuning under way: what was asked, reports of earlier ones, and the report as far as it came.
+    """A tuning under way: the request, reports of earlier ones, and the report as far as it came.
 
     ``absolute`` is whether the schedule sets its own rates.
     """
@@ -362,7 +362,7 @@ def _as_given(candidate: Candidate) -> Candidate:
 
 
 def _check_same_recipes(saved: list[Candidate], now: list[Candidate]) -> None:
-    """Raise ``ValueError`` if the recipes are not those of the report that is continued."""
+    """Raise ``ValueError`` if the recipes differ from the report that is continued."""
     if sorted(map(repr, saved)) != sorted(map(repr, now)):
         known = ", ".join(repr(one.name) for one in saved)
         raise ValueError(
