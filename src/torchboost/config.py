@@ -112,7 +112,7 @@ class DimReduceSection(_Section):
 
 
 class RecipeSection(_Section):
-    """Section ``recipe``: what a tuning found out about the optimizer, its rates and the length of the run.
+    """Section ``recipe``: the findings of a tuning about the optimizer, its rates and the length of the run.
 
     :func:`torchboost.boost` applies it. The defaults change nothing.
 
@@ -121,7 +121,7 @@ class RecipeSection(_Section):
             (:func:`torchboost.optim.muon_from`) or ``"schedule_free_adamw"``. None keeps the given one.
         lr: Learning rate of the hidden matrices under Muon, 0.02 if it is None. Of all weights under schedule-free
             AdamW, 0.001 if it is None.
-        rate: Multiplies the learning rates of the given optimizer, also where Muon leaves weights to its rule.
+        rate: Multiplies the learning rates of the given optimizer, also for weights that Muon leaves to its rule.
         length: Share of the updates of the run that is trained.
 
     Example:
@@ -151,7 +151,7 @@ class RecipeSection(_Section):
 
     @property
     def is_neutral(self) -> bool:
-        """Whether it changes nothing."""
+        """Whether the recipe changes nothing."""
         return self == RecipeSection()
 
     @property
@@ -165,11 +165,11 @@ class RecipeSection(_Section):
         return max(1, round(self.length * total_steps))
 
     def in_words(self, *, total_steps: int | None = None, built: str = "") -> str:
-        """Return what it changes, in words; empty if it changes nothing.
+        """Return the changes in words. Empty if there are none.
 
         Args:
             total_steps: The number of updates that it takes its share of, if known.
-            built: What was made of the given optimizer. By default that is said in general.
+            built: The optimizer that was built from the given one. By default a general description.
         """
         known = "" if total_steps is None else f" ({self.steps_of(total_steps):,} of {total_steps:,})"
         parts = [f"{self.length:g} of the steps{known}"] if self.length < 1 else []
@@ -180,15 +180,15 @@ class RecipeSection(_Section):
 
 
 class BoostConfig(_Section):
-    """A whole configuration; a value that can be compared, printed and written back as JSON.
+    """A whole configuration, as a value that can be compared, printed and written back as JSON.
 
     ``extra`` holds, by name, the settings of algorithms that MindSpore's JSON does not have. ``false`` turns an
     algorithm off, ``true`` or ``{}`` turns it on with its defaults, and an object gives settings. The names and
     settings in it are checked when a plan is made, not here.
 
-    ``recipe`` is what a tuning found out about the optimizer, its rates and the length of the run.
+    ``recipe`` holds the findings of a tuning about the optimizer, its rates and the length of the run.
 
-    ``about`` is a note for people, in free strings. Nothing reads it; :meth:`torchboost.Plan.save` writes it.
+    ``about`` is a note for people, in free strings. Nothing reads it. :meth:`torchboost.Plan.save` writes it.
 
     Example:
         >>> from torchboost.config import BoostConfig
@@ -218,8 +218,8 @@ class BoostConfig(_Section):
         """Read a configuration. Missing keys take MindSpore's defaults.
 
         Args:
-            source: A dict; a path to a JSON file; JSON text (a string whose first character is ``{``); a
-                configuration, returned as it is; ``""`` or None for the defaults.
+            source: A dict, a path to a JSON file, JSON text (a string whose first character is ``{``), a configuration,
+                which is returned unchanged, or ``""`` or None for the defaults.
 
         Raises:
             ConfigError: The file or the JSON cannot be read, a section or key is unknown, or a value has the wrong type
@@ -235,7 +235,7 @@ class BoostConfig(_Section):
 
 
 ConfigSource: TypeAlias = Mapping[str, Any] | str | os.PathLike[str] | BoostConfig | None
-"""The sources of a configuration; see :meth:`BoostConfig.load`."""
+"""The sources of a configuration. See :meth:`BoostConfig.load`."""
 
 
 def _read(source: Any) -> dict[str, Any]:
@@ -274,7 +274,7 @@ def naming_file(source: Any) -> Iterator[None]:
 
 
 def _naming(error: ConfigError, source: Any) -> ConfigError:
-    """Return an error that names its source, if that is a file and it names none yet."""
+    """Return an error that names its source, if the source is a file and the error names none yet."""
     is_file = isinstance(source, os.PathLike) or (isinstance(source, str) and source.strip()[:1] not in ("", "{"))
     if error.file or not is_file:
         return error

@@ -16,11 +16,11 @@ from torchboost.core.algorithm import Attachment
 __all__ = ["O1_HAD", "check_against_o1", "watch_for_o1"]
 
 O1_HAD: Mapping[str, Any] = {LessBn.name: {"keep": "narrowest", "keep_every": 1}, GradientCentralization.name: {}}
-"""What O1 had in addition to the switches, with its settings."""
+"""The algorithms that O1 had in addition to the switches, with their settings."""
 
 
 def check_against_o1(state: Mapping[str, Any], model: nn.Module, known: Collection[str]) -> None:
-    """Refuse the state of algorithms that was written with a part of the former O1, if that is off here.
+    """Refuse the state of algorithms that was written with a part of the former O1, if this part is off here.
 
     Args:
         state: Algorithm -> its state.
@@ -28,7 +28,7 @@ def check_against_o1(state: Mapping[str, Any], model: nn.Module, known: Collecti
         known: Algorithms that are on, or were withdrawn.
 
     Raises:
-        ValueError: The training would continue without it.
+        ValueError: The training would continue without that part.
     """
     off = [name for name in O1_HAD if name in state and name not in known]
     if LessBn.name in off and LessBn().applied(model):
@@ -39,7 +39,7 @@ def check_against_o1(state: Mapping[str, Any], model: nn.Module, known: Collecti
 
 
 def watch_for_o1(optimizers: Iterable[Optimizer], norms: int) -> Attachment:
-    """Let optimizers refuse a state that lacks parameters of BatchNorms, with what to do. Torch's error has no reason.
+    """Let optimizers refuse a state without parameters of BatchNorms, and say what to do. Torch's error has no reason.
 
     Args:
         optimizers: Of a model.

@@ -26,11 +26,11 @@ class ConfigError(ValueError):
     It carries the place of the fault, so that tools can point to it.
 
     Args:
-        path: JSON path of the offending entry, such as ``"grad_freeze.freeze_p"``; empty for the whole document.
+        path: JSON path of the offending entry, such as ``"grad_freeze.freeze_p"``. Empty for the whole document.
         found: The value at this path.
         allowed: The values that are allowed at this path.
         hint: What to do, such as the nearest valid name.
-        file: The file that the configuration was read from; empty if it is another source.
+        file: The file that the configuration was read from. Empty if it is another source.
     """
 
     def __init__(self, path: str, *, found: str, allowed: str, hint: str = "", file: str = "") -> None:
@@ -50,11 +50,11 @@ class ConfigError(ValueError):
 
 
 class FactoryError(ValueError):
-    """What a factory returned cannot be trained or compared; the message says what is needed."""
+    """The return value of a factory cannot be trained or compared. The message says what a factory must return."""
 
 
 class IncompatibleError(RuntimeError):
-    """Two things cannot work together; the message names both and says what to change."""
+    """Two things cannot work together. The message names both and says what to change."""
 
 
 class RankDisagreementError(RuntimeError):
@@ -76,7 +76,7 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return ``repr(value)``, shortened to what fits into a message."""
+    """Return ``repr(value)``, shortened to fit into a message."""
     shortened = reprlib.Repr()
     shortened.maxstring = shortened.maxother = shortened.maxlong = shortened.maxdict = 100
     return shortened.repr(value)

@@ -1,4 +1,4 @@
-"""The front door: boost a model and its optimizer in one line. The training loop stays the same."""
+"""The front door: boost a model and its optimizer in one line. The training loop does not change."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _HERE = {
     "loss_scale_manager": "scaler=",
     "loss_fn": "boosted.step(loss_fn)",
 }
-"""MindSpore's name of an argument -> what takes its place."""
+"""MindSpore's name of an argument -> its replacement."""
 
 # A second boost of a model finds the first one here. Both sides are weak: a model keeps no optimizer alive.
 _BOOSTED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Boosted]] = weakref.WeakKeyDictionary()
@@ -71,7 +71,7 @@ class Boosted:
         optimizer: The optimizer to schedule and to step. This is the given optimizer, unless a recipe has built another
             one, or gradient accumulation or dimension-reduced training wraps it in another one. If a list was given,
             the list of its optimizers.
-        levers: What is attached, what has still to be decided, and who decided: see :class:`~torchboost.levers.Levers`.
+        levers: The attachments, the open decisions, and who decided. See :class:`~torchboost.levers.Levers`.
         scaler: The loss scaler of the loop: the given one, or the one that group loss scaling adds. The loop uses
             either like a ``GradScaler``. None without loss scaling.
     """
@@ -103,7 +103,7 @@ class Boosted:
 
     @property
     def plan(self) -> Plan:
-        """What runs, and what was left out with the reason. Levers that wait for the trial are left out."""
+        """The algorithms that run, and with reasons those that do not, such as levers that wait for the trial."""
         return self.levers.plan
 
     @property
@@ -118,7 +118,7 @@ class Boosted:
 
     @property
     def choice(self) -> Choice | None:
-        """What the trial of the speed levers found out, or a checkpoint says. None before the first training call."""
+        """The choice of speed levers, by the trial or from a checkpoint. None before the first training call."""
         return self.levers.choice
 
     @property
@@ -128,7 +128,7 @@ class Boosted:
 
     @property
     def withdrawn(self) -> dict[str, str]:
-        """What :meth:`withdraw` took out of this run, with the reasons."""
+        """The algorithms that :meth:`withdraw` took out of this run, with the reasons."""
         return self.levers.withdrawn
 
     @property
@@ -142,7 +142,7 @@ class Boosted:
         return f"Boosted(level={self.plan.level!r}, algorithms=[{', '.join(self.attached)}])"
 
     def explain(self) -> str:
-        """Return a table of what is on, what it did and how exact it is, then what is off and why, and what to do next.
+        """Return a table: what runs, its effect and exactness, then what does not run and why, and what to do next.
 
         A notebook shows the same for the object itself.
         """
@@ -159,9 +159,9 @@ class Boosted:
         Use it instead of a loop that steps :attr:`optimizer`.
 
         Args:
-            loss_fn: Called as ``loss_fn(model(*inputs[:-1]), inputs[-1])``; returns a loss of shape ``()``, or the loss
-                and the number of samples or tokens that it is the mean of. If it is None, the model itself must return
-                this.
+            loss_fn: Called as ``loss_fn(model(*inputs[:-1]), inputs[-1])``. It returns a loss of shape ``()``, or the
+                loss and the number of samples or tokens over which it is averaged. If it is None, the model itself must
+                return this.
             model: The model as the loop calls it, if it was wrapped in DDP after :func:`boost`.
 
         Raises:
@@ -188,8 +188,8 @@ class Boosted:
         See :func:`torchboost.inference.fast_copy`.
 
         Args:
-            sample: An input as the copy will be called with: a tensor, a tuple of positional arguments or a dict of
-                keyword arguments. If it is given, the fastest form on this machine is chosen by measurement.
+            sample: An example input of the copy: a tensor, a tuple of positional arguments or a dict of keyword
+                arguments. If it is given, the fastest form on this machine is chosen by measurement.
 
         Raises:
             TypeError: The model cannot be copied, or the copy would compute with tensors of the model, to which a
@@ -206,7 +206,7 @@ class Boosted:
         return fast_copy(self.model, sample=sample)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs in addition to the states of model, optimizer and the loop's scaler."""
+        """Return the state for a checkpoint, without the states of model, optimizer and the loop's scaler."""
         state: dict[str, Any] = {"attached": self.attached.state_dict()}
         levers = state["attached"].pop(LEVERS, None)
         if self.choice is not None:
@@ -220,11 +220,11 @@ class Boosted:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned. What had been withdrawn is withdrawn here too.
+        """Load the result of :meth:`state_dict`. Algorithms that had been withdrawn are withdrawn here too.
 
         Raises:
-            ValueError: The checkpoint was written with other algorithms. Nothing is loaded, but what it had withdrawn
-                is withdrawn.
+            ValueError: The checkpoint was written with other algorithms. Nothing is loaded, but algorithms that it had
+                withdrawn are withdrawn.
         """
         brings = self.brings_scaler and self.scaler is not None
         needed, written = {"attached", *(["scaler"] if brings else [])}, set(state) - {"choice", "levers", "withdrawn"}
@@ -244,19 +244,19 @@ class Boosted:
             self.scaler.load_state_dict(state["scaler"])
 
     def withdraw(self, name: str, reason: str) -> None:
-        """Remove one algorithm from the run. The others stay; no later trial turns it on again.
+        """Remove one algorithm from the run. The others remain. No later trial turns it on again.
 
         A lever that is not on yet, because the first training call has still to decide, is withdrawn too. The
         checkpoint keeps it.
 
         Args:
-            name: Of an algorithm; does nothing if the plan does not have it.
+            name: Of an algorithm. If the plan does not have it, nothing happens.
             reason: Shown by :meth:`explain`.
         """
         self.levers.withdraw(name, reason)
 
     def figures(self) -> dict[str, float]:
-        """Return what is on as numbers for a log: 1 per algorithm, the state of each, and the loss scale.
+        """Return numbers for a log: 1 for each algorithm that is on, the state of each, and the loss scale.
 
         For TensorBoard: ``for name, value in boosted.figures().items(): writer.add_scalar(name, value, step)``.
         """
@@ -271,8 +271,8 @@ class Boosted:
         """Measure the work of a training step that cannot change its result. Nothing changes.
 
         It looks for padding, the output head at positions without a label, masks that mask nothing, activation
-        checkpointing that the memory does not need, the forward pass of frozen layers, and host synchronisations. What
-        can be left out is timed in pairs of steps. Call it in training mode with what the model is called with:
+        checkpointing that the memory does not need, the forward pass of frozen layers, and host synchronisations. Work
+        that can be skipped is timed in pairs of steps. Call it in training mode with the arguments of a training call:
         ``print(boosted.waste(*inputs))``, or ``**batch`` for a dict. ``torchboost doctor`` measures the wait for data.
 
         Args:
@@ -280,11 +280,11 @@ class Boosted:
             **kwargs: Its named arguments.
 
         Returns:
-            Each kind with its seconds and its share of a plain step, how it was found and what leaves it out.
-            :meth:`explain` shows from then on what takes more than 10 % and stays.
+            Each kind with its seconds and its share of a plain step, how it was found and what removes it. From then
+            on, :meth:`explain` shows the kinds above 10 % that remain.
 
         Raises:
-            IncompatibleError: The call is none of a training, a part of the model is compiled or sharded, the memory
+            IncompatibleError: The call is not a training call, a part of the model is compiled or sharded, the memory
                 does not suffice, two equal passes of the model differ, or a step of the optimizer needs a closure.
 
         Cost: at least 20 steps, and up to some seconds for each kind that is there.
@@ -302,7 +302,7 @@ class Boosted:
         """Remove everything that was attached. BatchNorm layers that ``less_bn`` removed do not come back.
 
         Rates that a recipe has scaled are given back, unless they have changed since, as by a schedule. An optimizer
-        that a recipe has built stays as it is and may train on. The given one, which never moved, may be stepped again.
+        that a recipe has built is unchanged and may train on. The given one, which never moved, may be stepped again.
         """
         self.attached.remove()
 
@@ -321,7 +321,7 @@ class _Mark:
 
 
 def boosted_of(optimizer: Optimizer) -> Boosted | None:
-    """Return the :class:`Boosted` of an optimizer that :func:`boost` received or returned; None without one."""
+    """Return the :class:`Boosted` of an optimizer that :func:`boost` received or returned. None without one."""
     marks = [hook for hook in step_post_hooks(hookable(optimizer)).values() if isinstance(hook, _Mark)]
     return marks[-1].boosted if marks else None
 
@@ -342,11 +342,11 @@ def boost(
     verify: bool = True,
     **_unknown: Never,
 ) -> Boosted:
-    """Make the training of a model faster within the accuracy that a level promises. The loop stays the same.
+    """Make the training of a model faster within the accuracy that a level promises. The loop does not change.
 
     Call it on the bare model, on the device that it will train on, before DDP and ``torch.compile``. For FSDP2, which
-    replaces the parameters, see :func:`prepare`. A second call for the same model first removes what the first one
-    attached. If several optimizers train the model, pass them all in one call.
+    replaces the parameters, see :func:`prepare`. A second call for the same model first removes the attachments of the
+    first one. If several optimizers train the model, pass them all in one call.
 
     Args:
         model: Changed in place.
@@ -354,14 +354,15 @@ def boost(
             Or the name of one to build: ``"muon"`` or ``"schedule_free_adamw"``
             (:func:`~torchboost.optim.named_optimizer`). No level changes the optimizer by itself. Or a list of
             optimizers, each over parameters of its own, such as Muon for the matrices and AdamW for the rest: the loop
-            steps all of them. What works with one optimizer only, such as gradient freezing, is then left out.
+            steps all of them. Algorithms that work with one optimizer only, such as gradient freezing, are then
+            dropped.
         level: ``"O0"`` changes nothing. ``"O1"`` turns on switches, which change neither the network nor the update
-            rule; the accuracy stays within 0.5 points. ``"O2"`` also removes BatchNorms, centralises gradients and
-            freezes the first blocks late in the run; the accuracy stays within 3 points. See ``docs/levels.md`` for
-            what each level turns on, and for the measurements.
+            rule. The accuracy remains within 0.5 points. ``"O2"`` also removes BatchNorms, centralises gradients and
+            freezes the first blocks late in the run. The accuracy remains within 3 points. See ``docs/levels.md`` for
+            the algorithms of each level and the measurements.
         lr: Learning rate of an optimizer that is given by name. With ``"muon"`` it is the rate of the hidden matrices,
             and None takes 0.02. Otherwise None takes 0.001.
-        adamw_lr: Learning rate of what ``"muon"`` leaves to AdamW. None takes 0.001.
+        adamw_lr: Learning rate of the parameters that ``"muon"`` leaves to AdamW. None takes 0.001.
         task: ``"fine_tune"`` freezes and caches the first half of the blocks (:func:`torchboost.fine_tuning`).
         total_steps: Number of updates in the whole run. Gradient freezing and compilation need it. In a run of fewer
             than 1,000 ``"O2"`` turns on what ``"O1"`` does. None counts as a long run.
@@ -369,19 +370,19 @@ def boost(
             If it has a recipe, as the result of :func:`torchboost.tune` may have, the optimizer is built and its rates
             are scaled first. Build the schedule after this call, on ``boosted.optimizer``, for ``boosted.steps``
             updates, and train as many.
-        scaler: The ``GradScaler`` of the loop; autocast to float16 needs one.
+        scaler: The ``GradScaler`` of the loop. Autocast to float16 needs one.
         loop: Who owns the training loop: ``"own"``, or a trainer: ``"transformers"``, ``"lightning"`` or
-            ``"accelerate"``. A trainer accumulates gradients and scales the loss itself, so both are left out.
+            ``"accelerate"``. A trainer accumulates gradients and scales the loss itself, so both are dropped.
         calibrate: Whether to measure which speed levers pay, such as unpadding, autocast and compilation. The first
-            training call tries them with the inputs that arrive, and attaches those that make a step faster.
-            ``"auto"`` spends at most 1 % of ``total_steps`` and at most 60 s on it, in runs of fewer than 4,000 updates
-            up to 40 steps and 4 %, and without ``total_steps`` the time of 30 steps; below 300 updates it measures
-            nothing. A number is the seconds to spend. False measures nothing. What is not measured is chosen by the
-            kind of the machine and the model. Levers that ``config`` names under ``extra`` are not measured.
+            training call tries them with the inputs that arrive, and attaches those that make a step faster. ``"auto"``
+            spends at most 1 % of ``total_steps`` and at most 60 s on it, in runs of fewer than 4,000 updates up to 40
+            steps and 4 %, and without ``total_steps`` the time of 30 steps. Below 300 updates it measures nothing. A
+            number is the seconds to spend. False measures nothing. Levers that are not measured are chosen by the kind
+            of the machine and the model. Levers that ``config`` names under ``extra`` are not measured.
         verify: Whether to compare, at the first training call, a step with the speed levers that are on with a plain
             one: all outputs and every gradient, on the inputs that arrive. Levers must agree up to rounding, autocast
-            within a stated bound (``docs/calibration.md``); what does not is left out with the number. It costs 6 to
-            24 steps, and is repeated once when the shapes of the inputs change.
+            within a stated bound (``docs/calibration.md``). A lever that does not is dropped with the number. It costs
+            6 to 24 steps, and is repeated once when the shapes of the inputs change.
 
     Returns:
         The boosted pair: ``model, optimizer = boost(...)``, or keep the object for ``explain()``, ``state_dict()``,
@@ -398,7 +399,7 @@ def boost(
             changed, except that an earlier boost of the pair may be removed.
 
     Warns:
-        NoEffectWarning: Algorithms of the level were left out, or the recipe does not shorten the run, because
+        NoEffectWarning: Algorithms of the level were dropped, or the recipe does not shorten the run, because
             ``total_steps`` is not given. Or the recipe finds no hidden matrix for Muon. Or the model was boosted with
             another optimizer, over other parameters, or with a list that now lacks one, and that boost is removed.
 
@@ -452,13 +453,13 @@ def prepare(
     """Change the modules of a bare model before it is sharded or wrapped, and return the plan to attach later.
 
     FSDP2 replaces the parameters, so the optimizer is built after sharding. Prepare the bare model, shard it, build the
-    optimizer, then call ``plan.attach(torchboost.Target(model, optimizer))``. Nothing is measured or checked; rules
+    optimizer, then call ``plan.attach(torchboost.Target(model, optimizer))``. Nothing is measured or checked. Rules
     choose the levers.
 
     Args:
         model: Changed in place. It must be on the device that it will train on.
         optimizer: If it exists already, it follows the parameters that are replaced.
-        level: As are ``total_steps`` and ``config``: see :func:`torchboost.boost`, also for the errors.
+        level: See :func:`torchboost.boost`, also for ``total_steps``, ``config`` and the errors.
         total_steps: Updates of the whole run.
         config: Settings that override the level.
 
@@ -492,7 +493,8 @@ def attach(
 ) -> Boosted:
     """Do what :func:`boost` does, without its warning. Messages use the caller's names.
 
-    If the modules were ``transformed`` before the model was sharded, what found nothing to change then is left out.
+    If the modules were ``transformed`` before the model was sharded, algorithms that found nothing to change then are
+    dropped.
     """
     listed = isinstance(optimizer, Sequence)
     optimizers: list[Optimizer] = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
@@ -543,7 +545,7 @@ def attach(
 
 
 def _warn_of_other_parameters(before: Boosted, target: Target, caller: str) -> None:
-    """Warn if an earlier boost goes, one of whose optimizers holds other parameters: the loop may step it too."""
+    """Warn if an earlier boost goes and an optimizer of it holds other parameters. The loop may step it too."""
     if before.levers.state == "removed" or (not len(before.attached) and not before.levers.due):
         return
     now, earlier, later = _held(target.optimizers), in_words(before._all_given), in_words(target.optimizers)
@@ -582,7 +584,7 @@ def warn_of_missing_state(boosted: Boosted, log: logging.Logger) -> None:
 
 
 def warn_of_missing_length(boosted: Boosted, config: ConfigSource | None, total_steps: int | None, loop: Loop) -> None:
-    """Warn about algorithms that the level left out only because ``total_steps`` is missing."""
+    """Warn about algorithms that the level dropped only because ``total_steps`` is missing."""
     if total_steps is not None or not any("total_steps" in entry.reason for entry in boosted.levers.asked.dropped):
         return
     running, facts = {a.name for a in boosted.levers.asked.algorithms}, Facts.measure(boosted.model, loop=loop)

@@ -1,4 +1,4 @@
-"""Watch the loss of a boosted run, and withdraw what hurts."""
+"""Watch the loss of a boosted run, and withdraw algorithms that hurt."""
 
 from __future__ import annotations
 
@@ -44,42 +44,41 @@ class Guard:
 
     The loss is averaged over blocks of steps. Each block gives its excess over a reference, as a share of the absolute
     loss there or of its mean over the whole reference, whichever is larger, minus ``tolerance``, at most 1 and at least
-    -1. If a test that is valid at every
-    look finds that the mean is above 0, one algorithm is withdrawn: gradient freezing and dropped tokens first, then
-    reduced precision, then centralised gradients. Further tests begin during the run, first after every 25 blocks and
-    later at intervals of about a tenth of the run so far, so harm that comes late is found too. They share the error,
-    the k-th has 1 / (k * (k + 1)) of it. What cannot be withdrawn, such as BatchNorm layers that were removed, is named
-    in the log.
+    -1. If a test that is valid at every look finds that the mean is above 0, one algorithm is withdrawn: gradient
+    freezing and dropped tokens first, then reduced precision, then centralised gradients. Further tests begin during
+    the run, first after every 25 blocks and later at intervals of about a tenth of the run so far, so harm that comes
+    late is found too. They share the error. The k-th has 1 / (k * (k + 1)) of it. Changes that cannot be withdrawn,
+    such as removed BatchNorm layers, are named in the log.
 
     After a withdrawal, 50 blocks are ignored, because the loss needs time to return. Then the tests begin again, with
-    half of the error rate. A loss that is not finite withdraws at the end of its block, also then. If
-    nothing is left to withdraw, this is said once, and the tests end.
+    half of the error rate. A loss that is not finite withdraws at the end of its block, even during this pause. If no
+    algorithm remains, this is logged once, and the tests end.
 
-    Assumed is that the excesses of blocks vary independently, about a mean that is at most the tolerance. If they are
-    correlated over several blocks, false alarms become frequent; larger blocks help. For ``"trend"`` the error is
+    The excesses of blocks are assumed to vary independently, about a mean that is at most the tolerance. If they are
+    correlated over several blocks, false alarms become frequent. Larger blocks help. For ``"trend"`` the error is
     simulated, not proven. An excess that is small against the mean loss of a whole reference is not seen, even if it is
     large against a loss that has become tiny.
 
     Under ``torch.distributed`` all ranks of the default group make the same calls. The loss is averaged over them, so
     all withdraw the same algorithm at the same step.
 
-    Cost: an addition per step on the device of the loss; one synchronisation, and across ranks one collective of a
-    single number, per block.
+    Cost: per step, an addition on the device of the loss. Per block, one synchronisation, and across ranks one
+    collective of a single number.
 
     Args:
-        boosted: What :func:`torchboost.boost` returned.
-        reference: The loss of the stock loop at every step, from a run or a prefix of one with the same seed and data;
-            at least one block; after its end nothing is compared. :meth:`TuneReport.stock_losses` has the losses of
+        boosted: The result of :func:`torchboost.boost`.
+        reference: The loss of the stock loop at every step, from a run or a prefix of one with the same seed and data,
+            for at least one block. After its end nothing is compared. :meth:`TuneReport.stock_losses` has the losses of
             a tuning, whose runs must have been as long as this one. Or ``"trend"``: the lowest mean of five blocks in a
             row of this run so far. Two standard deviations of a block, estimated from the differences of the last 50,
-            are accepted in addition to the tolerance. This finds runs that get worse by more than their noise, not
-            runs that learn slowly, and not runs that were bad from the beginning.
+            are accepted in addition to the tolerance. This finds runs that get worse by more than their noise, not runs
+            that learn slowly, and not runs that were bad from the beginning.
         tolerance: Excess that is accepted, as a share of the loss of ``reference`` as above, or of the lowest mean.
             None takes 0.05, and 0.25 for ``"trend"``.
         error: Largest probability of a false alarm in the whole run. All tests together get half of it until the first
             withdrawal, then a quarter, and so on.
         block: Steps per block.
-        log: Called with every decision as text; by default the logger ``"torchboost"``.
+        log: Called with every decision as text. By default the logger ``"torchboost"``.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -137,10 +136,10 @@ class Guard:
         """Take the loss of a step, after the update.
 
         Args:
-            loss: Of shape ``()``; not changed, and not kept.
+            loss: Of shape ``()``. It is neither changed nor kept.
 
         Returns:
-            The name of the algorithm that was withdrawn now; None if nothing was.
+            The name of the algorithm that was withdrawn now. None if nothing was.
 
         Raises:
             ValueError: ``loss`` has more than one entry, or none.
@@ -169,11 +168,11 @@ class Guard:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs."""
+        """Return the state for a checkpoint."""
         return asdict(replace(self._state, sum=None if self._sum is None else float(self._sum)))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint. What had been withdrawn is withdrawn again.
+        """Continue from a checkpoint. Algorithms that had been withdrawn are withdrawn again.
 
         The state of the boosted pair may be loaded before or after.
 
@@ -226,14 +225,14 @@ class Guard:
         ]
 
     def _is_over(self) -> bool:
-        """Whether it was said that nothing is left to withdraw, and no later trial has turned anything on."""
+        """Whether it was logged that no algorithm remains, and no later trial has turned anything on."""
         return self._state.ended and not self._live()
 
     def _withdraw(self, reason: str) -> str | None:
         if self._is_over():
             return None
         live, state = self._live(), self._state
-        # What comes now is judged as another run, with half of the error rate.
+        # The rest of the run is judged as another run, with half of the error rate.
         state.test = ChangeTest(state.test.error / 2)
         state.trend, state.pause = _Trend(), PAUSE
         if not live:
@@ -256,7 +255,7 @@ class _Trend:
     recent: list[float] = field(default_factory=list)
 
     def add(self, value: float) -> tuple[float, float] | None:
-        """Take a value, and return the level and the spread of those before it; None if they were too few."""
+        """Take a value, and return the level and the spread of those before it. None if they were too few."""
         self.recent = [*self.recent, value][-_MEMORY:]
         before = self.lowest
         if len(self.recent) >= _WINDOW:
@@ -269,7 +268,7 @@ class _Trend:
 
 @dataclass
 class _State:
-    """What a checkpoint keeps of a guard."""
+    """The state of a guard in a checkpoint."""
 
     test: ChangeTest
     trend: _Trend = field(default_factory=_Trend)
@@ -283,7 +282,7 @@ class _State:
 
 
 def checked_state(kind: type[T], state: Mapping[str, Any], *, of: str, ignored: Sequence[str] = ()) -> T:
-    """Return a dataclass from what ``asdict`` made of it, for the class ``of`` whose state it is.
+    """Return a dataclass from its ``asdict``, for the class ``of`` whose state it is.
 
     Raises:
         ValueError: It is not complete, or it has other parts, or parts of another form.

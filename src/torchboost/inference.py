@@ -38,18 +38,17 @@ def fast_copy(network: nn.Module, *, sample: Any = None) -> nn.Module:
     network's own classes and torch's, without hooks or wrapped forwards of torchboost, and computes in the precision of
     its parameters. A normalised head is kept.
 
-    The result is checked: with ``sample`` immediately, without it at the first call of the copy, where an unfolded copy
-        runs on the same inputs. If the outputs differ, or the forward does not work channels-last (``view``), the copy
-        stays in contiguous memory, or it stays unfolded and a warning is issued. Pickles and copies of a copy that was
-        never called are not checked.
+    The result is checked: with ``sample`` immediately, without it at the first call of the copy, when an unfolded copy
+    runs on the same inputs. If the outputs differ, or the forward does not work channels-last (``view``), the copy is
+    kept in contiguous memory, or it is not folded and a warning is issued. Pickles and copies of a copy that was never
+    called are not checked.
 
     Cost: one copy of the parameters, and a second one until the check. With ``sample`` a few more passes: of the forms
     that passed the check, the fastest is returned.
 
     Args:
         network: Wrapped or not. It is not changed.
-        sample: An input as the copy will be called with: a tensor, a tuple of positional arguments or a dict of keyword
-            arguments.
+        sample: An example input of the copy: a tensor, a tuple of positional arguments or a dict of keyword arguments.
 
     Raises:
         TypeError: The network cannot be copied, or the copy would compute with tensors of the network, to which a
@@ -139,7 +138,7 @@ class _Check:
         Gate(fast, self.meet, keep=self)
 
     def meet(self, call: Call) -> bool:
-        """Decide whether the copy stays folded. Do nothing if the network does not run on these inputs."""
+        """Decide whether the copy remains folded. Do nothing if the network does not run on these inputs."""
         if is_tracing():
             return False
         fast, plain = self._fast, self._plain
@@ -153,7 +152,7 @@ class _Check:
 
 
 def _compare(fast: nn.Module, plain: nn.Module, sample: Arguments) -> bool | None:
-    """Whether a copy, if necessary in contiguous memory, computes what the network does; None if undecided."""
+    """Whether a copy, if necessary in contiguous memory, computes the same as the network. None if undecided."""
     try:
         expected = evaluate(plain, sample)
     except ReachesOriginal:

@@ -55,31 +55,31 @@ _WAITS = "waits: the trial at the first training call decides"
 
 
 class Levers:
-    """Attaches what a plan asks for, and decides about the speed levers among it: once, and then attaches them.
+    """Attaches the algorithms of a plan. Decides once about its speed levers, and then attaches them.
 
-    What is not measured is attached at boost: levers that the user has named, all of them with ``calibrate=False``, and
-    those that cannot change any more once the model is wrapped. The other levers wait. The first training call measures
-    them on the plain pair, or takes the choice of a checkpoint. If the first update comes without such a call, they are
-    chosen by the kind of machine and model. The levers that are on are checked at the first training call, and once
-    more on inputs of other shapes. For that they are detached for a moment.
+    Levers that are not measured are attached at boost: those that the user has named, all of them with
+    ``calibrate=False``, and those that cannot change any more once the model is wrapped. The other levers wait. The
+    first training call measures them on the plain pair, or takes the choice of a checkpoint. If the first update comes
+    without such a call, they are chosen by the kind of machine and model. The levers that are on are checked at the
+    first training call, and once more on inputs of other shapes. For that they are detached for a moment.
 
     Args:
-        plan: What is asked for.
+        plan: The requested plan.
         target: The pair. Several optimizers are possible.
         calibrate: Whether and how long to measure.
         verify: Whether to check.
-        wrapper: The name of the wrapper of the model; None without one.
+        wrapper: The name of the wrapper of the model. None without one.
         forward: Makes the context in which a trainer computes each forward pass.
 
     Attributes:
-        asked: The plan, without what changes nothing for this pair.
-        attached: All attachments, also of algorithms that are no levers.
+        asked: The plan, without the algorithms that change nothing for this pair.
+        attached: All attachments, also of algorithms that are not levers.
         state: Of the levers.
         due: Whether the first training call has still to come.
         ended: Whether a trainer has said that the training has ended.
-        choice: What the trial found out, or a checkpoint says; None before, and if nothing is measured.
+        choice: The choice of the trial, or of a checkpoint. None before, and if nothing is measured.
         checks: Lever -> how far its step is from the plain one, in words.
-        withdrawn: What was taken out of the run -> the reason.
+        withdrawn: Algorithms that were taken out of the run -> the reason.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Levers:
             self._gate = Gate(target.model, self._meet)
 
     def _look_at(self, names: frozenset[str]) -> None:
-        """Leave out those of some levers that would change nothing for this pair."""
+        """Drop the levers among ``names`` that would change nothing for this pair."""
         if not names:
             return
         target, before = self._target, {lever.name for lever in self.asked.levers}
@@ -147,12 +147,12 @@ class Levers:
 
     @property
     def plan(self) -> Plan:
-        """What runs, and what was left out with the reason."""
+        """The algorithms that run, and those that were dropped, with the reasons."""
         decisions = {name: decision for name, decision in self._decisions.items() if name not in self.withdrawn}
         return self.asked.without(self.withdrawn).chosen(decisions)
 
     def explanation(self) -> Explanation:
-        """Return what was asked for, what was decided, and what the checks have shown."""
+        """Return the requests, the decisions, and the results of the checks."""
         plan = self.plan.explanation(" and ".join(map(_title, self._target.optimizers)))
         removed = (_ENDED if self.ended else "removed; before, this was so:",) if self.state == "removed" else ()
         measured = self.choice.measured if self.choice is not None else ""
@@ -170,7 +170,7 @@ class Levers:
         )
 
     def _told(self, row: Row) -> Row:
-        """Return a row of the plan with what is known about it in this run."""
+        """Return a row of the plan with the details of this run."""
         if row.name in self._waiting and row.name not in self.withdrawn:
             reason = self._why_idle(row.name)
             if isinstance(reason, AlreadyOn):
@@ -198,7 +198,7 @@ class Levers:
         return why_idle(lever, self._target.model, [hookable(one) for one in self._target.optimizers])
 
     def _ask(self) -> str:
-        """Return the line that the user would type next; empty if there is none."""
+        """Return the line that the user would type next. Empty if there is none."""
         if self.state == "removed":
             return ""
         if self.due:
@@ -221,7 +221,7 @@ class Levers:
 
     @property
     def _untimed(self) -> str:
-        """What is on in addition to switches, with which and without which no step was timed; empty if nothing is."""
+        """The algorithms that are on in addition to switches, which every timed step had. Empty if there are none."""
         done, on = self._done, [a.name for a in self.plan.algorithms if not REGISTRY[a.name].lever]
         named = ", ".join(f"{name} ({done[name]})" if name in done else name for name in on)
         return f"also on, not timed: {named}" if named else ""
@@ -241,7 +241,7 @@ class Levers:
         return [name for name in self.attached if name not in self.remarks]
 
     def _stays(self) -> list[str]:
-        """Return a line for each kind of waste above 10 % of a step that stays."""
+        """Return a line for each kind of waste above 10 % of a step that remains."""
         if self.state == "removed":
             return []
         on = self._in_effect
@@ -252,7 +252,7 @@ class Levers:
         return [f"waste: padding: {percent(self._padded)} of the positions of the first batch, and {Unpad.name} is off"]
 
     def waste(self, call: Call) -> WasteReport:
-        """Measure what a step wastes on a training call; see :meth:`torchboost.Boosted.waste`."""
+        """Measure the waste of a step on a training call. See :meth:`torchboost.Boosted.waste`."""
         target = self._target
         if not is_training_call(target.model, call):
             raise IncompatibleError(
@@ -281,7 +281,7 @@ class Levers:
         return frozenset(name for name, (_, reason) in self._decisions.items() if reason == _WAITS)
 
     def _meet(self, call: Call) -> bool:
-        """Decide on a training call, before it runs. If this is interrupted, the next one decides."""
+        """Decide on a training call, before it runs. If this is interrupted, the next call decides."""
         calibration, target = self._calibration, self._target
         if calibration is None or self.state == "removed" or not is_training_call(target.model, call):
             return calibration is None or self.state == "removed"
@@ -305,7 +305,7 @@ class Levers:
     def _changed(self) -> Iterator[tuple[list[Algorithm], Callable[[], None]]]:
         """Yield the levers that are on and may change, as a list, and a function that detaches them.
 
-        At the end those are attached that the list holds then, or if the block raises, those that were.
+        At the end the levers in the list are attached, or if the block raises, those that were attached before.
         """
         model, calibration = self._target.model, self._calibration
         names = {lever.name for lever in (*calibration.levers, *calibration.asked)} if calibration is not None else {}
@@ -370,7 +370,7 @@ class Levers:
         return True
 
     def _note_checks(self, verdicts: Iterable[Verdict], asked: Iterable[Algorithm]) -> None:
-        """Keep what the checks have shown, and withdraw levers that were asked for and must go."""
+        """Keep the results of the checks, and withdraw levers that were asked for and must go."""
         names = {lever.name for lever in asked}
         for verdict in verdicts:
             if verdict.kept:
@@ -396,7 +396,7 @@ class Levers:
             self._put_on([a for a in self.plan.algorithms if REGISTRY[a.name].lever])
 
     def _saved(self) -> dict[str, bool | str]:
-        """Return the levers that a resumed run must have; empty if the first training call has still to decide."""
+        """Return the levers that a resumed run must have. Empty if the first training call has still to decide."""
         if self.state != "decided":
             return {}
         forms = self.choice.levers if self.choice is not None else {}
@@ -431,7 +431,7 @@ class Levers:
         self._put_on([a for a in self.plan.algorithms if REGISTRY[a.name].lever])
 
     def withdraw(self, name: str, reason: str) -> None:
-        """Take one algorithm out of the run; see :meth:`torchboost.Boosted.withdraw`."""
+        """Take one algorithm out of the run. See :meth:`torchboost.Boosted.withdraw`."""
         plan = self.asked.without(self.withdrawn)
         if name not in {one.name for one in (*plan.algorithms, *plan.levers)}:
             return
@@ -445,7 +445,7 @@ class Levers:
         self.attached.remove()
 
     def _refresh(self) -> None:
-        """Decide nothing about levers that are gone. If none is left, stop waiting."""
+        """Decide nothing about levers that are gone. If none remains, stop waiting."""
         if self._calibration is not None:
             self._calibration = self._calibrated(self.asked.without(self.withdrawn))
         if self._calibration is None:

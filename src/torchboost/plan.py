@@ -1,4 +1,4 @@
-"""Choose the algorithms from a level, a configuration and the facts, with a reason for each one left out."""
+"""Choose the algorithms from a level, a configuration and the facts, with a reason for each one that is dropped."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _COMMON = {
 
 
 class Dropped(NamedTuple):
-    """A requested algorithm that was left out."""
+    """A requested algorithm that does not run, with the reason."""
 
     name: str
     reason: str
@@ -54,16 +54,16 @@ class Plan:
         level: The level that the plan was made for.
         mode: The mode of the configuration: auto, manual, enable_all, disable_all.
         algorithms: The algorithms that will run, with their settings, in attach order.
-        dropped: The requested algorithms that were left out, with the reasons.
+        dropped: The requested algorithms that do not run, with the reasons.
         levers: The algorithms of the level that only change the speed of a step. A trial may switch them on and off.
-        total_steps: Updates of the whole run, from the argument or the configuration; None if neither gives it. If the
-            recipe shortens the run, those that it leaves.
+        total_steps: Updates of the whole run, from the argument or the configuration. None if neither gives it. If the
+            recipe shortens the run, the updates that remain.
         unmeasured: Algorithms that the configuration adds to the measured level, takes from it or sets otherwise.
-        served: With several optimizers, name of an algorithm that changes the update alone -> those that it is on for,
-            in words.
-        recipe: What the configuration says about the optimizer, its rates and the length of the run.
-        full_steps: Updates of the whole run before the recipe shortened it; None if that is not known.
-        built: What the recipe made of the optimizer, in words; empty before :func:`torchboost.boost` applied it.
+        served: With several optimizers, name of an algorithm that changes the update alone -> the optimizers that it is
+            on for, in words.
+        recipe: The optimizer, its rates and the length of the run, as configured.
+        full_steps: Updates of the whole run before the recipe shortened it. None if that is not known.
+        built: What the recipe made of the optimizer, in words. Empty before :func:`torchboost.boost` applied it.
 
     Example:
         >>> import torch, torchboost
@@ -103,10 +103,10 @@ class Plan:
             level: ``"O0"``, ``"O1"`` or ``"O2"``.
             config: A dict, a path to a JSON file, JSON text, a :class:`BoostConfig`, or nothing.
             facts: By default measured on this machine, without a model.
-            loop: The owner of the training loop. Overrides ``facts.loop``; see :class:`Facts`.
+            loop: The owner of the training loop. Overrides ``facts.loop``. See :class:`Facts`.
             total_steps: Number of updates in the whole run. Overrides ``facts.total_steps``. ``recipe.length`` takes
                 its share of either. If the configuration has ``grad_freeze.total_steps``, or ``total_steps`` of an
-                algorithm under ``extra``, all must be the number that remains.
+                algorithm under ``extra``, all must equal the number that remains.
 
         Raises:
             ConfigError: A level, section, key or setting is unknown, or a value has the wrong type or is out of range.
@@ -130,10 +130,9 @@ class Plan:
         The file is plain JSON, for ``config=`` of :func:`torchboost.boost`, :func:`torchboost.prepare` and
         :meth:`Plan.of`, and for :class:`torchboost.AutoBoost`. Its section ``extra`` names every algorithm of the
         registry, either with all of its settings or with false. An algorithm under ``extra`` is your decision: no level
-        changes it, and no trial decides about it. What cannot run elsewhere, such as AdaSum on a single node, is
-        dropped there and listed in ``dropped`` with the reason, as always. The section ``recipe`` is written if the
-        plan has one. The section ``about`` is a note with level,
-        versions, machine and date. Nothing reads it.
+        changes it, and no trial decides about it. An algorithm that cannot run elsewhere, such as AdaSum on a single
+        node, is dropped there and listed in ``dropped`` with the reason, as always. The section ``recipe`` is written
+        if the plan has one. The section ``about`` is a note with level, versions, machine and date. Nothing reads it.
 
         Save the plan of a :class:`torchboost.Boosted` after the first training call, when the trial has decided about
         :attr:`levers`. Before, the file has the levers that wait as off.
@@ -177,8 +176,8 @@ class Plan:
     ) -> Plan:
         """Return the plan without the algorithms that would change nothing for this pair. The reasons are listed.
 
-        An algorithm that has already transformed the model stays on. If there are other optimizers of the model, the
-        algorithms that serve only one optimizer are left out, too.
+        An algorithm that has already transformed the model remains on. If there are other optimizers of the model, the
+        algorithms that serve only one optimizer are dropped, too.
 
         Args:
             model: The bare model.
@@ -209,7 +208,7 @@ class Plan:
         """Return the plan with levers switched on and off.
 
         Args:
-            decisions: Name of a lever -> whether it is on, and the reason if it is off. Other levers stay as they are.
+            decisions: Name of a lever -> whether it is on, and the reason if it is off. Other levers do not change.
 
         Raises:
             ValueError: A name is not one of :attr:`levers`.
@@ -261,7 +260,7 @@ class Plan:
         """Attach every algorithm to a loop. A bare model is transformed first, if that was not done before.
 
         Raises:
-            IncompatibleError: The plan has a recipe, which only :func:`torchboost.boost` applies; or as
+            IncompatibleError: The plan has a recipe, which only :func:`torchboost.boost` applies. Or as
                 :func:`torchboost.core.attach_all` raises it.
         """
         self.check_recipe()
@@ -277,10 +276,10 @@ class Plan:
             )
 
     def explanation(self, optimizer: str = "") -> Explanation:
-        """Return what :meth:`explain` says, as a value.
+        """Return the content of :meth:`explain` as a value.
 
         Args:
-            optimizer: Its name; empty if there is none yet.
+            optimizer: Its name. Empty if there is none yet.
         """
         mode = "" if self.mode == "auto" else f", mode {self.mode}"
         of = f" for {optimizer}" if optimizer else ""
@@ -303,7 +302,7 @@ class Plan:
         return Row(algorithm.name, "on", did, "changes the training" if changes else "")
 
     def explain(self) -> str:
-        """Return which algorithms are on, with settings other than the defaults, and what was left out and why."""
+        """Return which algorithms are on, with settings other than the defaults, and which were dropped and why."""
         return str(self.explanation().sheet)
 
     def _repr_html_(self) -> str:
@@ -339,7 +338,7 @@ def _as_extra(algorithms: Sequence[Algorithm]) -> dict[str, Any]:
 
 
 def why_idle(algorithm: Algorithm, model: nn.Module, optimizers: Sequence[Optimizer]) -> str | None:
-    """Return why an algorithm would change nothing, or must not run, with these optimizers; None if it can."""
+    """Return why an algorithm would change nothing, or must not run, with these optimizers. None if it can."""
     if len(optimizers) > 1 and not algorithm.traits.each_optimizer:
         return f"it works with one optimizer, and this model has {len(optimizers)}"
     reasons = [algorithm.idle(model, optimizer) for optimizer in optimizers]
@@ -351,7 +350,7 @@ def why_idle(algorithm: Algorithm, model: nn.Module, optimizers: Sequence[Optimi
 
 
 def _served(algorithm: Algorithm, model: nn.Module, optimizers: Sequence[Optimizer]) -> str:
-    """Return the optimizers that an algorithm is on for, and those that it leaves alone, with the reasons."""
+    """Return the optimizers that an algorithm is on for, and those that it does not serve, with the reasons."""
     reasons = [algorithm.idle(model, optimizer) for optimizer in optimizers]
     on = [name for name, reason in zip(in_words(optimizers), reasons, strict=True) if reason is None]
     off = _of_each(reasons, optimizers)
@@ -371,13 +370,13 @@ def _check_level(level: Any) -> None:
 def resolve(config: BoostConfig, level: str, facts: Facts) -> Plan:
     """Turn a level, a configuration and facts into a plan. A pure function: the same inputs give the same plan.
 
-    Order of decisions: the mode gives the requested set; ``extra`` adds and removes; one algorithm may bring or
-    displace others; what the facts rule out is dropped; the rest is built and sorted by attach order. The settings of
-    an algorithm come from the row of the level. Keys that the user wrote in the section of MindSpore's JSON override
-    the row, and ``extra`` overrides both. A written key that holds MindSpore's default does not override a level,
-    because the row of the level was chosen by measurement. Outside mode auto the defaults of the section replace the
-    row of the level. If the user wrote ``total_steps``, in the section ``grad_freeze`` or under ``extra``, it is the
-    length of the run for every algorithm; ``common.device_number`` is the number of ranks on a node.
+    Order of decisions: The mode gives the requested set. ``extra`` adds and removes. One algorithm may bring or
+    displace others. Algorithms that the facts rule out are dropped. The rest is built and sorted by attach order. The
+    settings of an algorithm come from the row of the level. Keys that the user wrote in the section of MindSpore's JSON
+    override the row, and ``extra`` overrides both. A written key that holds MindSpore's default does not override a
+    level, because the row of the level was chosen by measurement. Outside mode auto the defaults of the section replace
+    the row of the level. If the user wrote ``total_steps``, in the section ``grad_freeze`` or under ``extra``, it is
+    the length of the run for every algorithm. ``common.device_number`` is the number of ranks on a node.
 
     Raises:
         ConfigError: The level is unknown, a name or setting under ``extra`` is unknown, or a setting has the wrong type
@@ -425,7 +424,7 @@ def resolve(config: BoostConfig, level: str, facts: Facts) -> Plan:
 
 
 def run_length(config: BoostConfig, given: int | None = None) -> int | None:
-    """Return the number of updates that a configuration gives. What else it may hold there is refused elsewhere.
+    """Return the number of updates in a configuration. Other values that it may hold there are refused elsewhere.
 
     Args:
         config: It may give the number in several places.
@@ -454,7 +453,7 @@ def run_length(config: BoostConfig, given: int | None = None) -> int | None:
 
 
 def own_settings(algorithm: Algorithm) -> str:
-    """Return the settings that differ from the defaults, as code; empty if none does."""
+    """Return the settings that differ from the defaults, as code. Empty if none does."""
     settings = [(f.name, getattr(algorithm, f.name), f.default) for f in fields(algorithm)]  # pyright: ignore[reportArgumentType]
     return ", ".join(f"{name}={value!r}" for name, value, default in settings if value != default)
 
@@ -539,7 +538,7 @@ def _measured_otherwise(entry: Entry, config: BoostConfig, level: str) -> dict[s
 
 
 def _unmeasured(config: BoostConfig, level: str, kept: list[Algorithm], facts: Facts) -> tuple[str, ...]:
-    """List what differs from the measured level by the configuration.
+    """List the differences of the configuration from the measured level.
 
     A configuration that names every algorithm, such as the one that a tuning writes, takes nothing from the level.
     """

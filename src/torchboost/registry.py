@@ -48,27 +48,27 @@ Loop = Literal["own", "transformers", "lightning", "accelerate"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Facts about the machine, the job and the model. Measured once and passed in; algorithms never look them up.
+    """Facts about the machine, the job and the model. Measured once and passed in. Algorithms never look them up.
 
     Args:
         world_size: Number of ranks.
         nodes: Number of nodes.
         devices_per_node: Ranks on one node.
         device: Type of the device that trains: ``"cpu"``, ``"cuda"``, ...
-        half_precision: Whether the device computes faster in bfloat16 than in float32; None if the device is not here.
-        half_precision_reason: One clause that says what was measured; empty if nothing was.
-        convolutions: Number of convolutions in the model; None without a model.
-        other_dimensions: Number of convolutions and BatchNorms that are not two-dimensional; None without a model.
-        grouped_convolutions: Number of convolutions in groups, depthwise ones for instance; None without a model.
-        batch_norms: Number of BatchNorms in the model, with those that ``less_bn`` removed; None without a model.
-        largest_matrix: Entries of the largest parameter of two dimensions that is not an embedding; None without a
+        half_precision: Whether the device computes faster in bfloat16 than in float32. None if the device is not here.
+        half_precision_reason: One clause about the measurement. Empty without one.
+        convolutions: Number of convolutions in the model. None without a model.
+        other_dimensions: Number of convolutions and BatchNorms that are not two-dimensional. None without a model.
+        grouped_convolutions: Number of convolutions in groups, depthwise ones for instance. None without a model.
+        batch_norms: Number of BatchNorms in the model, with those that ``less_bn`` removed. None without a model.
+        largest_matrix: Entries of the largest parameter of two dimensions that is not an embedding. None without a
             model.
-        trained: Whether the model was trained before, judged by its BatchNorm statistics; None without a model or
-            without BatchNorms. If ``less_bn`` removed some before, False, because that was decided then.
-        total_steps: Number of planned training steps; None if not given.
+        trained: Whether the model was trained before, judged by its BatchNorm statistics. None without a model or
+            without BatchNorms. False if ``less_bn`` removed some before, because that was decided then.
+        total_steps: Number of planned training steps. None if not given.
         loop: The owner of the training loop: ``"own"`` (the user's lines), or the trainer ``"transformers"``,
             ``"lightning"`` or ``"accelerate"``.
-        precision: The mixed precision in which the trainer computes, in its own words; empty if it uses none.
+        precision: The mixed precision in which the trainer computes, in its own words. Empty if it uses none.
 
     Raises:
         TypeError: ``total_steps`` is not an integer.
@@ -143,7 +143,7 @@ class Host:
 
     Args:
         loop: See :func:`torchboost.boost`.
-        precision: The mixed precision in which a trainer computes, in its own words; empty if it uses none.
+        precision: The mixed precision in which a trainer computes, in its own words. Empty if it uses none.
         forward: Makes the context in which it computes each forward pass.
     """
 
@@ -152,7 +152,7 @@ class Host:
     forward: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def facts(self, model: nn.Module) -> Facts:
-        """Look at the machine and the model. In a trainer the speed of bfloat16 is that of the first rank."""
+        """Look at the machine and the model. In a trainer the first rank gives the speed of bfloat16."""
         facts = Facts.measure(model, loop=self.loop, precision=self.precision)
         if self.loop == "own":
             return facts
@@ -187,24 +187,24 @@ def _removed_norms(model: nn.Module) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What a plan must know about an algorithm in addition to its settings.
+    """The properties of an algorithm that a plan needs in addition to its settings.
 
     Args:
-        algorithm: The settings class; its ``name`` is the JSON name.
+        algorithm: The settings class. Its ``name`` is the JSON name.
         summary: One line for people.
-        section: Section of MindSpore's JSON that holds its settings; empty if MindSpore has none.
+        section: Section of MindSpore's JSON that holds its settings. Empty if MindSpore has none.
         words: Key of that section -> name of the setting.
         values: Key of that section -> names of its values here, if they differ.
         facts: Settings that are facts, which count if they are known and the setting is not written.
         brings: Key of that section -> algorithm that this key switches on and off together with this one.
         unusable: Why these facts rule the algorithm out, or None.
-        unproven: Why a level should leave it out on these facts although it would work. A request by name overrides
-            this, and so does the trial of a lever.
+        unproven: Why a level should skip it on these facts although it would work. A request by name overrides this,
+            and so does the trial of a lever.
         lever: Whether it only changes the speed of a step, so that a trial may switch it on and off.
         once: Whether it costs time once, such as compilation.
         of_optimizer: Whether it changes the update alone.
         removed: Setting of an earlier version -> its default. Plan files may still have it at that value.
-        done: How much it has changed in a model, in words; empty if there is nothing to count.
+        done: How much it has changed in a model, in words. Empty if there is nothing to count.
     """
 
     algorithm: type[Algorithm]
@@ -272,7 +272,7 @@ _SCALES = {
 
 
 def _left_to_trainers(does: str, settings: Mapping[str, str]) -> Callable[[Facts], str | None]:
-    """Return the rule for what the trainers that own the loop do themselves, each by its setting."""
+    """Return the rule for work that the trainers that own the loop do themselves, each by its setting."""
 
     def rule(facts: Facts) -> str | None:
         return f"{facts.loop} owns the loop and {does}{settings[facts.loop]}" if facts.loop in settings else None
@@ -501,7 +501,7 @@ LEVELS: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         ),
     }
 )
-"""Level -> algorithm -> settings that differ from its defaults. Chosen by measurement; see ``docs/levels.md``."""
+"""Level -> algorithm -> settings that differ from its defaults. Chosen by measurement. See ``docs/levels.md``."""
 
 
 def build(entry: Entry, settings: Mapping[str, Any], origins: Mapping[str, str]) -> Algorithm:

@@ -1,4 +1,4 @@
-"""What a user is shown: lines, a table and lines, as text and as HTML from the same cells; so is ``explain()``."""
+"""Output for users, such as ``explain()``: lines, a table and lines, as text and as HTML from the same cells."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def percent(share: float, digits: int = 0) -> str:
 def _in_columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Yield the lines of a table.
 
-    A long cell continues in further lines. The last filled cell of a row takes the room that is left, and does not move
+    A long cell continues in further lines. The last filled cell of a row takes the remaining room, and does not move
     the columns of the other rows.
     """
     filled = [row[: max((k + 1 for k, cell in enumerate(row) if cell), default=1)] for row in rows]
@@ -90,7 +90,7 @@ class Sheet:
 
 
 class Row(NamedTuple):
-    """What is said about one algorithm.
+    """The row of one algorithm.
 
     Args:
         name: Of the algorithm, or the path of an entry of the configuration that is not read.
@@ -107,14 +107,14 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """What is on, and why.
+    """The algorithms that are on, and why.
 
     Args:
         heading: Lines that name the level, the optimizer and the length of the run.
         rows: One for each algorithm, in any order.
-        unchanged: What is said if no row is on or waits.
+        unchanged: The text if no row is on or waits.
         notes: Lines below the rows.
-        ask: What the user would do next; empty for nothing.
+        ask: What the user would do next. Empty for nothing.
     """
 
     heading: tuple[str, ...]

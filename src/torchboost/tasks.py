@@ -33,7 +33,7 @@ def fine_tuning(model: nn.Module, *, frozen: int | None = None, dtype: str | Non
         model: The bare model.
         frozen: Number of blocks to freeze, from the input on, at least 1. The default is half of them. See
             :func:`torchboost.graph.blocks.blocks_of`.
-        dtype: ``"bfloat16"`` keeps the outputs of the frozen blocks in half the memory; None keeps them exactly.
+        dtype: ``"bfloat16"`` keeps the outputs of the frozen blocks in half the memory. None keeps them exactly.
 
     Raises:
         TypeError: ``model`` is not a module.
@@ -57,7 +57,7 @@ def fine_tuning(model: nn.Module, *, frozen: int | None = None, dtype: str | Non
 
 
 def with_task(config: ConfigSource | None, task: Task, model: nn.Module) -> BoostConfig:
-    """Return a configuration with the choices of a task. What it already says under ``extra`` counts.
+    """Return a configuration with the choices of a task. Entries that it already has under ``extra`` count.
 
     Raises:
         ConfigError: There is no such task, or the configuration cannot be read.

@@ -93,11 +93,11 @@ _RANKS_TIMEOUT = 600.0
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What the first training call needs to know about a run.
+    """The facts about a run that the first training call needs.
 
     Args:
         levers: The algorithms that a trial may switch on and off.
-        fixed: Levers that stay as the prior says, with the reason.
+        fixed: Levers that the prior decides, with the reason.
         prior: Names of those that are on without a trial.
         calibrate: Whether and how long to measure.
         total_steps: Updates of the run. None if unknown.
@@ -129,7 +129,7 @@ class Calibration:
         verify: bool,
         forward: Callable[[], AbstractContextManager[Any]],
     ) -> Calibration | None:
-        """Return what the first training call has to decide and to check. None if there is nothing.
+        """Return the decisions and checks of the first training call. None if there are none.
 
         A model inside a ``wrapper`` is not bare, unless FSDP2 shards it in place.
         """
@@ -172,7 +172,7 @@ class Calibration:
         return replace(self, levers=tuple(lever if form is None else form[1].algorithm for lever, form in forms))
 
     def with_formats_as(self, on: Iterable[str]) -> Calibration:
-        """Return the same with the memory formats as they are, for DDP has laid out its buckets."""
+        """Return the same with the present memory formats, because DDP has laid out its buckets."""
         formats = frozenset(lever.name for lever in self.levers if changes_model(lever))
         return replace(
             self,
@@ -182,7 +182,7 @@ class Calibration:
 
     @property
     def settings(self) -> list[float]:
-        """What all ranks must have in common, as numbers of which the largest one counts."""
+        """The settings that all ranks must share, as numbers of which the largest one counts."""
         length = math.inf if self.total_steps is None else self.total_steps
         seconds = math.inf if isinstance(self.calibrate, (bool, str)) else self.calibrate
         absent = [lever.name not in self.prior for lever in self.levers]
@@ -210,7 +210,7 @@ class Calibration:
             step_seconds: Time of a plain step.
             price: Of a lever for which the trial may take longer, up to 5 % of the run, if the run is expected to repay
                 it. None without one.
-            spent: What the trial has spent before it tries this price.
+            spent: Seconds that the trial has spent before it tries this price.
         """
         if not isinstance(self.calibrate, (bool, str)):
             return float(self.calibrate)
@@ -285,7 +285,7 @@ class Calibration:
                     count = f"{len(levers)} switch{'es' if len(levers) > 1 else ''}"
                     tell(f"trying {count} on your model ({', '.join(levers)}), at most {budgets[0]:.0f} s ...")
                 verdicts, ratio = search(
-                    sorted(levers, key=lambda name: name not in self.prior),  # what may take long comes last
+                    sorted(levers, key=lambda name: name not in self.prior),  # levers that may take long come last
                     trial,
                     budget=budget,
                     steps=self.total_steps,
@@ -313,14 +313,14 @@ class Calibration:
         )
 
     def fitted(self, passes: Passes) -> Calibration:
-        """Return the same with levers that know what a pass of a real call shows."""
+        """Return the same with levers that are fitted to a pass of a real call."""
 
         def fit(lever: Algorithm) -> Algorithm:
             if type(lever).fitted is Algorithm.fitted:
                 return lever
             try:
                 return passes.shown_to(lever.fitted)
-            except Exception:  # what fails here fails in the passes too, which say it
+            except Exception:  # an error here occurs in the passes too, which report it
                 return lever
 
         return replace(self, levers=tuple(map(fit, self.levers)), asked=tuple(map(fit, self.asked)))
@@ -338,7 +338,7 @@ class Calibration:
         return replace(self, fixed={**self.fixed, **reasons}, prior=self.prior - reasons.keys())
 
     def not_before(self, choice: Choice, reduce: Reduce = list) -> Choice:
-        """Return a choice of rules without what the loop has itself, as the first call has shown on every rank."""
+        """Return a choice of rules without levers that the loop has, as the first call has shown on every rank."""
         elsewhere = reduce([float(not isinstance(lever.without_effect, AlreadyOn)) for lever in self.levers])
         before = [lever for lever, other in zip(self.levers, elsewhere, strict=True) if not other]
         changes = {lever.name: {"kept": False, "reason": str(lever.without_effect), "before": True} for lever in before}
@@ -402,8 +402,7 @@ def decide(
         detach: Detaches the levers that are on. Called unless there is a choice that is not checked.
 
     Returns:
-        The choice, also about levers that were asked for. Those that are on, in the chosen form and with what a pass
-        has shown of them.
+        The choice, also about levers that were asked for. Those that are on, in the chosen form and fitted to a pass.
     """
     model, ranks = target.model, deciding_ranks(calibration, target)
     with _comparing(ranks) as reduce:
@@ -427,7 +426,7 @@ def decide(
 def _decided(
     target: Target, calibration: Calibration, call: Call, choice: Choice | None, no_pass: str | None, reduce: Reduce
 ) -> tuple[Choice, Calibration]:
-    """Return the choice, and the levers with what a pass has shown of them."""
+    """Return the choice, and the levers fitted to a pass."""
     device = device_of(target.model)
     calibration = calibration.in_form(choice, device)
     if choice is not None and not calibration.verify:
@@ -454,7 +453,7 @@ def deciding_ranks(calibration: Calibration, target: Target) -> list[int] | None
         return None
     if calibration.sharded:
         parameters = [p for optimizer in target.optimizers for group in optimizer.param_groups for p in group["params"]]
-        return ranks_of_shards(parameters)  # those of the model may be whole
+        return ranks_of_shards(parameters)  # the model's may be whole
     ddp = active_ddp()
     if ddp is None or unwrap(ddp) is not target.model:
         return []
@@ -463,7 +462,7 @@ def deciding_ranks(calibration: Calibration, target: Target) -> list[int] | None
 
 @contextmanager
 def _comparing(ranks: list[int] | None) -> Iterator[Reduce]:
-    """Yield what takes the largest of each number over the ranks."""
+    """Yield a function that takes the largest of each number over the ranks."""
     if not ranks:
         yield list
         return
@@ -495,7 +494,7 @@ def changes_model(lever: Algorithm) -> bool:
 
 
 def exchange_in(model: nn.Module) -> str | None:
-    """Return what in a model waits for other ranks in each pass, which a trial must not run. None without."""
+    """Return why a trial must not run passes of a model, which wait for other ranks. None if it may."""
     together = Topology.current().world_size > 1
     units = sharded_units(model)
     if any(in_forward_of_fsdp2(unit) for unit in units):
@@ -529,7 +528,7 @@ def resolved(calibrate: Calibrate) -> Calibrate:
 
 
 def _forms_of(lever: Algorithm, device: torch.device, name: str = "") -> dict[str, tuple[str, Form]]:
-    """Return every form that may replace a lever, by its name, with the name of what it is tried against."""
+    """Return every form that may replace a lever, by its name, with the name of its rival."""
     forms: dict[str, tuple[str, Form]] = {}
     for form in lever.forms(device):
         label = f"{lever.name}({own_settings(form.algorithm)})"

@@ -1,10 +1,10 @@
-"""Check on the user's own batch that levers change nothing but the speed, before they may stay.
+"""Check on the user's own batch that levers change nothing but the speed, before they are kept.
 
-A pass with the levers is compared with the plain one: all outputs that the loop can see, and every gradient. What
-rounding alone may do is measured, too: in one more plain pass, weights and inputs are changed by about as much as
-numbers of their precision are rounded. Levers that are exact up to rounding may differ by a multiple of its effect.
-Lower precision may do what a change of that size does to this network. Memory that was freed is filled with large
-numbers before each pass, so that kernels that read what they have not written show themselves.
+A pass with the levers is compared with the plain one: all outputs that the loop can see, and every gradient. The effect
+of rounding alone is measured, too: in one more plain pass, weights and inputs are changed by about as much as numbers
+of their precision are rounded. Levers that are exact up to rounding may differ by a multiple of its effect. Lower
+precision may do what a change of that size does to this network. Memory that was freed is filled with large numbers
+before each pass, so that kernels that read memory without writing it first show themselves.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _HOPELESS = 0.1
 """For exact levers, a difference of outputs or of the whole gradient for which no second attempt is made."""
 _GARBAGE = 1e30
 _LARGEST_BLOCK = 2**22
-"""Entries of the largest block that is filled. What is larger, the system hands out as zeros."""
+"""Entries of the largest block that is filled. The system hands out larger ones as zeros."""
 _SMALL, _SMALL_BLOCKS, _LARGE_BLOCKS = 4096, 16, 4
 """Entries of a small block, and how many blocks of each size are filled. A pass allocates many small ones."""
 _PERTURB, _BYTE = -6, 0x8E
@@ -55,11 +55,11 @@ _PERTURB, _BYTE = -6, 0x8E
 def allowed(response: float, norm: float, whole: float | None, *, rounding: float = 0.0) -> float:
     """Return how far a tensor may be from the same tensor of the plain pass.
 
-    The largest of three counts: a multiple of what rounding does to it, but no more than ``_MOST``; a share of its
-    norm; and of a gradient a share of the whole one.
+    The largest of three counts: a multiple of the effect of rounding, but no more than ``_MOST``, a share of its norm,
+    and for a gradient a share of the whole one.
 
     Args:
-        response: How far rounding alone moves it: that of ``rounding``, or of the plain pass for 0.
+        response: How far rounding alone moves it: rounding by ``rounding``, or as in the plain pass for 0.
         norm: Of the tensor.
         whole: Norm of the whole gradient. None for an output.
         rounding: Of a lower precision, relative to a number: 1/256 for bfloat16, 1/2048 for TF32. 0 for levers that
@@ -80,7 +80,7 @@ class Finding(NamedTuple):
     """The result of one comparison.
 
     Attributes:
-        reason: Why the levers must not stay, with the number. Empty if they may.
+        reason: Why the levers must not be kept, with the number. Empty if they may.
         gradient: Difference of the whole gradient, relative to its norm.
         outputs: The largest relative difference of an output.
     """
@@ -212,7 +212,7 @@ class Certificate:
 
 @contextmanager
 def _on_the_model(passes: Passes, levers: Iterable[Algorithm], scaler: Any) -> Iterator[None]:
-    """Attach levers to the model alone: an optimizer that is never stepped stands in for that of the loop."""
+    """Attach levers to the model alone: an optimizer that is never stepped stands in for the loop's."""
     stand_in = torch.optim.SGD(passes.parameters, lr=0.0)
     try:
         with attach_all(Target(passes.model, stand_in, scaler), levers):
@@ -252,8 +252,8 @@ def _norm(values: Sequence[float]) -> float:
 def _dirty_memory() -> Iterator[None]:
     """Run the block with an allocator that fills all memory that it hands out with large numbers.
 
-    This is ``mallopt(M_PERTURB)`` of glibc, which holds for all threads of the process. Programs that read only what
-    they have written do not see it. Elsewhere, and for other allocators, nothing happens.
+    This is ``mallopt(M_PERTURB)`` of glibc, which holds for all threads of the process. Programs that read only memory
+    that they have written do not see it. Elsewhere, and for other allocators, nothing happens.
     """
     mallopt = _mallopt()
     if mallopt is None:
@@ -295,20 +295,20 @@ _UPDATE = 1e-4
 """Tolerance of an update relative to its norm, in addition to the rounding of the parameters."""
 _MAGNIFIED = 1e-3
 _RATE = 1e-3
-"""Learning rate of the comparison if that of the loop is still 0."""
+"""Learning rate of the comparison if the loop's is still 0."""
 _NOT = "left out: "
 
 
 def verified(
     levers: Sequence[Algorithm], passes: Passes, optimizers: Sequence[Optimizer], *, scaler: Any = None
 ) -> tuple[Verdict, ...]:
-    """Compare the plain step with that of the levers together. If it differs too much, find out which one does it.
+    """Compare the plain step with a step of all levers. If they differ too much, find out which lever is the cause.
 
     Levers that are exact up to rounding are compared among themselves, then all together. A compiled model is compared
     in the form in which it runs, so lower precision under a compiler is held to the bound of lower precision.
 
     Returns:
-        For each lever how far its run is from the plain one, or why it must not stay.
+        For each lever how far its run is from the plain one, or why it must not be kept.
 
     Cost: three passes. One or two more with lower precision or a compiler, and one for each lever if a comparison
     fails. With dropout, compiling once more, since it is compared at zero.
@@ -338,7 +338,7 @@ def verified(
 
 
 def _of_model(levers: Sequence[Algorithm], certificate: Certificate) -> dict[str, str]:
-    """Return for each lever what the comparison of passes says of it."""
+    """Return for each lever the result of the comparison of passes."""
     texts: dict[str, str] = {}
     exact = [lever for lever in levers if not lever.rounding and not REGISTRY[lever.name].once]
     groups = [exact, levers] if exact and len(exact) < len(levers) else [levers]
@@ -376,7 +376,7 @@ def _difference_of_updates(
     """Step copies of the optimizers on equal gradients, with and without the levers.
 
     Returns:
-        The largest difference of two updates, as a multiple of what is allowed.
+        The largest difference of two updates, as a multiple of the allowed one.
     """
     streams, worst = Streams(passes.model), 0.0
     of_model = [lever for lever in levers if not REGISTRY[lever.name].of_optimizer]

@@ -1,4 +1,4 @@
-"""What is decided about the speed levers, as values that are saved as JSON."""
+"""The decisions about the speed levers, as values that are saved as JSON."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Record(BaseModel):
 
 
 def machine_of(device: torch.device | str) -> dict[str, str | int]:
-    """Describe what a measured choice depends on besides the model and its inputs."""
+    """Describe the machine and versions that a measured choice depends on, besides the model and its inputs."""
     return {
         "processor": processor_name(),
         "threads": torch.get_num_threads(),
@@ -43,7 +43,7 @@ def machine_of(device: torch.device | str) -> dict[str, str | int]:
 
 
 class Verdict(_Record):
-    """What is decided about one lever, and why.
+    """The decision about one lever, and the reason.
 
     Attributes:
         lever: Name of the algorithm in the registry.
@@ -52,8 +52,8 @@ class Verdict(_Record):
         ratio: How many times as fast a step is with the lever as without it, both with the levers kept before it. None
             if it was not measured.
         pairs: Number of paired steps behind the ratio.
-        price: Seconds that it costs once, such as those of a compilation. 0 if it is not tried or costs nothing.
-        form: The settings of the lever that the trial preferred, as code. Empty for those of the level.
+        price: Seconds that it costs once, such as for a compilation. 0 if it is not tried or costs nothing.
+        form: The settings of the lever that the trial preferred, as code. Empty for the settings of the level.
         check: How far its step was found to be from the plain one, in words. Empty if it is off.
         before: Whether the model or the loop had the same before.
     """
@@ -88,7 +88,7 @@ class Choice(_Record):
         source: Where the choice comes from.
         seconds: Time that the trial took.
         budget: Time that the trial was allowed to take. 0 if there was no trial. Unit: seconds.
-        peak_bytes: Memory that the trial needed in addition to that of training. 0 if there was no trial.
+        peak_bytes: Memory that the trial needed in addition to training. 0 if there was no trial.
         step_seconds: Median time of a plain step. None if it was not measured.
         ratio: How many times as fast a step of the chosen combination is as a step without levers. None if it was not
             measured.
@@ -106,7 +106,7 @@ class Choice(_Record):
 
     @classmethod
     def saved(cls, state: Mapping[str, Any]) -> Self | None:
-        """Return what a checkpoint says about the levers, measured or as they were. None if it says nothing.
+        """Return the choice of levers in a checkpoint, measured or as they were. None if there is none.
 
         Raises:
             ValueError: It is damaged.
@@ -140,7 +140,7 @@ class Choice(_Record):
 
     @property
     def levers(self) -> dict[str, bool | str]:
-        """Lever -> whether it is on, or its form. What :meth:`saved` reads under ``"levers"``."""
+        """Lever -> whether it is on, or its form. :meth:`saved` reads this under ``"levers"``."""
         return {verdict.lever: verdict.kept and (verdict.form or True) for verdict in self.verdicts}
 
     @property
@@ -158,7 +158,7 @@ class Choice(_Record):
 
     @property
     def gains(self) -> bool:
-        """Whether something is on, of which it is not known that all together gain nothing."""
+        """Whether levers are on that are not known to gain nothing together."""
         return bool(self.kept) and (self.ratio is None or self.ratio.low > 1)
 
     @property
@@ -169,10 +169,10 @@ class Choice(_Record):
         return ", ".join(text for text in (self.gain, where) if text)
 
     def summary(self, untimed: str = "") -> str:
-        """Return what a trial found, and what to do next, in a line.
+        """Return the result of a trial, and what to do next, in a line.
 
         Args:
-            untimed: What was on in all of its steps, as a clause; empty for nothing.
+            untimed: The algorithms that were on in all of its steps, as a clause. Empty for none.
         """
         on = ", ".join(verdict.lever for verdict in self.verdicts if verdict.kept)
         gain, seconds = self.gain or "the gain of all together was not measured", in_seconds(self.seconds)
@@ -186,7 +186,7 @@ class Choice(_Record):
         return f"{lead} ({found}). boosted.explain() says why, and {WASTE} shows what a step spends its time on"
 
     def measured_elsewhere(self, device: torch.device) -> str:
-        """Return how the machine of a checkpoint's choice differs from this one, and what to do. Empty if it is not."""
+        """Return how the machine of a checkpoint differs from this one, and what to do. Empty if it does not."""
         here, there = machine_of(device), self.machine or {}
         pairs = [(name, there[name], here.get(name)) for name in there if there[name] != here.get(name)]
         differences = "; ".join(f"{name}: found {before}, here {now}" for name, before, now in pairs)
@@ -200,7 +200,7 @@ class Choice(_Record):
 
 
 def _elsewhere(verdict: Verdict) -> Verdict:
-    """Return a verdict of another program, which says nothing about what was on in this one."""
+    """Return a verdict of another program, which says nothing about the levers of this one."""
     if not verdict.before:
         return verdict
     return verdict.but(before=False, reason=f"off as in the run of the checkpoint, where {verdict.reason}")

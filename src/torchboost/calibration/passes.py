@@ -53,7 +53,7 @@ _LIKE = (torch.rand_like, torch.randn_like, torch.bernoulli)
 
 @dataclass(slots=True, eq=False)
 class Pass:
-    """What one pass computed.
+    """The results of one pass.
 
     Attributes:
         outputs: The tensors of floating point among the outputs, without history, then the inputs that the model has
@@ -74,12 +74,12 @@ class Passes:
     model, which gathers gradients in a real backward pass only, ``.grad`` is written and set back.
 
     Args:
-        snapshot: Of the model and the call. What a pass changes is restored from it.
+        snapshot: Of the model and the call. Changes by a pass are restored from it.
         others: Trained parameters that the model uses but does not hold.
         forward: Makes the context of each forward pass, such as the mixed precision of a trainer.
 
     Attributes:
-        parameters: Those that are trained, in the order of the gradients of a pass.
+        parameters: The trained ones, in the order of the gradients of a pass.
         without_dropout: Whether passes compute with dropout at zero, to be compared.
         draws: Whether one of the passes so far has drawn random numbers.
         unread: Masks of shape (batch, length), zero at positions of outputs that count as read by no loss.
@@ -112,7 +112,7 @@ class Passes:
 
     @contextmanager
     def prepared(self, change: Change | None = None) -> Iterator[None]:
-        """Set up a pass, which the block runs, and restore at the end what it has changed, also if it raised.
+        """Set up a pass, which the block runs, and restore its changes at the end, also if it raised.
 
         Args:
             change: Changes the inputs.
@@ -146,7 +146,7 @@ class Passes:
             self._inputs, self._copies = ((), {}), []
 
     def run(self, between: Callable[[], None] | None = None) -> Pass:
-        """Forward and backward on what was prepared. The part of a step that is timed.
+        """Run forward and backward of the prepared pass. This is the part of a step that is timed.
 
         Args:
             between: Called between the two.
@@ -197,7 +197,7 @@ class Passes:
             raise IncompatibleError(f"two equal passes differ by {difference:.1e}: {_MOVES}")
 
     def shown_to(self, look: Callable[..., Any]) -> Any:
-        """Return what ``look(model, args, kwargs)`` returns, which may run a forward pass."""
+        """Return the result of ``look(model, args, kwargs)``, which may run a forward pass."""
         context = contextvars.copy_context()
         context.run(NOTHING_READS.set, True)
         ran: list[bool] = []
@@ -287,9 +287,9 @@ def _clear_casts() -> None:
 
 
 def noise(size: float, seed: int) -> Change:
-    """Return what multiplies numbers by 1 plus or minus ``size``, by chance but the same for a seed.
+    """Return a change that multiplies numbers by 1 plus or minus ``size``, by chance but the same for a seed.
 
-    Whole numbers do not change, for a number of a row or of a step would become another one.
+    Whole numbers do not change, because the number of a row or of a step would become another one.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
 
@@ -307,7 +307,7 @@ def noise(size: float, seed: int) -> Change:
 def on_real_inputs(
     target: Target, call: Call, forward: Callable[[], AbstractContextManager[Any]] = nullcontext
 ) -> Iterator[Passes]:
-    """Yield passes of the plain model of a pair on a call. At the end everything is as it was."""
+    """Yield passes of the plain model of a pair on a call. At the end everything is restored."""
     model = target.model
     inside = {id(p) for p in model.parameters()}
     groups = [group for optimizer in target.optimizers for group in optimizer.param_groups]
@@ -366,7 +366,7 @@ def _differentiable(outputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _computed(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """Return the part of a tensor that is computed: its rows if it has rows alone, or those of ``like``."""
+    """Return the part of a tensor that is computed: its rows if it has rows alone, or the rows of ``like``."""
     rows = tensor if like is None else like
     if not isinstance(rows, Rows):
         return tensor

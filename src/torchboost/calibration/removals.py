@@ -1,4 +1,4 @@
-"""What a training call shows of work that can be left out, and contexts in which single kinds of it are left out."""
+"""Avoidable work that a training call shows, and contexts that skip single kinds of it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Padded(NamedTuple):
 
 
 class UselessMask(NamedTuple):
-    """An argument of a module that may be left out: all of its entries are one, or all are zero."""
+    """An argument of a module that may be omitted: all of its entries are one, or all are zero."""
 
     name: str
     module: nn.Module
@@ -65,7 +65,7 @@ class UselessMask(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What the arguments of the modules show.
+    """Findings in the arguments of the modules.
 
     Args:
         padded: The calls with padding of the outermost module that has some.
@@ -83,7 +83,7 @@ def seen_in(passes: Passes, root: str) -> Seen:
 
     Args:
         passes: Passes of the model.
-        root: The name of the model, with which those of its parts begin; empty without one.
+        root: The name of the model, with which the names of its parts begin. Empty without one.
     """
     padded, masks, marks = list[Padded](), list[UselessMask](), list[str]()
 
@@ -139,7 +139,7 @@ def same(first: Pass, second: Pass) -> bool:
 
 
 class Kept(TorchFunctionMode):
-    """Inside of it autograd keeps what checkpoints with ``use_reentrant=False`` would compute again.
+    """Inside of it autograd keeps tensors that checkpoints with ``use_reentrant=False`` would compute again.
 
     Autograd hands a tensor that it saves to the innermost hooks only. Functions inside a checkpoint, or inside
     ``save_on_cpu``, get hooks here that keep it.
@@ -148,7 +148,7 @@ class Kept(TorchFunctionMode):
         count: Only count, and change nothing.
 
     Attributes:
-        bytes: Of the results of functions inside checkpoints: about what is kept then.
+        bytes: Of the results of functions inside checkpoints, about as many as are kept then.
     """
 
     def __init__(self, *, count: bool = False) -> None:

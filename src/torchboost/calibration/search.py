@@ -48,7 +48,7 @@ _LEAST_GAIN = 1.01
 _NEUTRAL = 0.97
 """A lever that was dropped with at least this ratio is tried together with one that has a price."""
 _AGAIN = 2.0
-"""An undecided lever is tried again if this multiple of the price of the kept levers, which it pays again, is left."""
+"""An undecided lever is tried again if this multiple of the price of the kept levers, which it pays again, remains."""
 _PATIENCE = 30
 """A lever whose first steps take longer than this number of steps of the incumbent is not tried again."""
 _FEW = 4.0
@@ -63,7 +63,7 @@ SET_ASIDE = 0.75
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """What a lever costs once, such as compilation. Unit: seconds.
+    """The price that a lever costs once, such as for compilation. Unit: seconds.
 
     Args:
         expected: Estimate before the trial.
@@ -129,20 +129,20 @@ def search(
     price. Without a price it is also kept if it is at least 1.5 times as fast in each of the first four pairs, or of
     the first two if it is on without a trial. It is dropped if the interval excludes that, if it raises, or if its
     price is not repaid. A lever that was dropped before another one was kept is tried a second time on top of that one.
-    Levers with a price come last, since each later try would pay the price again. Time is set aside for them. If one
-    of those gains nothing, it is tried once more together with levers that cost nothing, since compiled code may need
+    Levers with a price come last, since each later try would pay the price again. Time is set aside for them. If one of
+    those gains nothing, it is tried once more together with levers that cost nothing, since compiled code may need
     another memory format. If it was kept, its forms are tried in its place, by the same rules. If it cost more than
-    expected, so do they. What is left goes to levers that were not decided. At the end the combination is compared
-    with the plain step. If it is slower, nothing is kept.
+    expected, so do they. The remaining time goes to levers that were not decided. At the end the combination is
+    compared with the plain step. If it is slower, nothing is kept.
 
     Args:
         levers: Names, in the order of the trial, except that levers with a price come last.
         bench: Its incumbent is the plain step. With several ranks, every number comes from the slowest rank.
-        budget: Returns the seconds that the trial may take in a run whose steps take the given seconds. It is asked
-            again for faster steps, unless a lever with a price waits for its time; and for each form, with its price
+        budget: Returns the seconds that the trial may take in a run whose steps take the given seconds. It is called
+            again for faster steps, unless a lever with a price waits for its time, and for each form, with its price
             and the seconds that were spent.
         steps: Updates that remain in the run. None if unknown. Levers with a price are then not tried.
-        prices: Lever -> what it costs once.
+        prices: Lever -> its price.
         undecided: Lever -> whether to keep it if the budget does not suffice for a decision. Missing means no. A lever
             whose few samples speak against it is dropped, and so is one that was not timed although it had time.
         forms: Lever with a price, or one of its forms -> forms that may replace it. All of them have prices.
@@ -374,7 +374,7 @@ class _Search:
 
     def _judge(self, lever: str, sample: _Sample) -> None:
         if not sample.ratios:
-            # Even if it was on without a trial: its steps may be what used up the time.
+            # Even if it was on without a trial: its steps may have used up the time.
             text = f"the time for the trial was used up before its first pair of steps; {self._more}"
             self._decide(lever, False, text, sample)
             return
@@ -435,7 +435,7 @@ class _Search:
         return None
 
     def _in_all(self, lever: str, price: float) -> float:
-        """Return what the run pays for a lever."""
+        """Return the seconds that the run pays for a lever."""
         return price * self.prices[lever].times if lever in self.prices else 0.0
 
     def _saving(self, ratio: float) -> float | None:
@@ -463,7 +463,7 @@ class _Search:
         self.until = max(self.until, self.bench.elapsed() + _LAST_SHARE * self.seconds)
         try:
             self.bench.build((), within=self._left())
-        except Exception:  # what was decided stands. Only the gain of all together is unknown
+        except Exception:  # the decisions stand. Only the gain of all together is unknown
             return None
         sample = _Sample()
         self._measure(sample, self.seconds, stops=False)

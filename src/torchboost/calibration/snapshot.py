@@ -1,4 +1,4 @@
-"""A snapshot of what a pass may change, so that a trial can run the user's own model and leave it as it was."""
+"""A snapshot of the state that a pass may change, so that a trial can run the user's own model and restore it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _LONGEST = 10_000
 
 
 class Damage(IntEnum):
-    """What a restoration has found."""
+    """The result of a restoration."""
 
     NONE = 0
     UNDONE = 1
@@ -64,7 +64,7 @@ class _Tensor:
         self.swapped = False
 
     def restore(self) -> Damage:
-        """Make the tensor what it was."""
+        """Restore the tensor."""
         damage, is_leaf = Damage.NONE, self.tensor.is_leaf
         try:
             if is_leaf and self.tensor.grad is not self.grad:
@@ -86,7 +86,7 @@ class _Tensor:
             return Damage.LASTING
 
     def put_back(self) -> None:
-        """Write the numbers back without a comparison. What got other memory in the first pass gets its own back."""
+        """Write the numbers back without a comparison. Restore memory that the first pass has replaced."""
         if self.swapped and self._is_elsewhere():
             self.tensor.data = self.memory
         if self.numbers is not None:
@@ -104,11 +104,11 @@ _ABSENT = object()
 
 
 class _Entries:
-    """Something that Python code may change: how to read it, and how to write what was read.
+    """Something that Python code may change: how to read and how to write it.
 
     Attributes:
         moved: Names whose values the first pass has changed, if the entries are named. Later passes may run with levers
-            that have set other names, which are left alone.
+            that have set other names, which are not touched.
     """
 
     def __init__(self, owner: Any, read: Callable[[Any], Any], write: Callable[[Any, Any], None]) -> None:
@@ -131,7 +131,7 @@ class _Entries:
             return Damage.LASTING
 
     def put_back(self) -> None:
-        """Write back what the first pass has changed, without a comparison."""
+        """Undo the changes of the first pass, without a comparison."""
         entries = self.entries
         with suppress(Exception):
             if self.moved is not None:
@@ -146,10 +146,11 @@ class Snapshot:
     """All that a forward and backward pass of a model may change, as far as it can be reached from the model.
 
     These are parameters, buffers, gradients, flags, plain attributes of modules and of objects that they hold, nested
-    containers, variables of closures, default arguments, caches of functions, and generators of random numbers; what
-    methods name in their Python module: containers, tensors, modules, and functions of the same package; of the inputs,
-    what is not a tensor. Rebound variables of classes and of Python modules, slots, iterators in objects,
-    files and other processes are not restored. Objects that raise when they are looked at are left alone.
+    containers, variables of closures, default arguments, caches of functions, and generators of random numbers.
+    Further, containers, tensors, modules, and functions of the same package that methods name in their Python module,
+    and the parts of the inputs that are not tensors. Rebound variables of classes and of Python modules, slots,
+    iterators in objects, files and other processes are not restored. Objects that raise when they are looked at are
+    skipped.
 
     Args:
         others: Objects that are followed like attributes of the model, such as the inputs of a call.
@@ -177,13 +178,13 @@ class Snapshot:
             self._add_tensor(tensor)
         self._waiting: list[deque[Any]] = [deque() for _ in range(_HOPS + 1)]
         self._waiting[0] += (model, others)
-        while any(self._waiting):  # what is near comes first, because it is followed further
+        while any(self._waiting):  # near objects come first, because they are followed further
             hops = next(hops for hops, waiting in enumerate(self._waiting) if waiting)
             with suppress(Exception):  # objects of the user may raise anything when they are looked at
                 self._look(self._waiting[hops].popleft(), hops)
 
     def restore(self) -> Damage:
-        """Make everything what it was. Return the worst of what was found."""
+        """Restore everything. Return the worst result."""
         for one in self._generators:
             one.put_back()
         rows: list[_Tensor | _Entries] = [*self._tensors.values(), *self._entries]
@@ -193,10 +194,10 @@ class Snapshot:
         return max(damages, default=Damage.NONE)
 
     def after_a_pass(self, *, complete: bool = True) -> None:
-        """Restore what the first complete pass was seen to change, quickly. Levers that are attached stay attached.
+        """Quickly restore the changes that were seen in the first complete pass. Attached levers remain attached.
 
         That pass must be one without levers, because everything is restored after it. A later pass that is interrupted
-        may leave more. :meth:`restore` undoes it once no lever is attached.
+        may change more. :meth:`restore` undoes this once no lever is attached.
         """
         if self._moving is None:
             self.restore()
@@ -209,12 +210,12 @@ class Snapshot:
     def changed(self, change: Callable[[Tensor], None]) -> Iterator[None]:
         """Run the block with the numbers of the model changed.
 
-        What is neither trained nor written by passes gets other memory, because its own may be read-only.
+        Tensors that are neither trained nor written by passes get other memory, because their own may be read-only.
 
         Args:
             change: Changes a tensor in place.
         """
-        self.restore()  # what the numbers in the snapshot are exchanged with must be as it was
+        self.restore()  # the numbers that are exchanged with the snapshot must be restored
         rows = [one for key, one in self._tensors.items() if key in self._own and one.tensor.is_floating_point()]
         copied = [(one, one.numbers) for one in rows if one.numbers is not None]
         written = set(map(id, self._moving or ()))
@@ -264,7 +265,7 @@ class Snapshot:
                 self._follow_attributes(value, hops + 1)
 
     def _follow_classes(self, kind: type) -> None:
-        """Follow what the methods of a module use besides their arguments, and the variables of its own classes."""
+        """Follow the objects that methods of a module use besides arguments, and the variables of its own classes."""
         for each in kind.__mro__:
             if id(each) in self._seen:
                 continue
@@ -309,10 +310,10 @@ class Snapshot:
             self._follow_globals(value.__code__, value.__globals__, hops)
 
     def _follow_globals(self, code: types.CodeType, variables: dict[str, Any], hops: int) -> None:
-        """Follow what code names in its Python module: containers, autograd functions and generators.
+        """Follow the objects that code names in its Python module: containers, autograd functions and generators.
 
-        Of the package of the user also functions, modules and tensors. What lies behind other objects may be used by
-        other threads.
+        Functions, modules and tensors are followed in the user's package only. Objects that other ones hold may be used
+        by other threads.
         """
         home = str(variables.get("__name__", "")).split(".")[0]
         for value in (variables.get(name) for name in code.co_names):
@@ -385,7 +386,7 @@ _WAYS: dict[type, _Way] = {
     deque: (lambda owner: list(deque.__iter__(owner)), _write_deque),
     **{kind: _sliced(kind) for kind in (list, bytearray, array.array)},
 }
-"""Container -> how it is read and written, past what subclasses have made of it."""
+"""Container -> how it is read and written, past the overrides of subclasses."""
 
 
 def _read_cell(cell: types.CellType) -> list[Any]:
@@ -491,7 +492,7 @@ class Streams:
         self._numpy: Any = np.random.get_state()
 
     def restore(self) -> None:
-        """Set them to what they were."""
+        """Restore the generators."""
         set_generator_states(self._torch, self._devices)
         random.setstate(self._python)
         np.random.set_state(self._numpy)

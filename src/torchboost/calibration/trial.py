@@ -76,7 +76,7 @@ class Trial:
         self._challenger = self._incumbent
 
     def build(self, levers: Sequence[str], *, within: float) -> float:
-        """Make a challenger with levers and run its first steps. Return the seconds above what later steps take.
+        """Make a challenger with levers and run its first steps. Return the seconds in excess of later steps.
 
         Raises:
             TimeoutError: It takes longer than ``within`` seconds. The incumbent is unchanged.
@@ -117,7 +117,7 @@ class Trial:
         return self._reduce([self._clock() - self._began])[0]
 
     def _activate(self, contestant: Contestant | None) -> None:
-        """Change the levers. With None, what a pass without an end has left is undone."""
+        """Change the levers. With None, the changes of an unfinished pass are undone."""
         if self._active is contestant:
             return
         active, self._active = self._active, None
@@ -192,7 +192,7 @@ class Contestant:
         part: About as many entries of the parameters are copied.
 
     Attributes:
-        copies: For each optimizer what :func:`optimizer_over` returns.
+        copies: For each optimizer the result of :func:`optimizer_over`.
         outputs: Of the last step.
     """
 
@@ -271,7 +271,7 @@ def optimizer_over(
 
     Args:
         optimizer: Of the loop. Its hooks are not copied. Modules that it refers to are shared.
-        parameters: Those that get a gradient.
+        parameters: The parameters that get a gradient.
         part: About as many entries are copied.
 
     Returns:
@@ -311,7 +311,7 @@ def optimizer_over(
 
 
 def _restride(copied: Tensor, state: dict[Any, Any], like: Tensor) -> None:
-    """Give a copy of a parameter, and what of its state has its shape, the strides of ``like``."""
+    """Give a copy of a parameter, and the tensors of its shape in its state, the strides of ``like``."""
     followers = [v for v in state.values() if isinstance(v, Tensor) and v.shape == copied.shape]
     for tensor in (copied, *followers):
         strided = torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device)
@@ -333,7 +333,7 @@ def needed_bytes(model: nn.Module) -> int:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the free memory of a device, with what torch's allocator holds unused. None if it is unknown."""
+    """Return the free memory of a device, with the unused memory of torch's allocator. None if it is unknown."""
     module = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
     if module is not None and hasattr(module, "mem_get_info"):
         unused = module.memory_reserved(device) - module.memory_allocated(device)

@@ -59,11 +59,11 @@ class Waste:
     """One kind of work that cannot change the result.
 
     Args:
-        kind: What it is.
-        seconds: Of a step; 0 if there is none, None if it is not known.
-        share: Of a step; None if it is not known.
+        kind: Its name.
+        seconds: Of a step. 0 if there is none, None if it is not known.
+        share: Of a step. None if it is not known.
         found: How it was found, or why there is none.
-        remedy: What leaves it out; empty if there is nothing to do.
+        remedy: What to do against it. Empty if there is nothing.
     """
 
     kind: str
@@ -86,7 +86,7 @@ class Waste:
 
 @dataclass(frozen=True, kw_only=True)
 class WasteReport:
-    """What a training step wastes. Kinds may overlap, so their shares do not add up.
+    """The waste of a training step. Kinds may overlap, so their shares do not add up.
 
     Args:
         step_seconds: Of the plain step: forward, backward and update, and the wait for its data if that was measured.
@@ -98,12 +98,12 @@ class WasteReport:
 
     @property
     def notable(self) -> tuple[Waste, ...]:
-        """Those above 10 % of a step that something leaves out, the largest first."""
+        """The kinds above 10 % of a step that have a remedy, the largest first."""
         large = [waste for waste in self.kinds if waste.remedy and (waste.share or 0.0) > NOTABLE]
         return tuple(sorted(large, key=lambda waste: -(waste.share or 0.0)))
 
     def without(self, left_out: Sequence[str]) -> WasteReport:
-        """Return the same, in which some kinds have no remedy any more because an algorithm leaves them out."""
+        """Return the same without the remedies of kinds that an algorithm already removes."""
         lever = {"padding": Unpad.name, "unlabelled head": SparseHead.name}
         kinds = [
             replace(waste, found=f"{waste.found}; left out by {lever[waste.kind]}, which is on", remedy="")
@@ -114,7 +114,7 @@ class WasteReport:
         return replace(self, kinds=tuple(kinds))
 
     def with_waiting(self, seconds: float, found: str, remedy: str) -> WasteReport:
-        """Return the same with the time that the loop waits for its data, which is a part of the step then."""
+        """Return the same with the time that the loop waits for its data, which is then a part of the step."""
         whole = self.step_seconds + seconds
         factor = self.step_seconds / whole if whole else 1.0
         kinds = [w if w.share is None else replace(w, share=w.share * factor) for w in self.kinds]
@@ -153,21 +153,21 @@ def waste_of(
     clock: Clock | None = None,
     root: str = "model",
 ) -> WasteReport:
-    """Measure what a step of a pair wastes on one training call. At the end everything is as it was.
+    """Measure the waste of a step of a pair on one training call. At the end everything is restored.
 
-    A kind that can be left out is timed in pairs of steps, with it and without it. The order in a pair alternates.
+    A kind that can be skipped is timed in pairs of steps, with it and without it. The order in a pair alternates.
 
     Args:
         target: The pair, without levers.
         call: A training call.
         forward: Makes the context of each forward pass, such as the mixed precision of a trainer.
         clock: By default the one of the device.
-        root: What the user calls the model of the pair; empty if its parts have the user's names.
+        root: The user's name for the model of the pair. Empty if its parts have the user's names.
 
     Raises:
         IncompatibleError: A part of the model is compiled or sharded, it or its inputs hold an iterator, no output
             depends on its parameters, two equal passes differ, or a step of an optimizer needs a closure.
-        Exception: What the model raises.
+        Exception: Any error of the model.
 
     Cost: at least 20 steps, and up to some seconds for each kind that is there.
     """
@@ -210,7 +210,7 @@ def padded_share(target: Target, call: Call) -> float:
 
 
 class _Bench:
-    """Steps of the plain pair, timed in pairs with something left out."""
+    """Steps of the plain pair, timed in pairs with steps that skip some work."""
 
     def __init__(self, passes: Passes, optimizers: Sequence[Optimizer], clock: Clock | None) -> None:
         self.passes, self.clock = passes, Clock.of(passes.device) if clock is None else clock
@@ -235,7 +235,7 @@ class _Bench:
             return self._contestant.step(self.clock)
 
     def waste(self, kind: str, change: Change, remedy: str, detail: str = "") -> Waste:
-        """Time steps with and without what a change leaves out."""
+        """Time steps with and without the work that a change skips."""
         self.step(change)
         times: list[tuple[float, float]] = []
         began, low, share, high = self.clock(), 0.0, 0.0, 1.0
@@ -256,7 +256,7 @@ class _Bench:
         return Waste(kind=kind, seconds=share * self.plain, share=share, found=text, remedy=remedy)
 
     def _pair(self, change: Change, *, turned: bool) -> tuple[float, float]:
-        """Return the seconds of a plain step and of one with something left out."""
+        """Return the seconds of a plain step and of one that skips some work."""
         if turned:
             without = self.step(change)
             return self.step(), without

@@ -36,13 +36,14 @@ class Gate(Interceptor):
     """Stands in front of a model and shows each call to ``meet``, until that returns True. The call then runs.
 
     While ``meet`` runs, calls from other threads wait, and calls from its own thread pass. If it raises, the gate
-    stays. Copies, pickles and the replicas of ``DataParallel`` do not have it, and it goes with the object of ``meet``.
+    remains. Copies, pickles and the replicas of ``DataParallel`` do not have it, and it goes with the object of
+    ``meet``.
 
     Args:
-        model: The bare model. An interceptor that answered its calls is replaced. If it is compiled in place, it stays
-            so.
+        model: The bare model. An interceptor that answered its calls is replaced. If it is compiled in place, it
+            remains compiled.
         meet: A method, called with the arguments of a call before it runs. Its object is not kept alive.
-        keep: What lives as long as the gate.
+        keep: An object that lives as long as the gate.
 
     Cost: one call of a Python function per call until then, and ``meet``.
     """
@@ -81,7 +82,7 @@ class Gate(Interceptor):
                 self._meets = before
 
     def remove(self) -> None:
-        """Put back what was there before. A second call does nothing."""
+        """Restore the previous state. A second call does nothing."""
         self._handle.remove()
 
     @property
@@ -92,9 +93,9 @@ class Gate(Interceptor):
 def is_training_call(model: nn.Module, call: Call) -> bool:
     """Whether a call computes gradients in training mode, on plain tensors, outside compilers and tracers.
 
-    A call inside ``torch.utils.checkpoint``, whose hooks would count the tensors that a trial saves, is none. Neither
-    is one inside a transform of ``torch.func`` or a mode such as ``FlopCounterMode``, which would count the passes of a
-    trial, or with other tensors in place of the parameters.
+    A call inside ``torch.utils.checkpoint``, whose hooks would count the tensors that a trial saves, is not one.
+    Neither is a call inside a transform of ``torch.func`` or a mode such as ``FlopCounterMode``, which would count the
+    passes of a trial, or with other tensors in place of the parameters.
     """
     if torch.compiler.is_compiling() or is_tracing() or not torch.is_grad_enabled() or not model.training:
         return False
@@ -118,9 +119,9 @@ class TimeUp(BaseException):
 def time_limit(seconds: float) -> Iterator[None]:
     """Interrupt the block after ``seconds``, as Ctrl-C would: between two instructions of Python.
 
-    What the block has switched in torch for this thread, gradients and autocast, is then as before. A kernel or a
-    compiler that runs at that moment is completed first. The limit needs the signal ``SIGALRM``. It has no effect
-    outside the main thread, on Windows, or if the program uses this signal itself.
+    The switches of torch for this thread, gradients and autocast, are then as before. A kernel or a compiler that runs
+    at that moment is completed first. The limit needs the signal ``SIGALRM``. It has no effect outside the main thread,
+    on Windows, or if the program uses this signal itself.
 
     Args:
         seconds: Above 0.
@@ -165,7 +166,7 @@ def uninterrupted() -> Iterator[None]:
     """Let Ctrl-C wait until the end of the block, which puts something back. It has an effect in the main thread only.
 
     Raises:
-        KeyboardInterrupt: Or whatever the program does at Ctrl-C; at the end of the block.
+        KeyboardInterrupt: At the end of the block, or whatever the program does at Ctrl-C.
     """
     before: Any = signal.getsignal(signal.SIGINT)
     if not callable(before) or threading.current_thread() is not threading.main_thread():
@@ -182,9 +183,9 @@ def uninterrupted() -> Iterator[None]:
 
 
 def _modes() -> Callable[[], None]:
-    """Return a function that sets what ``no_grad`` and ``autocast`` switch for this thread to what it is now.
+    """Return a function that restores the present switches of ``no_grad`` and ``autocast`` for this thread.
 
-    They do it in Python, so an interrupt can come after the switch and before the block that switches back.
+    They switch in Python, so an interrupt can come after the switch and before the block that switches back.
     """
     torch.autocast_increment_nesting()
     autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _DEVICES]

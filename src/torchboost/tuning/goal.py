@@ -27,29 +27,29 @@ __all__ = ["Goal"]
 _LOG = logging.getLogger("torchboost")
 
 OF_STOCK = 0.8
-"""Share of the error that the mean of stock has. The rest is that of the run."""
+"""Share of the error for the mean of stock. The rest is for the run."""
 
 EVERY = 4
 """A test begins each time after this number of evaluations that count."""
 
 
 class Goal:
-    """Says when the metric of a run has reached that of stock, so that the run can end.
+    """Says when the metric of a run has reached stock's, so that the run can end.
 
     Let ``m`` be the mean metric of stock at its end, over all seeds. An evaluation of the run varies about a level,
     which changes as the run learns. If :meth:`update` returns True, the level has reached ``m - drop``. The probability
     that it ever returns True in a run whose level has not been there is at most ``error``, however often it is called.
-    This is said of the run, not of other seeds of it.
+    This holds for the run, not for other seeds of it.
 
     ``m`` is not known. Its upper bound comes from the finals by Student's distribution, with four fifths of the error.
     So the level must exceed :attr:`target`, which is that bound minus ``drop``. An evaluation counts if the one before
-    it was better than the target; a test that is valid at every look has the rest of the error. It needs at least
-    eight evaluations that are better than the target.
+    it was better than the target. A test that is valid at every look has the rest of the error. It needs at least eight
+    evaluations that are better than the target.
 
-    Assumed is that the finals are independent and vary like a normal distribution, and that evaluations vary
-    independently about the level, symmetrically. If neighbouring evaluations differ in the same direction by chance,
-    as they do if they are few steps apart, errors become more frequent: see ``docs/guard.md``. A spread of the finals
-    below a third of ``drop`` counts as a third.
+    The finals are assumed to be independent and normally distributed. The evaluations are assumed to vary independently
+    about the level, symmetrically. If neighbouring evaluations differ in the same direction by chance, as evaluations a
+    few steps apart do, errors become more frequent: see ``docs/guard.md``. A spread of the finals below a third of
+    ``drop`` counts as a third.
 
     Under ``torch.distributed`` each rank decides for itself: give all of them the same number.
 
@@ -60,11 +60,11 @@ class Goal:
         drop: How far below stock the level may be, in units of the metric. With 0 it must be above stock's.
         error: Largest probability of a false True.
         higher_is_better: None takes the direction of the report, and True for a list.
-        log: Called with the result as text; by default the logger ``"torchboost"``.
+        log: Called with the result as text. By default the logger ``"torchboost"``.
 
     Attributes:
         finals: The metrics of stock.
-        target: What the level must exceed, in units of the metric.
+        target: The bound that the level must exceed, in units of the metric.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -140,7 +140,7 @@ class Goal:
         return self._state.reached
 
     def update(self, metric: Tensor | float) -> bool:
-        """Take an evaluation, and return whether the run can end. It stays True.
+        """Take an evaluation, and return whether the run can end. Once True, it remains True.
 
         A metric that is not finite discards the evidence, and tests begin again with half of the error.
 
@@ -178,14 +178,14 @@ class Goal:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs."""
+        """Return the state for a checkpoint."""
         return asdict(self._state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint.
 
         Raises:
-            ValueError: The state is not complete, a part of it is damaged, or it is that of another target. Nothing is
+            ValueError: The state is not complete, a part of it is damaged, or it belongs to another target. Nothing is
                 loaded.
         """
         loaded = checked_state(_State, state, of="Goal")
@@ -199,7 +199,7 @@ class Goal:
 
 @dataclass
 class _State:
-    """What a checkpoint keeps of a goal. ``counts`` is whether the next evaluation does."""
+    """The state of a goal in a checkpoint. ``counts``: whether the next evaluation counts."""
 
     target: float
     test: ChangeTest

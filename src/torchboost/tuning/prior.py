@@ -1,4 +1,4 @@
-"""What a tuning takes from earlier ones: the order of the recipes, their first rates and lengths."""
+"""The start of a tuning from earlier ones: the order of the recipes, their first rates and lengths."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def reports_of(prior: Sequence[Prior] | Prior) -> list[TuneReport]:
 
 
 def fresh_after(reports: Sequence[TuneReport]) -> int:
-    """Return the first seed of a confirmation, with which no run was made of the reports, or of those before them.
+    """Return the first seed of a confirmation, with which no run of the reports, or of earlier ones, was made.
 
-    What begins from a report was chosen with its seeds. They would favour it.
+    Plans that begin from a report were chosen with its seeds, which would favour them.
     """
     begun = (report.fresh_seed for report in reports)
     return max((FRESH_SEED, *begun, *(run.seed + 1 for report in reports for run in report.runs)))
@@ -36,13 +36,13 @@ def fresh_after(reports: Sequence[TuneReport]) -> int:
 def ordered(
     recipes: Sequence[Candidate], reports: Sequence[TuneReport], lr: float
 ) -> tuple[list[Candidate], dict[str, Start]]:
-    """Return the recipes, those first that earlier tunings ended with, and the start of each search.
+    """Return the recipes, beginning with those that earlier tunings ended with, and the start of each search.
 
     The last report in which the rates of a recipe were compared counts for it. All rates of stock are tried whatever a
     report says, because the others are compared with the best of them.
 
     Args:
-        recipes: What is tried; stock stays the first.
+        recipes: The recipes to try. Stock remains the first.
         reports: Of earlier tunings.
         lr: The user's learning rate.
     """

@@ -26,7 +26,7 @@ MOST_ATTEMPTS = 3
 """Plans that the confirmation tries."""
 
 MOST_TESTS = MOST_ATTEMPTS + 1
-"""Tests that share the error rate: the attempts, and that of stock's best rate."""
+"""Tests that share the error rate: the attempts, and the test of stock's best rate."""
 
 LEAST_SEEDS = 3
 """Fewest seeds of a test. Without time for them an attempt is not begun. Nothing is set aside for later attempts: a few
@@ -46,8 +46,8 @@ class Race:
         error: Probability that something is turned on that costs more than the accepted drop.
         fresh: The first seed of the tests, with which no run was made before.
         planned: Number of seeds for which the budget has time, if it is known from before an interruption.
-        whole: What the tests found.
-        notes: What else a reader must know.
+        whole: The findings of the tests.
+        notes: Further notes for the reader.
     """
 
     search: Search
@@ -62,11 +62,11 @@ class Race:
         SequentialTest(margin=self.search.drop, most=self.most, error=self.error / MOST_TESTS)  # the strictest
 
     def decide(self) -> Candidate | None:
-        """Make all runs that are needed, and return the plan that was confirmed; None without one.
+        """Make all runs that are needed, and return the plan that was confirmed. None without one.
 
         The attempts are known before the first fresh seed, and each has an equal part of the error rate, as has the
-        test of stock's best rate against the user's. So whatever the search found, the probability that one passes
-        which harms is at most the error rate.
+        test of stock's best rate against the user's. So whatever the search found, the probability that a harmful one
+        passes is at most the error rate.
         """
         self.search.make()
         runs, attempts, chosen = self.search.runs, self.attempts(), None
@@ -89,17 +89,17 @@ class Race:
         return int(left / each) if each else self.most
 
     def _seconds(self, plan: Candidate, pairs: int) -> float:
-        """Return the seconds of so many pairs; the runs of stock that were made cost nothing."""
+        """Return the seconds of so many pairs. Runs of stock that were made cost nothing."""
         runs, seeds = self.search.runs, range(self.fresh, self.fresh + pairs)
         stocks = {one.label: one for one in (self.search.stock, Candidate(name=STOCK))}.values()
         new = [one for one in stocks for seed in seeds if (one.label, seed) not in runs.asked]
         return pairs * runs.wall_seconds(plan) + sum(map(runs.wall_seconds, new))
 
     def attempts(self) -> list[Candidate]:
-        """Return what the confirmation tries in turn.
+        """Return the plans that the confirmation tries in turn.
 
         These are the fastest plan, the same with more steps or else the next plan, and at last the levers alone, which
-        leave out no work. Without levers it is the next plan.
+        skip no work. Without levers the last one is the next plan.
         """
         runs, plans, levers = self.search.runs, self.search.plans(), self.search.levers
         most = runs.seconds(Candidate(name=STOCK), 1.0) / LEAST_GAIN
@@ -110,12 +110,12 @@ class Race:
         return list({one.label: one for one in tried if one.label != self.search.stock.label}.values())
 
     def _can_be_tried(self, levers: Candidate) -> bool:
-        """Return whether there are levers and nothing speaks against them; that the search was cut short does not."""
+        """Return whether there are levers and nothing speaks against them. A search that was cut short does not."""
         known = self.search.findings[levers.name].outcome in (None, "not tried")
         return levers.name != STOCK and known and bool(self.search.runs.asked)
 
     def confirm(self, plan: Candidate, error: float) -> Finding:
-        """Test a plan against stock at its best rate, and at the user's, and return what was found."""
+        """Test a plan against stock at its best rate, and at the user's, and return the finding."""
         self.whole.append(Finding(candidate=plan))
         outcome: Outcome = "kept"
         reason, runs = "", self.search.runs
@@ -156,7 +156,7 @@ class Race:
         return outcome, reason if is_best else f"against stock at your rate: {reason}"
 
     def _saves(self, plan: Candidate, pairs: Sequence[tuple[Run, Run]], error: float) -> bool | None:
-        """Whether a run is at least 3 % faster; None if it is not in these seeds, but more of them may show that."""
+        """Whether a run is at least 3 % faster. None if these seeds do not show it, but more of them may."""
         stock, ours = self.search.runs.times(plan, pairs)
         if paired_ratio(stock, ours).mid >= LEAST_GAIN:
             return True
@@ -178,7 +178,7 @@ class Race:
     def _conclude(self, chosen: Candidate | None) -> None:
         """Say what became of every plan of the search. Of several attempts with a recipe, the last trained one counts.
 
-        If none was trained, what the search knows of the recipe stays.
+        If none was trained, the finding of the search is kept.
         """
         search = self.search
         for tested in self.whole:

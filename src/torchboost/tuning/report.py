@@ -1,4 +1,4 @@
-"""The data of a tuning, saved as JSON after every training, and what they say in words and as one HTML page."""
+"""The data of a tuning, saved as JSON after every training, and their summary in words and as one HTML page."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 STOCK = "stock"
-"""The name of the plain loop. Its rate and its length may be others than yours."""
+"""The name of the plain loop. Its rate and its length may differ from yours."""
 
 BLOCK = 20
 """Steps whose training losses are averaged for the curve of a run."""
@@ -62,7 +62,7 @@ Outcome = Literal[
     "duplicate",
     "not tried",
 ]
-"""What became of a recipe: confirmed, or why not. A duplicate's training would be that of an earlier one. Reports of
+"""What became of a recipe: confirmed, or why not. A duplicate's training would repeat an earlier one. Reports of
 earlier versions have ``"not better than fewer steps"``."""
 
 
@@ -70,7 +70,7 @@ class Candidate(Record, extra="ignore"):
     """A way to train the model: a recipe, at a rate, for a share of the steps.
 
     Args:
-        name: Of the recipe, for people and for the report; unique.
+        name: Of the recipe, for people and for the report. Unique.
         extra: The section ``extra`` of a configuration that turns on its algorithms.
         recipe: Its optimizer at the rate that counts as 1: ``optimizer``, ``lr`` and ``rate`` of a section ``recipe``.
             Empty for the optimizer that the factory returns.
@@ -108,7 +108,7 @@ class Candidate(Record, extra="ignore"):
 
     @property
     def section(self) -> dict[str, Any]:
-        """The section ``recipe`` of a configuration; empty if it changes nothing."""
+        """The section ``recipe`` of a configuration. Empty if it changes nothing."""
         key, base = ("lr", self.recipe["lr"]) if "lr" in self.recipe else ("rate", self.recipe.get("rate", 1.0))
         section = {**self.recipe, key: float(f"{base * self.rate:.12g}"), "length": self.share}
         return {name: value for name, value in section.items() if name in ("optimizer", "lr") or value != 1}
@@ -121,16 +121,16 @@ class Run(Record):
         name: Of the candidate.
         seed: Of weights and data.
         steps: Updates.
-        metric: At the end; higher is better. NaN if the training diverged, failed or was stopped. In the search it is
-            that of ``validate``, if the factory has it; with the seeds of the confirmation that of ``evaluate``.
+        metric: At the end. Higher is better. NaN if the training diverged, failed or was stopped. In the search it
+            comes from ``validate``, if the factory has it, and with the seeds of the confirmation from ``evaluate``.
         setup_seconds: Construction, the first step, and compilation.
         seconds: Training after the first step, without evaluation.
         wall_seconds: Everything, for the budget.
         losses: The mean training loss of each complete block of 20 steps.
-        peak_bytes: How far the memory rose; None if the system does not tell.
-        first_loss: The loss of the first step; None if the training failed.
-        last_loss: The loss of the last step; None if the training failed.
-        failure: The error that the training raised; empty if it raised none.
+        peak_bytes: How far the memory rose. None if the system does not tell.
+        first_loss: The loss of the first step. None if the training failed.
+        last_loss: The loss of the last step. None if the training failed.
+        failure: The error that the training raised. Empty if it raised none.
         too_slow: Whether the training was stopped because its steps took too long.
         hopeless: Whether it was stopped because another rate or recipe learned much faster.
     """
@@ -156,7 +156,7 @@ class Run(Record):
 
 
 class Finding(Record):
-    """What is known about a recipe, or about a plan in the confirmation.
+    """The knowledge about a recipe, or about a plan in the confirmation.
 
     Args:
         candidate: The recipe at its best rate, and at the fewest steps that keep the metric.
@@ -165,8 +165,8 @@ class Finding(Record):
         rates: Multiple of the rate -> metric at half of the steps.
         seeds: Pairs with stock at its best rate.
         speed: Time of stock over its own for the whole run, projected to ``total_steps``.
-        memory: Peak memory over that of stock, the median of the pairs; None if the system does not tell.
-        change: Metric minus that of stock, the mean of the seeds.
+        memory: Peak memory over stock's, the median of the pairs. None if the system does not tell.
+        change: Metric minus stock's, the mean of the seeds.
         difference: The same with bounds that hold at all looks. Only the confirmation has it.
         detectable: How far the mean must be above minus the accepted drop to be shown by the planned seeds, in four of
             five repetitions.
@@ -193,7 +193,7 @@ class Rate(Record):
 
     Args:
         best: The multiple of it with which stock ends best.
-        change: The metric there minus that at the user's own rate; None if they were not compared at full length,
+        change: The metric there minus the metric at the user's own rate. None if they were not compared at full length,
             or one of them diverged.
         seeds: Seeds of which it is the mean.
         fresh: Whether these are seeds of the confirmation, on the data of ``evaluate``.
@@ -212,8 +212,8 @@ class Start(Record):
     """The start of the search of a recipe, at which an earlier tuning ended.
 
     Args:
-        rate: The multiple of its rate in the middle of those that are tried; None for the usual ones.
-        share: The share of the steps that is tried first; None for a half.
+        rate: The multiple of its rate in the middle of those that are tried. None for the usual ones.
+        share: The share of the steps that is tried first. None for a half.
     """
 
     rate: float | None = None
@@ -227,15 +227,14 @@ class TuneReport(SavedRecord):
 
     ``fingerprint`` tells trainings apart: the optimizer's settings, the modules, and the start weights and buffers of
     seed 0. ``data`` tells data apart by the first batch of seed 0. ``lr`` is the user's learning rate, the largest of
-    the groups. Earlier files do not tell them.
-    ``source`` tells apart the versions of the file that defines the factory; it is empty if there is none.
-    ``prior`` has the titles of the reports that the search began from, ``starts`` what they said about each recipe, and
-    ``fresh_seed`` the first seed of the confirmation, which none of them has used. ``planned`` is the number of these
-    seeds for which the budget had time when the first one was begun.
-    ``rate_search`` is whether the user's learning rate was to be searched.
-    ``left_out`` has the levers that the trial did not keep, with the reasons. ``levers`` are those that every recipe of
-    the search has, ``exact`` those of them whose step is the plain one but for rounding. ``extra`` and ``recipe`` are
-    what the final configuration turns on: the plan that was confirmed, without one the exact levers.
+    the groups. Earlier files do not have them. ``source`` tells apart the versions of the file that defines the
+    factory. It is empty if there is none. ``prior`` has the titles of the reports that the search began from,
+    ``starts`` what they said about each recipe, and ``fresh_seed`` the first seed of the confirmation, which none of
+    them has used. ``planned`` is the number of these seeds for which the budget had time when the first one was begun.
+    ``rate_search`` is whether the user's learning rate was to be searched. ``left_out`` has the levers that the trial
+    did not keep, with the reasons. ``levers`` are those that every recipe of the search has, ``exact`` the levers among
+    them whose step is the plain one but for rounding. ``extra`` and ``recipe`` are the final configuration: the plan
+    that was confirmed, or without one the exact levers.
     """
 
     format: Literal[1] = 1
@@ -288,13 +287,13 @@ class TuneReport(SavedRecord):
         return self.sheet._repr_html_()
 
     def text(self) -> str:
-        """Return what :meth:`save` writes: the report, after its seal."""
+        """Return the text that :meth:`save` writes: the report, after its seal."""
         content = json.loads(self.model_dump_json())
         return json.dumps({"seal": seal_of(content), **content}, indent=1, ensure_ascii=False)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read what :meth:`save` wrote. A file of an earlier version has no seal.
+        """Read a file of :meth:`save`. A file of an earlier version has no seal.
 
         Raises:
             ConfigError: The file was changed after it was written.
@@ -342,7 +341,7 @@ class TuneReport(SavedRecord):
     def stock_finals(self) -> list[float]:
         """Return the metric of stock at its best rate at the end of each run of the confirmation.
 
-        The runs of the search are left out: their metric may be that of ``validate``.
+        The runs of the search are excluded, because their metric may come from ``validate``.
         """
         return [run.metric for run in self.runs if run.name == self.stock.label and run.seed >= FRESH_SEED]
 
@@ -379,7 +378,7 @@ def headline(report: TuneReport) -> str:
 
 
 def _untried(report: TuneReport) -> str:
-    """Return why no recipe that can be used was tried; empty if one was."""
+    """Return why no recipe that can be used was tried. Empty if one was."""
     usable = [one for one in report.findings if one.outcome not in ("not usable", "duplicate")]
     if not usable or any(one.outcome != "not tried" for one in usable):
         return ""
@@ -389,7 +388,7 @@ def _untried(report: TuneReport) -> str:
 
 
 def turned_on(report: TuneReport) -> str:
-    """Return what the final configuration turns on, in words; empty without an algorithm."""
+    """Return what the final configuration turns on, in words. Empty without an algorithm."""
     proven = proven_whole(report)
     if proven is not None:
         return words_of(proven.candidate)
@@ -420,7 +419,7 @@ def cost(report: TuneReport) -> str:
 
 
 def rate_words(report: TuneReport) -> str:
-    """Return whether the user's rate is at its best, in one sentence; empty if that is not known."""
+    """Return whether the user's rate is at its best, in one sentence. Empty if that is not known."""
     found = report.rate
     if found is None:
         return ""
@@ -447,7 +446,7 @@ def repaid(report: TuneReport) -> list[str]:
 
 
 def proven_whole(report: TuneReport) -> Finding | None:
-    """Return the plan that was confirmed; None without one."""
+    """Return the plan that was confirmed. None without one."""
     return next((finding for finding in reversed(report.whole) if finding.outcome == "kept"), None)
 
 
@@ -462,7 +461,7 @@ def horizon(report: TuneReport) -> str:
 
 
 def notes(report: TuneReport) -> list[str]:
-    """Return what else a reader must know: how to use the result, which levers all recipes have, and what was noted."""
+    """Return further notes for the reader: how to use the result, which levers all recipes have, and remarks."""
     left_out = "; ".join(f"{name} ({reason})" for name, reason in report.left_out.items())
     use = (
         ["Build the schedule after boost, on boosted.optimizer, and train boosted.steps updates"]

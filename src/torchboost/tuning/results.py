@@ -1,4 +1,4 @@
-"""The tunings that were made before: their reports side by side."""
+"""Earlier tunings: their reports side by side."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Result:
 
     Args:
         path: The file.
-        report: What it holds; None if it cannot be used.
+        report: Its content. None if it cannot be used.
         sealed: Whether it has a seal. Reports of earlier versions have none.
         fault: Why it cannot be used.
     """
@@ -76,7 +76,7 @@ def _training(report: TuneReport) -> str:
 
 
 def figures_of_results(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """Return what :func:`result_rows` shows as plain numbers: the time as a share of stock's, the tuning in seconds."""
+    """Return :func:`result_rows` as plain numbers: the time as a share of stock's, the tuning in seconds."""
     return [{"number": number, **_figures(one)} for number, one in enumerate(results, start=1)]
 
 
@@ -101,7 +101,7 @@ def _figures(one: Result) -> dict[str, Any]:
 
 
 def result_rows(results: Sequence[Result]) -> list[list[str]]:
-    """Return a line of text per report, see :data:`RESULTS`."""
+    """Return a line of text per report. See :data:`RESULTS`."""
 
     def best(rate: float) -> str:
         return "at its best" if rate == 1 else f"best at {wording.multiple(rate)}"
@@ -126,7 +126,7 @@ def result_rows(results: Sequence[Result]) -> list[list[str]]:
 def recipe_rows(results: Sequence[Result]) -> list[list[str]]:
     """Return a line per recipe with what became of it in each report, after a line of headings.
 
-    The switches, which are others on another machine, have one line, whatever a version called them.
+    The switches, which differ between machines, have one line, whatever a version called them.
     """
     columns = [
         {_recipe(finding.candidate.name): _became(finding) for finding in one.report.findings}

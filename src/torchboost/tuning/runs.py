@@ -24,7 +24,7 @@ MARGIN = 1.15
 """A longer budget gives more time to the trial of the switches, so that a decision needs more than a short one says."""
 
 TOO_SLOW = 3.0
-"""A training is stopped if its steps take longer than this multiple of the time of stock's."""
+"""A training is stopped if its steps take longer than this multiple of stock's time."""
 
 
 class EndedError(Exception):
@@ -47,7 +47,7 @@ class Watch:
     """How a training is watched: when it is stopped early, and what its metric is for.
 
     Args:
-        chooses: Whether choices are made by its metric, which is then that of ``validate``, if the factory has it.
+        chooses: Whether choices are made by its metric, which then comes from ``validate``, if the factory has it.
         seconds: It is stopped if its steps take longer, without compilation.
         losses: The curve of the best run of as many steps. It is stopped if after a third of them its loss has
             fallen less than a third as far.
@@ -60,17 +60,17 @@ class Watch:
 
 @dataclass(kw_only=True)
 class Runs:
-    """Trains what is asked for, once, and keeps the budget.
+    """Makes each requested run once, and keeps the budget.
 
-    What it tells depends on the runs that were asked for alone. So a tuning that was interrupted, which has more of
-    them from the beginning, goes the same way.
+    Its answers depend on the requested runs alone. So a tuning that was interrupted, which has more of them from the
+    beginning, goes the same way.
 
     Args:
         train: Trains a candidate with a seed.
         budget: Seconds of all runs together.
         total_steps: Steps of the run that the user has in mind, over which set-up is spread.
         aside: Seconds that were spent on anything but runs.
-        made: Runs, by label and seed; those of an earlier session at first.
+        made: Runs, by label and seed. At first the runs of an earlier session.
         told: Called after every run that was made.
         limit: Seconds that may be spent at present.
     """
@@ -86,11 +86,11 @@ class Runs:
 
     @property
     def spent(self) -> float:
-        """Seconds of the runs that were asked for so far, and of what was none."""
+        """Seconds of the requested runs so far, and of all other work."""
         return self.aside + sum(self.made[key].wall_seconds for key in self.asked)
 
     def score(self, candidate: Candidate, seed: int) -> float:
-        """Train, and return the metric; minus infinity if the training diverged, or was stopped as hopeless.
+        """Train, and return the metric. Minus infinity if the training diverged, or was stopped as hopeless.
 
         Raises:
             EndedError: The run does not fit into the budget.

@@ -19,7 +19,7 @@ LEAST_GAIN = 1.03
 """A gain of less than 3 % is not worth the complexity."""
 
 BUDGET, FOUND = 0.5, 0.35
-"""The search may take so much of the budget; the rest is for the confirmation. Once it has a plan that takes half of
+"""The search may take so much of the budget. The rest is for the confirmation. Once it has a plan that takes half of
 the time of stock with the levers, the second share."""
 
 MULTIPLES, MORE_MULTIPLES = (1.0, 0.5, 2.0), 4
@@ -29,7 +29,7 @@ SHARES = tuple(round(0.05 * step, 2) for step in range(4, 21))
 """Shares of the steps among which the fewest are found."""
 
 MOSTLY = 0.75
-"""Up to this share of the steps a recipe has the rate that was best at half of them, beyond it that of all of them."""
+"""Up to this share of the steps a recipe has the rate that was best at half of them, and beyond it the best at all."""
 
 SEEDS = (0, 1)
 """Rates are compared with the first of these seeds alone, lengths with both."""
@@ -39,8 +39,8 @@ SLACK, HOPELESS = 2 / 3, 3.0
 be confirmed. One that loses so many times the drop with the first seed gets no second one."""
 
 FIRST = 2
-"""So many recipes, stock and the one after it, get their lengths before the rates of the others are searched; with a
-prior those for which it has a plan."""
+"""So many recipes, stock and the one after it, get their lengths before the rates of the others are searched. With a
+prior these are the recipes for which it has a plan."""
 
 
 @dataclass(kw_only=True)
@@ -53,10 +53,10 @@ class Search:
         drop: Largest accepted drop of the metric.
         rates: Whether the rates of recipes without a rate of their own are searched too.
         starts: The starts of the searches, by the names of the recipes.
-        findings: What is known about each recipe.
-        rate: What is known about the user's rate.
+        findings: The knowledge about each recipe.
+        rate: The knowledge about the user's rate.
         target: The metric of stock at its best rate, the mean of the seeds.
-        all_steps: What becomes of stock with all of its steps, and why it has no fewer.
+        all_steps: The outcome of stock with all of its steps, and why it has no fewer.
     """
 
     runs: Runs
@@ -83,7 +83,7 @@ class Search:
         return Candidate(name=STOCK, rate=self.levers.rate)
 
     def plans(self) -> list[Candidate]:
-        """Return what keeps the metric in the search, the fastest first."""
+        """Return the plans that keep the metric in the search, the fastest first."""
         found = [one.candidate for one in self.findings.values() if one.change is not None and one.outcome is None]
         return sorted(found, key=lambda one: self.runs.seconds(one, one.share))
 
@@ -157,7 +157,7 @@ class Search:
         return self.runs.seconds(recipe, HALF) / self.runs.seconds(self.levers, HALF)
 
     def _aim(self) -> None:
-        """Compare stock's best rate with the user's at full length; the better one gives the target."""
+        """Compare stock's best rate with the user's at full length. The better one gives the target."""
         finding = self.findings[self.levers.name]
         if finding.outcome is not None:
             raise EndedError(f"{self.levers.name}: {finding.reason}")
@@ -214,7 +214,7 @@ class Search:
         self.findings[name] = self.findings[name].model_copy(update={"change": None})
 
     def _mean(self, plan: Candidate) -> float:
-        """Return the mean metric of the seeds; minus infinity, after one of them, if the target is out of reach."""
+        """Return the mean metric of the seeds. Minus infinity, after one of them, if the target is out of reach."""
         first = self.runs.score(plan, SEEDS[0])
         if first < self.target - HOPELESS * self.drop:
             return -math.inf
@@ -236,20 +236,20 @@ class Search:
 
 
 def best_rate(scores: Mapping[float, float]) -> float:
-    """Return the multiple with the best metric; of equal ones that which changes the rate least."""
+    """Return the multiple with the best metric. Of equal ones, return the one that changes the rate least."""
     return max(scores, key=lambda multiple: (scores[multiple], -abs(math.log(multiple)), multiple))
 
 
 def next_multiple(
     scores: Mapping[float, float], grid: Sequence[float] = MULTIPLES, start: float | None = None
 ) -> float | None:
-    """Return the multiple that is tried next: those of the grid, and if the best is at an edge, some beyond it.
+    """Return the multiple that is tried next: one of the grid, or if the best is at an edge, one beyond it.
 
     Args:
         scores: The metric at the multiples that were tried.
         grid: The usual ones.
         start: The best one of an earlier tuning. It is compared with 1, and if it is better, with its neighbours. The
-            grid is left out only if it is the best of all. So a wrong one makes the search longer, and no narrower.
+            grid is skipped only if it is the best of all. So a wrong one makes the search longer, and no narrower.
     """
     near: tuple[float, ...] = ()
     wanted = grid
@@ -270,7 +270,7 @@ def next_multiple(
 
 
 def next_share(shares: Sequence[float], passed: Mapping[float, bool], start: float | None = None) -> float | None:
-    """Return the share of the steps that is tried next, or None if the fewest are known. It halves what is open.
+    """Return the share of the steps that is tried next, or None if the fewest are known. It halves the open range.
 
     Args:
         shares: Those that would save time, in ascending order.
@@ -289,7 +289,7 @@ def next_share(shares: Sequence[float], passed: Mapping[float, bool], start: flo
 
 
 def memory_ratio(pairs: Iterable[tuple[Run, Run]]) -> float | None:
-    """Return the peak memory over that of stock, the median of the pairs; None if the system does not tell."""
+    """Return the peak memory over stock's, the median of the pairs. None if the system does not tell."""
     known = ((stock.peak_bytes, ours.peak_bytes) for stock, ours in pairs)
     ratios = [own / stock for stock, own in known if own is not None and stock]
     return statistics.median(ratios) if ratios else None

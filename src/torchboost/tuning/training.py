@@ -1,4 +1,4 @@
-"""What a tuning tries on a model: levers that pay here, optimizers, algorithms of the levels; and how it trains."""
+"""The candidates of a tuning: levers that pay here, optimizers, algorithms of the levels. How a tuning trains."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 UNWATCHED = Watch()
-"""Nothing ends a training early, and its metric is that of ``evaluate``."""
+"""Nothing ends a training early, and its metric comes from ``evaluate``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Training:
     Args:
         make: ``make(seed) -> (model, optimizer, loss, batches, evaluate[, schedule[, validate]])``.
         steps: Updates of a run of stock.
-        device: Where the batches go; the factory puts the model there.
+        device: Where the batches go. The factory puts the model there.
         told: Called with the candidate and the seed after every 20 steps.
     """
 
@@ -63,10 +63,10 @@ class Training:
     told: Callable[[Candidate, int], None] = lambda candidate, seed: None
 
     def __call__(self, candidate: Candidate, seed: int, watch: Watch = UNWATCHED, /) -> Run:
-        """Train once. The random generators are as before afterwards.
+        """Train once. The random generators are restored at the end.
 
-        What an earlier training compiled is forgotten, so that each one pays for its own compilation; the compiler's
-        cache on disk stays. An error of a candidate is part of the run, as its ``failure``. An error of stock is
+        Compiled code of an earlier training is forgotten, so that each one pays for its own compilation. The compiler's
+        cache on disk is kept. An error of a candidate is part of the run, as its ``failure``. An error of stock is
         raised.
         """
         started = time.perf_counter()
@@ -150,11 +150,11 @@ class Training:
 
 
 def boosted_by(parts: Parts, candidate: Candidate, steps: int) -> Boosted:
-    """Boost model and optimizer with what a candidate turns on and nothing else.
+    """Boost model and optimizer with the choices of a candidate and nothing else.
 
     Args:
         parts: The factory's result.
-        candidate: What is turned on.
+        candidate: The choices to turn on.
         steps: Updates of a run of stock, of which the candidate may take a share.
 
     Raises:
@@ -202,11 +202,11 @@ LEVERS = tuple(name for name, entry in REGISTRY.items() if entry.lever)
 
 
 def standard_recipes(levers: Sequence[str], optimizer: Optimizer) -> list[Candidate]:
-    """Return what a tuning tries: stock, other optimizers, LessBN as in O2 and milder, freezing, dropping of tokens.
+    """Return the standard recipes: stock, other optimizers, LessBN as in O2 and milder, freezing, dropping of tokens.
 
     Args:
-        levers: Those that a trial kept, which all recipes have; the first recipe has nothing else.
-        optimizer: That of stock.
+        levers: Those that a trial kept, which all recipes have. The first recipe has nothing else.
+        optimizer: Stock's optimizer.
     """
     on = dict.fromkeys(levers, True)
     stock = Candidate(name=f"switches: {', '.join(levers)}", extra=on) if levers else Candidate(name=STOCK)
@@ -234,7 +234,7 @@ def standard_recipes(levers: Sequence[str], optimizer: Optimizer) -> list[Candid
 
 
 class TriedLevers(NamedTuple):
-    """What the trial says of the levers.
+    """The result of the trial of the levers.
 
     Args:
         kept: Those that make a step faster.
@@ -287,7 +287,7 @@ def named_candidates(extras: Mapping[str, Mapping[str, Any]]) -> list[Candidate]
 
 
 def fresh(make: Make) -> Parts:
-    """Return what a factory makes of seed 0.
+    """Return the result of a factory for seed 0.
 
     Raises:
         FactoryError: A parameter is one of another call, so that one run would continue the training of the other.
@@ -344,11 +344,11 @@ def _size_of(tensor: Tensor) -> str:
 def looked_at(candidates: Sequence[Candidate], make: Make, steps: int, levers: Sequence[str] = ()) -> list[Finding]:
     """Return a finding for each candidate, with an outcome for those that are not trained.
 
-    These are candidates of which an algorithm cannot work here, and those whose training would be that of an earlier
+    These are candidates of which an algorithm cannot work here, and candidates whose training would repeat an earlier
     one.
 
     Args:
-        candidates: What is to be trained.
+        candidates: The candidates to train.
         make: The factory.
         steps: Updates of a run of stock.
         levers: Those that a candidate may lack although it turns them on.
@@ -370,7 +370,7 @@ def _looked_at(candidate: Candidate, make: Make, steps: int, known: dict[str, st
         if candidate.recipe.get("optimizer") == "muon":
             check_schedule(parts, boosted)
     except ConfigError:
-        raise  # it is not the model that this cannot work on
+        raise  # the settings are at fault, not the model
     except (IncompatibleError, ValueError, NoEffectWarning) as error:
         return Finding(candidate=candidate, outcome="not usable", reason=str(error))
     plan = boosted.plan

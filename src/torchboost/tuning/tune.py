@@ -41,7 +41,7 @@ TRIAL_SHARE, TRIAL_MOST = 0.1, 60.0
 """The trial of the levers takes at most this share of the budget, and at most so many seconds."""
 
 LEAST_ERROR, MOST_ERROR = 0.012, 0.5
-"""Limits of ``error``; an attempt of the final test, with a fourth of it, needs 0.003 at least."""
+"""Limits of ``error``. An attempt of the final test, with a fourth of it, needs 0.003 at least."""
 
 MOST_SEEDS = 100
 """The limits of the sequential test are simulated for all seeds, which takes seconds for a hundred."""
@@ -66,9 +66,9 @@ def tune(
     resume: bool = False,
     progress: Progress | None = None,
 ) -> TuneReport:
-    """Find what gives the metric of stock at its best rate in the least time, and test it with fresh seeds.
+    """Find the plan that reaches the metric of stock at its best rate in the least time, and test it with fresh seeds.
 
-    First a trial chooses the levers that make a step faster here; all recipes have them. Then every recipe gets the
+    First a trial chooses the levers that make a step faster here. All recipes have them. Then every recipe gets the
     same search: stock itself, Muon, schedule-free AdamW, LessBN and freezing. The search finds the best of at least
     three learning rates at half of the steps, and the fewest steps that keep the metric of stock at its best rate. At
     last the fastest plan is trained with fresh seeds against plain stock at that rate, until a sequential test decides.
@@ -82,16 +82,16 @@ def tune(
     updates. A drop that only shows later in a longer run cannot be seen.
 
     Args:
-        make: ``make(seed) -> (model, optimizer, loss, batches, evaluate[, schedule[, validate]])``.
-            ``evaluate(model)`` returns the metric, higher is better. ``schedule(optimizer, steps)`` returns a torch
-            scheduler, stepped after every update. ``validate(model)`` is like ``evaluate``, on other data; the search
-            uses it, and ``evaluate`` without it.
+        make: ``make(seed) -> (model, optimizer, loss, batches, evaluate[, schedule[, validate]])``. ``evaluate(model)``
+            returns the metric, higher is better. ``schedule(optimizer, steps)`` returns a torch scheduler, stepped
+            after every update. ``validate(model)`` is like ``evaluate``, on other data. The search uses it, and
+            ``evaluate`` without it.
         drop: Largest accepted drop of the metric, in its own units: 0.005 for half a point of an accuracy.
         budget: Seconds, or text such as ``"30m"``. The next run is not begun if it does not fit.
         epochs: Passes over the batches in a run of stock, 1 by default.
         steps: Updates of a run of stock, in place of ``epochs``. The batches may then be endless.
-        total_steps: Updates of the training that the answer is for, over which compilation is spread; by default those
-            of a run.
+        total_steps: Updates of the training that the answer is for, over which compilation is spread. By default the
+            updates of a run.
         candidates: Name -> section ``extra`` of a configuration, in place of the standard recipes and the levers.
         rate: ``"search"``, or ``"fixed"``, which keeps the learning rate of your optimizer. Optimizers that take its
             place are still searched, because for them you have none.
@@ -101,7 +101,7 @@ def tune(
         error: Probability of a wrong decision, in all attempts of the confirmation together.
         device: Where the batches go.
         title: Of the report.
-        out: JSON file of the resulting configuration; the report is saved next to it after every run, see
+        out: JSON file of the resulting configuration. The report is saved next to it after every run. See
             :func:`report_path`.
         resume: Continue the report that is there. The runs in it are not repeated.
         progress: Called with the seconds that were spent.
@@ -204,7 +204,7 @@ def report_path(out: str | Path) -> Path:
 
 @dataclass(kw_only=True)
 class _Session:
-    """A tuning under way: what was asked, reports of earlier ones, and the report as far as it came.
+    """A tuning under way: the request, reports of earlier ones, and the report as far as it came.
 
     ``absolute`` is whether the schedule sets its own rates.
     """
@@ -334,7 +334,7 @@ class _Session:
         self.tell("tuning", seconds, self.report.budget_seconds, note)
 
     def _note(self, race: Race, known: list[Finding], **update: Any) -> None:
-        """Put what the race knows into the report, and save it."""
+        """Put the state of the race into the report, and save it."""
         search, runs = race.search, race.search.runs
         self.report = self.report.model_copy(
             update={
@@ -362,7 +362,7 @@ def _as_given(candidate: Candidate) -> Candidate:
 
 
 def _check_same_recipes(saved: list[Candidate], now: list[Candidate]) -> None:
-    """Raise ``ValueError`` if the recipes are not those of the report that is continued."""
+    """Raise ``ValueError`` if the recipes differ from the report that is continued."""
     if sorted(map(repr, saved)) != sorted(map(repr, now)):
         known = ", ".join(repr(one.name) for one in saved)
         raise ValueError(
