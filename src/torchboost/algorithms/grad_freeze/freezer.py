@@ -206,8 +206,9 @@ class Freezing(Attachment):
         return {"step": self.step, "frozen": frozen, "compiled": self._for_compiled, **self._reach.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a checkpoint. Flags follow as in training: parameters that the user froze in this process remain
-        frozen.
+        """Resume from a checkpoint.
+
+        Flags follow as in training: parameters that the user froze in this process remain frozen.
 
         Raises:
             ValueError: These settings freeze another part of the network at that step. Nothing was changed.
