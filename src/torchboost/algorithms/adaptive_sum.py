@@ -1,4 +1,4 @@
-"""AdaSum: average the changes that the nodes agree on, and add those that they disagree on.
+"""AdaSum: average the parts on which the nodes agree, and add the parts on which they disagree.
 
 Two vectors become ``(1 - a.b / (2 a.a)) a + (1 - a.b / (2 b.b)) b``: orthogonal vectors are added, parallel ones
 averaged (Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021). More than two are combined

@@ -214,7 +214,7 @@ def _is_traced() -> bool:
 
 
 def _heads_of_copy(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Heads | None:
-    """Return the heads that a pass of a copy shows, or None if the model cannot be copied, or its copy not be run."""
+    """Return the heads that a pass of a copy shows, or None if the model cannot be copied or the copy cannot be run."""
     plain = all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in tree_flatten((args, kwargs))[0])
     if not plain or sharded_units(model) or is_large(model):
         return None  # an iterator among the arguments would lose a batch

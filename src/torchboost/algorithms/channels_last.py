@@ -181,7 +181,7 @@ def _channels_last_inputs(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any
     if not args or args[0].ndim not in _FORMATS:
         return args
     if not torch.compiler.is_compiling() and is_functorch_wrapped(args[0]):
-        return args  # torch.func.vmap cannot change the layout of tensors that it maps over, the results are the same
+        return args  # torch.func.vmap cannot change the layout of tensors it maps over, but the results are the same
     return args[0].contiguous(memory_format=_FORMATS[args[0].ndim]), *args[1:]
 
 

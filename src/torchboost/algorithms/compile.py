@@ -286,7 +286,7 @@ def _is_library_code(model: nn.Module) -> bool:
 
 
 def _compile_from_outside(model: nn.Module, options: dict[str, Any]) -> None:
-    """``nn.Module.compile`` for a root whose own frame the compiler would skip, leaving the model uncompiled."""
+    """``nn.Module.compile`` for a root whose own frame the compiler would skip, so that the model ran uncompiled."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return call_uncompiled(model, *args, **kwargs)

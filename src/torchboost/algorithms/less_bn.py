@@ -198,10 +198,10 @@ def less_bn(
     and the weights in front, which are not drawn again, are scaled by one number per layer so that activations keep
     unit variance: ``mean_filter(sum w^2) E[x^2] = 1``, where ``E[x^2]`` is followed through the graph (half behind a
     ReLU, one behind a BatchNorm, a sum behind an addition). In a trained network the removed layer's statistics and
-    affine are folded into the weights in front. Its output in eval mode is unchanged, the largest difference is
+    affine are folded into the weights in front. Its output in eval mode is unchanged, and the largest difference is
     measured. A BatchNorm that cannot be folded is kept.
 
-    Cost: one trace, in trained networks three forward passes. Limits: a fold is exact in eval mode only. Training
+    Cost: one trace, and three forward passes in trained networks. Limits: a fold is exact in eval mode only. Training
     on continues without batch statistics, so use a lower learning rate. Optimizer checkpoints from before no
     longer fit.
 
@@ -214,7 +214,7 @@ def less_bn(
         keep_shortcut: Keep the BatchNorms of the shortcuts.
         keep_every: In plain stacks, keep one of so many.
         blocks_per_norm: Keep a BatchNorm in one of so many residual blocks only.
-        init: What happens to the weights of an untrained network.
+        init: Treatment of the weights of an untrained network.
         head_multiplier: Start value of the head's trainable factor.
         sample: Input of a forward pass (tensor, tuple or dict), guessed from the first layer if missing.
         dry_run: Change nothing (work on a copy) and return the report.

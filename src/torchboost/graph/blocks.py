@@ -16,7 +16,7 @@ __all__ = ["Block", "blocks_of", "group_starts"]
 
 _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _STACK = 4
-"""A container of this many layers is a stack that is cut between layers; residual bodies have up to three."""
+"""A container of this many layers is a stack that is cut between layers. Residual bodies have up to three."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

@@ -110,8 +110,8 @@ class Subspace:
             TypeError, ValueError: The closure does not return a loss, or does more than that.
             IncompatibleError: A parameter was frozen after the basis was made.
 
-        An error of the closure in a trial passes through. Weights, buffers and state are then as before the step, but
-        for changes by the first pass.
+        An error of the closure in a trial passes through. Weights, buffers and state are then as before the step,
+        except for changes by the first pass.
         """
         if any(not weight.requires_grad for weight in self.weights):
             raise IncompatibleError(

@@ -454,7 +454,7 @@ class GradAccumulation(Algorithm):
     def attach(self, target: Target) -> Attachment:
         """Give the target its accumulator. After ``remove()`` every batch is a full window.
 
-        The state is the state of the accumulator. :class:`~torchboost.core.step.TrainStep` saves it with the rest.
+        The state is the accumulator's. :class:`~torchboost.core.step.TrainStep` saves it with the rest.
         """
         accumulator = target.accumulator = Accumulator(self.steps, target.model)
 

@@ -365,7 +365,7 @@ class Freezing(Attachment):
                 self._settled.add(norm)
 
 
-# Flags outlive their owner. Only this table tells a parameter that freezing froze from one that the user froze. An
+# Flags outlive their owner. Only this table tells a parameter that freezing has frozen from one that the user froze. An
 # entry, which is dropped with its parameter, says who owns it, and which parameters the owner has frozen, by ``id``.
 _RECORDS: Any = WeakIdKeyDictionary()
 

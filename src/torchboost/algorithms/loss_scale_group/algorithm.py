@@ -200,7 +200,7 @@ class GroupGradScaler(GroupScaler):
 
     Limits: a module's weight that is used outside of it (``F.linear(x, embedding.weight)``) gets gradients of the wrong
     scale there. Put the user of the weight into the same group, or neither into any. torch refuses operations in place
-    directly on tensors that leave or enter a group: take the activation behind into the group.
+    directly on tensors that leave or enter a group: take the activation that follows into the group.
 
     Source: layer-wise loss scaling, Zhao et al. 2019 (arXiv:1910.12385). Shrinkage and growth as in MindSpore.
 

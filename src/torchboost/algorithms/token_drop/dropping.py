@@ -158,8 +158,7 @@ class TokenDropping(Attachment):
             self._covers.pop().remove()
 
     def _cover_of(self, block: _Block) -> Any:
-        """Return a function to call instead of the forward of a block. The compiler does not trace it, but the
-        block."""
+        """Return a function to call instead of a block's forward. The compiler does not trace it, but the block."""
         before: Any = torch.compiler.disable(self._before)
         after: Any = torch.compiler.disable(_put_back)
 
