@@ -1,4 +1,4 @@
-"""AdaSum: what the nodes agree on is averaged, what they disagree on is added.
+"""AdaSum: average the parts on which the nodes agree, and add the parts on which they disagree.
 
 Two vectors become ``(1 - a.b / (2 a.a)) a + (1 - a.b / (2 b.b)) b``: orthogonal vectors are added, parallel ones
 averaged (Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021). More than two are combined
@@ -194,7 +194,7 @@ class AdaptiveSum(Algorithm):
     ``weights = old - combined(old - new)``. This is right for any optimizer. Gradients must be averaged over the node
     alone: DDP built with ``process_group=NodeGroups.of(...).inside``, FSDP2 on the mesh of the node, or a bare model,
     whose updates are averaged inside the node. Each node has its own optimizer state, so a checkpoint must hold one per
-    node. Buffers, such as the statistics of BatchNorm, are left alone.
+    node. Buffers, such as the statistics of BatchNorm, are not changed.
 
     Args:
         split_groups: Positions in the model's list of parameters at which a new pack, with its own collectives, begins.
@@ -209,7 +209,7 @@ class AdaptiveSum(Algorithm):
     """
 
     name: ClassVar[str] = "adasum"
-    # Its post-step hook must run before that of grad_freeze, which switches to the next blocks.
+    # Its post-step hook must run before the hook of grad_freeze, which switches to the next blocks.
     traits: ClassVar[Traits] = Traits(order=93)
 
     split_groups: int | Sequence[int] | None = None
@@ -236,7 +236,7 @@ class AdaptiveSum(Algorithm):
         """Refuse a target that :meth:`attach` cannot work on.
 
         Raises:
-            IncompatibleError: The nodes differ in size, gradients are averaged over other ranks than those of the node,
+            IncompatibleError: The nodes differ in size, gradients are averaged over other ranks than the node's,
                 the model uses FSDP1 or native HSDP, the optimizer keeps a second copy of the weights, or the loss
                 scaler does not agree over all ranks. Nothing was changed.
         """
@@ -268,8 +268,7 @@ class AdaptiveSum(Algorithm):
         """Create the process groups and register the hooks. Every rank must call this at the same point.
 
         Warns:
-            NoEffectWarning: There is only one node, and no hook is registered; or, at the first update, all nodes made
-                the same one.
+            NoEffectWarning: There is only one node, and no hook is registered. Or all nodes made the same first update.
         """
         topology = self._topology(target)
         points = self.split_groups if isinstance(self.split_groups, tuple) else ()

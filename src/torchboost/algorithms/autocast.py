@@ -50,7 +50,7 @@ _PLAIN = (bool, int, float, str, type(None))
 _CHEAP = 0.1
 """A head of at most this share of all multiplications costs little in float32."""
 _FEW = 8
-"""A head with this many inputs for each output, or more, costs less than what computes its inputs."""
+"""A head with this many inputs for each output, or more, costs less than the layers that compute its inputs."""
 _LARGE = 128.0
 """Numbers of this size come in steps of 1 in bfloat16."""
 _LAYERS = (nn.Linear, NormalizedLinear, AnyConv, nn.Bilinear)
@@ -61,7 +61,7 @@ _PRODUCTS = frozenset(
         *("MkldnnRnnLayer", "CudnnRnn", "MiopenRnn", "CompiledFunction"),
     }
 )
-"""Nodes of the autograd graph; a compiled part counts as one product."""
+"""Nodes of the autograd graph. A compiled part counts as one product."""
 _ATTENTION = "ScaledDotProduct"
 _MOVING = frozenset(
     {
@@ -83,20 +83,20 @@ def autocast_forward(
 ) -> Attachment:
     """Run every forward of ``model`` under ``torch.autocast`` and return its outputs in float32.
 
-    Outputs keep their containers (see :func:`~torchboost.core.forward.with_tensors`); tensors in an
-    object of another kind stay in the precision that autocast gave them.
+    Outputs keep their containers (see :func:`~torchboost.core.forward.with_tensors`). Tensors in an object of another
+    kind keep the precision that autocast gave them.
 
-    Matrix products and convolutions read ``dtype``; reductions that need it stay in float32; parameters,
-    gradients and optimizer state stay as they are. Each weight is cast once per forward (autocast's cache).
-    The loss is computed by the caller on float32 outputs, outside autocast.
+    Matrix products and convolutions read ``dtype``. Reductions that need float32 compute in it. Parameters, gradients
+    and optimizer state do not change. Each weight is cast once per forward (autocast's cache). The loss is computed by
+    the caller on float32 outputs, outside autocast.
 
     The end of the model computes in float32, too: in bfloat16 a sigmoid is exactly 1 from a logit of 6.5 on, which has
     no gradient, probabilities do not sum to 1, and numbers near 500 come in steps of 2. So a head, a matrix product
     whose results reach an output without another product, computes in float32 if something is computed with its
     results, if they are large, if it has eight inputs or more for each output, or at most a tenth of all
     multiplications. Other heads, such as one over a large vocabulary whose
-    results are returned as they are, or enter a loss inside the model, stay in ``dtype`` and return float32. Before the
-    first eager pass with gradients, a pass of a copy shows which modules these are. Until then, and if this pass is
+    results are returned as they are, or enter a loss inside the model, compute in ``dtype`` and return float32. Before
+    the first eager pass with gradients, a pass of a copy shows which modules these are. Until then, and if this pass is
     traced by a compiler, is inside a checkpoint or has arguments other than tensors and plain values, or the model is
     sharded, cannot be copied or has more than 1 GiB of parameters, the last layer in the order of the modules counts as
     the head.
@@ -112,7 +112,7 @@ def autocast_forward(
     Args:
         model: The model as the loop calls it. If there is a wrapper (DDP, ``torch.compile``), pass the wrapper.
         dtype: ``torch.bfloat16``, or ``torch.float16``, which needs a ``GradScaler`` in the loop.
-        float32: Names of modules that compute in float32, as in ``named_modules`` of the bare model; None finds them.
+        float32: Names of modules that compute in float32, as in ``named_modules`` of the bare model. None finds them.
         float32_outputs: Names of modules that compute in ``dtype`` and return float32. Read if ``float32`` is given.
 
     Returns:
@@ -166,7 +166,7 @@ def _cover(model: nn.Module, dtype: torch.dtype, heads: Heads | None, watch: For
 class _Ends(Attachment):
     """The covers of the heads. If these are not known, they are guessed until the first eager pass with gradients.
 
-    From then on they stay as they are: a checkpoint computes a part of a pass again in the backward pass, and must find
+    From then on they do not change: a checkpoint computes a part of a pass again in the backward pass, and must find
     the same precisions.
 
     Args:
@@ -214,7 +214,7 @@ def _is_traced() -> bool:
 
 
 def _heads_of_copy(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Heads | None:
-    """Return the heads that a pass of a copy shows; None if the model cannot be copied, or its copy not be run."""
+    """Return the heads that a pass of a copy shows, or None if the model cannot be copied or the copy cannot be run."""
     plain = all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in tree_flatten((args, kwargs))[0])
     if not plain or sharded_units(model) or is_large(model):
         return None  # an iterator among the arguments would lose a batch
@@ -259,7 +259,7 @@ class Autocast(Algorithm):
 
     Args:
         dtype: ``"bfloat16"``, or ``"float16"``, which needs a scaler in the target.
-        float32: Names of modules that compute in float32; None finds them, see :func:`autocast_forward`.
+        float32: Names of modules that compute in float32. None finds them, see :func:`autocast_forward`.
         float32_outputs: Names of modules that return float32. Read if ``float32`` is given.
     """
 
@@ -282,7 +282,7 @@ class Autocast(Algorithm):
 
     @property
     def rounding(self) -> float:
-        """That of bfloat16, also for float16, whose smallest numbers are lost."""
+        """The rounding of bfloat16, also for float16, whose smallest numbers are lost."""
         return 2.0**-8
 
     def idle(self, model: nn.Module, optimizer: Optimizer) -> str | None:
@@ -312,7 +312,7 @@ class Autocast(Algorithm):
     def fitted(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Self:
         """Find the modules that compute in float32 in one pass, unless they are given.
 
-        If no output has a gradient, the settings stay as they are. A loop that computes under autocast to this
+        If no output has a gradient, the settings do not change. A loop that computes under autocast to this
         precision already has nothing to gain.
         """
         device = next((parameter.device.type for parameter in model.parameters()), "cpu")
@@ -332,7 +332,7 @@ class Autocast(Algorithm):
         """Replace the forward of the model.
 
         Warns:
-            NoEffectWarning: FSDP2 casts the parameters itself; nothing is attached. Or, after the first update: the
+            NoEffectWarning: FSDP2 casts the parameters itself, so nothing is attached. Or, after the first update: the
                 forward of the model was not called.
         """
         if (cast := _cast_by_fsdp2(target.model)) is not None:
@@ -366,7 +366,7 @@ def _to_float32(tensor: Tensor) -> Tensor:
 
 
 class Heads(NamedTuple):
-    """What of a model has to be in float32 for its outputs to be exact. Names are those of ``named_modules``.
+    """The parts of a model that must be in float32 for its outputs to be exact. Names are as in ``named_modules``.
 
     Args:
         computed: Modules that compute in float32: a head that costs little, has few outputs, or has results that are
@@ -379,13 +379,13 @@ class Heads(NamedTuple):
 
 
 def find_heads(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Heads | None:
-    """Run one pass with gradients, and return the heads of the model; None if no output has a gradient.
+    """Run one pass with gradients, and return the heads of the model, or None if no output has a gradient.
 
     Nothing else is changed: hooks that are set meanwhile are removed. Buffers and random generators move as in any
     pass.
 
     Args:
-        model: Wrapped or not. The pass is that of the bare module.
+        model: Wrapped or not. The pass is a pass of the bare module.
         args: Of the call.
         kwargs: Of the call.
     """
@@ -407,13 +407,13 @@ def guessed_heads(model: nn.Module) -> Heads:
 
 
 class _HeadSearch:
-    """Watches one pass of a model inside the ``with`` block. What is compiled in it runs eagerly.
+    """Watches one pass of a model inside the ``with`` block. Compiled parts run eagerly in it.
 
-    Mechanism: temporary hooks note which operations of the autograd graph were recorded in which module; then the graph
+    Mechanism: temporary hooks note which operations of the autograd graph were recorded in which module. Then the graph
     is followed from the outputs to the first products. Tied weights, several heads and products outside of any layer
     (``x @ w``) are found, too.
 
-    Limit: what ran inside a checkpoint with ``use_reentrant=True`` is not in the graph.
+    Limit: operations inside a checkpoint with ``use_reentrant=True`` are not in the graph.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -452,7 +452,7 @@ class _HeadSearch:
         self._names.append(self._stack[-1])
 
     def heads(self, outputs: Any) -> Heads | None:
-        """Return the heads, from what the pass returned."""
+        """Return the heads, from the outputs of the pass."""
         ends, products = self._reached([tensor for tensor in tensors_in(outputs) if tensor.grad_fn is not None])
         if not ends:
             return None
@@ -468,7 +468,7 @@ class _HeadSearch:
     def _reached(self, outputs: list[Tensor]) -> tuple[dict[str, bool], set[str]]:
         """Return each head and whether its results are large or computed with, and the owners of all products.
 
-        What leads to a loss, an output without dimensions, does not count as such: a cast of the results is enough.
+        A computation that leads to a loss, an output without dimensions, does not count: there a cast is enough.
         """
         ends: dict[str, bool] = {}
         nodes: dict[Any, None] = dict.fromkeys(tensor.grad_fn for tensor in outputs)
@@ -554,14 +554,14 @@ def _convolutions_unsafe_in_bfloat16(model: nn.Module) -> Iterator[AnyConv]:
 def _is_unsafe_in_bfloat16(module: AnyConv, inputs: Tensor) -> bool:
     """Whether oneDNN computes a convolution of these inputs wrongly in bfloat16.
 
-    It does in two situations; for a transposed convolution, read outputs for inputs, and the other way round:
+    It does in two situations. For a transposed convolution, read outputs for inputs, and the other way round:
 
     - In some dimension the kernel is wider than the inputs before padding, such as a kernel of 3 on a depth of 2.
     - The stride is above 1 and the last dimension of the outputs has one entry.
 
     The gradient of the kernel then reads memory that was never written, and so does the forward pass in three
     dimensions. The results are of any size, infinity included, and differ from run to run. Processors with AVX512-BF16
-    or AMX have such kernels. Source: https://github.com/pytorch/pytorch/issues/169688; found in the oneDNN of torch
+    or AMX have such kernels. Source: https://github.com/pytorch/pytorch/issues/169688, found in the oneDNN of torch
     2.13.
     """
     kernels, strides = module.kernel_size, module.stride

@@ -39,24 +39,24 @@ def to_channels_last(model: nn.Module, optimizer: Optimizer | None = None) -> At
     """Store the kernels of 2-d and 3-d convolutions channels-last, so that these compute in that format.
 
     The fast convolution kernels of oneDNN and cuDNN work on channels-last data. A convolution with such a kernel
-    brings images into the format, and its outputs have it, so that no later layer converts between layouts. Values do
-    not change, only strides; the order of additions inside a kernel may, so results agree up to rounding.
+    brings images into the format, and its outputs have it, so that no later layer converts between layouts. Only
+    strides change, not values. The order of additions inside a kernel may change, so results agree up to rounding.
 
-    Nothing is checked here; :func:`torchboost.boost` compares the first batch in both formats.
+    Nothing is checked here. :func:`torchboost.boost` compares the first batch in both formats.
 
     Kernels in shared memory, those that are views into a larger piece of memory (a flat buffer) or whose gradients are,
-    and computed ones (weight norm) do not change; inputs are converted in front of their layers. Code outside the model
+    and computed ones (weight norm) do not change. Inputs are converted in front of their layers. Code outside the model
     that calls ``param.view(-1)`` or ``param.grad.view(-1)``, as ``parameters_to_vector`` does, fails for kernels in
-    this format; ``reshape`` works.
+    this format, but ``reshape`` works.
 
     Parameters keep their identity. Their gradients and the per-element state of ``optimizer`` (momentum, Adam's
     moments) change format with them: fused optimizers read memory in storage order and would otherwise silently
     mix up elements. ``optimizer.state_dict()`` returns it with the strides from before, as a plain run would, and a
-    loaded state gets those of its kernel.
+    loaded state gets the strides of its kernel.
 
     Args:
-        model: Not yet wrapped by DDP; changed in place.
-        optimizer: The optimizer that holds the kernels; may be left out while it has no state.
+        model: Not yet wrapped by DDP. It is changed in place.
+        optimizer: The optimizer that holds the kernels. It may be omitted while it has no state.
 
     Returns:
         Its ``remove()`` restores the strides of every kernel.
@@ -95,9 +95,9 @@ class ChannelsLast(Algorithm):
     """Applies :func:`to_channels_last`. It has no settings.
 
     ``transform`` changes the kernels (before wrapping). ``remove()`` gives kernels that were changed while attaching
-    the strides they had; kernels that ``plan.transform`` changed before stay, as under DDP, whose gradient buckets are
-    laid out for them. Kernels sharded by FSDP2 do not change (it accepts contiguous parameters only): shard first, then
-    attach; inputs are converted in front of the convolutions.
+    the strides they had. Kernels that ``plan.transform`` changed before keep the format, as under DDP, whose gradient
+    buckets are laid out for them. Kernels sharded by FSDP2 do not change (it accepts contiguous parameters only): shard
+    first, then attach. Inputs are then converted in front of the convolutions.
     """
 
     name: ClassVar[str] = "channels_last"
@@ -130,7 +130,7 @@ class ChannelsLast(Algorithm):
         return self
 
     def needs_transform(self, model: nn.Module) -> bool:
-        """Whether some kernel has other strides than those of the format."""
+        """Whether the strides of some kernel are not in the format."""
         return bool(_pending(model))
 
     def transform(self, model: nn.Module, optimizer: Optimizer | None = None, *others: Optimizer) -> Attachment:
@@ -160,7 +160,7 @@ def _refuse_unsafe(model: nn.Module) -> None:
 
 
 def _convert_inputs(model: nn.Module) -> Attachment:
-    """Convert inputs in front of convolutions whose kernels do not change; the others do so themselves."""
+    """Convert inputs in front of convolutions whose kernels do not change. The others do so themselves."""
     if next(_convolutions(model), None) is None:
         warnings.warn(
             f"channels_last: {type(unwrap(model)).__name__} has no 2-d or 3-d convolution; leave it out.",
@@ -181,7 +181,7 @@ def _channels_last_inputs(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any
     if not args or args[0].ndim not in _FORMATS:
         return args
     if not torch.compiler.is_compiling() and is_functorch_wrapped(args[0]):
-        return args  # torch.func.vmap cannot change the layout of what it maps over; the results are the same
+        return args  # torch.func.vmap cannot change the layout of tensors it maps over, but the results are the same
     return args[0].contiguous(memory_format=_FORMATS[args[0].ndim]), *args[1:]
 
 
@@ -215,16 +215,16 @@ def _has_own_memory(tensor: Tensor) -> bool:
 
 
 def _may_move(grad: Tensor | None) -> bool:
-    """Whether a gradient can follow its kernel; other code may hold the memory that it is a part of."""
+    """Whether a gradient can follow its kernel. Other code may hold the memory that it is a part of."""
     return grad is None or (grad.layout is torch.strided and not is_view(grad) and _has_own_memory(grad))
 
 
 def _pending(model: nn.Module) -> list[nn.Parameter]:
-    """Kernels with other strides than those of the format.
+    """Kernels whose strides are not in the format.
 
     With 1 x 1 windows or one channel both formats are the same bytes, and only the strides tell them apart. The
-    compiler goes by the strides: with those of contiguous kernels, the convolutions of the compiled backward pass of a
-    MobileNetV2 took 1.36 times as long. Under a wrapper such kernels stay as they are.
+    compiler goes by the strides: with the strides of contiguous kernels, the convolutions of the compiled backward pass
+    of a MobileNetV2 took 1.36 times as long. Under a wrapper such kernels do not change.
     """
     if wrapper_of(model) is not None:
         return [w for w in _kernels(model) if not _has_format(w)]
@@ -236,7 +236,7 @@ def _strides(shape: torch.Size) -> tuple[int, ...]:
 
 
 def _convert(model: nn.Module, *optimizers: Optimizer | None) -> Callable[[], None]:
-    """Convert the kernels that are in another format; return a function that restores their strides."""
+    """Convert the kernels that are in another format. Return a function that restores their strides."""
     before = [(weight, weight.stride()) for weight in _pending(model)]
     for weight, strides in before:
         _rewrite(weight, optimizers, _strides(weight.shape))
@@ -245,8 +245,8 @@ def _convert(model: nn.Module, *optimizers: Optimizer | None) -> Callable[[], No
 
 
 def _plain_checkpoints(model: nn.Module, optimizer: Optimizer | None) -> Attachment:
-    """Let the state be saved with the strides from before; a fused kernel mixes up what lies in another order."""
-    kernels = _kernels(model)  # those of a checkpoint that was assigned may have had the format before
+    """Let the state be saved with the strides from before. A fused kernel mixes up entries in another order."""
+    kernels = _kernels(model)  # an assigned checkpoint may have had the format before
     before: dict[Tensor, tuple[int, ...]] = {weight: _BEFORE[weight] for weight in kernels if weight in _BEFORE}
     if optimizer is None or not kernels or not calls_hooks(optimizer):
         return Attachment()

@@ -44,7 +44,7 @@ _GRAPHS = ("reduce-overhead", "max-autotune")
 
 
 class Compiled(Attachment):
-    """A compiled model; after ``remove()`` it runs eagerly again."""
+    """A compiled model. After ``remove()`` it runs eagerly again."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(undo=self._release)
@@ -54,7 +54,7 @@ class Compiled(Attachment):
 
     @property
     def graphs(self) -> int:
-        """Graphs compiled in this process since the model was handed to the compiler; grows with each recompilation."""
+        """Graphs compiled in this process since the model was handed to the compiler. Grows with each recompilation."""
         return max(0, compiled_graphs() - self._graphs_before)
 
     def _release(self) -> None:
@@ -72,26 +72,26 @@ class Compile(Algorithm):
     """Compile the model in place, inside DDP if it is wrapped: same object, same ``state_dict`` keys.
 
     The first call, and every call with a new situation (shape, ``train()`` against ``eval()``, another set of
-    ``requires_grad`` flags), compiles one more graph; after 8 of the same code torch falls back to eager.
+    ``requires_grad`` flags), compiles one more graph. After 8 of the same code torch falls back to eager.
     ``Compiled.graphs`` counts them. The cost is seconds to minutes per graph.
 
     Limit: torch cannot differentiate the gradients of compiled code again. So a call with an input that is a leaf and
     requires a gradient runs eagerly: a gradient penalty asks for that gradient with ``create_graph=True``. If a loop
-    differentiates other gradients twice, such as those of parameters, torch raises in the first step that does so; the
-    model then runs eagerly from the next call on, with a warning. ``backward(retain_graph=True)`` raises if the
-    backward pass writes into what forward has saved; the message of torch names the setting that prevents it.
+    differentiates other gradients twice, such as gradients of parameters, torch raises in the first step that does so.
+    The model then runs eagerly from the next call on, with a warning. ``backward(retain_graph=True)`` raises if the
+    backward pass writes into tensors that forward has saved. The message of torch names the setting that prevents it.
 
     CUDA graphs (``"reduce-overhead"``, ``"max-autotune"``) replay into the same memory at each call. Outputs are copied
     out of it, and so are gradients that the parameters still hold at the next call or at the removal, as in gradient
-    accumulation. Outputs in objects that :func:`~torchboost.core.forward.with_tensors` does not search, and
-    gradients that the loop keeps elsewhere, are overwritten. If shapes change, what is compiled for changing shapes
-    runs without CUDA graphs. None of this was run on a GPU.
+    accumulation. Outputs in objects that :func:`~torchboost.core.forward.with_tensors` does not search, and gradients
+    that the loop keeps elsewhere, are overwritten. If shapes change, code compiled for changing shapes runs without
+    CUDA graphs. None of this was run on a GPU.
 
     Args:
-        mode: Of ``torch.compile``; None is its default.
-        dynamic: None specialises on shapes first and generalises on the second one; False always specialises.
+        mode: Of ``torch.compile``. None is its default.
+        dynamic: None specialises on shapes first and generalises on the second one. False always specialises.
         fullgraph: Raise if the model cannot be one graph, instead of splitting it.
-        backend: ``"inductor"``; ``"eager"`` and ``"aot_eager"`` trace without generating code, for tests.
+        backend: ``"inductor"``. ``"eager"`` and ``"aot_eager"`` trace without generating code, for tests.
     """
 
     name: ClassVar[str] = "compile"
@@ -158,8 +158,8 @@ class Compile(Algorithm):
         load_compiler()
 
     def attach(self, target: Target) -> Compiled:
-        """Hand the model to the compiler; it compiles at the first call."""
-        # The forward of DDP runs uncompiled in any case; inside it the compiler splits graphs at gradient buckets.
+        """Hand the model to the compiler, which compiles at the first call."""
+        # The forward of DDP runs uncompiled in any case. Inside it the compiler splits graphs at gradient buckets.
         inner = unwrap(target.model)
         options: dict[str, Any] = {"dynamic": self.dynamic, "fullgraph": self.fullgraph, "backend": self.backend}
         graphs = self.mode in _GRAPHS and any(parameter.is_cuda for parameter in inner.parameters())
@@ -231,7 +231,7 @@ def _eager_if_twice(model: nn.Module, compiled: Callable[..., Any]) -> Callable[
 
 
 class _OutOfGraphs:
-    """Copies what the loop can see out of the memory of CUDA graphs, which the next call overwrites.
+    """Copies tensors that the loop can see out of the memory of CUDA graphs, which the next call overwrites.
 
     A gradient is copied in front of the next call, since most loops have dropped it by then. A copy that the backward
     pass adds to is not copied again.
@@ -270,7 +270,7 @@ def _is_asked_for(tensor: Tensor) -> bool:
 
 
 def _compiled_part(model: nn.Module) -> str | None:
-    """Name what of ``model`` is compiled already, or return None."""
+    """Name the part of ``model`` that is compiled already, or return None."""
     for name, module in model.named_modules():
         where = f"at '{name}'" if name else "as a whole"
         if compiled_call(module) is not None:
@@ -286,7 +286,7 @@ def _is_library_code(model: nn.Module) -> bool:
 
 
 def _compile_from_outside(model: nn.Module, options: dict[str, Any]) -> None:
-    """``nn.Module.compile`` for a root whose own frame the compiler would skip, leaving the model uncompiled."""
+    """``nn.Module.compile`` for a root whose own frame the compiler would skip, so that the model ran uncompiled."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return call_uncompiled(model, *args, **kwargs)

@@ -22,28 +22,28 @@ def fuse_optimizer(optimizer: Optimizer) -> Attachment:
     """Let SGD, Adam, AdamW or Adagrad, torch's or ours, update all parameters in one kernel.
 
     Sets the ``fused`` flag of the param groups and of the defaults, as if the optimizer had been built with
-    ``fused=True``; it stays the same object. Results agree with the ordinary form up to float32 rounding.
+    ``fused=True``. It remains the same object. Results agree with the ordinary form up to float32 rounding.
 
-    Four defects of the fused kernels are avoided. SGD's computes wrong steps in bfloat16 and float16 on the CPU (torch
-    2.13), so a kernel is tried in each precision first, and a group for which it is wrong stays unfused. They walk
-    through memory in storage order: gradients and state that are laid out in another way than their parameter (another
-    memory format, expanded, a column of a matrix) would be mixed up or read beyond their end, so they are brought into
-    line; a group that holds a parameter with gaps in its memory stays unfused, for the kernel would write into the
-    gaps. Fused SGD fails when only some parameters have momentum yet, as after freezing: the missing buffers start at
-    zero, which is the same update. And under ``GradScaler`` it reads uninitialised memory when its first step
-    overflows, which does not happen here because ``GradScaler`` is left to unscale gradients itself, as for any
-    optimizer, at the price of one more pass over the gradients; step hooks then see true gradients, too.
+    Four defects of the fused kernels are avoided. SGD's kernel computes wrong steps in bfloat16 and float16 on the CPU
+    (torch 2.13), so a kernel is tried in each precision first, and a group for which it is wrong is not fused. The
+    kernels walk through memory in storage order: gradients and state that are laid out in another way than their
+    parameter (another memory format, expanded, a column of a matrix) would be mixed up or read beyond their end, so
+    they are brought into line. A group that holds a parameter with gaps in its memory is not fused, for the kernel
+    would write into the gaps. Fused SGD fails when only some parameters have momentum yet, as after freezing: the
+    missing buffers start at zero, which is the same update. Under ``GradScaler`` fused SGD reads uninitialised memory
+    if its first step overflows, which does not happen here because ``GradScaler`` unscales gradients itself, as for any
+    optimizer, at the price of one more pass over the gradients. Step hooks then see true gradients, too.
 
     Gradients are looked at before each step, and after the closure if ``step`` is given one. So is the state of
     parameters that are not contiguous. Other state is looked at when it was loaded and when the layout of a parameter
-    has changed: what is written into ``optimizer.state`` by hand for a contiguous parameter must be contiguous.
+    has changed: tensors written into ``optimizer.state`` by hand for a contiguous parameter must be contiguous.
 
     ``optimizer.state_dict()`` returns the flags from before, and a loaded checkpoint keeps the optimizer fused. A group
     goes back to its own form, with a warning, if its gradients are sparse, or one of its parameters has got gaps or
     another precision whose kernel is wrong.
 
     Args:
-        optimizer: Groups that cannot be fused stay as they are: torch then picks foreach on GPUs by itself. That holds
+        optimizer: Groups that cannot be fused do not change: torch then picks foreach on GPUs by itself. That holds
             for groups which are added later, too. Groups that are fused already (built so, or loaded from a checkpoint
             of a fused run) get the same care.
 
@@ -52,11 +52,11 @@ def fuse_optimizer(optimizer: Optimizer) -> Attachment:
 
     Raises:
         TypeError: Not an optimizer.
-        IncompatibleError: A group was built with ``differentiable=True``, which excludes fusing; or the optimizer
-            calls no hooks and wraps no other one.
+        IncompatibleError: A group was built with ``differentiable=True``, which excludes fusing, or the optimizer calls
+            no hooks and wraps no other one.
 
     Warns:
-        NoEffectWarning: Some group cannot be fused, now or later; the message says why.
+        NoEffectWarning: Some group cannot be fused, now or later. The message says why.
 
     Example:
         >>> import torch
@@ -107,7 +107,7 @@ class FusedOptimizer(Algorithm):
             _refuse_differentiable(optimizer)
 
     def attach(self, target: Target) -> Attachment:
-        """Fuse the optimizer of the target; of several, those that can be fused."""
+        """Fuse the optimizer of the target. Of several, the ones that can be fused."""
         found = target.optimizers
         fusible = [one for one in found if self.idle(target.model, one) is None] if target.others else found
         sparse = _sparse(target.model)

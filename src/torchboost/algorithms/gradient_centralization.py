@@ -28,10 +28,10 @@ def centralize_gradients(optimizer: Optimizer, *, skip: Collection[Tensor] = ())
     of each filter's weights where it started, a mild regulariser that often improves generalisation of convolutional
     nets. Not changed: parameters with one axis, those with one entry per row, vectors such as ``(1, n, 1, 1)``, and
     param groups with ``"grad_centralization": False``. Cost: one read and one write of the gradients. Works with any
-    optimizer; the result is the same if gradients are still scaled.
+    optimizer. The result is the same if gradients are still scaled.
 
     Args:
-        optimizer: The optimizer; a pre-hook of its ``step`` does the work.
+        optimizer: The optimizer. A pre-hook of its ``step`` does the work.
         skip: Parameters to skip, such as those that :func:`depthwise_and_normalized` returns.
 
     Example:
@@ -56,8 +56,8 @@ def centralizable(param: Tensor, owner: nn.Module | None) -> bool:
     True for the kernels and matrices of torch's convolutions, linear layers, embeddings, attention and recurrent
     layers, unless their rows have no mean that may go (:func:`~torchboost.optim.transforms.has_rows`: fewer than two
     axes, one entry per row, or a vector). False for depthwise convolutions (one input channel per filter), for the
-    ``NormalizedLinear`` head, and for what other modules hold themselves: it may be a scale, a token or a table of
-    positions. If the owner is not known, the shape decides. Names never do.
+    ``NormalizedLinear`` head, and for parameters that other modules hold themselves: they may be a scale, a token or a
+    table of positions. If the owner is not known, the shape decides. Names never do.
     """
     if owner is None:
         return has_rows(param)
@@ -74,7 +74,7 @@ def depthwise_and_normalized(model: nn.Module) -> set[Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientCentralization(Algorithm):
-    """Centralise the gradients of all kernels and weight matrices of the model; see :func:`centralize_gradients`.
+    """Centralise the gradients of all kernels and weight matrices of the model. See :func:`centralize_gradients`.
 
     Not changed: :func:`depthwise_and_normalized`, and param groups with ``"grad_centralization": False``. Nothing is
     added to checkpoints.
@@ -84,7 +84,7 @@ class GradientCentralization(Algorithm):
     traits: ClassVar[Traits] = Traits(order=40, withdrawn=3, each_optimizer=True)
 
     def attach(self, target: Target) -> Attachment:
-        """Register a pre-hook of each optimizer's step; warn if none holds a parameter to centralise."""
+        """Register a pre-hook of each optimizer's step. Warn if none holds a parameter to centralise."""
         skip = depthwise_and_normalized(target.model)
         groups = [group for optimizer in target.optimizers for group in optimizer.param_groups]
         held = [(param, group) for group in groups for param in group["params"]]

@@ -52,17 +52,17 @@ _MOST_IN_BRANCH = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LessBnReport:
-    """What :func:`less_bn` found and changed; printing it gives a table.
+    """The findings and changes of :func:`less_bn`. Printing it gives a table.
 
     Args:
         found: Names of all BatchNorm layers, in the order of the forward pass.
-        removed: Names of those that are gone.
-        kept: Name of every other one -> why it stayed.
+        removed: Names of the layers that are gone.
+        kept: Name of every other one -> why it was kept.
         folded: Whether the network was trained before, so that removed layers live on in the weights next to them.
         rescaled: Names of layers whose weights were rescaled because their BatchNorm is gone (from scratch only).
-        head: Name of the linear layer that was replaced by a normalised one; None if none was.
+        head: Name of the linear layer that was replaced by a normalised one, or None if none was.
         largest_difference: Of the outputs in eval mode before and after folding, relative to the largest output (before
-            the head is replaced); None if nothing was folded or the network could not be run.
+            the head is replaced). None if nothing was folded or the network could not be run.
         traced: How the data flow was found: ``"fx"``, ``"run"``, ``"structure"`` (not at all), or ``"-"``.
     """
 
@@ -94,25 +94,25 @@ class LessBnReport:
 
 @dataclass(frozen=True, kw_only=True)
 class LessBn(Algorithm):
-    """Train with fewer BatchNorm layers: only one of every residual branch stays, and the stem's.
+    """Train with fewer BatchNorm layers: only one of every residual branch is kept, and the stem's.
 
     See :func:`less_bn`, which does the work, for mechanism and cost.
 
     Args:
         normalize_head: Replace the last linear layer of the forward pass by
-            :class:`~torchboost.graph.norms.NormalizedLinear`; it keeps its parameters.
-        keep: Which BatchNorm of a residual branch stays. ``"narrowest"``: the one over the fewest channels (of several
-            the last), in a bottleneck a quarter of the cost of the last one. The branch then ends without one, see
-            ``blocks_per_norm`` for how it starts. ``"last"``, as in MindSpore: the one right before the addition; in
-            pre-activation blocks the one before the last convolution.
+            :class:`~torchboost.graph.norms.NormalizedLinear`, which keeps its parameters.
+        keep: Which BatchNorm of a residual branch is kept. ``"narrowest"``: the one over the fewest channels (of
+            several the last), in a bottleneck a quarter of the cost of the last one. The branch then ends without one,
+            see ``blocks_per_norm`` for how it starts. ``"last"``, as in MindSpore: the one right before the addition,
+            in pre-activation blocks the one before the last convolution.
         keep_shortcut: Keep the BatchNorms of the shortcuts.
         keep_every: In plain stacks, keep one of every ``keep_every``. 1 keeps all of them, all of the inverted
             residuals without skip, and all of a residual branch with more than 3, which is a stack inside a skip.
-        blocks_per_norm: Above 1, only one of so many consecutive residual blocks keeps its BatchNorm; blocks with
-            a projection and the last block keep theirs. In untrained networks a branch that no longer ends in one
-            starts at ``1 / sqrt(number of residual blocks)`` of unit scale.
-        init: ``"unit_variance"`` rescales the layers that lose their BatchNorm in an untrained network;
-            ``"keep"`` leaves the weights as they are.
+        blocks_per_norm: Above 1, only one of so many consecutive residual blocks keeps its BatchNorm. Blocks with a
+            projection and the last block keep theirs. In untrained networks a branch that no longer ends in one starts
+            at ``1 / sqrt(number of residual blocks)`` of unit scale.
+        init: ``"unit_variance"`` rescales the layers that lose their BatchNorm in an untrained network. ``"keep"`` does
+            not change the weights.
         head_multiplier: Start value of the normalised head's trainable factor.
 
     Example:
@@ -143,7 +143,7 @@ class LessBn(Algorithm):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}; found {getattr(self, name)!r}.")
 
     def idle(self, model: nn.Module, optimizer: Optimizer) -> str | None:
-        """Explain why nothing would be removed; None if something would be."""
+        """Explain why nothing would be removed, or return None if something would be."""
         if not any(isinstance(module, AnyBatchNorm) for module in model.modules()) and not self.normalize_head:
             return "the model has no BatchNorm"
         if self.needs_transform(model):
@@ -157,7 +157,7 @@ class LessBn(Algorithm):
         return any(isinstance(module, (RemovedNorm, NormalizedLinear)) for module in model.modules())
 
     def needs_transform(self, model: nn.Module) -> bool:
-        """Whether something is left to remove or the head is still to be normalised.
+        """Whether a layer can still be removed or the head is still to be normalised.
 
         Traces the bare model, inside a wrapper too. One that is sharded or compiled in place cannot be run for that: it
         counts as done if something was removed from it.
@@ -168,7 +168,7 @@ class LessBn(Algorithm):
         return not self.applied(inner) and any(isinstance(m, AnyBatchNorm) for m in inner.modules())
 
     def transform(self, model: nn.Module, optimizer: Optimizer | None = None, *others: Optimizer) -> None:
-        """Remove the BatchNorms; see :func:`less_bn` for errors and warnings."""
+        """Remove the BatchNorms. See :func:`less_bn` for errors and warnings."""
         _check(model)
         _reduce(model, [one for one in (optimizer, *others) if one is not None], self, None)
 
@@ -189,38 +189,38 @@ def less_bn(
 ) -> LessBnReport:
     """Remove, in place, the BatchNorm layers that are not needed, so that every step costs less.
 
-    The data flow is traced; names do not matter. These stay: in every residual block the BatchNorm of the main branch
-    over the fewest channels; the network's first one; the last one of an inverted residual without skip; in plain
-    stacks one of every ``keep_every`` convolutions, counted back from the last. BatchNorms that do not directly follow
-    a convolution or linear layer outside of residual blocks stay too.
+    The data flow is traced. Names do not matter. These are kept: in every residual block the BatchNorm of the main
+    branch over the fewest channels, the network's first one, the last one of an inverted residual without skip, and in
+    plain stacks one of every ``keep_every`` convolutions, counted back from the last. BatchNorms that do not directly
+    follow a convolution or linear layer outside of residual blocks are kept too.
 
     In an untrained network (all statistics and counters at their initial values) a removed layer becomes the identity
-    and the weights in front, whose random draw stays, are scaled by one number per layer so that activations keep
+    and the weights in front, which are not drawn again, are scaled by one number per layer so that activations keep
     unit variance: ``mean_filter(sum w^2) E[x^2] = 1``, where ``E[x^2]`` is followed through the graph (half behind a
-    ReLU, one behind a BatchNorm, a sum behind an addition). In a trained network the removed layer's statistics
-    and affine are folded into the weights in front; its output in eval mode stays the same, the largest
-    difference is measured. A BatchNorm that cannot be folded stays.
+    ReLU, one behind a BatchNorm, a sum behind an addition). In a trained network the removed layer's statistics and
+    affine are folded into the weights in front. Its output in eval mode is unchanged, and the largest difference is
+    measured. A BatchNorm that cannot be folded is kept.
 
-    Cost: one trace; in trained networks three forward passes. Limits: a fold is exact in eval mode only; training
+    Cost: one trace, and three forward passes in trained networks. Limits: a fold is exact in eval mode only. Training
     on continues without batch statistics, so use a lower learning rate. Optimizer checkpoints from before no
     longer fit.
 
     Args:
-        model: A bare module, in training or eval mode; the mode stays.
-        optimizer: Forgets the parameters that are gone; new ones (biases, the head's factor) join the group of
+        model: A bare module, in training or eval mode. The mode is kept.
+        optimizer: Forgets the parameters that are gone. New ones (biases, the head's factor) join the group of
             the weight they belong to. Needed if it was made before this call.
         normalize_head: Normalise the last linear layer. See :class:`LessBn` for this and the next six.
-        keep: Which BatchNorm of a residual branch stays.
+        keep: Which BatchNorm of a residual branch is kept.
         keep_shortcut: Keep the BatchNorms of the shortcuts.
         keep_every: In plain stacks, keep one of so many.
         blocks_per_norm: Keep a BatchNorm in one of so many residual blocks only.
-        init: What happens to the weights of an untrained network.
+        init: Treatment of the weights of an untrained network.
         head_multiplier: Start value of the head's trainable factor.
-        sample: Input of a forward pass (tensor, tuple or dict); guessed from the first layer if missing.
+        sample: Input of a forward pass (tensor, tuple or dict), guessed from the first layer if missing.
         dry_run: Change nothing (work on a copy) and return the report.
 
     Returns:
-        What was found, removed and kept, and why.
+        The layers that were found, removed and kept, and why.
 
     Raises:
         TypeError: Not a module.
@@ -261,14 +261,14 @@ def less_bn(
 
 
 class _Plan(NamedTuple):
-    """What is to be changed.
+    """The changes to make.
 
     Args:
-        flow: The data flow; empty if there is nothing to look for.
+        flow: The data flow, empty if there is nothing to look for.
         names: Of all modules, BatchNorms first, in the order in which they run.
-        kept: BatchNorms that stay, and why.
+        kept: BatchNorms that are not removed, and why.
         removed: The others.
-        folds: In a trained network, what each BatchNorm can be folded into, or why not.
+        folds: In a trained network, the layer that each BatchNorm can be folded into, or why there is none.
         bare_ends: The last layer of each branch whose sum is not normalised any more, and its initial variance.
         head: The linear layer to replace by a normalised one.
     """
@@ -393,7 +393,7 @@ def _plan(model: nn.Module, settings: LessBn, sample: Any) -> _Plan:
 
 
 def _reason(flow: Dataflow, norm: AnyBatchNorm, reasons: Mapping[int, str | None]) -> str | None:
-    """Return why a BatchNorm stays, by its own properties first, then its position; None if it is removed."""
+    """Return why a BatchNorm is kept, by its own properties first, then its position, or None if it is removed."""
     calls = flow.calls(norm)
     if norm_tail(norm) is None:
         return f"{type(norm).__name__} has its own forward, or hooks"
@@ -407,7 +407,7 @@ def _reason(flow: Dataflow, norm: AnyBatchNorm, reasons: Mapping[int, str | None
 
 
 def _reasons(flow: Dataflow, blocks: list[ResidualBlock], settings: LessBn) -> dict[int, str | None]:
-    """Return for every BatchNorm node in a block or stack why it is needed; None if it is not."""
+    """Return for every BatchNorm node in a block or stack why it is needed, or None if it is not."""
     every = settings.keep_every
     reasons = _reasons_in_blocks(flow, blocks, settings)
     first = next((node.index for node in flow.instances(AnyBatchNorm)), None)
@@ -462,7 +462,7 @@ def _head(flow: Dataflow, model: nn.Module, elsewhere: Mapping[nn.Module, str]) 
 
 
 def _drop(model: nn.Module, plan: _Plan, settings: LessBn) -> tuple[str, ...]:
-    """Remove the BatchNorms of an untrained network; return the names of the layers that were rescaled."""
+    """Remove the BatchNorms of an untrained network. Return the names of the layers that were rescaled."""
     flow, shared = plan.flow, shared_weights(model)
     places = {norm: flow.calls(norm)[0] for norm in plan.removed}
     fronts = {norm: _only_layer_before(flow, place, shared) for norm, place in places.items()}

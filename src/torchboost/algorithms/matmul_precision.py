@@ -25,22 +25,22 @@ def lower_matmul_precision(precision: Precision = "high") -> Attachment:
     """Let the float32 matrix products of this process round their factors, forward and backward.
 
     Calls ``torch.set_float32_matmul_precision``. The setting belongs to the process: other models follow it too. A
-    precision that the program has set, by any of torch's switches, stays as it is. Convolutions are left alone: cuDNN
+    precision that the program has set, by any of torch's switches, is kept. Convolutions are not affected: cuDNN
     computes them in TF32 unless the program says otherwise.
 
     Args:
         precision: ``"high"``: TF32 on CUDA devices, factors of 11 bits. ``"medium"``: bfloat16 on CPUs with AMX,
-            factors of 8 bits; TF32 on CUDA devices.
+            factors of 8 bits, and TF32 on CUDA devices.
 
     Returns:
-        Its ``remove()`` restores the state from before. If others hold this precision too, the last one does so. What
-        the program has set meanwhile stays.
+        Its ``remove()`` restores the state from before. If others hold this precision too, the last one does so. A
+        precision that the program has set meanwhile is kept.
 
     Raises:
         ValueError: Another precision.
 
     Warns:
-        NoEffectWarning: The program has set another precision, or this was called with another one. It stays.
+        NoEffectWarning: The program has set another precision, or this was called with another one. It is kept.
 
     Example:
         >>> import torch
@@ -132,7 +132,7 @@ def _check(precision: Any) -> None:
 
 
 def _process_wide() -> str | None:
-    """Return what ``torch.set_float32_matmul_precision`` set; None if backends were set one by one since."""
+    """Return the setting of ``torch.set_float32_matmul_precision``, or None if backends were set one by one since."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
@@ -144,7 +144,7 @@ def _by_backend() -> dict[str, str]:
 
 
 def _taken(precision: str) -> str | None:
-    """Say which precision of products is set that must stay; None if there is none, or if all hold this one."""
+    """Name a precision of products that is set and must be kept, or None if there is none, or all hold this one."""
     for held in filter(_Lowered.in_force, _HOLDERS):
         return None if held.precision == precision else f"another model has set precision={held.precision!r}"
     said = [f"torch.backends.{name}.fp32_precision is {v!r}" for name, v in _by_backend().items() if v != "none"]

@@ -29,8 +29,8 @@ def sparse_head_forward(model: nn.Module) -> Attachment:
 
     The product of the last hidden states with the output embeddings waits until something reads it. A cross entropy
     with ``ignore_index`` reads the labelled rows, and only they are computed. Everything else that reads logits gets
-    all of them, and later calls then compute them at once. The first call computes everything and sees what the loop
-    reads. Losses and gradients are the same numbers up to the order of additions.
+    all of them, and later calls then compute them at once. The first call computes everything and sees which logits the
+    loop reads. Losses and gradients are the same numbers up to the order of additions.
 
     Args:
         model: The bare model, as the loop calls it. Its head is ``model.get_output_embeddings()`` if it has this

@@ -98,7 +98,7 @@ class Threads(Algorithm):
 
 
 def counts(root: Path = _SYSTEM) -> list[int]:
-    """Return the numbers of threads that may be better than that of torch, the likeliest first.
+    """Return the numbers of threads that may be better than torch's, the likeliest first.
 
     Args:
         root: Of the file system.
@@ -115,7 +115,7 @@ def counts(root: Path = _SYSTEM) -> list[int]:
 
 
 def _siblings(root: Path, cpu: int) -> str:
-    """Return the hyper-threads of the core of a processor, as the system writes them; empty if it does not."""
+    """Return the hyper-threads of the core of a processor, as the system writes them, empty if it does not."""
     try:
         return (root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text(encoding="ascii")
     except OSError:

@@ -1,4 +1,4 @@
-"""Leave out the padding of a batch of sequences: no result depends on it."""
+"""Skip the padding of a batch of sequences: no result depends on it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PAIRS: tuple[Pair, ...] = (
     ("decoder_attention_mask", "decoder_input_ids"),
     ("decoder_attention_mask", "decoder_inputs_embeds"),
 )
-"""Arguments of the models of transformers: a mask, and what it masks."""
+"""Arguments of the models of transformers: a mask, and the argument that it masks."""
 
 
 def unpad_forward(model: nn.Module, *, pairs: Sequence[Pair] = _PAIRS) -> Attachment:
@@ -37,14 +37,14 @@ def unpad_forward(model: nn.Module, *, pairs: Sequence[Pair] = _PAIRS) -> Attach
     layers, norms and activations, compute these rows. Attention is computed for sequences of about the same length
     together, if its mask excludes the padding. A loss computes the positions that it does not ignore. Every other
     function needs the whole tensor: the call is then repeated with the padding, and calls of this kind are no longer
-    tried. So losses and gradients are those of the padded batch up to the order of additions, or the padding is not
-    left out.
+    tried. So losses and gradients equal the padded batch's up to the order of additions, or the padding is computed,
+    too.
 
-    What is padding is known from the masks among the arguments, from the ``padding_idx`` of embeddings and from the
+    The padding is known from the masks among the arguments, from the ``padding_idx`` of embeddings and from the
     ``key_padding_mask`` of ``nn.MultiheadAttention``. It is a guess: if it is wrong, a function asks for the padding.
 
-    Outputs keep their padded shape. What the loop reads at tokens is there. If it reads padding, the call is repeated
-    for it, and later calls compute the padding. The first call computes everything and sees what the loop reads.
+    Outputs keep their padded shape. Their tokens are computed. If the loop reads padding, the call is repeated, and
+    later calls compute the padding. The first call computes everything and sees which positions the loop reads.
 
     Dropout draws one number for each computed entry, so it draws others than with the padding. Evaluation is not
     changed.
@@ -63,7 +63,7 @@ def unpad_forward(model: nn.Module, *, pairs: Sequence[Pair] = _PAIRS) -> Attach
 
     Cost: about 20 microseconds for each function of torch in a forward pass, and one reading of the mask.
 
-    Source: the idea is that of the unpadded BERT of MLPerf (Zeng et al., Boosting Distributed Training Performance of
+    Source: the idea comes from the unpadded BERT of MLPerf (Zeng et al., Boosting Distributed Training Performance of
     the Unpadded BERT Model, arXiv:2208.08124).
 
     Example:
@@ -89,7 +89,7 @@ class Unpad(Algorithm):
     """Settings of :func:`unpad_forward`.
 
     Args:
-        pairs: Names of masks and of what they mask.
+        pairs: Names of masks and of the arguments that they mask.
     """
 
     name: ClassVar[str] = "unpad"
@@ -114,7 +114,7 @@ class Unpad(Algorithm):
         return None
 
     def fitted(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Self:
-        """See in one pass whether the padding of a call can be left out."""
+        """See in one pass whether the padding of a call can be skipped."""
         with _attached(model, (), self.pairs) as live:
             model(*args, **kwargs)
         reason = live.remark or ("" if live.calls else "the first batch has next to no padding")

@@ -16,7 +16,7 @@ __all__ = ["Block", "blocks_of", "group_starts"]
 
 _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _STACK = 4
-"""A container of this many layers is a stack that is cut between layers; residual bodies have up to three."""
+"""A container of this many layers is a stack that is cut between layers. Residual bodies have up to three."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -36,12 +36,12 @@ class Block:
 
 
 def blocks_of(model: nn.Module) -> tuple[Block, ...]:
-    """Return the blocks of a model in the order in which they run; together they hold every parameter once.
+    """Return the blocks of a model in the order in which they run. Together they hold every parameter once.
 
     A block is a module without repeated blocks inside (a residual block, a transformer layer), or a single layer of a
-    plain stack; normalisations join the layer before them. The order is that of the traced data flow
-    (:func:`torchboost.graph.trace.trace`). If the model can be neither traced nor run, and under FSDP2, it is the
-    order of registration. Tied weights belong to the block that uses them last.
+    plain stack. Normalisations join the layer before them. The order is the order of the traced data flow
+    (:func:`torchboost.graph.trace.trace`). If the model can be neither traced nor run, and under FSDP2, it is the order
+    of registration. Tied weights belong to the block that uses them last.
 
     Args:
         model: Wrapped or not.
@@ -56,7 +56,7 @@ def blocks_of(model: nn.Module) -> tuple[Block, ...]:
 
 
 def group_starts(blocks: int, groups: int) -> tuple[int, ...]:
-    """Return the first block of each group; groups are as even as possible, and at most as many as blocks.
+    """Return the first block of each group. Groups are as even as possible, and at most as many as blocks.
 
     Example:
         >>> group_starts(8, 3)
@@ -116,7 +116,7 @@ def _holds_blocks(module: nn.Module) -> bool:
 
 
 def _in_order(units: list[_Unit], flow: Dataflow) -> list[_Unit]:
-    """Sort units by the last call of any of their modules; units without a call stay after their predecessor."""
+    """Sort units by the last call of any of their modules. Units without a call follow their predecessor."""
     keys, last = [], -1
     for unit in units:
         calls = [call for module in unit.modules() for call in flow.calls(module)]

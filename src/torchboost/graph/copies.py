@@ -40,13 +40,13 @@ __all__ = [
 
 
 def twin(model: nn.Module) -> nn.Module:
-    """Return a deep copy in eval mode that computes what the forward of ``model`` itself computes.
+    """Return a deep copy in eval mode that computes the same as the forward of ``model`` itself.
 
     The copy is not compiled, and has neither the covers and hooks of this package nor Accelerate's mixed precision
     around ``forward``. Activations that the model keeps as attributes are detached from their graph.
 
     Args:
-        model: A bare module; not changed.
+        model: A bare module. It is not changed.
 
     Raises:
         TypeError: The model holds something that cannot be copied, or a part that is its own copy.
@@ -55,7 +55,7 @@ def twin(model: nn.Module) -> nn.Module:
 
 
 def _copied(model: nn.Module, *, numbers: bool) -> nn.Module:
-    """Return a copy; ``numbers``: with the values of the parameters."""
+    """Return a copy. ``numbers``: with the values of the parameters."""
     hooks = [hook for module in model.modules() for slots in module_hooks(module) for hook in slots.values()]
     memo: dict[int, Any] = {id(hook): hook for hook in hooks if is_our_hook(hook)}
     if not numbers:
@@ -145,16 +145,16 @@ def copies_of(*models: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def undisturbed(model: nn.Module, *, numbers: bool = True) -> Iterator[nn.Module]:
-    """Yield a copy of a model in eval mode to run without gradients; see :func:`twin`.
+    """Yield a copy of a model in eval mode to run without gradients. See :func:`twin`.
 
     Default generators are restored (:func:`generators_kept`).
 
-    Operations of this thread on parameters and buffers of the original are refused. A deep copy does not copy what a
-    function holds (a wrapped ``forward``, a lambda that uses ``self``), nor the target of a weak reference. Such a copy
-    would compute with the weights of the original, write its statistics and add to its gradients.
+    Operations of this thread on parameters and buffers of the original are refused. A deep copy does not copy objects
+    that a function holds (a wrapped ``forward``, a lambda that uses ``self``), nor the target of a weak reference. Such
+    a copy would compute with the weights of the original, write its statistics and add to its gradients.
 
     Args:
-        model: A bare module; not changed. The models of the surrounding :func:`copies_of` are protected too.
+        model: A bare module. It is not changed. The models of the surrounding :func:`copies_of` are protected too.
         numbers: If False, the parameters of the copy are on the device ``meta`` and need no memory.
 
     Raises:
@@ -220,7 +220,7 @@ class _Watch(DispatchMode):
 
 
 def memory(tensor: Tensor) -> int:
-    """Return the address of a tensor's memory; 0 without one."""
+    """Return the address of a tensor's memory, 0 without one."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # sparse, fake, wrapped by functorch
@@ -239,7 +239,7 @@ def generator_states(devices: Sequence[torch.device]) -> list[Tensor]:
 
 
 def set_generator_states(states: Sequence[Tensor], devices: Sequence[torch.device]) -> None:
-    """Set what :func:`generator_states` has returned for these devices."""
+    """Set the states that :func:`generator_states` has returned for these devices."""
     torch.set_rng_state(states[0])
     for device, state in zip(devices, states[1:], strict=True):
         torch.get_device_module(device).set_rng_state(state, device)

@@ -45,7 +45,7 @@ class Node:
 
 
 class Branches(NamedTuple):
-    """Two or more paths that split at ``fork`` and meet again; an identity shortcut is an empty path."""
+    """Two or more paths that split at ``fork`` and meet again. An identity shortcut is an empty path."""
 
     fork: int
     paths: tuple[frozenset[int], ...]

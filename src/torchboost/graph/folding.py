@@ -46,7 +46,7 @@ class FoldReport:
         folded: Names of the BatchNorms that were folded.
         kept: Name of every other BatchNorm -> the reason why it was kept.
         largest_difference: Largest difference of the outputs before and after in eval mode, relative to the largest
-            output; None if nothing was folded or the network could not be run on ``sample`` or a guessed input.
+            output. None if nothing was folded or the network could not be run on ``sample`` or a guessed input.
         traced: How the data flow was found: ``"fx"``, ``"run"``, ``"structure"``, or ``"-"`` without BatchNorms.
     """
 
@@ -67,18 +67,18 @@ class FoldReport:
 def fold_batch_norms(model: nn.Module, optimizer: Optimizer | None = None, *, sample: Any = None) -> FoldReport:
     """Fold every BatchNorm in eval mode into the convolution or linear layer before it, exactly and in place.
 
-    A BatchNorm is folded if it is certain that in every call it is the only consumer of a layer's output; see
+    A BatchNorm is folded if it is certain that in every call it is the only consumer of a layer's output. See
     :func:`plan_folds`. The scale is multiplied into the weight and the shift added to the bias
-    (``w' = w g / sqrt(v + eps)``, ``b' = (b - m) g / sqrt(v + eps) + beta``, computed in float64). What a subclass of
-    BatchNorm runs after the normalisation, such as a dropout and an activation, stays. The outputs before and after
-    are compared; if they differ by more than rounding, everything is restored.
+    (``w' = w g / sqrt(v + eps)``, ``b' = (b - m) g / sqrt(v + eps) + beta``, computed in float64). Modules that a
+    subclass of BatchNorm runs after the normalisation, such as a dropout and an activation, are kept. The outputs
+    before and after are compared. If they differ by more than rounding, everything is restored.
 
     Limits: arguments without a default are assumed to be tensors, and Python attributes that the forward reads are
     assumed not to change.
 
     Args:
-        model: Changed in place. BatchNorms in training mode stay.
-        optimizer: The parameters of folded layers are removed from it; new biases join the group of their weight.
+        model: Changed in place. BatchNorms in training mode are kept.
+        optimizer: The parameters of folded layers are removed from it. New biases join the group of their weight.
         sample: Input for the trace and the comparison, of the kind that the model will be called with: the same
             arguments with the same number of dimensions. Without it only folds that hold for every kind of input are
             made, and the comparison uses a guessed input.
@@ -112,10 +112,10 @@ def plan_folds(model: nn.Module, *, flow: Dataflow, sample: Any = None) -> dict[
 
     In every call the norm must read the layer's output on the axis of the layer's channels, and nothing else may read
     it. A symbolic trace of a forward whose arguments have no defaults proves this for all tensors, if every decision by
-    a value or a shape was followed both ways. Such a forward is searched from the outside inwards: first that of the
-    model, then those of its parts, provided that the norm and the layer run inside it in the traced pass. If the model
+    a value or a shape was followed both ways. Such a forward is searched from the outside inwards: first the model's,
+    then the forwards of its parts, provided that the norm and the layer run inside it in the traced pass. If the model
     runs on ``sample`` or on a guessed input, that pass must show the same pair. After a linear layer it must also show
-    two dimensions, as the channels might be on another axis; without ``sample``, a convolution or a flattening that
+    two dimensions, as the channels might be on another axis. Without ``sample``, a convolution or a flattening that
     fixes their number must come before.
 
     Hooks, a ``forward`` set on an instance, parametrizations, shared weights, modules that run twice, and norms that
@@ -123,7 +123,7 @@ def plan_folds(model: nn.Module, *, flow: Dataflow, sample: Any = None) -> dict[
     tensors, and Python attributes that the forward reads are assumed not to change.
 
     Args:
-        model: Bare, in any mode; its forward in eval mode is examined. It is not changed.
+        model: Bare, in any mode. Its forward in eval mode is examined. It is not changed.
         flow: Its data flow.
         sample: Input of a forward pass: a tensor, a tuple or a dict. Every call is assumed to give the same arguments
             with the same number of dimensions.
@@ -174,7 +174,7 @@ def _has_fixed_arguments(module: nn.Module) -> bool:
 def _fold_of(
     norm: AnyBatchNorm, passes: list[Dataflow], regions: list[_Region], shared: set[Tensor], *, exemplary: bool
 ) -> nn.Module | str:
-    """Return the layer to fold a norm into; ``exemplary``: the dimensions in the passes are those of every call."""
+    """Return the layer to fold a norm into. ``exemplary``: every call has the dimensions of the passes."""
     layer = _layer_before(passes[0], norm, shared)
     if isinstance(layer, str):
         return layer
@@ -261,13 +261,13 @@ def fold_pairs(
 ) -> float | None:
     """Fold each BatchNorm into its layer and compare the outputs in eval mode.
 
-    If they differ, or on an error, everything is restored. Arguments are those of :func:`fold_batch_norms`.
+    If they differ, or on an error, everything is restored. Arguments are as in :func:`fold_batch_norms`.
 
     Returns:
         The largest difference relative to the largest output, or None if the model could not be run.
 
     Raises:
-        IncompatibleError: The outputs differ by more than rounding; the model was restored.
+        IncompatibleError: The outputs differ by more than rounding. The model was restored.
         ValueError: The model does not run on ``sample``, or computes NaN or infinities.
     """
     if not folds:
@@ -313,9 +313,9 @@ def _fold(norm: Any, layer: nn.Module) -> None:
 
 
 def largest_difference(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
-    """Return the largest change of an output, relative to the largest output; infinite if they cannot be compared.
+    """Return the largest change of an output, relative to the largest output, infinite if they cannot be compared.
 
-    Infinities, such as those of masks, must be at the same positions.
+    Infinities, such as in masks, must be at the same positions.
     """
     if [(a.shape, a.dtype) for a in before] != [(b.shape, b.dtype) for b in after]:
         return math.inf

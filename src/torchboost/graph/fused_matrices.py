@@ -1,4 +1,4 @@
-"""Parameters that hold several matrices, such as gates: found by what happens to the outputs of their products."""
+"""Parameters that hold several matrices, such as gates: found by the uses of the outputs of their products."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Marks", "OutputTrail", "Parts", "agreed_parts", "parts_of_gates"]
 Spot = tuple[int, int]
 """The number of a parameter, and one of its axes."""
 Rows = Mapping[Spot, Tensor]
-"""Of each entry of a tensor the place along an axis of a parameter that it belongs to, or -1; of the tensor's shape."""
+"""For each entry of a tensor its place along an axis of a parameter, or -1, in the shape of the tensor."""
 
 _MOVES = frozenset(
     {
@@ -43,7 +43,7 @@ _TRANSPOSED = 6
 _HIDDEN = {"mkldnn_rnn_layer": 10, "_cudnn_rnn": 7, "miopen_rnn": 6}
 """By operation of a whole recurrent layer: the argument with the hidden size, the number of rows of each gate."""
 _CUT = {"_thnn_fused_lstm_cell": 4, "_thnn_fused_gru_cell": 3, "glu": 2}
-"""By operation: the number of parts along the last axis, or that of its second argument, which it reads apart."""
+"""By operation: the number of parts that it reads apart, along the axis in its second argument, or the last one."""
 
 
 class Parts(NamedTuple):
@@ -92,7 +92,7 @@ def agreed_parts(parts: Mapping[nn.Parameter, Parts | None]) -> dict[torch.Size,
 
 
 class Marks(NamedTuple):
-    """What is known about a piece of memory.
+    """The known facts about a piece of memory.
 
     Args:
         same: Numbers of the parameters that it holds or copies.
@@ -108,16 +108,16 @@ class Marks(NamedTuple):
 
 
 Operand = tuple[Tensor, Marks]
-"""A tensor that an operation reads, and what is known about it."""
+"""A tensor that an operation reads, and the known facts about it."""
 
 
 class OutputTrail:
     """Follow the outputs of each matrix to the operations that use them.
 
-    Outputs that an operation reads in one operand are those of one matrix, and so are outputs that are added. Outputs
-    that are only multiplied with each other, entry by entry, or read by different operations, are those of several
-    matrices: the network computes the same with a layer for each. Views, casts and functions of single entries are
-    followed. An operation that is not known reads all of its operand.
+    Outputs that an operation reads in one operand belong to one matrix, and so do outputs that are added. Outputs that
+    are only multiplied with each other, entry by entry, or read by different operations, belong to several matrices:
+    the network computes the same with a layer for each. Views, casts and functions of single entries are followed. An
+    operation that is not known reads all of its operand.
 
     Args:
         parameters: By number.
@@ -163,7 +163,7 @@ class OutputTrail:
             self._unite([self._rows_of(output)])
 
     def parts_of(self, number: int, *, filters: bool) -> Parts | None:
-        """Return the matrices in a parameter; None if it is one, or if that cannot be told.
+        """Return the matrices in a parameter, or None if it is one, or if that cannot be told.
 
         Args:
             number: Of the parameter.
@@ -183,7 +183,7 @@ class OutputTrail:
         return Parts.of(axes[0] - stacked, sizes[:kinds], repeats)
 
     def _rows_of(self, tensor: Tensor) -> Rows:
-        """Return the rows in a tensor, but those of parameters that are known to be one matrix."""
+        """Return the rows in a tensor, except rows of parameters that are known to be one matrix."""
         address = memory(tensor)
         if address not in self._known:
             return {}
@@ -218,7 +218,7 @@ class OutputTrail:
         return after
 
     def _combined(self, name: str, operands: Sequence[Operand], rows: Sequence[Rows], result: Tensor) -> Rows:
-        """Return the rows after an operation on single entries; those of the factors of a product end here."""
+        """Return the rows after an operation on single entries. The rows of the factors of a product end here."""
         if name not in _SUMS and sum(of.depends for _, of in operands) > 1:
             for one in rows:
                 self._unite([one])
@@ -270,7 +270,7 @@ class OutputTrail:
             self._unite([rows])
 
     def _unite(self, several: Sequence[Rows], *, joint: bool = False) -> None:
-        """Note that the rows in a tensor are those of one matrix; with ``joint`` those in several tensors together."""
+        """Note that the rows in a tensor belong to one matrix, with ``joint`` the rows in several tensors together."""
         for spot in {spot for rows in several for spot in rows}:
             listed = [rows[spot] for rows in several if spot in rows]
             for some in [listed] if joint else [[entries] for entries in listed]:
@@ -313,7 +313,7 @@ def _cut(rows: Rows, axis: int, count: int) -> list[Rows]:
 
 
 def _line(entries: Tensor, axis: int) -> Tensor | None:
-    """Return the numbers along an axis; None if they do not differ along it, or differ along another."""
+    """Return the numbers along an axis, or None if they do not differ along it, or differ along another."""
     if entries.ndim < -axis or not entries.numel():
         return None
     short = _short(entries)
@@ -334,7 +334,7 @@ def _short(entries: Tensor) -> Tensor:
 
 
 def _geometry(tensor: Tensor) -> Any:
-    """Return what tells the entries of a tensor from those of others; None if it has no memory of its own."""
+    """Return a key that tells the entries of a tensor from other entries, or None if it has no memory of its own."""
     if tensor.layout is not torch.strided or not memory(tensor):
         return None
     return memory(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()

@@ -19,8 +19,8 @@ from torchboost.graph.trace import Arguments, call, first_run
 __all__ = ["Place", "Use", "matrix_uses"]
 
 Place = Literal["input", "hidden", "output", "lookup", "other", "not reached"]
-"""A matrix multiplied with the model's input, with activations, or for the output; a table of rows; anything else; or
-a parameter that the pass did not use."""
+"""A matrix multiplied with the model's input, with activations, or for the output. A table of rows. Anything else. A
+parameter that the pass did not use."""
 
 
 class Use(NamedTuple):
@@ -82,8 +82,8 @@ def matrix_uses(model: nn.Module, sample: Any = None) -> dict[nn.Parameter, Use]
     without another product between.
 
     Args:
-        model: Wrapped or not; it is not changed. Sharded models cannot be run.
-        sample: An input; None guesses one: noise for the first layer, or the numbers of a few tokens, once for each
+        model: Wrapped or not. It is not changed. Sharded models cannot be run.
+        sample: An input. None guesses one: noise for the first layer, or the numbers of a few tokens, once for each
             argument that a call must have.
 
     Raises:
@@ -134,7 +134,7 @@ def _tokens(model: nn.Module) -> tuple[Tensor, ...]:
 class _Recorder(DispatchMode):
     """Follow parameters, and the products they take part in, through the operations of one pass.
 
-    Marks belong to memory, so a view has those of its tensor, and a write into a view reaches the tensor.
+    Marks belong to memory, so a view has the marks of its tensor, and a write into a view reaches the tensor.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -172,7 +172,7 @@ class _Recorder(DispatchMode):
         elif name in _LOOKUPS and marks and marks[0].same:
             stacks = frozenset(number for number in marks[0].same if self._kept[number].ndim > 2)
             self._note(marks[0].same - stacks, "lookup")
-            same = stacks  # whole matrices were chosen, such as those of the experts of a token
+            same = stacks  # whole matrices were chosen, such as the experts of a token
         depends = any(of.depends or of.same for of in marks)
         after = Marks(same, last, depends, any(of.given for of in marks))
         holders = {memory(one) for one, of in zip(operands, marks, strict=True) if of.same}

@@ -1,4 +1,4 @@
-"""The roles of the BatchNorms in a network, what they compute, and what does without them: scaled weights, a head."""
+"""The roles of the BatchNorms in a network, their computation, and replacements for them: scaled weights, a head."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def is_customised(module: nn.Module) -> bool:
 
 
 def _tail_in_a_run(norm: AnyBatchNorm, training: bool) -> tuple[str, ...] | None:
-    """Run a norm with random numbers; return the children that ran, if nothing else did."""
+    """Run a norm with random numbers. Return the children that ran, if nothing else did."""
     called: list[str] = []
     for name, child in norm.named_children():
         child.register_forward_hook(lambda *_, name=name: called.append(name))
@@ -198,7 +198,7 @@ def plain_stacks(flow: Dataflow, blocks: list[ResidualBlock]) -> Iterator[tuple[
     inverted residual without skip.
 
     Yields:
-        For every layer the BatchNorm node directly after it, or None; and whether the last BatchNorm feeds a layer or
+        For every layer the BatchNorm node directly after it, or None, and whether the last BatchNorm feeds a layer or
         an addition without an activation in between, so that the run is one block.
     """
     onwards = _onwards(flow)
@@ -220,7 +220,7 @@ def plain_stacks(flow: Dataflow, blocks: list[ResidualBlock]) -> Iterator[tuple[
 
 
 def _onwards(flow: Dataflow) -> list[int | None]:
-    """Return for every node the single node that uses its output; gates around it are skipped."""
+    """Return for every node the single node that uses its output. Gates around it are skipped."""
     gates: dict[int, list[tuple[int, set[int]]]] = {}
     for node in flow.nodes:
         branches = flow.branches(node.index)
@@ -281,10 +281,10 @@ def rescale_layers(flow: Dataflow, targets: Mapping[int, float], removed: Collec
     """Scale weights by one factor per layer, so that layer outputs have a given mean square.
 
     Mean and variance are propagated from the input, where they are 0 and 1. A layer gives mean 0 and its input's mean
-    square times ``mean_filter(sum w^2)`` (weights are drawn independently with mean zero). A BatchNorm gives those of
-    its scale and shift, an addition sums both, and a one-sided activation such as ReLU gives those of a rectified
-    normal variable; other operations change nothing. No data is needed, so all ranks get the same weights. Limits:
-    this is an estimate, and correlations between branches are ignored.
+    square times ``mean_filter(sum w^2)`` (weights are drawn independently with mean zero). A BatchNorm gives the
+    moments of its scale and shift, an addition sums both, and a one-sided activation such as ReLU gives the moments of
+    a rectified normal variable. Other operations change nothing. No data is needed, so all ranks get the same weights.
+    Limits: this is an estimate, and correlations between branches are ignored.
 
     Args:
         flow: The data flow.
@@ -371,7 +371,7 @@ def _is_one_sided(name: str) -> bool:
 class NormalizedLinear(nn.Module):
     """A last layer whose logits depend only on directions: ``multiplier * (x/|x| (w/|w|)^T + bias)``.
 
-    Input rows and weight rows are L2-normalised, so the logits are bounded and need no normalisation layer before them;
+    Input rows and weight rows are L2-normalised, so the logits are bounded and need no normalisation layer before them.
     ``multiplier`` is a trainable factor of shape ``(1,)`` (FSDP2 shards no scalars). Norms below 0.01 count as 0.01.
     Cost: one more pass over input and weight.
 

@@ -31,7 +31,7 @@ _TENSORS = ("weight", "bias", "running_mean", "running_var", "num_batches_tracke
 
 
 class RemovedNorm(nn.Module):
-    """The identity in place of a BatchNorm; its type marks the removal, also in a wrapped or sharded model.
+    """The identity in place of a BatchNorm. Its type marks the removal, also in a wrapped or sharded model.
 
     It has the settings of the BatchNorm (``num_features``, ``eps``, ``momentum``, ``affine``,
     ``track_running_stats`` and any other attribute that was set). If a subclass of BatchNorm runs modules after the
@@ -45,21 +45,21 @@ class RemovedNorm(nn.Module):
     attribute such as ``weight`` is read, which cannot be written to.
 
     Args:
-        norm: The BatchNorm; see :func:`~torchboost.graph.norms.norm_tail` for the kinds that can be removed.
+        norm: The BatchNorm. See :func:`~torchboost.graph.norms.norm_tail` for the kinds that can be removed.
         copies: Return a copy of the input. Needed if the input is used elsewhere and something may write to the output
             in place.
-        layer: The layer before it, if this BatchNorm is its only consumer; the BatchNorm can then be folded into it.
+        layer: The layer before it, if this BatchNorm is its only consumer. The BatchNorm can then be folded into it.
         near: A module whose device and precision the entries have, if there is no ``layer``.
 
     Attributes:
         copies: As given.
-        tail: Names of the modules that the input passes through; they are the first children, in this order.
-        adds_bias: Whether ``layer`` had no bias; if it has one now, that bias holds the shift of the BatchNorm.
-        batches: Number of batches that the BatchNorm had counted; None if it had no counter.
+        tail: Names of the modules that the input passes through. They are the first children, in this order.
+        adds_bias: Whether ``layer`` had no bias. If it has one now, that bias holds the shift of the BatchNorm.
+        batches: Number of batches that the BatchNorm had counted, or None if it had no counter.
         loads_first: Whether it is registered before ``layer``, so that ``load_state_dict`` comes to it first.
 
     Raises:
-        ValueError: It is not known what the BatchNorm computes.
+        ValueError: The computation of the BatchNorm is not known.
     """
 
     __jit_unused_properties__ = ("layer",)
@@ -106,7 +106,7 @@ class RemovedNorm(nn.Module):
         return output
 
     def entries(self) -> dict[str, Tensor]:
-        """Return the tensors of a BatchNorm that does what this module does. The bias is the layer's own tensor."""
+        """Return the tensors of a BatchNorm that does the same as this module. The bias is the layer's own tensor."""
         near = next((module for module in (*self._layer, *vars(self).get("_near", ()))), None)
         like = None if near is None else next((p for p in near.parameters() if p.is_floating_point()), None)
         dtype, device = (torch.get_default_dtype(), "cpu") if like is None else (like.dtype, like.device)
@@ -125,7 +125,7 @@ class RemovedNorm(nn.Module):
         return entries
 
     def _shift(self) -> Tensor | None:
-        """Return what folding gave to the layer before, which had no bias."""
+        """Return the bias that folding gave to the layer before, which had none."""
         layer = self.layer
         bias = None if layer is None or not self.adds_bias else parameter_slots(layer).get("bias")
         return None if bias is None else bias.detach()
@@ -163,7 +163,7 @@ class RemovedNorm(nn.Module):
         layer.register_load_state_dict_pre_hook(_keep)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Warn if the model is written by ``torch.save``: what was removed is a class of this package."""
+        """Warn if the model is written by ``torch.save``: a removed norm is a class of this package."""
         if protocol < _COPYING:
             warnings.warn(
                 "the whole model is saved, and less_bn removed BatchNorms from it. The file loads only if torchboost "
@@ -205,12 +205,12 @@ class RemovedNorm(nn.Module):
             error_msgs.append(f"'{prefix[:-1]}' {error}")
 
     def extra_repr(self) -> str:
-        """Return the width and what happens to the input, for ``repr``."""
+        """Return the width and the path of the input, for ``repr``."""
         return f"{self.num_features}{', copies' * self.copies}"
 
     @torch.no_grad()
     def _take(self, entries: Mapping[str, Tensor], *, assign: bool) -> str | None:
-        """Give scale and shift of loaded entries to the layer before; return why this is impossible, if it is."""
+        """Give scale and shift of loaded entries to the layer before. Return why this is impossible, if it is."""
         mean, variance = _whole(entries["running_mean"]), _whole(entries["running_var"])
         if mean.is_meta:
             return None
@@ -244,7 +244,7 @@ class RemovedNorm(nn.Module):
 
 
 def put_removed_norm(model: nn.Module, norm: nn.Module, *, copies: bool, layer: nn.Module | None) -> RemovedNorm:
-    """Replace a BatchNorm by a :class:`RemovedNorm`, and return that; arguments as there."""
+    """Replace a BatchNorm by a :class:`RemovedNorm`, and return the new module. Arguments as there."""
     order = list(model.modules())
     near = next((module for module in order if isinstance(module, (AnyConv, nn.Linear))), None)
     stand_in = RemovedNorm(norm, copies=copies, layer=layer, near=near)
@@ -254,7 +254,7 @@ def put_removed_norm(model: nn.Module, norm: nn.Module, *, copies: bool, layer: 
 
 
 def show_bias(layer: nn.Module) -> None:
-    """Undo what :meth:`RemovedNorm.hide_bias` did to a layer."""
+    """Undo the effect of :meth:`RemovedNorm.hide_bias` on a layer."""
     for hooks in state_dict_hooks(layer):
         for key in [key for key, hook in hooks.items() if getattr(hook, "hook", hook) in (_leave_out, _keep)]:
             del hooks[key]
@@ -277,7 +277,7 @@ def fused_weights(
     scale: Tensor | None,
     shift: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return weight and bias of a layer that does what it and the BatchNorm after it do in eval mode, in float64.
+    """Return weight and bias of a layer that replaces a layer and the BatchNorm after it in eval mode, in float64.
 
     Args:
         layer: A convolution or linear layer.

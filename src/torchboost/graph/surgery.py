@@ -32,7 +32,7 @@ __all__ = [
 def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
     """Replace ``old`` by ``new`` everywhere inside ``model``: under every name and in every parent that shares it.
 
-    ``new`` gets the training flag of ``old``; submodules of ``old`` inside ``new`` keep theirs. Parameters and hooks
+    ``new`` gets the training flag of ``old``. Submodules of ``old`` inside ``new`` keep theirs. Parameters and hooks
     are not copied.
     """
     parts = set(old.modules())
@@ -51,11 +51,11 @@ def changing(
 ) -> Iterator[None]:
     """Change the modules of a model in this block, and let optimizers follow at its end: all of it or nothing.
 
-    The optimizers, their group dicts and their number stay the same objects. Parameters that are gone leave their
-    group, and their state is dropped. A new one is inserted right after the weight of its module, in the same group;
-    if an optimizer does not hold that weight, it does not get the new parameter. A group that loses its last parameter
-    stays as an empty group, so that schedulers keep their list of learning rates. Earlier checkpoints of the optimizer
-    no longer fit, because parameters are stored by position.
+    The optimizers and their group dicts remain the same objects, and their number is unchanged. Parameters that are
+    gone are removed from their group, and their state is dropped. A new one is inserted right after the weight of its
+    module, in the same group. If an optimizer does not hold that weight, it does not get the new parameter. A group
+    that loses its last parameter is kept as an empty group, so that schedulers keep their list of learning rates.
+    Earlier checkpoints of the optimizer no longer fit, because parameters are stored by position.
 
     If the block raises or is interrupted, everything is restored: the places of modules and parameters, training flags,
     hooks of state dicts, the parameters and the state of the optimizers, and the values in ``written``. Objects keep
@@ -67,7 +67,7 @@ def changing(
         written: Tensors that the block changes in place.
 
     Raises:
-        ValueError: In a group, the numbers of names and parameters differ; the block did not run.
+        ValueError: In a group, the numbers of names and parameters differ. The block did not run.
 
     Cost: a copy of ``written``.
     """
@@ -221,9 +221,9 @@ def need_copies(flow: Dataflow, norms: Iterable[int]) -> set[int]:
     """Return which of the removed normalisations must return a copy of their input, not the input itself.
 
     A normalisation returns a new tensor. If its input is returned instead, a later in-place ReLU or ``+=`` overwrites
-    what others still read (the skip path) or what autograd keeps for the backward pass. This cannot happen if the input
-    comes from a convolution or linear layer and is used nowhere else, or if no operation writes in place and the output
-    is not one of the model.
+    values that others still read (the skip path) or that autograd keeps for the backward pass. This cannot happen if
+    the input comes from a convolution or linear layer and is used nowhere else, or if no operation writes in place and
+    the output is not one of the model.
 
     Args:
         flow: The data flow of the forward pass.
@@ -236,7 +236,7 @@ def need_copies(flow: Dataflow, norms: Iterable[int]) -> set[int]:
 
 
 def _is_alone_behind_a_layer(flow: Dataflow, norm: int) -> bool:
-    """Whether only this norm reads what a layer of torch returns, which neither autograd nor a hook keeps."""
+    """Whether only this norm reads the output of a layer of torch, which neither autograd nor a hook keeps."""
     inputs = flow.nodes[norm].inputs
     layer = flow.nodes[inputs[0]].module if len(inputs) == 1 and flow.consumers[inputs[0]] == (norm,) else None
     plain = isinstance(layer, WEIGHTED) and type(layer).forward.__module__.startswith("torch.nn.modules")

@@ -50,7 +50,7 @@ _T = TypeVar("_T")
 
 
 def _is_leaf(module: nn.Module) -> bool:
-    """Whether a module becomes one node; all others are traced inside."""
+    """Whether a module becomes one node. All others are traced inside."""
     if isinstance(module, LAYERS):
         return True
     plain = type(module).__module__.startswith("torch.nn.modules") and not isinstance(module, nn.Sequential)
@@ -87,7 +87,7 @@ def call(model: nn.Module, sample: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A module in the copy, and what a call does in addition to its forward."""
+    """A module in the copy, and the work of a call in addition to its forward."""
 
     name: str
     module: nn.Module
@@ -100,7 +100,7 @@ class _Place:
 class _Recorder:
     """Common part of both recorders: makes every module of a copy report its calls.
 
-    Hooks do not run; they become an operation of unknown effect. Only the copy is changed, and torch is not patched, so
+    Hooks do not run. They become an operation of unknown effect. Only the copy is changed, and torch is not patched, so
     other threads may run other models. The copy cannot be used afterwards.
     """
 
@@ -150,7 +150,7 @@ def _marked(value: Any) -> Any:
 
 
 class StandIn(fx.Proxy):
-    """Record ``x += y`` as an in-place operation; torch's own stand-in records ``x = x + y``."""
+    """Record ``x += y`` as an in-place operation. torch's own stand-in records ``x = x + y``."""
 
 
 def _in_place(operator: Callable[..., Any]) -> Callable[..., Any]:
@@ -165,7 +165,7 @@ for _name in _OPERATORS:
 
 
 class _Symbols(_Recorder, fx.Tracer):
-    """Run the Python code of ``forward`` on stand-ins for its tensors; nothing is computed.
+    """Run the Python code of ``forward`` on stand-ins for its tensors. Nothing is computed.
 
     The flow holds for all tensors, unless ``decide`` was called. Limit: a stand-in is not an instance of ``Tensor``.
     ``fx.Tracer.trace`` is not used: it patches ``nn.Module`` for all threads.
@@ -306,19 +306,19 @@ class _Run(_Recorder, TorchFunctionMode):
 
 
 def record_run(model: nn.Module, sample: Any) -> Dataflow:
-    """Run a copy of a model on a sample, and record what its tensors reach."""
+    """Run a copy of a model on a sample, and record the operations that its tensors reach."""
     with undisturbed(model) as copied:
         return _Run(copied, model).run(sample)
 
 
 _Traces = dict[tuple[Any, ...], tuple[Dataflow, list[nn.Module]]]
 _TRACES: ContextVar[_Traces | None] = ContextVar("traces", default=None)
-"""In :func:`shared_traces`: module tree -> its data flow, and the modules, whose ids stay taken as long as it holds."""
+"""In :func:`shared_traces`: module tree -> its data flow, and the modules, whose ids are taken as long as it holds."""
 
 
 @contextmanager
 def shared_traces() -> Iterator[None]:
-    """Trace a model only once in this block, as long as its module tree stays the same.
+    """Trace a model only once in this block, as long as its module tree does not change.
 
     For blocks that run no code of the user but forward passes on copies. :func:`trace` without a sample then looks the
     data flow up by the names and identities of the modules. Nothing is kept after the block. Blocks may be nested.
@@ -334,16 +334,16 @@ def shared_traces() -> Iterator[None]:
 def trace(model: nn.Module, *, sample: Any = None) -> Dataflow:
     """Find how the outputs of layers reach other layers.
 
-    There are two attempts, and the first that works is used: a symbolic trace; one recorded forward pass on
-    ``sample`` (or on noise of a guessed shape). ``Dataflow.traced`` says which one it was, ``"fx"`` or ``"run"``; it is
-    ``"structure"`` if none worked, and there are no nodes.
+    There are two attempts, and the first that works is used: a symbolic trace, and one recorded forward pass on
+    ``sample`` (or on noise of a guessed shape). ``Dataflow.traced`` says which one it was, ``"fx"`` or ``"run"``. If
+    none worked, it is ``"structure"``, and there are no nodes.
 
     The trace uses a deep copy in eval mode without hooks, so the model does not change, including its Python
-    attributes; a model that cannot be copied is not traced. Nothing of torch is patched, so other threads may run
-    other models meanwhile.
+    attributes. A model that cannot be copied is not traced. Nothing of torch is patched, so other threads may run other
+    models meanwhile.
 
     Args:
-        model: Any module; if it wraps a network and its loss, the network is traced.
+        model: Any module. If it wraps a network and its loss, the network is traced.
         sample: Input of one forward pass: a tensor, a tuple of positional or a dict of keyword arguments.
 
     Raises:
@@ -413,7 +413,7 @@ def _paths(model: nn.Module, sample: Any, most: int) -> Iterator[Dataflow]:
 
 
 def trace_run(model: nn.Module, sample: Any = None) -> Dataflow | None:
-    """Return the data flow of one pass on ``sample`` or a guessed input; None if the model does not run on a guess.
+    """Return the data flow of one pass on ``sample`` or a guessed input, or None if the model does not run on a guess.
 
     None too if a copy of it computes with tensors of the model itself.
 
@@ -427,7 +427,7 @@ def trace_run(model: nn.Module, sample: Any = None) -> Dataflow | None:
 
 
 def first_run(model: nn.Module, sample: Any, run: Callable[[nn.Module, Any], _T]) -> _T | None:
-    """Return what ``run`` returns for the model and ``sample``, or for the first guessed input on which it runs.
+    """Return the result of ``run`` for the model and ``sample``, or for the first guessed input on which it runs.
 
     Returns None if it runs on no guess. ``run`` gets the network that a guess is for, which may be a part of the model.
 

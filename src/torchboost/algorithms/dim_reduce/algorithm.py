@@ -121,7 +121,8 @@ class DimReduction(Algorithm):
         Raises:
             IncompatibleError: FSDP, accumulation, several precisions or devices, parameters that the optimizer does
                 not train.
-            ValueError: The basis does not fit the model; too few checkpoints, or of another model; NaN in one.
+            ValueError: The basis does not fit the model, there are too few checkpoints, or one has NaN or is of another
+                model.
             FileNotFoundError: The file or folder is missing.
             RankDisagreementError: A rank did not arrive, has other settings, or could not make its part of the basis.
         """
@@ -140,9 +141,9 @@ class DimReduceRun(WrappingOptimizer, ClosureOptimizer):  # pyright: ignore[repo
     """An optimizer that trains with the original optimizer while snapshots are taken, and then in a subspace.
 
     Args:
-        opt: Trains while snapshots are taken. Its groups and state are also those of this
-            object, so that schedulers may drive either.
-        model: What the loop calls. Under DDP the rows of the basis are shared out over its ranks.
+        opt: Trains while snapshots are taken. This object has the same groups and state, so that schedulers may drive
+            either.
+        model: The model as the loop calls it. Under DDP the rows of the basis are shared out over its ranks.
         settings: See :class:`DimReduction`.
 
     Attributes:
@@ -189,7 +190,7 @@ class DimReduceRun(WrappingOptimizer, ClosureOptimizer):  # pyright: ignore[repo
 
     @property
     def collects_until(self) -> int:
-        """The update at which the last snapshot is taken; 0 if there is a basis."""
+        """The update at which the last snapshot is taken, 0 if there is a basis."""
         if self.subspace is not None:
             return 0
         every, needed = self.settings.snapshot_every, self.settings.snapshots or self.settings.n_components
@@ -318,7 +319,7 @@ def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
 
 
 def _on_ranks(make: Callable[[], DimReduceBasis], settings: DimReduction, group: dist.ProcessGroup) -> DimReduceBasis:
-    """Return what ``make`` returns, if the settings are equal on all ranks and no rank failed."""
+    """Return the result of ``make``, if the settings are equal on all ranks and no rank failed."""
     agreement = Agreement(
         dist.get_process_group_ranks(group), subject="dim_reduce, making the basis", timeout=settings.timeout
     )

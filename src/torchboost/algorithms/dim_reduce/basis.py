@@ -208,10 +208,10 @@ def _factors(gram: Tensor, components: int) -> Tensor:
     kept = min(rank, components)
     factors = torch.zeros(components, count + 1, dtype=torch.float64, device="cpu")
     factors[:kept, :count] = (vectors[:, :kept] / values[:kept].sqrt()).T
-    if kept < components:  # the direction of the mean, without what the other components hold of it
+    if kept < components:  # the direction of the mean, without its part along the other components
         mean = torch.zeros(count + 1, dtype=torch.float64, device="cpu")
         mean[-1] = 1.0
-        for _ in range(2):  # the second time removes what rounding left
+        for _ in range(2):  # the second time removes the rounding errors of the first
             mean = mean - (factors @ (gram @ mean)) @ factors
         length = (mean @ gram @ mean).clamp(min=0.0).sqrt()
         spanned = kept + int(length > 1e-12 * gram[-1, -1].sqrt())

@@ -110,8 +110,8 @@ class Subspace:
             TypeError, ValueError: The closure does not return a loss, or does more than that.
             IncompatibleError: A parameter was frozen after the basis was made.
 
-        What the closure raises in a trial passes through. Weights, buffers and state are then as before the step, but
-        for what the first pass moved.
+        An error of the closure in a trial passes through. Weights, buffers and state are then as before the step,
+        except for changes by the first pass.
         """
         if any(not weight.requires_grad for weight in self.weights):
             raise IncompatibleError(
@@ -160,7 +160,7 @@ class Subspace:
         return 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is kept between updates."""
+        """Return the state that is kept between updates."""
         return {
             "inverse_hessian": dict(self._inverse_hessian),
             "residual": self._residual.clone(),
@@ -226,7 +226,7 @@ class Subspace:
 
 @contextmanager
 def evaluated(closure: Callable[[], Any] | None, parameters: Sequence[Tensor]) -> Iterator[tuple[Replay, Tensor]]:
-    """Yield what repeats a closure, and the loss of its first pass. The gradients are computed.
+    """Yield a function that repeats a closure, and the loss of its first pass. The gradients are computed.
 
     A closure that is not a :class:`~torchboost.core.step.Replay` is called here, and its gradients are cleared at
     the end.
@@ -263,7 +263,7 @@ def check_weights(parameters: Sequence[Tensor]) -> None:
     """Refuse weights that a step in a subspace cannot move.
 
     Raises:
-        IncompatibleError: Several precisions or devices, or other than float32 and float64; shards.
+        IncompatibleError: Several precisions or devices, a precision other than float32 and float64, or shards.
     """
     kinds = {(p.dtype, p.device) for p in parameters}
     if len(kinds) != 1 or parameters[0].dtype not in (torch.float32, torch.float64):

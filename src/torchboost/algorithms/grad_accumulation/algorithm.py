@@ -1,4 +1,4 @@
-"""Gradient accumulation: several passes per update, weighted so that the update is that of one large batch."""
+"""Gradient accumulation: several passes per update, weighted to give the update of one large batch."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Window:
         self.counted = counted
 
     def correction(self, weight: float) -> float:
-        """Return the factor that turns what was summed over ``length`` into the mean over a weight."""
+        """Return the factor that turns sums over ``length`` into the mean over a weight."""
         if weight == 0:
             raise ValueError("count: found 0 for every micro-batch of the window; leave such batches out.")
         return self.length / weight
@@ -97,7 +97,7 @@ class _Ranks:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Return a context in which gradients stay on their rank. The next pass outside it synchronises them."""
+        """Return a context in which gradients are not exchanged. The next pass outside it synchronises them."""
         with nullcontext() if self._ddp is None else self._ddp.no_sync():
             for unit in self._units:
                 unit.set_requires_gradient_sync(False, recurse=False)
@@ -108,7 +108,7 @@ class _Ranks:
                     unit.set_requires_gradient_sync(True, recurse=False)
 
     def catch_up(self) -> None:
-        """Take part in what DDP exchanges at the start of a pass, if other ranks ran a pass and this one did not.
+        """Take part in the exchange of DDP at the start of a pass, if other ranks ran a pass and this one did not.
 
         It does nothing on ranks that ran the pass. All ranks must call it.
         """
@@ -120,7 +120,7 @@ class _Ranks:
     def average(self) -> None:
         """Average every gradient that any rank holds, after suspended passes. Not for FSDP2.
 
-        Parameters outside of DDP are left alone, as DDP does.
+        Parameters outside of DDP are skipped, as by DDP.
         """
         parameters = [p for p in (self._ddp or self._model).parameters() if p.requires_grad]
         if self._count == 1 or not parameters:
@@ -159,16 +159,17 @@ class Accumulator:
     :meth:`share` multiplies the loss by its weight. Count samples or, if the losses are means over tokens, tokens: any
     ragged split is then exact. Without counts, all micro-batches weigh the same. The gradients are complete when the
     last micro-step ends. Ranks exchange no gradients before that. If an epoch ends inside a window, pass
-    ``micro_step(last=True)`` or call :meth:`flush`: the average is then taken over what the window holds.
+    ``micro_step(last=True)`` or call :meth:`flush`: the average is then taken over the micro-batches in the window.
 
-    Cost: the gradients stay in memory between micro-steps (whole gradients under FSDP2, not shards). Counts cost one
-    pass over the gradients per ragged window and, on several ranks, one collective of a single number.
+    Cost: the gradients are kept in memory between micro-steps (whole gradients under FSDP2, not shards). Counts cost
+    one pass over the gradients per ragged window and, on several ranks, one collective of a single number.
 
     Limits: gradients of parameters outside ``model`` are not averaged over ragged or short windows. If ``model``
-    contains a DDP, gradients of parameters outside that DDP stay on their rank, as without accumulation. BatchNorm
-    normalises each micro-batch separately, so its statistics are not those of one large batch. An exception after
-    :meth:`share` may leave half a backward pass in the gradients: call :meth:`reset`. CUDA graphs overwrite accumulated
-    gradients: a model that is already compiled with them is refused. Compiling it later is not detected.
+    contains a DDP, gradients of parameters outside that DDP are not exchanged, as without accumulation. BatchNorm
+    normalises each micro-batch separately, so its statistics differ from the statistics of one large batch. If an
+    exception follows :meth:`share`, the gradients may hold half a backward pass: call :meth:`reset`. CUDA graphs
+    overwrite accumulated gradients: a model that is already compiled with them is refused. Compiling it later is not
+    detected.
 
     Args:
         steps: Micro-steps per update, 1 or more. Setting the attribute applies from the next window on.
@@ -235,7 +236,7 @@ class Accumulator:
             with nullcontext() if closing else self._ranks.suspended():
                 yield
         except BaseException:
-            # A failure before share() leaves the gradients untouched; after it, they may hold part of a pass.
+            # A failure before share() does not touch the gradients. After it, they may hold part of a pass.
             window.phase = "between" if window.phase == "open" else "broken"
             raise
         if window.phase == "open":
@@ -256,7 +257,7 @@ class Accumulator:
             count: Number of samples or tokens in the loss, 0 or more. Without it, all micro-batches weigh the same.
 
         Raises:
-            ValueError: A count is negative, not finite or missing; only some micro-batches of a window have counts; or
+            ValueError: A count is negative, not finite or missing, only some micro-batches of a window have counts, or
                 the count is 0 and the mean loss is NaN.
             RuntimeError: Called outside a micro-step, or twice in one.
         """
@@ -286,7 +287,7 @@ class Accumulator:
         empty.
 
         Raises:
-            IncompatibleError: The model is sharded by FSDP2, which reduces gradients in backward passes only; or
+            IncompatibleError: The model is sharded by FSDP2, which reduces gradients in backward passes only, or
                 ``steps`` differs between the ranks.
             RuntimeError: The last micro-step failed half-way.
         """
@@ -313,7 +314,7 @@ class Accumulator:
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the window, with this rank's gradients if it is not empty; cheapest after an update.
+        """Return the state of the window, with this rank's gradients if it is not empty. Cheapest after an update.
 
         Raises:
             IncompatibleError: FSDP2 is in the middle of a window. Unreduced gradients cannot be read.
@@ -326,7 +327,7 @@ class Accumulator:
         return {"nominal": self._nominal, "window": asdict(self._window), "gradients": gradients}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Resume from what :meth:`state_dict` returned. Gradients held before are dropped.
+        """Resume from the result of :meth:`state_dict`. Gradients held before are dropped.
 
         A window that has begun keeps its length.
 
@@ -363,7 +364,7 @@ class Accumulator:
         )
 
     def _complete(self) -> None:
-        """Scale the gradients to the average over what the window holds, on all ranks."""
+        """Scale the gradients to the average over the window, on all ranks."""
         window = self._window
         weight = window.weight
         if window.counted or window.index < window.length:
@@ -380,7 +381,7 @@ class Accumulator:
     def _longest(self, window: Window) -> int:
         """Return the length of the windows that are not empty, the same on all ranks. It is 0 if all are empty."""
         begun = window.index > 0
-        # A rank that has just shared its first count asks for the largest count, 1 or more; take part in that.
+        # A rank that has just shared its first count asks for the largest count, 1 or more. Take part in that.
         while (shortest := -self._ranks.largest(-window.length if begun else -math.inf)) < 0:
             self._nominal = -shortest
         if shortest == math.inf:
@@ -407,7 +408,7 @@ def _check_graphs(model: nn.Module) -> None:
         return
     for module in model.modules():
         for compiled in (module, compiled_call(module)):
-            # Only what torch.compile returns has this method.
+            # Only the result of torch.compile has this method.
             config = getattr(compiled, "get_compiler_config", dict)() or {}
             if config.get("triton.cudagraphs"):
                 raise IncompatibleError(
@@ -453,7 +454,7 @@ class GradAccumulation(Algorithm):
     def attach(self, target: Target) -> Attachment:
         """Give the target its accumulator. After ``remove()`` every batch is a full window.
 
-        The state is that of the accumulator; :class:`~torchboost.core.step.TrainStep` saves it with the rest.
+        The state is the accumulator's. :class:`~torchboost.core.step.TrainStep` saves it with the rest.
         """
         accumulator = target.accumulator = Accumulator(self.steps, target.model)
 

@@ -98,7 +98,7 @@ class GradientWindow:
         return {"calls": window.index, "weight": window.weight, "counted": window.counted, "held": sums}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from what :meth:`state_dict` returned.
+        """Resume from the result of :meth:`state_dict`.
 
         Raises:
             ValueError: The window does not fit this optimizer or is too long. Nothing was loaded.
@@ -168,7 +168,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
         self.direct = DirectSteps(opt, self, _PASSED_BY)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Add the gradients to the window and update if it is full. Return what the closure returns."""
+        """Add the gradients to the window and update if it is full. Return the result of the closure."""
         returned = None
         if closure is not None:
             with torch.enable_grad():

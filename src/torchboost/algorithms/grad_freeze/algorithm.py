@@ -46,36 +46,36 @@ class GradFreeze(Algorithm):
     - ``"progressive"`` (type 2), the default: full training first, then groups are frozen permanently from the input
       on, by FreezeOut's cubic schedule, at the few steps that save most.
     - ``"continuous"`` (type 0): full training, then 1, 2, ... groups frozen, repeated.
-    - ``"interval"`` (type 1): a random number of groups at random updates; small numbers are the most likely.
+    - ``"interval"`` (type 1): a random number of groups at random updates. Small numbers are the most likely.
     - ``"fixed"``: the first ``frozen`` groups for the whole run, for fine-tuning.
 
     If a backward pass costs two forward passes, freezing blocks that take the share f of a step saves at most 2 f / 3
     of it.
 
     Args:
-        groups: Number of groups of blocks; at most one per block.
+        groups: Number of groups of blocks, at most one per block.
         pattern: See above.
         full_share: Share of updates that train everything, 0 or more and below 1.
-        total_steps: Number of updates of the whole run; only the pattern ``"fixed"`` needs none.
+        total_steps: Number of updates of the whole run. Only the pattern ``"fixed"`` needs none.
         norms: Whether BatchNorms of frozen blocks keep updating their statistics (``"update"``, as in MindSpore) or run
             in eval mode (``"eval"``).
-        prefixes: Maximum number of different numbers of frozen groups, full training included; each is one graph of a
+        prefixes: Maximum number of different numbers of frozen groups, full training included. Each is one graph of a
             compiled model. The default is 3 for a compiled model, 7 for the progressive pattern, otherwise unlimited.
         frozen: Number of frozen groups, for the fixed pattern.
-        cache_mebibytes: Memory for caching the output of the frozen part per sample, which is then computed once; 0
-            disables the cache. It needs ``norms="eval"`` and a model that is not compiled; see
+        cache_mebibytes: Memory for caching the output of the frozen part per sample, which is then computed once. 0
+            disables the cache. It needs ``norms="eval"`` and a model that is not compiled. See
             :class:`torchboost.algorithms.grad_freeze.cache.FastPrefix`.
         cache_by: Whether the loop names its samples (``"name"``), ``with attached["grad_freeze"].fast.samples(ids):
-            ...``, which is correct only if a sample is the same tensor in every epoch; or samples are known by a hash
-            of their content (``"content"``), so that the loop stays as it is.
-        cache_dtype: ``"bfloat16"`` rounds the output of the frozen part to half the memory; None keeps it exact.
-        agree_within: Seconds that the ranks of one model wait for each other before a pass; if a rank does not arrive,
+            ...``, which is correct only if a sample is the same tensor in every epoch. Or samples are known by a hash
+            of their content (``"content"``), and the loop does not change.
+        cache_dtype: ``"bfloat16"`` rounds the output of the frozen part to half the memory. None keeps it exact.
+        agree_within: Seconds that the ranks of one model wait for each other before a pass. If a rank does not arrive,
             all others raise :class:`torchboost.errors.RankDisagreementError`. Increase it if one rank evaluates or
-            saves alone for longer; 0 disables the comparison.
+            saves alone for longer. 0 disables the comparison.
     """
 
     name: ClassVar[str] = "grad_freeze"
-    # After compilation, which it must detect; its hook runs after all others that read gradients.
+    # After compilation, which it must detect. Its hook runs after all others that read gradients.
     traits: ClassVar[Traits] = Traits(order=95, withdrawn=1)
 
     groups: int = 10
@@ -144,8 +144,8 @@ class GradFreeze(Algorithm):
 
         Args:
             costs: Share of the computation per group.
-            seed: Seed of the interval pattern; the same on all ranks.
-            prefixes: Maximum number of different values, 0 included; None is unlimited.
+            seed: Seed of the interval pattern, the same on all ranks.
+            prefixes: Maximum number of different values, 0 included. None is unlimited.
         """
         if self.pattern == "fixed" or self.total_steps is None:
             return freeze_schedule.repeated([min(self.frozen, len(costs) - 1)])
@@ -166,11 +166,11 @@ def freeze_blocks(model: nn.Module, optimizer: Optimizer, settings: GradFreeze, 
         model: The model as the loop calls it, wrapped in DDP before or after this. Compile it before.
         optimizer: The optimizer of the model.
         settings: See :class:`GradFreeze`.
-        seed: Seed of the interval pattern; the same on all ranks.
+        seed: Seed of the interval pattern, the same on all ranks.
 
     Returns:
-        The live effect: ``step``, ``index``, ``frozen``; save ``state_dict()`` in the checkpoint; ``remove()`` trains
-            everything again.
+        The live effect: ``step``, ``index``, ``frozen``. Save ``state_dict()`` in the checkpoint. ``remove()`` trains
+        everything again.
 
     Raises:
         IncompatibleError: The wrapper or the compiler of the model does not support changing ``requires_grad``.
@@ -224,7 +224,7 @@ def freeze_blocks(model: nn.Module, optimizer: Optimizer, settings: GradFreeze, 
 
 
 def _fingerprint(settings: GradFreeze) -> int:
-    """A number that differs between ranks whose flags may differ; cache settings may differ per rank."""
+    """A number that differs between ranks whose flags may differ. Cache settings may differ per rank."""
     return crc32(repr(replace(settings, cache_mebibytes=0, cache_by="name", cache_dtype=None)).encode())
 
 

@@ -29,11 +29,11 @@ class FastPrefixReport:
     """Status of the cache of the frozen prefix.
 
     Args:
-        parameters: Number of weights in the prefix; 0 if the forward runs unchanged.
+        parameters: Number of weights in the prefix, 0 if the forward runs unchanged.
         rows: Number of samples whose prefix outputs are cached.
         bytes: Size of the cached outputs.
-        hit_rate: Share of named samples found in the cache since the prefix last changed; 0.0 before the first.
-        note: Why the forward runs unchanged, or why nothing is cached; empty otherwise.
+        hit_rate: Share of named samples found in the cache since the prefix last changed, 0.0 before the first.
+        note: Why the forward runs unchanged, or why nothing is cached. Empty otherwise.
     """
 
     parameters: int = 0
@@ -93,19 +93,19 @@ class FastPrefix(Attachment):
     addresses of the frozen tensors. After any change the forward is traced again and the rows are dropped.
 
     Limits: Python state that is not an attribute of a module (a global, a list in a list) keeps its value from the
-    trace; an in-place write to a frozen weight through ``.data`` is not detected; call :meth:`update` after either.
+    trace. An in-place write to a frozen weight through ``.data`` is not detected. Call :meth:`update` after either.
     While ``torch.fx`` traces the forward, it patches ``nn.Module`` for the whole process: no other thread should run a
     model at that moment.
 
-    Cost: about 2 microseconds per module for the comparison; at every change one trace and a few passes through the
-    prefix; one copy per row in and out. By content also a hash, about 1 ms per MiB of input on the CPU, and on another
-    device a copy of the inputs to the CPU.
+    Cost: about 2 microseconds per module for the comparison, at every change one trace and a few passes through the
+    prefix, and one copy per row in and out. By content also a hash, about 1 ms per MiB of input on the CPU, and on
+    another device a copy of the inputs to the CPU.
 
     Args:
         model: The bare model, in place. Wrap it in DDP afterwards.
-        budget_bytes: Most bytes of cached rows; none is evicted.
+        budget_bytes: Most bytes of cached rows. None is evicted.
         by_content: Whether samples that are not named are known by their content.
-        dtype: Type to which floating-point border values are rounded, cached or not; None keeps theirs.
+        dtype: Type to which floating-point border values are rounded, cached or not. None keeps theirs.
 
     Raises:
         IncompatibleError: See :func:`check_cacheable`. The first training step raises it if the forward cannot be
@@ -157,10 +157,10 @@ class FastPrefix(Attachment):
         """Name the samples of the next forward.
 
         Args:
-            ids: One integer per sample of the batch, shape ``(n,)``; the same for the same sample in every epoch.
+            ids: One integer per sample of the batch, shape ``(n,)``, the same for the same sample in every epoch.
 
         Raises:
-            ValueError: Their number is wrong; raised from the forward.
+            ValueError: Their number is wrong. Raised from the forward.
         """
         self._ids = torch.as_tensor(ids, device="cpu").tolist()
         try:
@@ -213,7 +213,7 @@ class FastPrefix(Attachment):
         return forward(module, *args, **kwargs)
 
     def _current(self, tensors: tuple[Tensor, ...], count: int, *, named: bool) -> Halves | None:
-        """Return the halves, if there are any; find out again if the model has changed."""
+        """Return the halves, if there are any. Build them again if the model has changed."""
         if self._watch is None or mode_of_torch() != self._mode or self._watch.changed():
             self.update()
             self._note = ""

@@ -1,4 +1,4 @@
-"""What freezing asks of models, optimizers, gradients and ranks, and the reducers of DDP."""
+"""The requirements of freezing on models, optimizers, gradients and ranks, and the reducers of DDP."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def check_freezable(model: nn.Module | None, optimizer: Optimizer) -> None:
 
     Raises:
         IncompatibleError: The model is wrapped by DDP with ``static_graph=True``, or with a communication hook that has
-            a state or is built into the reducer; the program compiles the model, and this torch keeps using the graph
-            of the old flags; or the ``step`` of the optimizer needs a closure, as that of LBFGS, which moves parameters
-            without a gradient.
+            a state or is built into the reducer. Or the program compiles the model, and this torch keeps using the
+            graph of the old flags. Or the ``step`` of the optimizer needs a closure, as in LBFGS, which moves
+            parameters without a gradient.
     """
     if model is not None:
         check_reducer(model)
@@ -72,14 +72,14 @@ class GradientChecks(Attachment):
     gradients, and gets gradients nonetheless, or gets none because the blocks before it are frozen.
 
     Args:
-        model: The model whose first pass is watched through hooks on its modules; None watches none.
+        model: The model whose first pass is watched through hooks on its modules. None watches none.
         parameters: Parameters that may train. Each one that trains has a hook until the first update.
     """
 
     def __init__(self, model: nn.Module | None, parameters: Iterable[Tensor]) -> None:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._stale = self._any_gradient()  # older gradients carry no information
-        self._accumulated = self._seen = False  # by a backward pass; whether a whole pass was watched
+        self._accumulated = self._seen = False  # by a backward pass, and whether a whole pass was watched
         self._suspects: dict[str, list[Tensor]] = {}
         self._recorded: set[str] = set()
         self._inner: list[Removable] = []
@@ -93,7 +93,8 @@ class GradientChecks(Attachment):
         """Check an update. Call it after the update, before the flags change.
 
         Returns:
-            Whether a backward pass made the gradients; None if this update cannot tell. Otherwise the checks are over.
+            Whether a backward pass made the gradients, or None if this update cannot tell. Otherwise the checks are
+            over.
 
         Raises:
             IncompatibleError: A part of the model is checkpointed with ``use_reentrant=True``.
@@ -159,7 +160,7 @@ def check_reducer(model: nn.Module) -> None:
                 "freezing: DistributedDataParallel was built with static_graph=True, and freezing changes the graph; "
                 "build it with static_graph=False."
             )
-        # Only the reducer holds such a hook; DDP logs its name.
+        # Only the reducer holds such a hook. DDP logs its name.
         built_in = None if comm_hooks(ddp) else built_in_comm_hook(ddp)
         if built_in:
             raise IncompatibleError(
@@ -179,9 +180,9 @@ def check_reducer(model: nn.Module) -> None:
 def rebuild_reducer(ddp: DistributedDataParallel) -> None:
     """Rebuild the reducer of DDP for exactly the parameters that require a gradient now.
 
-    DDP does the same when it is unpickled. Hooks of the old reducer are dropped, gradients and the process group stay,
-    and communication hooks are registered again. Call it on all ranks with the same flags, when no backward pass is
-    pending.
+    DDP does the same when it is unpickled. Hooks of the old reducer are dropped, gradients and the process group are
+    kept, and communication hooks are registered again. Call it on all ranks with the same flags, when no backward pass
+    is pending.
 
     Cost: milliseconds, and briefly a second set of buckets. The second pass after this reorders the buckets by the
     order of the gradients, as after construction, with one small broadcast.
@@ -197,17 +198,17 @@ class Replicas(Attachment):
 
     Before a pass with gradients, the reducer of each DDP (the model itself, inside it, or around it) is rebuilt if
     flags have changed, and all ranks compare ``figures``. The model may be wrapped in DDP later: it checks at each pass
-    whether it runs inside one. A pass in eval mode is compared only while updates come from such passes; after a pass
+    whether it runs inside one. A pass in eval mode is compared only while updates come from such passes. After a pass
     in training mode it counts as an evaluation, which a rank may run alone.
 
     Args:
         model: The model as the loop calls it, or as it is wrapped later.
         version: A number that grows with each change of flags.
         figures: Numbers that must be equal on all ranks before a pass.
-        within: Seconds to wait for a rank before an error is raised; 0 disables the comparison.
+        within: Seconds to wait for a rank before an error is raised. 0 disables the comparison.
 
     Raises:
-        IncompatibleError: See :func:`check_reducer`; raised from a pass if the model was wrapped later.
+        IncompatibleError: See :func:`check_reducer`. Raised from a pass if the model was wrapped later.
     """
 
     def __init__(
@@ -253,7 +254,7 @@ class Replicas(Attachment):
             self._trained, self._trains_in_eval = True, False
         if ddp is not None and ddp not in self._built:
             check_reducer(ddp)
-        # All ranks run a pass that sends gradients together; other passes may run on one rank.
+        # All ranks run a pass that sends gradients together. Other passes may run on one rank.
         trains = module.training or self._trains_in_eval
         if self._within and trains and (ddp is None or ddp.require_backward_grad_sync):
             ranks = tuple(self._shards if ddp is None else dist.get_process_group_ranks(ddp.process_group))

@@ -31,8 +31,8 @@ class Halves:
         suffix: Takes the tensors of the call and the border values.
         names: Names of the border values.
         inputs: Positions of the tensors that the prefix reads.
-        tensors: Those of the first call.
-        end: Why the prefix ends where it does; empty if a trained parameter comes next.
+        tensors: The tensors of the first call.
+        end: Why the prefix ends at this node. Empty if a trained parameter comes next.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Halves:
         return tuple(t[rows] if at in self.inputs else t for at, t in enumerate(tensors))
 
     def obstacle(self, tensors: tuple[Tensor, ...], count: int) -> str:
-        """Explain why the border values are not one independent row per sample; return an empty string if they are.
+        """Explain why the border values are not one independent row per sample. Return an empty string if they are.
 
         The prefix runs on the batch, on every second sample from the last, and on the others, since only one of these
         has the largest entry of the batch. The first sample is among the others: an odd number of rows with the first
@@ -113,7 +113,7 @@ class Halves:
 
 
 def _memory_order(value: Tensor) -> list[int]:
-    """Return the dimensions of a batch in memory order, the batch first; this preserves channels-last."""
+    """Return the dimensions of a batch in memory order, the batch first. This preserves channels-last."""
     return [0, *sorted(range(1, value.ndim), key=lambda d: (-value.stride(d), d))]
 
 
@@ -129,8 +129,8 @@ def _alike(whole: Tensor, part: Tensor) -> bool:
 def halves_of(model: nn.Module, tensors: tuple[Tensor, ...], count: int) -> Halves | str:
     """Cut the forward of a model before its first trained part, or say why its results cannot be kept per sample.
 
-    The border consists of what is computed from the inputs. What depends on weights or on sizes alone is computed on
-    both sides if both need it.
+    The border consists of values that are computed from the inputs. Values that depend on weights or on sizes alone are
+    computed on both sides if both need them.
 
     Raises:
         IncompatibleError: The forward cannot be traced.
@@ -141,7 +141,7 @@ def halves_of(model: nn.Module, tensors: tuple[Tensor, ...], count: int) -> Halv
     border = behind.intersection(front.activations)
     before = _ancestors(front.activations)
     results = [node for node in graph.nodes if node in border]
-    # The dictionary preserves the identity of modules; only those used are taken.
+    # The dictionary preserves the identity of modules. Only used ones are taken.
     prefix = fx.GraphModule(targets, _part(graph, before, results=results))
     if not border or next(prefix.parameters(), None) is None:
         return f"no frozen part comes first{front.end and ': '}{front.end}"
@@ -169,8 +169,8 @@ class _Front(fx.Interpreter):
 
     Attributes:
         nodes: The nodes before that one.
-        activations: Those of them whose value is a tensor that is computed from the inputs.
-        end: Why the first node that is not among them ends the front; empty if it trains.
+        activations: The ones whose value is a tensor that is computed from the inputs.
+        end: Why the first node that is not among them ends the front. Empty if it trains.
     """
 
     def __init__(self, module: fx.GraphModule, trains: Sequence[bool], tensors: tuple[Tensor, ...]) -> None:
@@ -230,7 +230,7 @@ def _trains(node: fx.Node, targets: dict[str, Any]) -> bool:
 def _part(
     graph: fx.Graph, nodes: set[fx.Node], *, border: Iterable[fx.Node] = (), results: Sequence[fx.Node] | None = None
 ) -> fx.Graph:
-    """Copy some nodes in order; ``border`` are added as inputs, and ``results`` replace the output of the graph."""
+    """Copy some nodes in order. ``border`` are added as inputs, and ``results`` replace the output of the graph."""
     part = fx.Graph()
     copies = {node: part.node_copy(node) for node in graph.nodes if node.op == "placeholder"}
     copies |= {node: part.placeholder(f"border_{node.name}") for node in border}
@@ -245,7 +245,7 @@ def _part(
 def _is_opaque(module: nn.Module) -> bool:
     """Whether calling a module runs more than its class's forward: hooks, or its own forward.
 
-    Covers of this package, such as those that let a convolution compute in float32, keep what it computes.
+    Covers of this package, such as the ones that let a convolution compute in float32, keep its function.
     """
     return any(module_hooks(module)) or own_forward(module) is not None
 
@@ -261,7 +261,7 @@ def _random_state(devices: Sequence[torch.device]) -> tuple[Any, ...]:
 
 
 def mode_of_torch() -> tuple[Any, ...]:
-    """Return what gradients and autocast are set to, on which a traced forward depends."""
+    """Return the settings of gradients and autocast, on which a traced forward depends."""
     kinds = ("cpu", "cuda")
     precision = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
     return torch.is_grad_enabled(), *precision
@@ -274,10 +274,10 @@ def _traced(model: nn.Module, tensors: tuple[Tensor, ...]) -> tuple[fx.Graph, di
     layers and modules with hooks become one node each.
 
     Returns:
-        The graph, whose placeholders are the tensors of the call, and what its names refer to.
+        The graph, whose placeholders are the tensors of the call, and the objects that its names refer to.
 
     Raises:
-        IncompatibleError: The forward cannot be traced correctly; the message says why.
+        IncompatibleError: The forward cannot be traced correctly. The message says why.
     """
     devices = accelerators(model.parameters())
     attributes = [(module, dict(vars(module)), dict(buffer_slots(module))) for module in model.modules()]
@@ -305,7 +305,7 @@ def _traced(model: nn.Module, tensors: tuple[Tensor, ...]) -> tuple[fx.Graph, di
 
 
 def _put_back(module: nn.Module, before: dict[str, Any], buffers: dict[str, Any]) -> list[str]:
-    """Undo the attribute changes of a forward on a module; return their names."""
+    """Undo the attribute changes of a forward on a module, and return their names."""
     changed = []
     for slots, values in ((vars(module), before), (buffer_slots(module), buffers)):
         changed += [name for name in slots | values if slots.get(name, changed) is not values.get(name, changed)]
@@ -322,10 +322,10 @@ def _refusal(model: nn.Module, why: str) -> IncompatibleError:
 
 
 class _Tracer(fx.Tracer):
-    """The first arguments become placeholders; the others have their defaults.
+    """The first arguments become placeholders. The others have their defaults.
 
-    The recorder of :mod:`torchboost.graph.trace` takes what a forward computes from its weights alone for a constant,
-    and calls no hooks; here the graph is run.
+    The recorder of :mod:`torchboost.graph.trace` takes a value that a forward computes from its weights alone for a
+    constant, and calls no hooks. Here the graph is run.
     """
 
     proxy_buffer_attributes = True

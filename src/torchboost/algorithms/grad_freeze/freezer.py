@@ -74,7 +74,7 @@ def compiled_prefixes() -> int:
     """Return the maximum number of prefixes of a compiled model: 3 at torch's limit of 8 graphs.
 
     Each set of flags costs one graph for training and one for evaluation, since guards check ``requires_grad`` under
-    ``no_grad`` too; a last batch of another size adds one of each. Past ``torch._dynamo.config.recompile_limit``, torch
+    ``no_grad`` too. A last batch of another size adds one of each. Past ``torch._dynamo.config.recompile_limit``, torch
     falls back to eager permanently.
     """
     return max(2, (recompile_limit() - 2) // 2)
@@ -85,35 +85,35 @@ class Freezing(Attachment):
 
     Frozen parameters have ``requires_grad=False`` and no gradient: the backward pass stops at their border, no
     activations before it are stored, and the optimizer skips them, so weights and moments do not change, whatever the
-    decay or momentum. There is one optimizer with one set of moments; parameter groups are never changed. The flags
-    change in a post-hook of ``optimizer.step``, that is once per update: they stay inside an accumulation window, and
-    if a ``GradScaler`` skips an update. On several ranks the reducer of DDP is rebuilt before the next pass, so that
-    nothing of the frozen part is sent, and the ranks compare their state
+    decay or momentum. There is one optimizer with one set of moments. Parameter groups are never changed. The flags
+    change in a post-hook of ``optimizer.step``, that is once per update: they are kept inside an accumulation window,
+    and if a ``GradScaler`` skips an update. On several ranks the reducer of DDP is rebuilt before the next pass, so
+    that nothing of the frozen part is sent, and the ranks compare their state
     (:class:`~torchboost.algorithms.grad_freeze.checks.Replicas`).
 
-    Only parameters of the optimizer are frozen, and only while the user trains them: what the user freezes stays
-    frozen, and what the user thaws stays thawed. The index in use is that of the schedule, or the largest index below
-    it that leaves something to train. Freezing that an earlier attachment left on these parameters is undone first.
+    Only parameters of the optimizer are frozen, and only while the user trains them: parameters that the user freezes
+    remain frozen, and parameters that the user thaws remain thawed. The index in use is the schedule's, or the largest
+    index below it at which something trains. Freezing of these parameters by an earlier attachment is undone first.
 
     Args:
-        model: The model as the loop calls it, wrapped or not (DDP may follow later). None if only parameters are known;
-            a DDP is then not detected.
+        model: The model as the loop calls it, wrapped or not (DDP may follow later). None if only parameters are known.
+            A DDP is then not detected.
         optimizer: The optimizer whose updates are counted. Held weakly.
         prefixes: The frozen part at index 0, 1, ...
         schedule: Index for each update, counted from 0.
         compiled: Schedule to use instead if the model is compiled when this is attached, or later but before the first
             update that freezes. None always uses ``schedule``.
-        fast: Runs the frozen part; it detects what is frozen, and is removed with this.
-        total_steps: Number of updates after which everything is thawed; later updates warn once. None never ends.
-        judged_at: Number of updates of this process after which ``fast`` ends if it has found next to nothing. None
-            leaves that to it.
+        fast: Runs the frozen part. It detects which parameters are frozen, and is removed with this.
+        total_steps: Number of updates after which everything is thawed. Later updates warn once. None never ends.
+        judged_at: Number of updates of this process after which ``fast`` ends if it has found next to nothing. If None,
+            ``fast`` decides.
         alike: Further numbers that must be equal on all ranks, such as the seed of the schedule.
-        agree_within: Seconds to wait for a rank before a pass; then an error is raised. 0 disables the comparison.
+        agree_within: Seconds to wait for a rank before a pass. Then an error is raised. 0 disables the comparison.
 
     Attributes:
         step: Number of updates so far.
         index: The index in use.
-        fast: As given; ``with freezing.fast.samples(ids):`` names the samples of a batch for its cache.
+        fast: As given. ``with freezing.fast.samples(ids):`` names the samples of a batch for its cache.
 
     Raises:
         IncompatibleError: See :func:`check_freezable`.
@@ -206,10 +206,12 @@ class Freezing(Attachment):
         return {"step": self.step, "frozen": frozen, "compiled": self._for_compiled, **self._reach.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a checkpoint. Flags follow as in training: what the user froze in this process stays frozen.
+        """Resume from a checkpoint.
+
+        Flags follow as in training: parameters that the user froze in this process remain frozen.
 
         Raises:
-            ValueError: These settings freeze another part of the network at that step; nothing was changed.
+            ValueError: These settings freeze another part of the network at that step. Nothing was changed.
         """
         step = int(state["step"])
         index, compiled = self._scheduled(step, state.get("compiled") if self._few else False)
@@ -274,7 +276,7 @@ class Freezing(Attachment):
         return {"updates": self.step, **frozen, "parameters": self._freezable, **self._alike}
 
     def _watch(self) -> None:
-        """Look for other ranks; they may have been set up after this was attached."""
+        """Look for other ranks. They may have been set up after this was attached."""
         if self._replicas is not None:
             self._replicas.watch()
         elif not self._warned and several() and torch.distributed.get_world_size() > 1:
@@ -293,7 +295,7 @@ class Freezing(Attachment):
             self._replicas.release()
 
     def _apply(self, index: int) -> None:
-        """Apply the largest usable index up to ``index``; change only what differs."""
+        """Apply the largest usable index up to ``index``. Change only flags that differ."""
         index = self._reach.usable(index, self._reach.closed)
         spared = self._reach.spared(index)
         if index == self.index and spared == self._spared:
@@ -363,15 +365,15 @@ class Freezing(Attachment):
                 self._settled.add(norm)
 
 
-# Flags outlive their owner. Only this table tells a parameter that freezing left frozen from one that the user froze.
-# An entry, which is dropped with its parameter, says who owns it, and what the owner has frozen, by ``id``.
+# Flags outlive their owner. Only this table tells a parameter that freezing has frozen from one that the user froze. An
+# entry, which is dropped with its parameter, says who owns it, and which parameters the owner has frozen, by ``id``.
 _RECORDS: Any = WeakIdKeyDictionary()
 
 
 def _release(parameters: Iterable[Tensor]) -> None:
-    """Take over parameters from an earlier owner: remove it and thaw what it left frozen.
+    """Take over parameters from an earlier owner: remove it and thaw its frozen parameters.
 
-    If an optimizer is deleted, its freezing goes with it, and its parameters would stay frozen. They are thawed here.
+    If an optimizer is deleted, its freezing goes with it, and its parameters would remain frozen. They are thawed here.
     """
     for parameter in parameters:
         owner, frozen = _RECORDS.pop(parameter, (lambda: None, ()))
@@ -394,11 +396,11 @@ class _Reach:
     head that only some batches use therefore never become the last part that trains. A weight that also has a use that
     is cut off does not count, since its gradient may have come from there.
 
-    Later updates may reach parameters that none has reached yet, such as a head that is used in turns. These stay
+    Later updates may reach parameters that none has reached yet, such as a head that is used in turns. These are
     trainable at every index (:meth:`spared`). This costs nothing while they have no gradients.
 
-    A gradient of zeros left by ``zero_grad(set_to_none=False)`` does not count. Checking this synchronises the device
-    once per update; on several ranks it is not checked.
+    A gradient of zeros from ``zero_grad(set_to_none=False)`` does not count. Checking this synchronises the device once
+    per update. On several ranks it is not checked.
 
     Args:
         optimizer: The optimizer whose parameters count. Held weakly.
@@ -426,7 +428,7 @@ class _Reach:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The parameters of the optimizer, in its order; the last known ones if it is gone."""
+        """The parameters of the optimizer, in its order, or the last known ones if it is gone."""
         optimizer, known = self._optimizer(), len(self._parameters)
         if optimizer is not None and known != sum(len(group["params"]) for group in optimizer.param_groups):
             self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -434,7 +436,7 @@ class _Reach:
         return self._parameters
 
     def usable(self, index: int, closed: Collection[int]) -> int:
-        """Return the largest index up to ``index`` that is not closed and trains something; 0 always is usable."""
+        """Return the largest index up to ``index`` that is not closed and trains something. 0 always is usable."""
         last_first = self.parameters[::-1]
         while index:
             frozen = self._frozen[index]
@@ -444,20 +446,20 @@ class _Reach:
         return index
 
     def spared(self, index: int) -> frozenset[int]:
-        """Return the ``id`` of what stays trainable at ``index``: it could have had a gradient but never did."""
+        """Return the ``id`` of the parameters trainable at ``index`` that could have had a gradient but never did."""
         return self._frozen[index] & self._unreached
 
     def observe(self, index: int) -> None:
         """Record the gradients of an update made at ``index``.
 
-        Cost: microseconds; the parameters are read from the last one back, until all open indices have a gradient.
+        Cost: microseconds. The parameters are read from the last one back, until all open indices have a gradient.
         """
         parameters = self.parameters
         if not any(p.grad is not None and p.requires_grad for p in parameters):
             return
         self._pending = [p for p in self._pending if p.grad is None]
         self._unreached = frozenset(id(p) for p in self._pending if p.requires_grad)
-        # At other indices parts of what trains there are frozen now.
+        # At other indices some parameters that train there are frozen now.
         waiting = {at for at, frozen in enumerate(self._frozen) if at and self._frozen[index] <= frozen} - self.closed
         for parameter in reversed(parameters):
             behind = {at for at in waiting if id(parameter) not in self._frozen[at]}
@@ -471,7 +473,7 @@ class _Reach:
         key, grad = id(parameter), parameter.grad
         if grad is None or not parameter.requires_grad or key in self._tied:
             return False
-        # A gradient tensor that is kept is written in place at each update; a new one starts again.
+        # A gradient tensor that is kept is written in place at each update. A new one starts again.
         before, now = self._versions.get(key, _NEVER), version(grad)
         self._versions[key] = now
         readable = now > before and grad.layout is torch.strided and not several()

@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 MOST_STEPS = 2**53
-"""The longest run; beyond it, shares of the run are not exact in float64."""
+"""The longest run. Beyond it, shares of the run are not exact in float64."""
 
 BACKWARD_SHARE = 2 / 3
 """Share of the backward pass in a training step: it costs two forward passes."""
@@ -59,7 +59,7 @@ def continuous(groups: int, full_share: float) -> Schedule:
     """Return MindSpore's type 0: full training, then 1, 2, ... groups frozen, repeated.
 
     Args:
-        groups: Number of groups; index k freezes the first k, at most ``groups - 1``.
+        groups: Number of groups. Index k freezes the first k, at most ``groups - 1``.
         full_share: Share of steps that train everything.
 
     Example:
@@ -90,7 +90,7 @@ def interval(groups: int, full_share: float, length: int, seed: int) -> Schedule
     Args:
         groups: Number of groups.
         full_share: Share of steps that train everything.
-        length: The schedule repeats after so many steps; see :func:`length_of`.
+        length: The schedule repeats after so many steps. See :func:`length_of`.
         seed: Seed of the generator, 0 or more and below 2**32.
 
     Cost: entries are made on demand, about 0.2 seconds per million, and take two bytes each.
@@ -98,7 +98,7 @@ def interval(groups: int, full_share: float, length: int, seed: int) -> Schedule
     if groups <= 1:
         return repeated([0])
     random, weights = np.random.RandomState(seed), np.arange(1, groups)
-    # The same as RandomState.choice with the probabilities of MindSpore; it draws one number per entry.
+    # The same as RandomState.choice with the probabilities of MindSpore. It draws one number per entry.
     shares = (weights / weights.sum()).cumsum()
     shares /= shares[-1]
     chunks: list[np.ndarray] = []
@@ -151,7 +151,7 @@ def earliest(groups: int, full_share: float, steps: int) -> list[int]:
 
     Group i of n may be frozen from the share ``(t0 + (1 - t0) i / (n - 1))^3`` of the run on, with ``t0^3`` the share
     of steps that train everything (A. Brock et al., "FreezeOut: Accelerate Training by Progressively Freezing
-    Layers", arXiv 1706.04983); the last group trains to the end.
+    Layers", arXiv 1706.04983). The last group trains to the end.
     """
     start = full_share ** (1 / 3)
     shares = [(start + (1 - start) * index / max(1, groups - 1)) ** 3 for index in range(groups - 1)]
@@ -162,7 +162,7 @@ def progressive(costs: Sequence[float], full_share: float, steps: int, *, switch
     """Choose at most ``switches`` steps of :func:`earliest` to freeze at, to save the most time.
 
     Freezing the first k groups saves two thirds of their share of a step until the next switch. Dynamic programming
-    finds the optimal selection; no switch is earlier than the cubic schedule allows.
+    finds the optimal selection. No switch is earlier than the cubic schedule allows.
 
     Args:
         costs: Share of the computation in each group.

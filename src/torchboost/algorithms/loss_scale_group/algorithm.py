@@ -54,12 +54,12 @@ class GroupScaler(LossScaler):
     """Scales per group: an overflow in any group skips the update, and moves the scales of that group only.
 
     Args:
-        names: Of the groups; the first is the rest of the model, whose scale multiplies the loss.
+        names: Of the groups. The first is the rest of the model, whose scale multiplies the loss.
         scales: At the beginning, one per name.
-        groups: The parameters of each group but the first, or what :meth:`_grouped` finds them in.
+        groups: The parameters of each group but the first, or the modules in which :meth:`_grouped` finds them.
         rule: Moves each scale.
         pinned: Whether the first scale is always 1, as nothing would tell of its overflows.
-        exact: Use the scales as they are, and from the start; otherwise the power of two below, between the first
+        exact: Use the scales as they are, and from the start. Otherwise the power of two below, between the first
             :meth:`scale` and :meth:`update`.
         agree: See :class:`~torchboost.algorithms.loss_scale_group.scalers.LossScaler`.
 
@@ -133,7 +133,7 @@ class GroupScaler(LossScaler):
         return members
 
     def _grouped(self) -> Sequence[Sequence[Tensor]]:
-        """Return the parameters of each group but the first. Called again when those of the optimizer change."""
+        """Return the parameters of each group but the first. Called again when the optimizer's parameters change."""
         return self._groups
 
     def _conclude(self, overflows: Sequence[bool]) -> None:
@@ -166,7 +166,7 @@ class GroupGradScaler(GroupScaler):
     Borders at the modules of each group change the scale of the gradients that pass, and are the identity in the
     forward pass. The code of the model does not change. With ``s_g`` the scale of group g, its gradients are ``s_g``
     times the true ones during the backward pass, and the true ones, bit for bit but for under- and overflow, after
-    :meth:`unscale_`. (What is multiplied is the power of two below ``s_g``.) Between :meth:`update` and the next
+    :meth:`unscale_`. (The factor is the power of two below ``s_g``.) Between :meth:`update` and the next
     :meth:`scale` the borders let gradients pass unchanged, so a backward pass without this scaler is as it was. They go
     with the scaler.
 
@@ -174,8 +174,8 @@ class GroupGradScaler(GroupScaler):
     others grow. An inf that arises in one group reaches those before it, which then shrink too.
 
     Args:
-        model: Gets hooks; wrapped or not. What is not in a group is one more group, the rest.
-        groups: The number of groups of blocks, which are as even as possible; or for each group the names of its
+        model: Gets hooks. Wrapped or not. Modules that are not in a group are one more group, the rest.
+        groups: The number of groups of blocks, which are as even as possible, or for each group the names of its
             modules, as of ``named_modules()`` with ``*`` and ``?``. A name includes all that is inside.
         init_scale: At the beginning, for all groups or one for each.
         rule: Moves each scale: see :class:`ScaleRule`.
@@ -194,13 +194,13 @@ class GroupGradScaler(GroupScaler):
     Warns:
         ScaleCollapseWarning: A scale collapses. The message names the group.
 
-    Cost: one pass over each tensor that crosses a border, in the backward pass. In float16 a copy in float32 of what
-    leaves a group for anything but a module of another group. One pass over the gradients and one wait for the device
-    per update.
+    Cost: one pass over each tensor that crosses a border, in the backward pass. In float16 a copy in float32 of tensors
+    that leave a group for anything but a module of another group. One pass over the gradients and one wait for the
+    device per update.
 
     Limits: a module's weight that is used outside of it (``F.linear(x, embedding.weight)``) gets gradients of the wrong
-    scale there. Put what uses it into the same group, or neither into any. torch refuses operations in place
-    directly on what leaves or enters a group: take the activation behind it into the group.
+    scale there. Put the user of the weight into the same group, or neither into any. torch refuses operations in place
+    directly on tensors that leave or enter a group: take the activation that follows into the group.
 
     Source: layer-wise loss scaling, Zhao et al. 2019 (arXiv:1910.12385). Shrinkage and growth as in MindSpore.
 
@@ -244,7 +244,7 @@ class GroupGradScaler(GroupScaler):
             self.remove()
 
     def remove(self) -> None:
-        """Remove the borders; the scale is 1 from then on."""
+        """Remove the borders. The scale is 1 from then on."""
         if self._borders is not None:
             self._borders.remove()
         self._borders = None
@@ -286,7 +286,7 @@ class LossScaleGroup(Algorithm):
     """
 
     name: ClassVar[str] = "loss_scale_group"
-    # Before autocast, which asks for a scaler; after the modules were changed.
+    # Before autocast, which asks for a scaler, and after the modules were changed.
     traits: ClassVar[Traits] = Traits(order=25, brings_scaler=True)
 
     groups: int | Sequence[str | Sequence[str]] = 4
@@ -344,7 +344,7 @@ class _Scaling(Attachment):
 
     @property
     def remark(self) -> str:
-        """What the loop must do, if it has not scaled a loss."""
+        """The calls that the loop must make, if it has not scaled a loss."""
         return "" if self._scaler.scaled else "scale with boosted.scaler, or call boosted.step(loss_fn)"
 
     def _release(self) -> None:
@@ -393,7 +393,7 @@ def _resolved(model: nn.Module, groups: Any) -> list[Modules]:
     """Return the modules of each group by name, none inside another, and no parameter in two groups."""
     _check_groups(groups)
     if is_compiled(model):
-        # Graphs that were made before stay in use, and know nothing of hooks that come later.
+        # Graphs that were made before are still used, and know nothing of hooks that come later.
         raise IncompatibleError(
             "loss_scale_group: the model is already compiled, and its graphs would not contain the borders; set the "
             "borders first (GroupGradScaler, or attach) and compile afterwards."

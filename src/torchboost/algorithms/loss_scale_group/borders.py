@@ -1,8 +1,8 @@
 """Borders between groups of modules: identity forward, and backward a change of the scale of the gradients.
 
-A group is a set of modules. Inside of them gradients carry the scale of the group, everywhere else that of the rest of
-the model. A border stands at every tensor that enters a module of a group as an argument and at every one it returns,
-so the gradients are right however the modules are connected.
+A group is a set of modules. Inside of them gradients carry the scale of the group, everywhere else the scale of the
+rest of the model. A border stands at every tensor that enters a module of a group as an argument and at every one it
+returns, so the gradients are right however the modules are connected.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Ratios", "ScaleBorders", "change_scale", "has_borders"]
 
 
 class Ratios:
-    """The factors of the borders: the scale of one group divided by that of another.
+    """The factors of the borders: the scale of one group divided by the scale of another.
 
     The numbers are read when the backward pass comes to a border, so they can be set after the forward pass, also in
     a compiled model, which keeps the memory they stand in and not their values.
@@ -102,7 +102,7 @@ class _Gate:
 
     def _enter(self, x: Tensor) -> Tensor:
         group = 0
-        # A compiled graph does not know of autograd's nodes; there both borders stay, which is as right.
+        # A compiled graph does not know of autograd's nodes. There both borders are kept, which is as right.
         if not torch.compiler.is_compiling() and x.requires_grad:
             left = getattr(x.grad_fn, "torchboost_border", None)
             group, x = left or (0, x)
@@ -124,7 +124,7 @@ class ScaleBorders:
         self._gates, self._unseen = gates, gates
         self._handles = []
         for gate in gates:
-            # The outermost of all hooks there are: what they see is inside the group.
+            # The outermost of all hooks, so that tensors seen by the others are inside the group.
             self._handles.append(gate.module.register_forward_pre_hook(gate.enter, with_kwargs=True, prepend=True))
             self._handles.append(gate.module.register_forward_hook(gate.leave))
             store_in_order(gate.module)

@@ -30,7 +30,7 @@ __all__ = [
 Scaled = TypeVar("Scaled", Tensor, list[Tensor], tuple[Tensor, ...])
 
 LARGEST = 2.0**100
-"""Scales stay within this and its inverse, so that float32 holds both."""
+"""Scales lie within this and its inverse, so that float32 holds both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,9 +149,9 @@ def check_scale(name: str, value: Any, rule: ScaleRule | None = None) -> None:
 class LossScaler:
     """Base class: ``scale``, backward, ``unscale_``, ``step`` and ``update``, as in ``GradScaler``.
 
-    What :meth:`scale` uses first after an update holds until the next one, so all micro-batches of a window carry the
-    same scale. An optimizer is not called at all at a step with overflow: weights, state and hooks stay as they are.
-    Gradients are always divided before the optimizer sees them, so a fused one never gets a scale.
+    The scale that :meth:`scale` uses first after an update holds until the next one, so all micro-batches of a window
+    carry the same scale. An optimizer is not called at all at a step with overflow: weights, state and hooks do not
+    change. Gradients are always divided before the optimizer sees them, so a fused one never gets a scale.
 
     Args:
         agree: Whether an overflow on one rank skips the step on all. Every rank must then make the same calls.
@@ -322,7 +322,7 @@ class DynamicLossScale(LossScaler):
     """A dynamic loss scale by MindSpore's rule: it shrinks at an overflow and grows after a clean window.
 
     Unlike ``torch.amp.GradScaler`` it has bounds, agrees over ranks, skips steps of fused optimizers
-    like those of any other, and warns (:class:`~torchboost.ScaleCollapseWarning`) if it collapses.
+    like steps of any other, and warns (:class:`~torchboost.ScaleCollapseWarning`) if it collapses.
 
     Args:
         init_scale: Scale at the beginning.
@@ -335,8 +335,8 @@ class DynamicLossScale(LossScaler):
     Raises:
         TypeError, ValueError: A setting is not valid.
 
-    Cost: one pass over the gradients and one wait for the device per update, as ``GradScaler`` has; with several
-    ranks one collective of a single number.
+    Cost: one pass over the gradients and one wait for the device per update, as ``GradScaler`` has. With several ranks
+    one collective of a single number.
 
     Example:
         >>> import torch, torchboost
@@ -388,8 +388,8 @@ def _divided(members: Sequence[Sequence[Tensor]], scales: Sequence[float]) -> li
         For each device a tensor with one number per member (float32): 0 if all gradients there are finite.
 
     Raises:
-        IncompatibleError: A gradient is in float16, in which what the scale lifted out of the subnormal numbers would
-            fall back. Nothing was divided.
+        IncompatibleError: A gradient is in float16, in which numbers that the scale lifted out of the subnormal ones
+            would fall back. Nothing was divided.
     """
     flags: dict[torch.device, Tensor] = {}
     batches: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = {}
@@ -418,5 +418,5 @@ def _numbers(grad: Any) -> Tensor:
     values = sparse_values(grad) if grad.is_sparse else grad
     if not values.is_complex():
         return values
-    # The kernel knows real numbers only; a conjugate that is not worked out yet has the memory of the other one.
+    # The kernel knows real numbers only. A conjugate that is not worked out yet has the memory of the other one.
     return torch.view_as_real(values.conj() if values.is_conj() else values)

@@ -97,21 +97,21 @@ class TokenDrop(Algorithm):
         _check(self, target.model)
 
     def attach(self, target: Target) -> Attachment:
-        """Leave tokens out of the blocks, as the first update needs it, and follow the schedule from then on."""
+        """Drop tokens in the blocks, as the first update needs it, and follow the schedule from then on."""
         return drop_tokens(target.model, target.optimizer, self, seed=target.seed, rank=target.topology.rank)
 
 
 def drop_tokens(
     model: nn.Module, optimizer: Optimizer, settings: TokenDrop, *, seed: int = 0, rank: int = 0
 ) -> TokenDropping:
-    """Leave random tokens out of the middle blocks of a model in your own loop, which does not change.
+    """Drop random tokens in the middle blocks of a model in your own loop, which does not change.
 
-    The blocks are those of the one ``nn.ModuleList`` or ``nn.Sequential`` of three or more equal blocks. Their first
-    argument must be hidden states of shape (batch, length, width) or (length, batch, width), and they must return such
-    states alone. Masks, positions and rotary angles among the other arguments are reduced to the same tokens.
+    The blocks are the children of the one ``nn.ModuleList`` or ``nn.Sequential`` of three or more equal blocks. Their
+    first argument must be hidden states of shape (batch, length, width) or (length, batch, width), and they must return
+    such states alone. Masks, positions and rotary angles among the other arguments are reduced to the same tokens.
 
-    Whether this is right for a block is found out at its first call, on a copy with random weights, before anything is
-    left out. If a block knows positions by itself, or attends in windows, this call raises.
+    Whether this is right for a block is found out at its first call, on a copy with random weights, before any token is
+    dropped. If a block knows positions by itself, or attends in windows, this call raises.
 
     Args:
         model: The model as the loop calls it, wrapped in DDP or compiled before or after this.
@@ -121,12 +121,12 @@ def drop_tokens(
         rank: Of this process. Ranks draw other tokens.
 
     Returns:
-        The live effect: ``step``, ``share``; save ``state_dict()`` in the checkpoint; ``remove()`` computes all tokens
+        The live effect: ``step``, ``share``. Save ``state_dict()`` in the checkpoint. ``remove()`` computes all tokens
             again.
 
     Raises:
         IncompatibleError: The model is sharded, or wrapped by ``DataParallel``. The first training call raises it if it
-            is not shown that its tokens can be left out.
+            is not shown that its tokens can be dropped.
         TypeError: Not a module, or not an optimizer.
         ValueError: ``total_steps`` is missing.
 
@@ -170,7 +170,7 @@ def _objection(model: nn.Module) -> str | None:
 
 
 def _middle_of(model: nn.Module) -> tuple[list[nn.Module], str | None]:
-    """Return the blocks that may leave tokens out; none, and the reason, if it is not clear which they are."""
+    """Return the blocks that may drop tokens, or none, and the reason, if it is not clear which they are."""
     stacks = list(_stacks(unwrap(model)))
     if not stacks:
         return [], f"the model has no list of {_LEAST_BLOCKS} or more equal blocks"

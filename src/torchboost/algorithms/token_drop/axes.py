@@ -38,14 +38,14 @@ _TOLERANCE = 1e-4
 """Of the largest output. With random weights a token in the wrong place changes outputs by about a tenth."""
 _MOST_CHOICES = 200
 _HIDDEN_BY_A_MASK = -1e4
-"""Entries of an additive mask below it hide a key; biases of positions are smaller."""
+"""Entries of an additive mask below it hide a key. Biases of positions are smaller."""
 _WINDOW_ROWS, _WINDOW_MASKS = 64, 4
 _WHOLE = (bool, int, float, complex, str, types.NoneType, torch.dtype, torch.device)
-"""What does not hold tokens."""
+"""Types of arguments that do not hold tokens."""
 
 
 class Unclear(Exception):
-    """Why the tokens of a call cannot be left out."""
+    """Why the tokens of a call cannot be dropped."""
 
 
 def pick(call: Call, axes: TokenAxes, index: Tensor) -> Call:
@@ -88,7 +88,7 @@ def only_tensor(output: Any) -> Tensor:
 
 
 def kind_of(call: Call, hidden: Tensor) -> tuple[Any, ...]:
-    """Return what calls have in common whose tokens are on the same axes."""
+    """Return the properties that calls share if their tokens are on the same axes."""
     first, second = hidden.shape[:2]
     seen: list[Any] = [*call[1]]
 
@@ -108,8 +108,9 @@ def token_axes(block: nn.Module, call: Call, guess: TokenAxes | None = None) -> 
     other arguments are right if one of the following is shown:
 
     - If tokens and arguments are permuted, so are the outputs.
-    - The outputs of the first tokens are those of a call with these tokens alone, and the output of the last one does
-      not depend on the order of the tokens before it. So attention is causal, by the order of the tokens alone.
+    - The outputs of the first tokens equal the outputs of a call with these tokens alone, and the output of the last
+      one does not depend on the order of the tokens before it. So attention is causal, by the order of the tokens
+      alone.
 
     A block that knows positions by other means than its arguments shows neither, for example one with rotary angles
     of its own, convolutions over tokens, a recurrence, or attention in windows.
@@ -129,7 +130,7 @@ def token_axes(block: nn.Module, call: Call, guess: TokenAxes | None = None) -> 
     """
     _check_others(call, hidden_states(call))
     try:
-        # The hooks of a checkpoint around the block would count what is saved here.
+        # The hooks of a checkpoint around the block would count tensors that are saved here.
         apart = torch.autograd.graph.saved_tensors_hooks(_same, _same)
         with undisturbed(block) as copied, full_precision(block), torch.enable_grad(), apart:
             return _Probe(copied, call).find(guess)
@@ -286,8 +287,8 @@ class _Probe:
     def _choices(self, everything: TokenAxes) -> Iterator[TokenAxes]:
         """Yield choices of axes, the best first.
 
-        What varies along an axis and may stay whole has other tokens, such as those of an encoder. What does not vary,
-        such as a mask of a batch without padding, does not tell, and belongs to the tokens if it can.
+        A tensor that varies along an axis and may be kept whole has other tokens, such as an encoder's. One that does
+        not vary, such as a mask of a batch without padding, does not tell, and belongs to the tokens if it can.
         """
         groups = self._groups(everything)
         varying = [group for group in groups if self._varies(group[0], everything[group[0]])]
@@ -306,7 +307,7 @@ class _Probe:
                     yield axes
 
     def _groups(self, everything: TokenAxes) -> list[list[int]]:
-        """Return the places of tensors, without the hidden states; those of a shape and precision together."""
+        """Return the places of tensors, without the hidden states. Tensors of one shape and precision go together."""
         groups: dict[Any, list[int]] = {}
         for place, (tensor, axes) in enumerate(zip(self._tensors, everything, strict=True)):
             if place and axes:
@@ -323,7 +324,7 @@ def _replaced(axes: TokenAxes, places: Sequence[int], new: tuple[int, ...]) -> T
 
 
 def _has_windows(mask: Tensor) -> bool:
-    """Whether a query does not see what a key sees that it sees. In causal and in padded attention it does."""
+    """Whether a query does not see a token that is seen by a key it sees. In causal and in padded attention it does."""
     if mask.is_floating_point():
         seen = mask > _HIDDEN_BY_A_MASK
     else:

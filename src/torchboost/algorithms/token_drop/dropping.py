@@ -49,7 +49,7 @@ class _Block:
     Args:
         place: Among them.
         module: The block.
-        known: Kind of call -> the axes of its tokens, None if they are not left out, and the most tokens that such a
+        known: Kind of call -> the axes of its tokens, None if they are not dropped, and the most tokens that such a
             call had when it was looked at.
         called_at: The update in which a pass with gradients last began.
     """
@@ -60,7 +60,7 @@ class _Block:
     called_at: int = -1
 
     def check_hooks(self) -> None:
-        """Refuse hooks that read what is inside of the block.
+        """Refuse hooks that read the inside of the block.
 
         Raises:
             Unclear: There is one.
@@ -85,13 +85,13 @@ class TokenDropping(Attachment):
         optimizer: The optimizer whose updates are counted.
         blocks: The blocks.
         share: Maps an update, counted from 0, to the share of tokens that is computed. From 1.0 on the forward of the
-            blocks is that of their classes.
+            blocks is their classes' own.
         seed: Of the random tokens.
         rank: Ranks draw other tokens.
 
     Attributes:
         step: Number of updates so far.
-        calls: How many calls of blocks have left tokens out.
+        calls: How many calls of blocks have dropped tokens.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class TokenDropping(Attachment):
 
     @property
     def remark(self) -> str:
-        """Why some calls compute all tokens; empty if none was found."""
+        """Why some calls compute all tokens, empty if none was found."""
         return self._reason
 
     def figures(self) -> dict[str, float]:
@@ -135,7 +135,7 @@ class TokenDropping(Attachment):
         """Resume from a checkpoint, with the tokens that the interrupted run would have had.
 
         Raises:
-            ValueError: These settings compute another share of tokens at that update; nothing was changed.
+            ValueError: These settings compute another share of tokens at that update. Nothing was changed.
         """
         step, seed, share = int(state["step"]), int(state["seed"]), float(state["share"])
         if share != self._share(step):
@@ -147,7 +147,7 @@ class TokenDropping(Attachment):
         self._follow()
 
     def _follow(self) -> None:
-        """Cover the blocks if they leave tokens out, otherwise uncover them."""
+        """Cover the blocks if they drop tokens, otherwise uncover them."""
         if self.share >= 1:
             self._uncover()
         elif not self._covers:
@@ -158,7 +158,7 @@ class TokenDropping(Attachment):
             self._covers.pop().remove()
 
     def _cover_of(self, block: _Block) -> Any:
-        """Return what is called instead of the forward of a block. The compiler does not trace it, but the block."""
+        """Return a function to call instead of a block's forward. The compiler does not trace it, but the block."""
         before: Any = torch.compiler.disable(self._before)
         after: Any = torch.compiler.disable(_put_back)
 
@@ -176,7 +176,7 @@ class TokenDropping(Attachment):
     def _before(
         self, block: _Block, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Call, tuple[Tensor, int, Tensor]] | None:
-        """Return the arguments of some tokens, and where these belong; None if all tokens are computed."""
+        """Return the arguments of some tokens, and their places, or None if all tokens are computed."""
         again = inside_backward()
         if self._waiting and not again:
             self._advance()
@@ -205,12 +205,12 @@ class TokenDropping(Attachment):
         return pick(call, axes, kept), (hidden, axes[0][0], kept)
 
     def _axes(self, block: _Block, call: Call, *, again: bool) -> TokenAxes | None:
-        """Return the axes of tokens; None if this call computes all of them.
+        """Return the axes of tokens, or None if this call computes all of them.
 
         A kind of call is looked at when it comes first, and when its sequences are longer than any before.
 
         Raises:
-            Unclear: Why the tokens of the call cannot be left out. It is raised once for a kind of call.
+            Unclear: Why the tokens of the call cannot be dropped. It is raised once for a kind of call.
         """
         hidden = hidden_states(call)
         block.check_hooks()
@@ -232,7 +232,7 @@ class TokenDropping(Attachment):
         return axes
 
     def _kept(self, place: int, length: int, device: torch.device) -> Tensor | None:
-        """Return the tokens that a block computes in this update, in ascending order; None if it computes all.
+        """Return the tokens that a block computes in this update, in ascending order, or None if it computes all.
 
         The first and the last one are always among them, so that a sequence with padding on one side has a token.
         """
