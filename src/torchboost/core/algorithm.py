@@ -67,7 +67,7 @@ class Stateful(Protocol):
     """A part of a training that a checkpoint holds."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs."""
+        """Return the state for a checkpoint."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -210,7 +210,7 @@ class Attachment:
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs. Empty if the settings and the step number are enough."""
+        """Return the state for a checkpoint. Empty if the settings and the step number are enough."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -386,7 +386,7 @@ def _record(value: Any, inner: Callable[[Any], Any]) -> Any:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """Return the attributes of a dataclass that are not fields, such as those set by ``__post_init__``."""
+    """Return the attributes of a dataclass that are not fields, such as attributes set by ``__post_init__``."""
     return {} if isinstance(value, MutableMapping) else getattr(value, "__dict__", {})
 
 
@@ -420,7 +420,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 _PLAIN = frozenset({str, bytes, int, float, bool, type(None)})
-"""Entries of a long list that are passed over quickly, because each call of a model is looked at."""
+"""Entries of a long list that are skipped quickly, because each call of a model is searched."""
 
 
 def _parts(value: Any) -> list[Any]:

@@ -361,7 +361,7 @@ def hooks_of_optimizer(optimizer: Optimizer) -> list[dict[int, Any]]:
 def drives_schedule(optimizer: Optimizer) -> bool:
     """Whether a learning-rate schedule was built on an optimizer: it marks ``step`` with ``_wrapped_by_lr_sched``.
 
-    ``ReduceLROnPlateau`` leaves no mark.
+    ``ReduceLROnPlateau`` sets no mark.
     """
     return hasattr(optimizer.step, "_wrapped_by_lr_sched")
 

@@ -34,7 +34,7 @@ _FUSABLE: dict[type[Optimizer], type[Optimizer]] = {
 def care_for_fused(optimizer: Optimizer) -> Attachment:
     """Keep the steps right of groups that are fused already, if memory formats or the set of trained parameters change.
 
-    See :func:`torchboost.algorithms.fuse_optimizer` for what could go wrong. Without a fused group, and if a
+    See :func:`torchboost.algorithms.fuse_optimizer` for the possible errors. Without a fused group, and if a
     :class:`Fusion` does the same, nothing is attached.
     """
     optimizer = hookable(optimizer)

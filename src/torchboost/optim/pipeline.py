@@ -84,8 +84,8 @@ class GradientPipeline:
     Transforms run in the given order, once per step. With a closure they run after each closure call that made new
     gradients, and never before, so ``step(closure)`` equals ``closure(); step()``, with accumulation too. An optimizer
     that uses gradients before it calls the closure, as some forms of SAM do, uses them untransformed.
-    If ``GradScaler`` leaves the loss scale in the gradients of a fused optimizer, and a transform needs true gradients,
-    the pipeline divides by it, which costs one read and one write.
+    If ``GradScaler`` does not unscale the gradients of a fused optimizer, and a transform needs true gradients, the
+    pipeline divides by the loss scale, which costs one read and one write.
     Cost: one pass over the parameter list in Python (about 0.5 microseconds per parameter) plus the transforms.
     ``copy.deepcopy(optimizer)`` drops hooks, so attach the pipeline to the copy again.
 

@@ -32,7 +32,7 @@ class WrappingOptimizer(Optimizer):
     """
 
     copyable: bool = False
-    """Whether a copy or a pickle does what the original does. Hooks on ``opt`` are not copied."""
+    """Whether a copy or a pickle behaves like the original. Hooks on ``opt`` are not copied."""
 
     def __init__(self, opt: Optimizer) -> None:
         check_optimizer(opt, "opt")

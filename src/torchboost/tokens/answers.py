@@ -30,7 +30,7 @@ Answer = Callable[..., Any]
 
 
 class PaddedRows(Rows):
-    """Rows that functions of torch accept in place of the padded tensor.
+    """Rows that functions of torch accept instead of the padded tensor.
 
     Functions that treat every position by itself compute on the rows. So do attention whose mask excludes the padding,
     and a loss that ignores it. Functions without an answer get the whole tensor: from ``fill``, or from ``source``. If

@@ -188,7 +188,7 @@ def _masks(
     if is_causal or layout is None or isinstance(mask, Rows) or mask.ndim > query.ndim:
         raise MissingRows("its mask is of another kind")
     whole, kind = mask[(None,) * (query.ndim - mask.ndim)], ("attention", query.ndim, queries, keys)
-    if mask.requires_grad:  # what was found is kept, the parts belong to the graph
+    if mask.requires_grad:  # keep only the finding, because the parts belong to the graph
         layout.once(mask, lambda: _is_causal(whole.detach(), queries, keys, layout), kind)
         return _parts(whole, queries, keys, layout)
 

@@ -189,7 +189,7 @@ class PartialCall:
             if self not in reason.owners:
                 raise
             asked = str(reason)
-        if asked is not None:  # not in the handler, where frames live on, and with them the hooks of a checkpoint
+        if asked is not None:  # not in the handler, which keeps frames alive, and with them the hooks of a checkpoint
             return self._with_more(part, asked, buffers)
         self.forward.calls += part.used()
         self.forward.moving[self._kind] = frozenset(name for name, (b, then, _) in buffers if version(b) != then)

@@ -40,8 +40,8 @@ class Adam(UpdateRule):
     and with ``decoupled_weight_decay=True`` ``torch.optim.AdamW``. Checkpoints load both ways. State: ``step``,
     ``exp_avg``, ``exp_avg_sq``, 8 bytes per float32 weight, with ``amsgrad`` also ``max_exp_avg_sq``, 12 bytes.
 
-    Source: D. Kingma, J. Ba, "Adam: A Method for Stochastic Optimization", arXiv 1412.6980; S. Reddi et al., "On the
-    Convergence of Adam and Beyond" (``amsgrad``); I. Loshchilov, F. Hutter, "Decoupled Weight Decay Regularization".
+    Source: D. Kingma, J. Ba, "Adam: A Method for Stochastic Optimization", arXiv 1412.6980. S. Reddi et al., "On the
+    Convergence of Adam and Beyond" (``amsgrad``). I. Loshchilov, F. Hutter, "Decoupled Weight Decay Regularization".
 
     Args:
         params: Parameters, named parameters or groups.

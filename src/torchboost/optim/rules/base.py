@@ -208,7 +208,7 @@ class UpdateRule(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # GradScaler reads this name: True leaves unscaling and skipping to the fused kernel. If something here needs
+        # GradScaler reads this name: if True, the fused kernel unscales and skips. If something here needs
         # unscaled gradients, or must know whether there was an update, GradScaler unscales and skips before the step.
         needs_truth = self.chain or self.nonfinite != "ignore" or any(self._schedules)
         return self.kernel_unscales and not needs_truth and all(group.get("fused") for group in self.param_groups)

@@ -17,7 +17,7 @@ __all__ = ["RMSProp"]
 
 
 class RMSProp(UpdateRule):
-    """``s = alpha s + (1 - alpha) g^2``, ``b = momentum b + lr g / sqrt(s + eps)``, ``w -= b``; ``s`` starts at 1.
+    """``s = alpha s + (1 - alpha) g^2``, ``b = momentum b + lr g / sqrt(s + eps)``, ``w -= b``. ``s`` starts at 1.
 
     The form of MindSpore and TensorFlow. ``torch.optim.RMSprop`` starts ``s`` at 0, adds ``eps`` outside the root, and
     keeps the learning rate out of ``b``. Prefer it unless you must match a run of MindSpore or TensorFlow. With

@@ -80,7 +80,7 @@ class _ScheduleFree(UpdateRule):
         self._rates = {}  # the groups are new objects, and a checkpoint may hold other rates
 
     def _note_rate(self, group: Mapping[str, Any]) -> None:
-        """Warn once if a rate differs from the rate of earlier updates. A rate of 0 moves nothing and does not count."""
+        """Warn once if a rate has changed since earlier updates. A rate of 0 moves nothing and does not count."""
         if torch.compiler.is_compiling() or not (rate := float(group["lr"])):
             return
         rates: dict[int, float] = self.__dict__.setdefault("_rates", {})
