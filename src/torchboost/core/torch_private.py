@@ -372,7 +372,7 @@ def without_hooks(attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_fused_mark(optimizer: Optimizer) -> bool:
-    """Whether a fused step has looked at its parameters, or will: ``Optimizer._need_device_dtype_check_for_fused``."""
+    """Whether a fused step has checked its parameters, or will: ``Optimizer._need_device_dtype_check_for_fused``."""
     return "_need_device_dtype_check_for_fused" in vars(optimizer)
 
 
@@ -683,8 +683,7 @@ def all_reduce_hooks(unit: nn.Module) -> list[Any]:
     """Return the all-reduce hook of each group of parameters of an FSDP2 module, None without one.
 
     Reads ``FSDPModule._get_fsdp_state()._fsdp_param_groups`` (in torch 2.11 ``_fsdp_param_group``, one or None) and
-    ``FSDPParamGroup._all_reduce_hook``. torch has no public way to ask for the hook, and setting one silently replaces
-    it.
+    ``FSDPParamGroup._all_reduce_hook``. torch has no public way to read the hook, and a new one silently replaces it.
     """
     return [group._all_reduce_hook for group in _parameter_groups(unit)]
 

@@ -61,8 +61,7 @@ def muon_from(optimizer: Optimizer, model: nn.Module, *, lr: float, sample: Any 
         optimizer: SGD, Adam or AdamW of torch, or a rule that a group of :class:`MixedOptimizer` may have. It must
             be fresh: no step, no checkpoint, no hook and no schedule yet. It is not changed. Do not step it any more.
         model: Wrapped or not. It is not changed.
-        lr: Learning rate of the matrices, in the group with the largest rate of all groups with matrices. 0.02 is
-            usual.
+        lr: Learning rate of the matrices, in the group with matrices that has the largest rate. 0.02 is usual.
         sample: An input of the model. None guesses one. See :func:`~torchboost.optim.muon_groups`.
 
     Raises:

@@ -215,7 +215,7 @@ class PolynomialDecay(_ScheduleBase):
         lr: Learning rate at update 0.
         end_lr: Learning rate at update ``decay_steps``.
         decay_steps: Updates, at least 1.
-        power: Above 0. 1 is linear.
+        power: Above 0. With 1 the decay is linear.
         cycle: Start again after ``decay_steps``.
 
     Raises:

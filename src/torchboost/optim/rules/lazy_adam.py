@@ -40,7 +40,7 @@ CHUNK = 32
 """Steps whose terms are summed together."""
 
 LEAST = 1e-30
-"""Shares of a second moment's root that are told apart from none."""
+"""Smallest share of a second moment's root that counts as more than none."""
 
 SMALLEST = 1e-300
 """Smaller factors count as this one, so that their logarithms are finite. A power of it is 0."""
