@@ -52,8 +52,8 @@ class Traits:
         replaces_optimizer: Whether ``attach`` puts another optimizer into the target. It then excludes all others.
         brings_scaler: Whether ``attach`` puts a scaler into the target.
         each_optimizer: Whether the algorithm serves all optimizers of a target. Others refuse more than one.
-        withdrawn: Order in which a guard withdraws algorithms from a run that got worse, 1 first; 0 for those that do
-            not change what is learned, or cannot be removed.
+        withdrawn: Order in which a guard withdraws algorithms from a run that got worse, 1 first. 0 for algorithms that
+            do not change the learned weights, or cannot be removed.
     """
 
     order: int = 50
@@ -67,7 +67,7 @@ class Stateful(Protocol):
     """A part of a training that a checkpoint holds."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs."""
+        """Return the state for a checkpoint."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -123,14 +123,14 @@ class MicroSteps(Stateful, Protocol):
 
 @dataclass(slots=True)
 class Target:
-    """The handles of one training loop. Algorithms may replace them; the loop reads them.
+    """The handles of one training loop. Algorithms may replace them, and the loop reads them.
 
     Args:
         model: The module that the loop calls, wrapped or not.
         optimizer: The optimizer whose ``step`` the loop calls. If it wraps another one and does not call hooks itself,
             like ``AcceleratedOptimizer``, algorithms attach to the inner one.
-        scaler: A ``GradScaler`` or an object with its methods; None without loss scaling.
-        accumulator: Several backward passes per update; None updates after each backward pass.
+        scaler: A ``GradScaler`` or an object with its methods. None means no loss scaling.
+        accumulator: Several backward passes per update. None updates after each backward pass.
         topology: The ranks of the job.
         seed: Seed of all random decisions of algorithms. Must be the same on every rank.
         others: More optimizers of the model, each over parameters of its own. The loop steps them, too.
@@ -161,7 +161,7 @@ class Target:
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
-        """All optimizers, as those that call hooks (:func:`~torchboost.core.wrapping.hookable`)."""
+        """All optimizers, in each case the one that calls hooks (:func:`~torchboost.core.wrapping.hookable`)."""
         return tuple(map(hookable, (self.optimizer, *self.others)))
 
 
@@ -181,7 +181,7 @@ class Attachment:
         undo: Called after the handles are removed.
 
     Attributes:
-        state_is_optional: Whether a checkpoint may lack its state, which then stays as it is.
+        state_is_optional: Whether a checkpoint may lack its state, which is then unchanged.
     """
 
     state_is_optional: bool = False
@@ -197,12 +197,12 @@ class Attachment:
 
     @property
     def remark(self) -> str:
-        """What people should know about the present state; empty if there is nothing."""
+        """Notable facts about the present state. Empty if there are none."""
         return ""
 
     @property
     def idle_until(self) -> int:
-        """The update of the run before which it is not in effect; 0 if it is in effect, or will never be."""
+        """The update of the run from which it is in effect. 0 if it is in effect already, or will never be."""
         return 0
 
     def figures(self) -> dict[str, float]:
@@ -210,11 +210,11 @@ class Attachment:
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs. Empty if the settings and the step number are enough."""
+        """Return the state for a checkpoint. Empty if the settings and the step number are enough."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned."""
+        """Load the result of :meth:`state_dict`."""
         if state:
             raise ValueError(
                 f"{type(self).__name__} keeps no state, found keys {sorted(state)}; "
@@ -245,12 +245,12 @@ def attach_each(optimizers: Iterable[Optimizer], attach: Callable[[Optimizer], A
 
 
 class Form(NamedTuple):
-    """Other settings of a lever, which a trial may prefer to those that it kept.
+    """Other settings of a lever, which a trial may prefer to the kept ones.
 
     Args:
         algorithm: The lever with these settings.
-        price: Expected one-time cost, as a multiple of that of the lever.
-        best_ratio: The largest gain to hope for over the settings that were kept.
+        price: Expected one-time cost, as a multiple of the lever's.
+        best_ratio: The largest gain to hope for over the kept settings.
     """
 
     algorithm: Algorithm
@@ -273,11 +273,11 @@ class Algorithm:
 
     @property
     def rounding(self) -> float:
-        """Relative rounding of a precision below float32 in which this lets float32 products compute; 0 if none."""
+        """Relative rounding of a precision below float32 in which this lets float32 products compute, or 0."""
         return 0.0
 
     def idle(self, model: nn.Module, optimizer: Optimizer) -> str | None:
-        """Return why this algorithm would change nothing for this model and optimizer; None if it would."""
+        """Return why this algorithm would change nothing for this model and optimizer, or None if it would."""
         return None
 
     def needs_transform(self, model: nn.Module) -> bool:
@@ -297,7 +297,7 @@ class Algorithm:
             *others: More optimizers that follow. Only an algorithm with ``traits.each_optimizer`` is given any.
 
         Returns:
-            An attachment whose ``remove()`` restores the model; None if the change cannot be undone.
+            An attachment whose ``remove()`` restores the model, or None if the change cannot be undone.
         """
 
     def check(self, target: Target) -> None:
@@ -308,7 +308,7 @@ class Algorithm:
         """
 
     def fitted(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Self:
-        """Return these settings, completed by what one eager pass of a real call shows.
+        """Return these settings, completed by the facts that one eager pass of a real call shows.
 
         Args:
             model: As the loop calls it. An override may run one pass of it, which moves buffers and random generators.
@@ -318,28 +318,28 @@ class Algorithm:
         return self
 
     def noting(self, without_effect: str) -> Self:
-        """Return these settings with a note why the call that :meth:`fitted` was shown runs as it does without them."""
+        """Return these settings with a note why they have no effect on the call that :meth:`fitted` was shown."""
         noted = copy.copy(self)
         object.__setattr__(noted, "without_effect", without_effect)  # no setting, so no field
         return noted
 
     def positions(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """Return masks of shape (batch, length) of the positions that a call computes; none if it computes all."""
+        """Return masks of shape (batch, length) of the positions that a call computes, or none if it computes all."""
         return []
 
     def forms(self, device: torch.device) -> tuple[Form, ...]:
-        """Return what a trial that has kept these settings tries in their place on a device, the dearest last."""
+        """Return the forms that a trial which kept these settings tries instead on a device, the dearest last."""
         return ()
 
     def forget(self) -> None:
-        """Free what stays in the process after the removal. A trial calls it for what it has tried and dropped."""
+        """Free the memory that remains in use after the removal. A trial calls this for algorithms that it dropped."""
 
     def graphs(self) -> int:
         """Return the most graphs that a compiled model needs to train with this algorithm over a run."""
         return 1
 
     def load(self) -> None:
-        """Import what :meth:`attach` and the steps after it need. A trial calls this before it limits their time."""
+        """Import the modules of :meth:`attach` and later steps. A trial calls this before it limits their time."""
 
     def attach(self, target: Target) -> Attachment:
         """Hook into the training loop of ``target``, which :meth:`check` has accepted.
@@ -383,7 +383,7 @@ class AttachedAlgorithms:
         return states | ({LEVERS: levers} if levers else {})
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]], awaited: Collection[str] = ()) -> None:
-        """Load what :meth:`state_dict` returned.
+        """Load the result of :meth:`state_dict`.
 
         Args:
             state: Of a checkpoint.
@@ -439,8 +439,8 @@ class AttachedAlgorithms:
         """Let the state say which speed levers are on, so that a resumed run has the same.
 
         Args:
-            read: Returns it by the name of the lever; empty while nothing is decided.
-            load: Called with what ``read`` returned. If it raises, nothing is loaded.
+            read: Returns the decisions by the name of the lever. Empty while nothing is decided.
+            load: Called with the result of ``read``. If it raises, nothing is loaded.
             check: Called with a state before it is loaded. If it raises, nothing is loaded.
         """
         self._levers, self._check = (read, load), check
@@ -455,7 +455,7 @@ class AttachedAlgorithms:
             live.remove()
 
     def adopt(self, others: AttachedAlgorithms) -> None:
-        """Take over the attachments of ``others``, whose names must be new. The order is that of ``traits.order``."""
+        """Take over the attachments of ``others``, whose names must be new, in the order of ``traits.order``."""
         for name in [name for name in others if name in self._awaited]:
             _load(name, others[name], self._awaited.pop(name))
         both = [*self._entries.items(), *others._entries.items()]
@@ -479,7 +479,7 @@ class AttachedAlgorithms:
 
 
 def _load(name: str, live: Attachment, state: Any) -> None:
-    """Load one state, which comes from a file: whatever it lacks, the caller gets one kind of error."""
+    """Load one state, which comes from a file. For any defect of it, the caller gets one kind of error."""
     try:
         if not isinstance(state, Mapping):
             raise TypeError(f"found {state!r:.60} in place of a dictionary")
@@ -493,10 +493,9 @@ def _load(name: str, live: Attachment, state: Any) -> None:
 def attach_all(target: Target, algorithms: Iterable[Algorithm]) -> AttachedAlgorithms:
     """Check the algorithms against each other and the target, transform the model if needed, and attach all of them.
 
-    The order is that of ``traits.order``. Either all algorithms are attached or none: each one is checked before the
-    first one changes anything (:meth:`Algorithm.check`), and if one fails later, the ones before it are removed. A
-    transform that cannot be undone remains. ``remove()`` undoes the transforms that were done here, not those of
-    ``plan.transform``.
+    They are attached in the order of ``traits.order``, all or none. Each one is checked before the first one changes
+    anything (:meth:`Algorithm.check`), and if one fails later, the ones before it are removed. A transform that cannot
+    be undone remains. ``remove()`` undoes the transforms that were done here, not the transforms of ``plan.transform``.
 
     Raises:
         TypeError: ``target`` is not a :class:`Target`.

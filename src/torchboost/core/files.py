@@ -14,18 +14,18 @@ PARTIAL = ".torchboost-partial-"
 
 
 def write_whole(path: Path, data: bytes | memoryview, *, mode: int = 0o666) -> None:
-    """Write a file completely or not at all, also if another process writes the same one, or the power fails.
+    """Write a file completely or not at all, also if another process writes the same file, or the power fails.
 
-    The bytes go to a file of another name in the same folder, which is then renamed. A file that is there already is
-    replaced; if it is a link, the link is replaced.
+    The bytes go to a file of another name in the same folder, which is then renamed. An existing file is replaced. If
+    it is a link, the link is replaced.
 
     Args:
         path: In a folder that exists.
         data: The whole content.
-        mode: The permission bits of the file, less those that the process's umask takes away.
+        mode: The permission bits of the file, to which the process's umask is applied.
 
     Raises:
-        OSError: The file cannot be written. A file that was there is unchanged.
+        OSError: The file cannot be written. An existing file is unchanged.
     """
     partial = path.with_name(PARTIAL + secrets.token_hex(8))
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)

@@ -1,4 +1,4 @@
-"""Act on the ``forward`` of one module instance: cover it, uncover it, find or replace the tensors in what it returns.
+"""Act on the ``forward`` of one module instance: cover it, uncover it, find or replace the tensors in its result.
 
 Copies and pickles of the module are plain. A file written by ``torch.save(model)`` then loads without this package,
 also with ``weights_only=True``, which allows no class that it does not know.
@@ -61,7 +61,7 @@ class _Covers:
     """The covers of one module.
 
     Args:
-        own: The ``forward`` that the user set on the instance; None if that of its class is covered.
+        own: The ``forward`` that the user set on the instance. None if the ``forward`` of its class is covered.
         bare: The same as a function of the module.
         entry: The function that the module's ``forward`` is bound to. A wrapper of it may carry the same mark.
         layers: The innermost one first.
@@ -99,7 +99,7 @@ def cover_forward(model: nn.Module, around: Around, *, innermost: bool = False) 
 
     Returns:
         An attachment whose ``remove()`` restores ``forward``, even if the model was covered again in the meantime.
-        Code that wrapped the covered ``forward`` and still calls it then calls what was under the cover.
+        Code that wrapped the covered ``forward`` and still calls it then calls the function under the cover.
     """
     covers = _covers(model)
     if covers is None:
@@ -150,10 +150,10 @@ def _call_own(own: Any, model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _replicate_for_data_parallel(model: nn.Module) -> nn.Module:
-    """Make a replica for ``DataParallel`` whose call and forward are its own, not those of the model."""
+    """Make a replica for ``DataParallel`` whose call and forward are its own, not the model's."""
     replica = make_replica(model)
     if interceptor_of(model) is not None:
-        set_compiled_call(replica, None)  # not what it stands in front of: that is bound to the model
+        set_compiled_call(replica, None)  # not the call behind it, which is bound to the model
     if _covers(model) is not None:
         replica.forward = types.MethodType(vars(model)["forward"].__func__, replica)
     return replica
@@ -165,13 +165,13 @@ def intercept(model: nn.Module, interceptor: Interceptor) -> Attachment:
     Copies, pickles and the replicas of ``DataParallel`` are not intercepted.
 
     Args:
-        model: Gets the interceptor in place of another one, an instance attribute that makes its replicas, and one that
+        model: Gets the interceptor instead of another one, an instance attribute that makes its replicas, and one that
             makes its copies.
-        interceptor: Answers them.
+        interceptor: Answers the calls.
 
     Returns:
-        An attachment whose ``remove()`` puts back what the interceptor stands in front of, unless something else has
-        taken its place.
+        An attachment whose ``remove()`` puts back the call behind the interceptor, unless something else has replaced
+        the interceptor.
     """
 
     def stop() -> None:
@@ -185,7 +185,7 @@ def intercept(model: nn.Module, interceptor: Interceptor) -> Attachment:
 
 
 def _set_forward(model: nn.Module, own: Any) -> None:
-    """Let the user's ``forward`` of the instance count, or that of its class."""
+    """Let the user's ``forward`` of the instance count, or the ``forward`` of its class."""
     vars(model).pop("forward", None)
     if own is not None:
         model.forward = own
@@ -202,7 +202,7 @@ def _covers_of(method: Any) -> _Covers | None:
 
 
 def own_forward(model: nn.Module) -> Any:
-    """Return the ``forward`` that the user set on this instance, under all covers; None without one."""
+    """Return the ``forward`` that the user set on this instance, under all covers, or None without one."""
     covers = _covers(model)
     return vars(model).get("forward") if covers is None else covers.own
 
@@ -221,7 +221,7 @@ def uncovered(model: nn.Module) -> Iterator[None]:
 
 
 def plain_hook(module: nn.Module, handle: Removable) -> Attachment:
-    """Leave a hook of this package out of the copies and pickles of its module.
+    """Exclude a hook of this package from the copies and pickles of its module.
 
     Args:
         module: Gets an instance attribute that makes its copies.
@@ -325,7 +325,7 @@ def with_tensors(value: Any, change: Callable[[Tensor], Tensor], strange: Callab
 
     Args:
         value: A tensor, or anything else.
-        change: Returns the new tensor, or the same one if it has nothing to change.
+        change: Returns the new tensor, or the same one if nothing changes.
         strange: Called with objects of other types and objects that cannot be copied. It may raise a ``RuntimeError``.
     """
     if issubclass(type(value), Tensor):  # isinstance() asks a proxy for its class, which may raise
@@ -386,7 +386,7 @@ def _record(value: Any, inner: Callable[[Any], Any]) -> Any:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """Return the attributes of a dataclass that are not fields, such as those set by ``__post_init__``."""
+    """Return the attributes of a dataclass that are not fields, such as attributes set by ``__post_init__``."""
     return {} if isinstance(value, MutableMapping) else getattr(value, "__dict__", {})
 
 
@@ -420,7 +420,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 _PLAIN = frozenset({str, bytes, int, float, bool, type(None)})
-"""Entries of a long list that are passed over quickly, because each call of a model is looked at."""
+"""Entries of a long list that are skipped quickly, because each call of a model is searched."""
 
 
 def _parts(value: Any) -> list[Any]:

@@ -32,7 +32,7 @@ _BLOCK = 16
 
 
 def device_fault(device: torch.device | str, dtype: torch.dtype = torch.float32) -> str | None:
-    """Return in one line why ``device`` cannot hold a tensor of ``dtype``; None if it can."""
+    """Return in one line why ``device`` cannot hold a tensor of ``dtype``, or None if it can."""
     try:
         torch.empty(0, device=device, dtype=dtype)
     except (RuntimeError, AssertionError, TypeError) as error:
@@ -46,7 +46,7 @@ class HalfPrecision:
 
     Attributes:
         fast: The decision.
-        reason: One clause that says what the decision is based on.
+        reason: One clause that gives the basis of the decision.
     """
 
     fast: bool
@@ -95,7 +95,7 @@ def half_precision(device: torch.device | str, convolutions: int | None = None) 
 
 @functools.cache
 def _decision(kind: Kind, device: torch.device, threads: int) -> HalfPrecision | None:
-    """Decide about one kind of product, once for a number of threads; None if a GPU could not be measured."""
+    """Decide about one kind of product, once per number of threads. Return None if a GPU could not be measured."""
     products = half_speed(kind, device)
     if products.ratio is None and device.type == "cuda":
         return None
@@ -105,13 +105,13 @@ def _decision(kind: Kind, device: torch.device, threads: int) -> HalfPrecision |
 
 
 def matmul_backends() -> dict[str, Any]:
-    """Return what holds the precision of float32 matrix products, by its name in ``torch.backends``."""
+    """Return the holders of the precision of float32 matrix products, by their names in ``torch.backends``."""
     mkldnn: Any = torch.backends.mkldnn
     return {"cuda.matmul": torch.backends.cuda.matmul, "mkldnn.matmul": mkldnn.matmul}
 
 
 def unsafe_channels_last(model: nn.Module) -> str | None:
-    """Return why training ``model`` channels-last on the CPU goes wrong; None if it does not.
+    """Return why training ``model`` channels-last on the CPU goes wrong, or None if it does not.
 
     The gradient of a 1x1 kernel with a stride above 1 and fewer than 16 input channels in a group is written past its
     buffer. The process then crashes, hangs, or computes wrong gradients. Source:
@@ -164,7 +164,7 @@ def usable_cores(groups: Path = _GROUPS) -> float:
 
 
 def cpu_quota(groups: Path = _GROUPS) -> float:
-    """Return the quota in processors, of version 2 or 1 of control groups; infinite if there is none."""
+    """Return the quota in processors, of version 2 or 1 of control groups, or infinity without a quota."""
     with contextlib.suppress(OSError, ValueError, IndexError, ZeroDivisionError):
         limit, period = (groups / "cpu.max").read_text(encoding="ascii").split()[:2]
         return float("inf") if limit == "max" else int(limit) / int(period)

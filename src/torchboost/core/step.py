@@ -53,7 +53,7 @@ class Replay:
         device: The device whose generator is restored in addition to the host's.
 
     Attributes:
-        loss: The detached loss of the first pass; None before it.
+        loss: The detached loss of the first pass. None before that pass.
     """
 
     def __init__(self, forward: Callable[[], Tensor], device: torch.device) -> None:
@@ -87,7 +87,7 @@ class Replay:
         """Run the pass and its backward pass. Gradients start at None.
 
         Raises:
-            TypeError, ValueError: As for :meth:`first`; also if the closure ran the backward pass itself.
+            TypeError, ValueError: As for :meth:`first`, and if the closure ran the backward pass itself.
         """
         for parameter in parameters:
             parameter.grad = None
@@ -122,7 +122,7 @@ class Replay:
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether ``step`` cannot be called without a closure, as that of LBFGS."""
+    """Whether ``step`` cannot be called without a closure, as in LBFGS."""
     closure = list(inspect.signature(type(optimizer).step).parameters.values())[1:2]
     return bool(closure) and closure[0].default is inspect.Parameter.empty and closure[0].kind in _NAMED
 
@@ -132,7 +132,7 @@ def after_closure(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Call ``act`` when the gradients of a step exist: now, or after the closure that computes them inside ``step``.
 
-    For step pre-hooks of optimizers: it takes their arguments and returns their result.
+    For step pre-hooks of optimizers, whose arguments it takes and whose result it returns.
 
     Args:
         args: The optimizer and the positional arguments of ``step``.
@@ -140,7 +140,7 @@ def after_closure(
         act: Called once without a closure, and after every call of a closure.
 
     Returns:
-        The arguments with the closure wrapped; None without a closure.
+        The arguments with the closure wrapped, or None without a closure.
     """
     named = kwargs.get("closure")
     closure = named if named is not None else next((value for value in args[1:] if callable(value)), None)
@@ -164,7 +164,7 @@ class StepOutput(NamedTuple):
     Attributes:
         loss: The loss of this call, not scaled, in its own dtype.
         overflow: Whether the update was skipped because a gradient was not finite (bool).
-        loss_scale: The loss scale after the step (float32); 1 without a scaler.
+        loss_scale: The loss scale after the step (float32), 1 without a scaler.
     """
 
     loss: Tensor
@@ -190,8 +190,8 @@ class TrainStep:
     Args:
         target: The handles of the loop. They are read at every call, so algorithms may replace them.
         loss: Called with the inputs of the step. Returns the loss, a tensor of shape ``()``, or the loss and the number
-            of samples or tokens that it is the mean of. An accumulator weighs the loss by this number; without an
-            accumulator it is ignored.
+            of samples or tokens in its mean. An accumulator weighs the loss by this number. Without an accumulator the
+            number is ignored.
         attached: The attachments, which :meth:`state_dict` saves together with the scaler and the accumulator.
 
     Attributes:
@@ -276,7 +276,7 @@ class TrainStep:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned.
+        """Load the result of :meth:`state_dict`.
 
         Raises:
             ValueError: The checkpoint belongs to a step with other parts. Nothing is loaded.
@@ -366,9 +366,9 @@ def _announce_untrained(target: Target) -> None:
 
 
 def learns_nothing(optimizer: Optimizer) -> bool:
-    """Whether all rates and gradients are zero, as in the step by which DCP finds out what an optimizer keeps."""
+    """Whether all rates and gradients are zero, as in the step by which DCP finds the state of an optimizer."""
     rates = [group.get("lr", 1.0) for group in optimizer.param_groups]
     if any((isinstance(rate, Tensor) and rate.device.type != "cpu") or rate != 0 for rate in rates):
-        return False  # a rate on an accelerator is not waited for
+        return False  # do not wait for a rate on an accelerator
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     return bool(gradients) and not any(bool(gradient.any()) for gradient in gradients)

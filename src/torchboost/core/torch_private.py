@@ -1,9 +1,9 @@
-"""Every private name of torch that this package reads, each under a public name, and what differs between versions.
+"""Every private name of torch that this package reads, each under a public name, and the differences between versions.
 
-No other module of the package reads a private name of torch or asks which version runs, from 2.9 on.
-``tests/contracts/test_private_names.py`` scans for them. If an update of torch moves or changes a name, it is mended
-here, and ``tests/core/test_torch_private.py`` says which one it was. The module imports nothing of this package, and
-nothing of torch that ``import torch`` does not import.
+No other module of the package reads a private name of torch or asks for torch's version, from 2.9 on.
+``tests/contracts/test_private_names.py`` scans for them. If an update of torch moves or changes a name, change it here.
+``tests/core/test_torch_private.py`` names it. The module imports nothing of this package, and nothing of torch that
+``import torch`` does not import.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ state_dict_hooks: Callable[[nn.Module], tuple[dict[int, Any], dict[int, Any]]] =
 )
 """Returns the hooks that change the state dicts of a module, to read and to write.
 
-They run after a state dict is made, and before it is loaded. One of the second kind is inside an object that holds it
-as ``hook``.
+They run after a state dict is made, and before it is loaded. A hook of the second kind is inside an object that holds
+it as ``hook``.
 """
 
 
@@ -90,10 +90,10 @@ def conv_padding(layer: Any) -> Sequence[int]:
 
 
 def state_without_hooks(module: nn.Module, is_ours: Callable[[Any], bool]) -> Any:
-    """Return what a copy or a pickle of a module holds, without the hooks for which ``is_ours`` is true.
+    """Return the state in a copy or a pickle of a module, without the hooks for which ``is_ours`` is true.
 
-    Calls ``Module.__getstate__`` of the class, and reads the names of the registries of hooks: all end in ``_hooks``,
-    but for those which say how a hook of another one is called.
+    Calls ``Module.__getstate__`` of the class, and reads the names of the registries of hooks. All end in ``_hooks``,
+    except registries that say how the hooks of another one are called.
     """
     state = getattr(type(module), "__getstate__", vars)(module)  # every class has one from Python 3.11 on
     if not isinstance(state, dict):  # the user's own
@@ -122,7 +122,7 @@ def conv_forward(layer: nn.Module | type[nn.Module]) -> Any:
 
 
 def make_replica(module: nn.Module) -> nn.Module:
-    """Return what ``DataParallel`` computes with on a device, by the class: ``Module._replicate_for_data_parallel``."""
+    """Return the replica of ``DataParallel`` on a device, by the class: ``Module._replicate_for_data_parallel``."""
     replica: nn.Module = type(module)._replicate_for_data_parallel(module)
     return replica
 
@@ -140,11 +140,11 @@ foreach: Any = SimpleNamespace(
 )
 """Operations on lists of tensors: ``foreach.add_(params, updates)`` is ``torch._foreach_add_``.
 
-Not those of ``torch.ops.aten``. For a list of tensors, these try the overload for a list of numbers first and read the
-tensors one by one before they give up, which took 6 to 80 times as long as the operation itself. The bits are the same.
+Not the operations of ``torch.ops.aten``. For a list of tensors, these try the overload for a list of numbers first and
+read the tensors one by one before they give up, which took 6 to 80 times as long as the operation. The bits are equal.
 """
 UNSUPPORTED_SHARDS = (RuntimeError, AssertionError)
-"""What an operator raises that cannot compute with a DTensor: in 2.9 not always a ``RuntimeError``."""
+"""Errors of operators that cannot compute with a DTensor: in 2.9 not always a ``RuntimeError``."""
 
 
 def version(tensor: Tensor) -> int:
@@ -193,7 +193,7 @@ def versions(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def memory_stamp(tensor: Tensor) -> tuple[int, int]:
-    """Return how often a tensor was written to, and its address; of a DTensor, that of its shard.
+    """Return how often a tensor was written to, and its address, for a DTensor the address of its shard.
 
     Reads ``Tensor._version`` and ``DTensor._local_tensor``, without the autograd of ``to_local()``.
     """
@@ -243,7 +243,7 @@ def inside_backward() -> bool:
 
 
 class Untraced:
-    """A function that runs as it is where the compiler would trace it: ``torch.compiler.disable``.
+    """A function that the compiler does not trace: ``torch.compiler.disable``.
 
     Until something has imported ``torch._dynamo``, which takes a second, the function itself is called.
 
@@ -275,7 +275,7 @@ def functions_of_subclasses_off() -> AbstractContextManager[Any]:
 
 
 def functions_of_subclasses_on() -> AbstractContextManager[Any]:
-    """Return a context in which they are called again: ``torch._C._EnableTorchFunction``."""
+    """Return a context in which ``__torch_function__`` is called again: ``torch._C._EnableTorchFunction``."""
     return torch._C._EnableTorchFunction()
 
 
@@ -285,7 +285,7 @@ def inside_function_transform() -> bool:
 
 
 def inside_mode() -> bool:
-    """Whether a mode of Python sees all functions or operators of torch, other than that of ``torch.device``.
+    """Whether a mode of Python other than ``torch.device`` sees all functions or operators of torch.
 
     Reads ``torch.overrides._get_current_function_mode_stack``, ``torch.utils._device.DeviceContext`` and
     ``torch.utils._python_dispatch._get_current_dispatch_mode``.
@@ -301,7 +301,7 @@ def is_traced_constant(name: str) -> bool:
 
 
 def default_device() -> torch.device:
-    """Return where tensors are made. In 2.9 ``get_default_device`` raises after ``torch.set_default_device(None)``."""
+    """Return the device of new tensors. In 2.9 ``get_default_device`` raises after ``set_default_device(None)``."""
     return torch.empty(0).device
 
 
@@ -361,7 +361,7 @@ def hooks_of_optimizer(optimizer: Optimizer) -> list[dict[int, Any]]:
 def drives_schedule(optimizer: Optimizer) -> bool:
     """Whether a learning-rate schedule was built on an optimizer: it marks ``step`` with ``_wrapped_by_lr_sched``.
 
-    ``ReduceLROnPlateau`` leaves no mark.
+    ``ReduceLROnPlateau`` sets no mark.
     """
     return hasattr(optimizer.step, "_wrapped_by_lr_sched")
 
@@ -372,12 +372,12 @@ def without_hooks(attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_fused_mark(optimizer: Optimizer) -> bool:
-    """Whether a fused step has looked at its parameters, or will: ``Optimizer._need_device_dtype_check_for_fused``."""
+    """Whether a fused step has checked its parameters, or will: ``Optimizer._need_device_dtype_check_for_fused``."""
     return "_need_device_dtype_check_for_fused" in vars(optimizer)
 
 
 def forget_fused_mark(optimizer: Optimizer) -> None:
-    """Take away what a fused step has set: ``Optimizer._need_device_dtype_check_for_fused``."""
+    """Remove the mark of a fused step: ``Optimizer._need_device_dtype_check_for_fused``."""
     vars(optimizer).pop("_need_device_dtype_check_for_fused", None)
 
 
@@ -387,7 +387,7 @@ _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
 class _Eager:
-    """Lets compiled functions run as Python while something needs that, in any thread.
+    """Lets compiled functions run as Python while any thread needs that.
 
     The stance of the compiler belongs to the process, so the threads that need it are counted.
     """
@@ -421,9 +421,9 @@ _EAGER = _Eager()
 
 
 class DispatchMode(TorchDispatchMode):
-    """A mode that sees the operations of compiled functions too: they run as Python.
+    """A mode that sees the operations of compiled functions too, because they run as Python.
 
-    Otherwise the compiler would see a mode, and would never again compile the code that it meets there.
+    Otherwise the compiler would see a mode, and would never again compile the code inside of it.
     """
 
     def __enter__(self) -> Self:
@@ -440,12 +440,12 @@ class DispatchMode(TorchDispatchMode):
 
 
 class Interceptor:
-    """Something that :func:`set_compiled_call` puts instead of a compiled call, and that compiles nothing."""
+    """An object that :func:`set_compiled_call` puts instead of a compiled call, and that compiles nothing."""
 
     compiled: Any = None
-    """The compiled call that it stands in front of."""
+    """The compiled call behind it."""
     function: Any = None
-    """What :func:`set_compiled_call` puts, because ``torch.jit`` refuses other objects than functions there."""
+    """The function that :func:`set_compiled_call` puts, because ``torch.jit`` refuses other objects there."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer a call of the module."""
@@ -459,7 +459,7 @@ class Interceptor:
 
 
 def compiled_call(module: nn.Module) -> Any:
-    """Return what ``module.compile()`` made of the call, also behind an interceptor: ``Module._compiled_call_impl``."""
+    """Return the call that ``module.compile()`` made, also behind an interceptor: ``Module._compiled_call_impl``."""
     interceptor = interceptor_of(module)
     return module._compiled_call_impl if interceptor is None else interceptor.compiled
 
@@ -470,7 +470,7 @@ def interceptor_of(module: nn.Module) -> Interceptor | None:
 
 
 def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
-    """Let a call of the module run ``call``, or what it ran before for None: ``Module._compiled_call_impl``."""
+    """Let a call of the module run ``call``, or for None its former call: ``Module._compiled_call_impl``."""
     if call is None:
         vars(module).pop("_compiled_call_impl", None)
     else:
@@ -493,7 +493,7 @@ def is_of_interceptor(value: Any) -> bool:
 
 
 def call_uncompiled(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call a module with its hooks, past what ``module.compile()`` made of the call: ``Module._call_impl``."""
+    """Call a module with its hooks, past the call that ``module.compile()`` made: ``Module._call_impl``."""
     return module._call_impl(*args, **kwargs)
 
 
@@ -508,7 +508,7 @@ def inside_compiled(module: nn.Module) -> nn.Module | None:
 
 
 def beneath_compiled(function: Any) -> Any:
-    """Return what ``torch.compile(function)`` compiles, or None: its attribute ``_torchdynamo_orig_callable``.
+    """Return the function that ``torch.compile`` compiles, or None: the attribute ``_torchdynamo_orig_callable``.
 
     Around functions of torch itself the compiler puts another one, of ``torch._dynamo.external_utils``.
     """
@@ -519,19 +519,19 @@ def beneath_compiled(function: Any) -> Any:
 
 
 def compiled_graphs() -> int:
-    """Return how many graphs this process has compiled: ``torch._dynamo.utils.counters``; imports no compiler."""
+    """Return the number of graphs compiled by this process: ``torch._dynamo.utils.counters``. Imports no compiler."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo is not None else 0
 
 
 def forget_compiled() -> None:
-    """Let everything compile again that this process compiled: ``torch.compiler.reset``; imports no compiler."""
+    """Let everything compile again that this process compiled: ``torch.compiler.reset``. Imports no compiler."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
 
 
 def mode_options(mode: str) -> dict[str, Any]:
-    """Return what a mode of ``torch.compile`` stands for: ``torch._inductor.list_mode_options``."""
+    """Return the options of a mode of ``torch.compile``: ``torch._inductor.list_mode_options``."""
     from torch._inductor import list_mode_options
 
     return list_mode_options(mode)
@@ -544,9 +544,9 @@ def load_compiler() -> None:
 
 
 def guards_of_every_flag() -> AbstractContextManager[Any]:
-    """Within it new graphs check all of every parameter: ``torch._dynamo.config``; imports the compiler.
+    """Within it new graphs check all of every parameter: ``torch._dynamo.config``. Imports the compiler.
 
-    Otherwise they check a parameter only if the dict that holds it was written to, which a flag is not.
+    Otherwise they check a parameter only if its dict was written to. A change of a flag does not write to the dict.
     """
     from torch._dynamo import config
 
@@ -555,9 +555,9 @@ def guards_of_every_flag() -> AbstractContextManager[Any]:
 
 
 def guards_of_hooks() -> AbstractContextManager[Any]:
-    """Within it new graphs check the hooks of modules: ``torch._dynamo.config``; nothing without the compiler.
+    """Within it new graphs check the hooks of modules: ``torch._dynamo.config``. No effect without the compiler.
 
-    Otherwise a graph that was made while hooks are taken off is used after they are back, and leaves them out.
+    Otherwise a graph that was made while hooks are taken off is used after they are back, and skips them.
     """
     dynamo: Any = sys.modules.get("torch._dynamo")
     return nullcontext() if dynamo is None else dynamo.config.patch(skip_nnmodule_hook_guards=False)
@@ -583,18 +583,18 @@ def following_flags(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def marked_as_following(call: _Call) -> _Call:
-    """Mark a function of this package that calls compiled code only through :func:`following_flags`; return it."""
+    """Mark and return a function of this package that calls compiled code only through :func:`following_flags`."""
     vars(call)["follows_flags"] = True
     return call
 
 
 def follows_flags(call: Any) -> bool:
-    """Whether what a module calls was marked by :func:`marked_as_following`."""
+    """Whether a call of a module was marked by :func:`marked_as_following`."""
     return inspect.isroutine(call) and getattr(call, "follows_flags", False)
 
 
 def compiler_follows_flags() -> bool:
-    """Whether graphs of other functions than :func:`following_flags` do so; before 2.12 if a setting of torch is off.
+    """Whether graphs of functions other than :func:`following_flags` do so, before 2.12 if a setting of torch is off.
 
     Otherwise a graph that was made while a layer is frozen never trains it again (pytorch#139476).
     """
@@ -608,8 +608,8 @@ def compiler_follows_flags() -> bool:
 def store_in_order(module: nn.Module) -> None:
     """Store the hooks of a module in the order in which they are called. Call it after ``prepend=True``.
 
-    That moves an entry of an ``OrderedDict``. The compiler of torch 2.9 to 2.11 goes by the order of insertion, and
-    fails with "Guard check failed" if the two differ.
+    That argument moves an entry of an ``OrderedDict``. The compiler of torch 2.9 to 2.11 uses the order of insertion,
+    and fails with "Guard check failed" if the two differ.
     """
     for hooks in module_hooks(module):
         if list(hooks) != list(dict.keys(hooks)):
@@ -622,7 +622,7 @@ def store_in_order(module: nn.Module) -> None:
 
 
 def cpu_capabilities() -> dict[str, Any]:
-    """Return what the processor can do: ``torch.cpu.get_capabilities``, before 2.11 what bfloat16 needs only."""
+    """Return the processor's features: ``torch.cpu.get_capabilities``, before 2.11 only the features for bfloat16."""
     if hasattr(torch.cpu, "get_capabilities"):
         return _torch.cpu.get_capabilities()
     return {"avx512_bf16": _torch.cpu._is_avx512_bf16_supported(), "amx_bf16": _torch.cpu._is_amx_tile_supported()}
@@ -634,7 +634,7 @@ comm_hooks: Callable[[DistributedDataParallel], list[tuple[Callable[..., Any], A
 """Returns the communication hooks of DDP and their states, to read and to write."""
 
 active_ddp: Callable[[], DistributedDataParallel | None] = DistributedDataParallel._get_active_ddp_module
-"""Returns the DDP in whose forward this is. It is there for the compiler."""
+"""Returns the DDP whose forward is running. torch keeps it for the compiler."""
 
 
 def built_in_comm_hook(ddp: DistributedDataParallel) -> str | None:
@@ -643,14 +643,14 @@ def built_in_comm_hook(ddp: DistributedDataParallel) -> str | None:
 
 
 def lazy_gloo(store: Any, at: int, ranks: int, timeout: float) -> Any:
-    """Return a ``ProcessGroupGloo`` whose ranks connect when they first talk; by default gloo connects all with all.
+    """Return a ``ProcessGroupGloo`` whose ranks connect when they first talk. By default gloo connects all with all.
 
-    Sets ``_timeout`` and ``_devices`` of ``ProcessGroupGloo._Options``; torch's stubs leave most of the class out.
+    Sets ``_timeout`` and ``_devices`` of ``ProcessGroupGloo._Options``. torch's stubs omit most of the class.
 
     Args:
         store: Of these ranks alone.
         at: Place of this rank among them.
-        ranks: How many they are.
+        ranks: Number of ranks.
         timeout: Seconds.
     """
     gloo: Any = torch.distributed.ProcessGroupGloo
@@ -668,14 +668,14 @@ def place_of_optimizer(accelerator: Any, optimizer: Any) -> int:
 def build_again(ddp: DistributedDataParallel) -> None:
     """Let DDP make the reducer for the parameters that require a gradient now, without communication hooks.
 
-    Calls ``DDP.__setstate__`` with the attributes that DDP has, the process group included, which ``__getstate__``
-    leaves out, and no ``_comm_hooks``.
+    Calls ``DDP.__setstate__`` with the attributes of DDP, including the process group, which ``__getstate__`` omits,
+    and without ``_comm_hooks``.
     """
     ddp.__setstate__(vars(ddp) | {"_comm_hooks": []})
 
 
 def exchange_of_a_pass(ddp: DistributedDataParallel) -> None:
-    """Do all of a forward pass of DDP but calling the model: ``DDP._pre_forward`` and ``DDP._post_forward``."""
+    """Do a forward pass of DDP without a call of the model: ``DDP._pre_forward`` and ``DDP._post_forward``."""
     ddp._post_forward(ddp._pre_forward(torch.zeros((), device="cpu")))
 
 
@@ -683,7 +683,7 @@ def all_reduce_hooks(unit: nn.Module) -> list[Any]:
     """Return the all-reduce hook of each group of parameters of an FSDP2 module, None without one.
 
     Reads ``FSDPModule._get_fsdp_state()._fsdp_param_groups`` (in torch 2.11 ``_fsdp_param_group``, one or None) and
-    ``FSDPParamGroup._all_reduce_hook``. torch has no public way to ask for the hook; setting one silently replaces it.
+    ``FSDPParamGroup._all_reduce_hook``. torch has no public way to read the hook, and a new one silently replaces it.
     """
     return [group._all_reduce_hook for group in _parameter_groups(unit)]
 
@@ -701,12 +701,12 @@ def holds_back_gradients(unit: nn.Module) -> bool:
 
 
 def precision_of_unit(unit: Any) -> torch.dtype | None:
-    """Return the type to which FSDP2 casts the parameters of a module; None without one: ``FSDPState._mp_policy``."""
+    """Return the type to which FSDP2 casts the parameters of a module, or None: ``FSDPState._mp_policy``."""
     return unit._get_fsdp_state()._mp_policy.param_dtype
 
 
 def in_forward_of_fsdp2(unit: Any) -> bool:
-    """Whether the outermost FSDP2 module around a module, or itself, is in its forward: ``iter_forward_root``."""
+    """Whether the outermost FSDP2 module, around a module or itself, is in its forward: ``iter_forward_root``."""
     return unit._get_fsdp_state()._state_ctx.iter_forward_root is not None
 
 
@@ -765,12 +765,12 @@ def attention_of_packed_rows(
         queries: The sequences of the queries.
         keys: The sequences of the keys.
         causal: Whether a query sees the keys up to its own place alone.
-        dropout_p: As of ``scaled_dot_product_attention``, like those that follow.
+        dropout_p: As in ``scaled_dot_product_attention``, like the following arguments.
         scale: See ``dropout_p``.
         enable_gqa: See ``dropout_p``.
 
     Returns:
-        Shape (rows, heads, width); None if no such kernel takes these tensors.
+        Shape (rows, heads, width), or None if no such kernel takes these tensors.
     """
     if dropout_p or not query.is_cuda or query.ndim != 3 or value.shape != key.shape or not key.numel():
         return None
@@ -811,12 +811,12 @@ def iterator_of_indices(batches: Any) -> Any:
 
 
 def next_index(batches: Any) -> Any:
-    """Take the next index, or list of indices, from the iterator of a loader without workers; load nothing."""
+    """Take the next index, or list of indices, from the iterator of a loader without workers, and load nothing."""
     return batches._next_index()
 
 
 def load_index(batches: Any, index: Any) -> Any:
-    """Load what belongs to an index as the iterator of a loader without workers does."""
+    """Load the data of an index as the iterator of a loader without workers does."""
     batch = batches._dataset_fetcher.fetch(index)
     return pin_memory(batch, batches._pin_memory_device) if batches._pin_memory else batch
 

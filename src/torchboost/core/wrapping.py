@@ -55,7 +55,7 @@ def hookable(optimizer: Optimizer) -> Optimizer:
 
 
 def wrapper_of(model: nn.Module) -> str | None:
-    """Return the name of the wrapper of ``model``, or of what was applied in place; None for a bare module."""
+    """Return the name of the wrapper of ``model``, or of the function applied in place, or None for a bare module."""
     if isinstance(model, DistributedDataParallel):
         return "DistributedDataParallel"
     if isinstance(model, DataParallel):
@@ -99,7 +99,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def compiled_parts(model: nn.Module) -> list[Any]:
-    """Return what ``model`` and its parts call if they are compiled in place, and what compiling wrappers wrap."""
+    """Return the calls in ``model`` that are compiled in place, and the modules that compiling wrappers hold."""
     parts = (part for module in model.modules() for part in (compiled_call(module), inside_compiled(module)))
     return [part for part in parts if part is not None]
 
@@ -121,7 +121,7 @@ def _is_of_fsdp(module: nn.Module, name: str) -> bool:
 
 
 def only_ddp(model: nn.Module) -> DistributedDataParallel | None:
-    """Return the only DDP wrapper among a model and its modules; None without one.
+    """Return the only DDP wrapper among a model and its modules, or None without one.
 
     Raises:
         IncompatibleError: There are several. They may average over different ranks and in different passes.
@@ -136,7 +136,7 @@ def only_ddp(model: nn.Module) -> DistributedDataParallel | None:
 
 
 def data_parallel(model: nn.Module) -> DistributedDataParallel | None:
-    """Return the DDP wrapper that a model is or contains, as in ``WithLoss(DDP(model))``; None without one.
+    """Return the DDP wrapper that a model is or contains, as in ``WithLoss(DDP(model))``, or None without one.
 
     Raises:
         IncompatibleError: The model is wrapped by FSDP1 or ``DataParallel``, whose gradient exchange cannot be

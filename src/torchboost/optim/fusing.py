@@ -23,7 +23,7 @@ from torchboost.optim.wrapping_optimizer import change_entries
 
 __all__ = ["Fusion", "care_for_fused", "fused_class", "obstacle"]
 
-# Rule -> torch's class of the kernel; the most special class first: AdamW is an Adam.
+# Rule -> torch's class of the kernel. The most special class comes first, because AdamW is an Adam.
 _FUSABLE: dict[type[Optimizer], type[Optimizer]] = {
     **{kind: kind for kind in (AdamW, Adam, SGD, Adagrad)},
     adam.Adam: Adam,
@@ -34,7 +34,7 @@ _FUSABLE: dict[type[Optimizer], type[Optimizer]] = {
 def care_for_fused(optimizer: Optimizer) -> Attachment:
     """Keep the steps right of groups that are fused already, if memory formats or the set of trained parameters change.
 
-    See :func:`torchboost.algorithms.fuse_optimizer` for what could go wrong. Without a fused group, and if a
+    See :func:`torchboost.algorithms.fuse_optimizer` for the possible errors. Without a fused group, and if a
     :class:`Fusion` does the same, nothing is attached.
     """
     optimizer = hookable(optimizer)
@@ -57,7 +57,7 @@ class Fusion(Attachment):
         self._flags = [_flags(group) for group in optimizer.param_groups]
         self._defaults = _flags(optimizer.defaults)
         self._checks_before = has_fused_mark(optimizer)
-        self._seen: dict[int, tuple[Any, ...]] = {}  # each group at the last step; while it is the same, all is right
+        self._seen: dict[int, tuple[Any, ...]] = {}  # each group at the last step: sound while it is the same
         self._lent: list[tuple[Tensor, Tensor, Tensor]] = []  # parameter, its gradient, and a copy in its layout
         self._returns = False
         self._apply(optimizer)
@@ -68,7 +68,7 @@ class Fusion(Attachment):
         self._handles.append(optimizer.register_load_state_dict_post_hook(self._apply))
 
     def _apply(self, optimizer: Optimizer) -> None:
-        """Set the flags; the param groups of a loaded checkpoint bring those it was written with."""
+        """Set the flags. The param groups of a loaded checkpoint bring the flags of the run that wrote it."""
         self._seen.clear()
         for group, chosen in zip(optimizer.param_groups, self._chosen, strict=False):
             if chosen:
@@ -110,7 +110,7 @@ class Fusion(Attachment):
                 self._seen[index] = (*look, len(state))  # the buffers of a first step do not exist yet
 
     def _align(self, parameters: list[Tensor]) -> None:
-        """Replace gradients in another layout, and note those to put back, as other code may hold their memory.
+        """Replace gradients in another layout, and note which to put back, as other code may hold their memory.
 
         State that the loop has written since the last step gets the layout of its parameter too.
         """
@@ -129,7 +129,7 @@ class Fusion(Attachment):
 
     @torch.no_grad()
     def _give_back(self, *_: Any) -> None:
-        """Put back the gradients of the loop, with the numbers that the step leaves."""
+        """Put back the gradients of the loop, with their values after the step."""
         while self._lent:
             parameter, grad, arranged = self._lent.pop()
             if parameter.grad is arranged:
@@ -137,7 +137,7 @@ class Fusion(Attachment):
                 parameter.grad = grad
 
     def _is_sound(self, index: int, group: dict[str, Any], parameters: list[Tensor], kinds: set[Any]) -> bool:
-        """Prepare the state of a group that has changed; unfuse it if the kernel would compute wrong steps for it."""
+        """Prepare the state of a group that has changed, or unfuse it if the kernel would compute wrong steps."""
         gap = next((p for p in parameters if not is_dense(p)), None)
         kind = fused_class(self._optimizer, group)
         wrong = "" if kind is None else next(filter(None, [_wrong(_FUSABLE[kind], *pair) for pair in kinds]), "")
@@ -163,7 +163,7 @@ class Fusion(Attachment):
         return self._flags[index] if index < len(self._flags) else self._defaults
 
     def _set_plain(self, groups: list[dict[str, Any]], every: bool) -> set[Tensor]:
-        """Give groups the flags of the user; return the parameters whose step counts belong on the host then."""
+        """Give groups the flags of the user. Return the parameters whose step counts then belong on the host."""
         live = self._optimizer.param_groups
         fused = {p for group in live if group.get("fused") for p in group["params"]}
         for index, group in enumerate(groups):

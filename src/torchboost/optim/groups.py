@@ -60,12 +60,12 @@ class GroupRule:
     these places meets all criteria.
 
     Args:
-        options: Entries of the param group, such as ``lr``, ``weight_decay`` or ``grad_centralization``; copied. Any
-            key is accepted, as in torch, which silently keeps unknown entries.
+        options: Entries of the param group, such as ``lr``, ``weight_decay`` or ``grad_centralization``. They are
+            copied. Any key is accepted, as in torch, which silently keeps unknown entries.
         modules: Module types, subclasses included. Selects the parameters in such a module and in its submodules.
         name: Regular expression that is searched for anywhere in the parameter's name (``re.search``), as given by
             ``named_parameters()`` of the bare model. Anchor it with ``^`` and ``$``, and write a dot as ``\.``.
-        when: Called with the name, the parameter and the module that holds it; returns True if the rule applies.
+        when: Called with the name, the parameter and the module that holds it. Returns True if the rule applies.
         optional: Whether the rule may match nothing.
 
     Raises:
@@ -129,11 +129,11 @@ def param_groups(
 
     A parameter gets the options of **all** rules it matches. If two rules set the same option, the later one wins, so
     write the general rules first. Rules merge because they decide different things, such as the learning rate by depth
-    and the decay by kind of parameter; if only the first match counted, every combination would need its own rule.
+    and the decay by kind of parameter. If only the first match counted, every combination would need its own rule.
     Parameters that match the same rules form one group.
 
-    Every trainable parameter is in exactly one group; tied weights appear once, under their first name. Groups are
-    ordered by the first rule they match, then by the next; parameters without a rule come last. Inside a group the
+    Every trainable parameter is in exactly one group. Tied weights appear once, under their first name. Groups are
+    ordered by the first rule they match, then by the next. Parameters without a rule come last. Inside a group the
     parameters keep the order of the model, so the same model and rules give the same groups on every rank and after a
     restart. Names are stored as ``param_names``, which torch saves with the optimizer's state.
 
@@ -143,16 +143,16 @@ def param_groups(
         model: Bare, inside DDP, ``DataParallel`` or ``torch.compile`` (whose prefixes are not part of the names), or
             after ``fully_shard``.
         rules: May be empty.
-        defaults: Options of every group; rules override them. The optimizer sets what neither gives.
+        defaults: Options of every group, which rules override. The optimizer sets all others.
         include_frozen: Whether parameters with ``requires_grad=False`` also get a group. Set it if they are unfrozen
-            later, or frozen in turns; torch skips them while they have no gradient.
+            later, or frozen in turns. torch skips them while they have no gradient.
 
     Returns:
         Groups to pass to an optimizer, as in ``torch.optim.AdamW(groups)``. None is empty.
 
     Raises:
         TypeError: An argument has the wrong type, or a rule's ``when`` returned something other than a boolean.
-        ValueError: A rule matches no parameter, frozen ones included; the model has no trainable parameter; or a
+        ValueError: A rule matches no parameter, frozen ones included, the model has no trainable parameter, or a
             parameter of a lazy module has no shape yet.
         IncompatibleError: The model is sharded by FSDP1, whose flat parameters do not keep their shapes.
 
@@ -208,12 +208,12 @@ def no_decay(*, also: type | tuple[type, ...] = ()) -> tuple[GroupRule, ...]:
     """Return rules that disable weight decay for norms, biases and other vectors, found by structure.
 
     These are all parameters of at most one axis (biases, the scales and shifts of any norm, layer scales,
-    temperatures), and all parameters of torch's norm layers. Names are not looked at. Weight decay is meant for
-    matrices and kernels; not applying it to vectors is common practice since BERT (Devlin et al., 2019).
+    temperatures), and all parameters of torch's norm layers. Names are not considered. Weight decay is meant for
+    matrices and kernels. Not applying it to vectors is common practice since BERT (Devlin et al., 2019).
     Parameters of several axes in a custom norm still decay, unless its type is in ``also``.
 
     Put these rules after others that set ``weight_decay``, because the later rule wins. The model need not have such
-    parameters. The coupled decay of :class:`~torchboost.optim.transforms.Decay` is a separate option and stays.
+    parameters. The coupled decay of :class:`~torchboost.optim.transforms.Decay` is a separate option and still applies.
 
     Args:
         also: More module types whose parameters do not decay, such as ``nn.Embedding``. Must match something. A tied
@@ -240,18 +240,18 @@ def layer_wise_decay(model: nn.Module, base_lr: float, *, factor: float) -> tupl
 
     ``lr = base_lr * factor ** (number of blocks after this one)``: the last block, usually the head, learns with
     ``base_lr``, the first block with the lowest rate (ELECTRA, Clark et al., 2020; BEiT, Bao et al., 2022, with factors
-    from 0.65 to 0.9). Blocks are those that freezing uses (:func:`torchboost.graph.blocks.blocks_of`): in the order in
-    which they run, a norm together with the layer before it. So a final norm learns at the rate of the last layer, and
-    token and position embeddings in two modules are two blocks; BEiT puts the norm with the head, and ELECTRA puts all
+    from 0.65 to 0.9). Freezing uses the same blocks (:func:`torchboost.graph.blocks.blocks_of`): in the order in which
+    they run, a norm together with the layer before it. So a final norm learns at the rate of the last layer, and token
+    and position embeddings in two modules are two blocks. BEiT puts the norm with the head, and ELECTRA puts all
     embeddings at one depth. Tied weights count once, at their last use: an embedding tied to the head learns with
     ``base_lr``.
 
-    The rules name parameters, so they also fit a copy of the model. They set ``lr`` alone; add other rules to them.
+    The rules name parameters, so they also fit a copy of the model. They set only ``lr``. Add other rules to them.
 
     Cost: one symbolic trace of the forward pass, or one forward pass on two samples.
 
     Args:
-        model: Wrapped or not; frozen blocks count like others.
+        model: Wrapped or not. Frozen blocks count like others.
         base_lr: Learning rate of the last block, above 0.
         factor: Per block, above 0 and at most 1.
 
@@ -303,7 +303,7 @@ def _is_vector_or_of_norm(name: str, parameter: nn.Parameter, module: nn.Module)
 
 
 def _with_shapes(model: nn.Module) -> nn.Module:
-    """Return the bare model; refuse one whose parameters do not have the shapes they compute with."""
+    """Return the bare model. Refuse one whose parameters do not have the shapes they compute with."""
     network = unwrap(model)
     if wrapper_of(network) == "FullyShardedDataParallel":
         raise IncompatibleError(
@@ -315,7 +315,7 @@ def _with_shapes(model: nn.Module) -> nn.Module:
 
 
 def _places(network: nn.Module) -> dict[nn.Parameter, list[_Place]]:
-    """Return all places of every parameter; parameters, and the places of each, in the order of the model."""
+    """Return all places of every parameter. Parameters, and the places of each, are in the order of the model."""
     around: dict[str, tuple[nn.Module, ...]] = {}
     places: dict[nn.Parameter, list[_Place]] = {}
     for path, module in network.named_modules(remove_duplicate=False):
@@ -356,7 +356,7 @@ def _check_types(what: str, kinds: Any) -> None:
 
 
 def _unmatched(index: int, rule: GroupRule, network: nn.Module, names: Collection[str]) -> str:
-    """Say which rule matched nothing, and what there is to match."""
+    """Say which rule matched nothing, and list the possible matches."""
     parts = [f"rules[{index}]: {rule!r} matches no parameter of {type(network).__name__}."]
     if rule.modules is not None:
         kinds = dict.fromkeys(type(m).__name__ for m in network.modules() if next(m.parameters(), None) is not None)
@@ -384,7 +384,7 @@ class Row(NamedTuple):
 
 
 class MuonSplit(list[ParamGroup]):
-    """Param groups for :class:`~torchboost.optim.MixedOptimizer`; ``print`` shows them as a table.
+    """Param groups for :class:`~torchboost.optim.MixedOptimizer`. ``print`` shows them as a table.
 
     Args:
         groups: The groups.
@@ -430,15 +430,15 @@ def muon_groups(
     Muon gets hidden matrices, filters and stacks of matrices. AdamW gets the rest: tables such as embeddings, the
     output layer, layers that read the model's input, norms, biases, matrices of one row or column, and weights that are
     shared with one of these. Several matrices in one parameter, such as the gates of recurrent layers and fused
-    projections, are orthogonalised each by itself; parameters with the same split form a group. The uses are found in
+    projections, are orthogonalised each by itself. Parameters with the same split form a group. The uses are found in
     one forward pass (:func:`~torchboost.graph.matrix_uses.matrix_uses`). If the model cannot be run here, types of
-    modules decide: matrices and filters of torch's layers go to Muon, those of the last of these layers, and without
-    embeddings those of the first, to AdamW. Fused projections are then not split, with a warning if a layer may be one.
+    modules decide: matrices and filters of torch's layers go to Muon, but the last of these layers, and without
+    embeddings the first, go to AdamW. Fused projections are then not split, with a warning if a layer may be one.
     Types also decide about parameters that the pass did not use, such as experts that were not chosen.
 
     Args:
         model: Wrapped or not. It is not changed.
-        rules: Options by parameter, as in :func:`~torchboost.optim.param_groups`; they override this function, as
+        rules: Options by parameter, as in :func:`~torchboost.optim.param_groups`. They override this function, as
             ``GroupRule({"rule": "adamw"}, name="gate")`` does.
         muon: Options of the groups with Muon, such as ``{"lr": 0.02}``.
         adamw: Options of the groups with AdamW.
@@ -511,7 +511,7 @@ def _warn_of_types(model: nn.Module) -> None:
 def _may_be_fused(model: nn.Module) -> bool:
     """Whether a layer before the last has a multiple of its inputs as outputs that no layer near it reads whole.
 
-    Near are the next layer, and those in the same module. The wide layer of a perceptron has such a reader.
+    Near are the next layer, and layers in the same module. The wide layer of a perceptron has such a reader.
     """
     around = {child: parent for parent in model.modules() for child in parent.children()}
     layers = [module for module in model.modules() if isinstance(module, nn.Linear)]

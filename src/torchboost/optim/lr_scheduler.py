@@ -1,6 +1,6 @@
 """torch's learning-rate schedulers under torch's module name, with :class:`ScheduleLR` and :class:`Shortened`.
 
-With ``from torchboost import optim`` in place of ``from torch import optim``, ``optim.lr_scheduler.OneCycleLR`` still
+With ``from torchboost import optim`` instead of ``from torch import optim``, ``optim.lr_scheduler.OneCycleLR`` still
 resolves. These are torch's own classes, which work with the optimizers of both packages. Schedules as functions of the
 update are in :mod:`torchboost.optim.schedules`.
 """
@@ -27,22 +27,20 @@ class ScheduleLR(LRScheduler):
     """Set the learning rates of an optimizer from schedules, as absolute values.
 
     Call :meth:`step` after each update that was not skipped. A tensor ``lr`` is filled in place, so compiled,
-    capturable and fused optimizers see the change. The state holds numbers only: to resume, construct the scheduler
-    with the same schedules and load the state, before or after that of the optimizer; ``{"last_epoch": step}`` is
-    enough.
+    capturable and fused optimizers see the change. The state holds only numbers. To resume, construct the scheduler
+    with the same schedules and load the state, before or after the optimizer's. ``{"last_epoch": step}`` is enough.
 
     Args:
         optimizer: The optimizer whose groups get the rates.
         schedule: One for all groups, including those added later, or a list with one per group. It replaces the rates
-            of the groups; to scale them, use torch's ``LambdaLR``. After the last entry of a list
-            (see :class:`Listed`) one more :meth:`step` is allowed, because loops end with it; the next raises
+            of the groups. To scale them, use torch's ``LambdaLR``. After the last entry of a list
+            (see :class:`Listed`) one more :meth:`step` is allowed, because loops end with it. The next raises
             ``IndexError``.
         last_epoch: Updates done before, minus 1.
 
     Raises:
         TypeError: Not an optimizer, or not a schedule.
-        ValueError: The number of schedules is not that of the groups, ``last_epoch`` is below -1, or a rate is out of
-            range.
+        ValueError: The numbers of schedules and groups differ, ``last_epoch`` is below -1, or a rate is out of range.
 
     Example:
         >>> import torch
@@ -61,7 +59,7 @@ class ScheduleLR(LRScheduler):
         self._schedules = _one_or_each(schedule)
         whole("last_epoch", last_epoch, least=-1)
         if last_epoch >= 0 and isinstance(optimizer, Optimizer):
-            # torch requires this key then; a schedule of absolute values resumes without it.
+            # torch requires this key then. A schedule of absolute values resumes without it.
             for group in optimizer.param_groups:
                 group.setdefault("initial_lr", _copied(group["lr"]))
         super().__init__(optimizer, last_epoch)
@@ -106,11 +104,11 @@ class Shortened:
     ``k * total_steps // steps``, so after all of them exactly ``total_steps``. Use it if the length of a schedule
     cannot be changed where it is built. Otherwise build it for the shorter run.
 
-    It is not a scheduler itself: a trainer that looks for one gets the scheduler, without this.
+    It is not a scheduler itself. A trainer that looks for one gets the scheduler without this class.
 
     Args:
         scheduler: Of torch or transformers, as it was built, for ``total_steps`` steps.
-        steps: Updates of the shorter run, such as ``boosted.steps``; at most ``total_steps``.
+        steps: Updates of the shorter run, such as ``boosted.steps``, at most ``total_steps``.
         total_steps: Updates that the scheduler was built for.
 
     Attributes:
@@ -167,10 +165,10 @@ class Shortened:
         return {**own, "scheduler": self.scheduler.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from what :meth:`state_dict` returned. The rates come with the state of the optimizer, as in torch.
+        """Continue from the result of :meth:`state_dict`. The optimizer's state holds the rates, as in torch.
 
         Raises:
-            ValueError: The state is of another class or of a run of another length; nothing is loaded.
+            ValueError: The state is of another class or of a run of another length. Nothing is loaded.
         """
         own = {"steps": self._steps, "total_steps": self._total_steps}
         found = {name: state_dict.get(name) for name in own}
@@ -190,7 +188,7 @@ def _one_or_each(schedule: Any) -> Schedule | tuple[Schedule, ...]:
 
 
 def _rate(schedule: Schedule, step: int) -> float:
-    """Return the rate; one step past the end of a list, return its last rate."""
+    """Return the rate. One step past the end of a list, return its last rate."""
     try:
         return schedule(step)
     except IndexError as ended:

@@ -71,11 +71,11 @@ def named_optimizer(
 
     Args:
         name: See above.
-        model: Not changed; with ``"schedule_free_adamw"`` it gets a hook that warns once if the model is evaluated (in
+        model: Not changed. With ``"schedule_free_adamw"`` it gets a hook that warns once if the model is evaluated (in
             eval mode, without gradients) while it holds the weights of training.
-        lr: Learning rate. With ``"muon"`` that of the hidden matrices only, and None takes 0.02. With
+        lr: Learning rate. With ``"muon"`` it applies to the hidden matrices only, and None takes 0.02. With
             ``"schedule_free_adamw"`` None takes 0.001, torch's default for AdamW.
-        adamw_lr: Learning rate of what ``"muon"`` leaves to AdamW. None takes 0.001, whatever ``lr`` is.
+        adamw_lr: Learning rate of the parameters that ``"muon"`` gives to AdamW. None takes 0.001 for any ``lr``.
 
     Raises:
         TypeError: ``model`` is not a module, or a rate is not a number.
@@ -108,10 +108,10 @@ def named_optimizer(
 
 
 def check_given(optimizer: Any, **rates: Any) -> None:
-    """Refuse what is not an optimizer, a list of them or a name, and rates next to an optimizer that has its own.
+    """Require an optimizer, a list of them or a name, and refuse rates next to an optimizer that has its own.
 
     Raises:
-        TypeError: It is something else.
+        TypeError: The argument is something else.
         ValueError: A rate is given.
     """
     if not isinstance(optimizer, (Optimizer, Sequence)):

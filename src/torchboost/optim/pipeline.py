@@ -84,8 +84,8 @@ class GradientPipeline:
     Transforms run in the given order, once per step. With a closure they run after each closure call that made new
     gradients, and never before, so ``step(closure)`` equals ``closure(); step()``, with accumulation too. An optimizer
     that uses gradients before it calls the closure, as some forms of SAM do, uses them untransformed.
-    If ``GradScaler`` leaves the loss scale in the gradients of a fused optimizer, and a transform needs true gradients,
-    the pipeline divides by it, which costs one read and one write.
+    If ``GradScaler`` does not unscale the gradients of a fused optimizer, and a transform needs true gradients, the
+    pipeline divides by the loss scale, which costs one read and one write.
     Cost: one pass over the parameter list in Python (about 0.5 microseconds per parameter) plus the transforms.
     ``copy.deepcopy(optimizer)`` drops hooks, so attach the pipeline to the copy again.
 
@@ -113,7 +113,7 @@ class GradientPipeline:
         return f"GradientPipeline({', '.join(map(repr, self.transforms))})"
 
     def attach(self, optimizer: Optimizer) -> Attachment:
-        """Run the transforms before ``optimizer.step``; several pipelines run in the order in which they were attached.
+        """Run the transforms before ``optimizer.step``. Several pipelines run in the order of their attachment.
 
         Raises:
             TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``.
@@ -175,7 +175,7 @@ class _Attached(Attachment):
             self._remember()
 
     def _is_as_left(self) -> bool:
-        """Whether the gradients are those that the transforms changed last."""
+        """Whether the transforms changed these gradients last."""
         grads = [p.grad for p in self._params() if p.grad is not None]
         return len(grads) == len(self._seen) and all(
             seen() is grad and version == now
@@ -201,7 +201,7 @@ class _Attached(Attachment):
                 self._unscale(gradients)
                 transform_gradients(self._transforms, gradients)
         except BaseException:
-            # GradScaler.step does not clean up after an exception; the next step would multiply by a scale left here.
+            # GradScaler.step does not clean up after an exception, so the next step would multiply by this scale.
             for name in ("grad_scale", "found_inf"):
                 vars(self._optimizer).pop(name, None)
             raise
@@ -212,7 +212,7 @@ class _Attached(Attachment):
             self._remember()
 
     def _unscale(self, gradients: Gradients) -> None:
-        """Divide by the loss scale that ``GradScaler`` leaves to a fused kernel, if a transform needs true gradients.
+        """Divide by the loss scale that ``GradScaler`` gives a fused kernel, if a transform needs true gradients.
 
         The kernel then divides by 1, and skips the update at an overflow as before.
         """
@@ -276,7 +276,7 @@ def refuse_sparse(transform: object, gradients: Gradients) -> None:
 
 
 def _separate(grads: Sequence[Tensor]) -> list[Tensor]:
-    """Return gradients that can be changed in place, with copies of those that are in the list again."""
+    """Return gradients that can be changed in place, with copies of repeated entries."""
     grads = list(map(writable, grads))
     if len(set(map(id, grads))) == len(grads):
         return grads
@@ -285,6 +285,6 @@ def _separate(grads: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _has_nested_steps(kind: type) -> bool:
-    """Whether the step of a class may call that of its base class; torch's own wrappers of one step do not count."""
+    """Whether the step of a class may call its base class's step. torch's own wrappers of one step do not count."""
     classes = [base for base in kind.__mro__ if base is not Optimizer]
     return len({inspect.unwrap(vars(base)["step"]) for base in classes if "step" in vars(base)}) > 1

@@ -44,25 +44,25 @@ _SCHEDULE_LATER = (
 def muon_from(optimizer: Optimizer, model: nn.Module, *, lr: float, sample: Any = None) -> MixedOptimizer:
     """Return an optimizer in which hidden matrices have Muon, and the rest moves as under the given one.
 
-    The parameters are those of the given optimizer, group by group, with frozen ones and those of other modules. What
-    :func:`~torchboost.optim.muon_groups` finds to be a hidden matrix, filter or stack of matrices follows Muon with
+    The parameters are the given optimizer's, group by group, including frozen ones and parameters of other modules.
+    Hidden matrices, filters and stacks of matrices, as found by :func:`~torchboost.optim.muon_groups`, follow Muon with
     ``momentum=0.9`` and the scale ``"original"``. Everything else keeps rule and options of its group, and is updated
-    as the given optimizer would, bit for bit. A group of which both remain becomes two, the matrices after the rest.
+    as the given optimizer would, bit for bit. A group with both kinds becomes two, the matrices after the rest.
 
     If groups have different rates, their matrices keep the proportion. The weight decay of matrices is such that
-    ``lr * weight_decay``, the share by which an update shrinks the weights, stays that of their group. Matrices that
-    did not decay do not decay.
+    ``lr * weight_decay``, the share by which an update shrinks the weights, equals the group's. Matrices that did not
+    decay do not decay.
 
-    Schedules that scale the rates of the groups, such as ``LambdaLR`` and ``CosineAnnealingLR``, fit. Those that write
-    rates, such as ``OneCycleLR``, take one per group: ``[group["lr"] for group in optimizer.param_groups]``, with
-    ``cycle_momentum=False``. To a group that is added later, give its rule and options.
+    Schedules that scale the rates of the groups, such as ``LambdaLR`` and ``CosineAnnealingLR``, fit. Schedules that
+    write rates, such as ``OneCycleLR``, take one per group: ``[group["lr"] for group in optimizer.param_groups]``, with
+    ``cycle_momentum=False``. If a group is added later, give it its rule and options.
 
     Args:
         optimizer: SGD, Adam or AdamW of torch, or a rule that a group of :class:`MixedOptimizer` may have. It must
-            be fresh: no step, no checkpoint, no hook and no schedule yet. It is not changed; do not step it any more.
-        model: Wrapped or not; not changed.
-        lr: Learning rate of the matrices, in the group with the largest rate of those that have some. 0.02 is usual.
-        sample: An input of the model; None guesses one. See :func:`~torchboost.optim.muon_groups`.
+            be fresh: no step, no checkpoint, no hook and no schedule yet. It is not changed. Do not step it any more.
+        model: Wrapped or not. It is not changed.
+        lr: Learning rate of the matrices, in the group with matrices that has the largest rate. 0.02 is usual.
+        sample: An input of the model. None guesses one. See :func:`~torchboost.optim.muon_groups`.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -93,11 +93,11 @@ def muon_from(optimizer: Optimizer, model: nn.Module, *, lr: float, sample: Any 
 
 @dataclass(frozen=True)
 class Applied:
-    """What a recipe has made of optimizers.
+    """The result of a recipe.
 
     Args:
         optimizers: To be trained, one for each given one.
-        built: What they are, in words.
+        built: Their description in words.
         undo: Lets the given optimizers be stepped again, and gives them back their rates unless these have changed.
     """
 
@@ -112,17 +112,17 @@ def apply_recipe(
     """Build the optimizer that a recipe asks for, and scale rates.
 
     Without another optimizer the rates of the given ones are scaled in place. Otherwise the given one does not change,
-    but refuses steps, because the new one is to be stepped.
+    but refuses steps, because the new one must be stepped.
 
     Args:
         recipe: If it is neutral, nothing changes.
         optimizers: The given ones.
         model: Not changed, except that a hook warns of evaluations on the weights of training if the optimizer is
             schedule-free.
-        total_steps: Updates of the run; None if they are not known.
+        total_steps: Updates of the run. None if they are not known.
 
     Raises:
-        IncompatibleError: The recipe cannot be applied to these optimizers; nothing is changed.
+        IncompatibleError: The recipe cannot be applied to these optimizers. Nothing is changed.
 
     Warns:
         NoEffectWarning: The length of the run is not known, so it is not shortened. Or there is no hidden matrix.
@@ -164,7 +164,7 @@ def apply_recipe(
 
 
 def _check(recipe: RecipeSection, optimizers: Sequence[Optimizer], inner: Sequence[Optimizer]) -> None:
-    """Refuse what a recipe cannot be applied to. ``inner`` are the optimizers that call hooks."""
+    """Refuse optimizers to which a recipe cannot be applied. ``inner`` are the optimizers that call hooks."""
     if recipe.optimizer is not None and len(optimizers) > 1:
         raise IncompatibleError(
             f"found recipe.optimizer={recipe.optimizer!r} and {len(optimizers)} optimizers; a recipe replaces one. "
@@ -189,8 +189,8 @@ def _check(recipe: RecipeSection, optimizers: Sequence[Optimizer], inner: Sequen
 class _LooksForSchedule:
     """A hook of an optimizer that looks for schedules on the one that it replaces.
 
-    If a schedule has marked the replaced one, the first step raises. ``ReduceLROnPlateau`` leaves no mark. It shows
-    when it first changes a rate, in the middle of a run, so that only warns.
+    If a schedule has marked the replaced one, the first step raises. ``ReduceLROnPlateau`` sets no mark. It shows
+    when it first changes a rate, in the middle of a run, so this only warns.
     """
 
     def __init__(self, given: Optimizer) -> None:
@@ -275,9 +275,9 @@ def _rate(optimizer: Optimizer, group: Mapping[str, Any]) -> Any:
 
 
 def _scale(optimizer: Optimizer, rate: float, tensors: dict[int, tuple[Any, Any]]) -> Callable[[], None]:
-    """Scale the rates of an optimizer in place, and return what gives them back unless they have changed.
+    """Scale the rates of an optimizer in place, and return a function that restores them unless they have changed.
 
-    ``tensors`` holds those that were scaled already: groups and optimizers may share them.
+    ``tensors`` holds the tensors that were scaled already, because groups and optimizers may share them.
     """
     before: list[dict[str, tuple[Any, Any]]] = []
     for options in (*optimizer.param_groups, optimizer.defaults):
@@ -335,12 +335,12 @@ def _rule_of(optimizer: Optimizer, group: Mapping[str, Any]) -> str:
 
 
 def _kept(optimizer: Optimizer, group: Mapping[str, Any], rule: str) -> ParamGroup:
-    """Return the options of a group that keeps its rule, without what torch's class would not read."""
+    """Return the options of a group that keeps its rule, without entries that torch's class would not read."""
     options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     if type(optimizer) in OF_TORCH:
         own = set(_defaults(rule)) - set(optimizer.defaults)
         options = {key: value for key, value in options.items() if key not in own}
-        if options.get(CENTRALIZE):  # torch's class does not read it; a pipeline centralises without it too
+        if options.get(CENTRALIZE):  # torch's class does not read it, and a pipeline centralises without it too
             del options[CENTRALIZE]
     return {**options, "rule": rule}
 

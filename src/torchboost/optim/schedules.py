@@ -1,4 +1,4 @@
-"""Learning rates as pure functions of the update, counted from 0; to resume, only the step is needed."""
+"""Learning rates as pure functions of the update, counted from 0. To resume, only the step is needed."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ Schedule = Callable[[int], float]
 """Any function from the update, counted from 0, to the learning rate. Those below can be compared and printed."""
 
 
-# No slots: torch's LambdaLR saves and loads the __dict__ of what it is given.
+# No slots: torch's LambdaLR saves and loads the __dict__ of its functions.
 @dataclass(frozen=True)
 class _ScheduleBase:
-    """Base of every schedule: subclass it and implement ``_at(step)``.
+    """Base of every schedule. Subclass it and implement ``_at(step)``.
 
     Fields annotated ``float``, ``int``, ``bool`` or ``Schedule`` are checked. Check others in ``__post_init__``.
     """
@@ -86,7 +86,7 @@ class PiecewiseConstant(_ScheduleBase):
     """``rates[k]`` until update ``milestones[k]``, the last rate from the last milestone on.
 
     As in K. He et al., "Deep Residual Learning for Image Recognition", arXiv 1512.03385. MindSpore gives as many
-    milestones as rates, because its last one is the length of the list; omit that one here.
+    milestones as rates, because its last one is the length of the list. Omit that one here.
 
     Args:
         milestones: Updates at which the next rate starts, increasing, at least 1.
@@ -181,7 +181,7 @@ class InverseDecay(_Decay):
 class NaturalExponentialDecay(_Decay):
     """``lr * exp(-decay_rate * step / decay_steps)``, the published form.
 
-    TensorFlow's ``natural_exp_decay``, and what MindSpore documents. MindSpore's code does not divide by
+    The form of TensorFlow's ``natural_exp_decay`` and of MindSpore's documentation. MindSpore's code does not divide by
     ``decay_steps``: ``per_step=True`` gives ``lr * exp(-decay_rate * step)``, with the step rounded down to a multiple
     of ``decay_steps`` if ``staircase`` is set. Other settings and errors as in :class:`ExponentialDecay`.
 
@@ -215,7 +215,7 @@ class PolynomialDecay(_ScheduleBase):
         lr: Learning rate at update 0.
         end_lr: Learning rate at update ``decay_steps``.
         decay_steps: Updates, at least 1.
-        power: Above 0; 1 is linear.
+        power: Above 0. With 1 the decay is linear.
         cycle: Start again after ``decay_steps``.
 
     Raises:
@@ -286,11 +286,11 @@ class Warmup(_ScheduleBase):
     """Linear warm-up before a schedule: ``min(step, steps) / steps`` of its learning rate.
 
     Section 2.2 of P. Goyal et al., "Accurate, Large Minibatch SGD", arXiv 1706.02677. The default
-    ``start_factor`` of 0 is MindSpore's; with it update 0 does not change the weights.
+    ``start_factor`` of 0 is MindSpore's. With it update 0 does not change the weights.
 
     Args:
         schedule: Schedule after the warm-up, or a fixed learning rate.
-        steps: Updates of warm-up, at least 1; update ``steps`` is the first with the full rate.
+        steps: Updates of warm-up, at least 1. Update ``steps`` is the first with the full rate.
         start_factor: Fraction of the rate at update 0, from 0 to 1.
         delay: Start the schedule when the warm-up ends. If False it starts at update 0, so its milestones count from
             the start of the run, and the warm-up scales its first updates.
@@ -371,7 +371,7 @@ def as_list(schedule: Schedule, steps: int) -> list[float]:
 
 @dataclass(frozen=True)
 class Listed(_ScheduleBase):
-    """A list of learning rates, one per update, counted from 0; past the end it raises ``IndexError``.
+    """A list of learning rates, one per update, counted from 0. Past the end it raises ``IndexError``.
 
     Args:
         rates: Learning rates, at least one.
@@ -402,7 +402,7 @@ class Listed(_ScheduleBase):
 
 @dataclass(frozen=True)
 class CheckedRate:
-    """A function of the step whose results are checked; ``name`` is its name in messages."""
+    """A function of the step whose results are checked. ``name`` is its name in messages."""
 
     schedule: Callable[[int], Any]
     name: str
@@ -423,7 +423,7 @@ def resolve_lr(value: Any, *, name: str = "lr") -> Schedule | None:
 
     Args:
         value: A number or a 0-d tensor: constant, the result is None. A list, tuple, 1-d tensor or 1-d array: entry t
-            at update t. A function of the step: called at each update; its result is checked.
+            at update t. A function of the step: called at each update, and its result is checked.
         name: The name in error messages, such as ``"weight_decay"``.
 
     Raises:
@@ -463,7 +463,7 @@ def resolve_lr(value: Any, *, name: str = "lr") -> Schedule | None:
 
 
 def number(name: str, value: Any) -> float:
-    """Return a finite number that is at least 0 as a float; ``name`` is its name in messages."""
+    """Return a finite number that is at least 0 as a float. ``name`` is its name in messages."""
     check_number(name, value)
     return float(value)
 
@@ -485,7 +485,7 @@ def each(name: str, values: Any, check: Callable[[str, Any], Any]) -> tuple[Any,
 
 
 def function(name: str, value: Any) -> Any:
-    """Return the schedule if it is one; a class is callable but not a schedule."""
+    """Return the schedule if it is one. A class is callable but not a schedule."""
     if isinstance(value, type) or not callable(value):
         raise TypeError(
             f"{name}: found {reprlib.repr(value)}; give a function of the step, such as Constant(0.1), or "

@@ -42,7 +42,7 @@ def holds_a_part(optimizer: Optimizer) -> bool:
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return False
-    # If there is such an optimizer, its module is imported already; importing it here would raise warnings.
+    # If there is such an optimizer, its module is imported already. Importing it here would raise warnings.
     kind: Any = getattr(sys.modules.get("torch.distributed.optim"), "ZeroRedundancyOptimizer", None)
     outers: Any = () if kind is None else torch.compiler.disable(living)(kind)
     return any(getattr(outer, "optim", None) is optimizer for outer in outers)
@@ -58,19 +58,19 @@ def all_finite(grads: Sequence[Tensor]) -> bool:
 
 
 def values_of(grad: Tensor) -> Tensor:
-    """Return the values of a gradient; of a sparse one, those of its stored rows."""
+    """Return the values of a gradient, for a sparse one the values of its stored rows."""
     return sparse_values(grad) if grad.layout is torch.sparse_coo else grad
 
 
 def merge_sparse(grads: list[Tensor]) -> None:
-    """Merge duplicate rows of sparse gradients; dense gradients are not changed."""
+    """Merge duplicate rows of sparse gradients. Dense gradients are not changed."""
     for position, grad in enumerate(grads):
         if grad.layout is torch.sparse_coo:
             grads[position] = grad.coalesce()
 
 
 def stand_in(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a dense tensor with the shape of ``like``, for checks; it holds one undefined number in memory."""
+    """Return a dense tensor with the shape of ``like``, for checks. It holds one undefined number in memory."""
     return torch.empty((), dtype=dtype, device=like.device).expand(like.shape)
 
 
@@ -163,7 +163,7 @@ class Checked:
     """A record, per group, of the options and of the parameters whose dense gradients passed the checks.
 
     The options of a group count as checked while its entries are the same objects, its gradients until a flag of the
-    group or what :func:`_facts` returns changes.
+    group or the result of :func:`_facts` changes.
     """
 
     def __init__(self) -> None:
@@ -171,7 +171,7 @@ class Checked:
         self._gradients: dict[int, tuple[list[Tensor], tuple[Any, ...]]] = {}
 
     def options(self, number: int, group: Mapping[str, Any], check: Callable[[Mapping[str, Any]], None]) -> None:
-        """Check the options of a group, unless they are those that were checked last."""
+        """Check the options of a group, unless the same options were checked last."""
         if torch.compiler.is_compiling():
             return check(group)
         values, flags = self._options.get(number, ([], []))
@@ -196,14 +196,14 @@ class Checked:
         """Record that all of these gradients were checked, unless they are of several kinds or sparse."""
         self._gradients.pop(number, None)
         if torch.compiler.is_compiling() or any(type(param) not in (Tensor, torch.nn.Parameter) for param in params):
-            return  # tensor subclasses may change what they hold in other ways
+            return  # tensor subclasses may change their contents in other ways
         facts = _facts(params, grads)
         if facts[4] == {torch.strided} and len(facts[2]) == len(facts[3]) == 1:
             self._gradients[number] = list(params), facts  # kept alive, so that their ids are not reused
 
 
 def _facts(params: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[Any, ...]:
-    """Return what can differ from step to step: parameters, their strides and devices, kinds of gradients."""
+    """Return the facts that can differ from step to step: parameters, their strides and devices, kinds of gradients."""
     kinds = set(map(_DEVICE, params)), set(map(_DTYPE, grads)), set(map(_LAYOUT, grads))
     return list(map(id, params)), _strides(params), *kinds
 

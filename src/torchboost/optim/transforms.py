@@ -1,4 +1,4 @@
-"""What changes the gradients before a rule."""
+"""Transforms of the gradients before a rule."""
 
 from __future__ import annotations
 
@@ -42,15 +42,14 @@ _LAYOUT = attrgetter("layout")
 class Centralize:
     """Give every filter's gradient zero mean: ``g -= mean(g over all axes but the first)``.
 
-    Parameters without rows are skipped (:func:`has_rows`): those of fewer than two axes, those with one entry per row,
-    whose gradient would be zero, and vectors such as ``(1, n, 1, 1)``. If a param group has
-    ``"grad_centralization": False``, its parameters are skipped. Cost: one read and one write of the gradients. Works
-    in place, in any memory format and dtype; sparse gradients of embeddings are centralised row by row; a DTensor
-    sharded over its rows is centralised locally.
+    Parameters without rows are skipped (:func:`has_rows`): fewer than two axes, one entry per row, whose gradient would
+    be zero, and vectors such as ``(1, n, 1, 1)``. If a param group has ``"grad_centralization": False``, its parameters
+    are skipped. Cost: one read and one write of the gradients. Works in place, in any memory format and dtype. Sparse
+    gradients of embeddings are centralised row by row. A DTensor sharded over its rows is centralised locally.
 
     Args:
         skip: Parameters to skip.
-        flag: Key in the param group that must be true; None centralises every group that does not say False.
+        flag: Key in the param group that must be true. None centralises every group that does not say False.
         multiple_of: Centralise only if the size of axis 1 is a multiple of this (MindSpore: 16).
 
     Raises:
@@ -108,7 +107,7 @@ class Centralize:
 class Unscale:
     """Divide the gradients by a fixed loss scale: ``g *= 1 / scale``, sparse ones too.
 
-    For losses that are multiplied by hand; ``GradScaler`` unscales itself. Cost: one read and one write.
+    For losses that are multiplied by hand. ``GradScaler`` unscales itself. Cost: one read and one write.
 
     Args:
         scale: The factor of the loss, above 0.
@@ -135,9 +134,9 @@ class Unscale:
 
 @dataclass(frozen=True, kw_only=True)
 class Coalesce:
-    """Merge duplicate rows of sparse gradients; dense gradients are not changed.
+    """Merge duplicate rows of sparse gradients. Dense gradients are not changed.
 
-    Cost: a sort of the row numbers; with ``dense`` a tensor of the parameter's size.
+    Cost: a sort of the row numbers, and with ``dense`` a tensor of the parameter's size.
 
     Args:
         dense: Convert sparse gradients to dense ones, for optimizers and transforms that need them.
@@ -194,7 +193,7 @@ class Decay:
         factor = group.get("coupled_weight_decay", self.weight_decay)
         if factor is not self.weight_decay:
             check_number("coupled_weight_decay", factor)
-        # An optimizer with maximize=True negates the gradient; the decay must still shrink the weights.
+        # An optimizer with maximize=True negates the gradient, but the decay must still shrink the weights.
         return -factor if group.get("maximize") else factor
 
     def check(self, gradients: Gradients) -> None:
@@ -226,11 +225,11 @@ class ClipNorm:
 
     Args:
         max_norm: Largest norm, above 0.
-        norm_type: Order of the norm, above 0; ``math.inf`` for the largest magnitude.
+        norm_type: Order of the norm, above 0, or ``math.inf`` for the largest magnitude.
 
     Raises:
         TypeError: A setting has the wrong type.
-        ValueError: A number is out of range; an infinite ``max_norm`` would clip nothing.
+        ValueError: A number is out of range. An infinite ``max_norm`` would clip nothing.
     """
 
     scale_free = False
@@ -249,7 +248,7 @@ class ClipNorm:
             check_number("norm_type", self.norm_type, above=True)
 
     def __call__(self, gradients: Gradients) -> None:
-        """Clip in place; sparse gradients are merged."""
+        """Clip in place. Sparse gradients are merged."""
         merge_sparse(gradients.grads)
         grads = [values_of(grad) for grad in gradients.grads]
         filled = [grad for grad in grads if grad.numel()]  # torch raises for the maximum of an empty tensor
@@ -289,7 +288,7 @@ class ClipValue:
                 )
 
     def __call__(self, gradients: Gradients) -> None:
-        """Clip in place; sparse gradients are merged."""
+        """Clip in place. Sparse gradients are merged."""
         merge_sparse(gradients.grads)
         for grads in _by_device([values_of(grad) for grad in gradients.grads]).values():
             foreach.clamp_min_(grads, -self.value)
@@ -302,7 +301,7 @@ def has_rows(param: Tensor) -> bool:
     False for fewer than two axes, and for one entry per row, such as ``(n, 1)``, ``(n, 1, 1)``, or the kernel of a
     pointwise convolution of one channel: an entry minus the mean of its row would be zero, so it would never train.
     False also for a vector with three or more axes, such as ``(1, n, 1, 1)``: a scale per channel is one, and its mean
-    would never change. ``(1, n)`` is a row, that of a linear layer with one output.
+    would never change. ``(1, n)`` is a row, as in a linear layer with one output.
     """
     if param.ndim < 2 or param.numel() <= param.shape[0]:
         return False

@@ -32,15 +32,15 @@ class WrappingOptimizer(Optimizer):
     """
 
     copyable: bool = False
-    """Whether a copy or a pickle does what the original does. Hooks on ``opt`` are not copied."""
+    """Whether a copy or a pickle behaves like the original. Hooks on ``opt`` are not copied."""
 
     def __init__(self, opt: Optimizer) -> None:
         check_optimizer(opt, "opt")
-        super().__init__([{"params": []}], opt.defaults)  # for its hooks; groups and state are those of opt
+        super().__init__([{"params": []}], opt.defaults)  # for its hooks, with groups and state of opt
         self.opt = opt
 
     def __getattr__(self, name: str) -> Any:
-        """Return what only ``opt`` has, such as ``eval`` and ``train`` of a schedule-free rule."""
+        """Return an attribute that only ``opt`` has, such as ``eval`` and ``train`` of a schedule-free rule."""
         if name.startswith("_") or "opt" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.opt, name)
@@ -75,7 +75,7 @@ class WrappingOptimizer(Optimizer):
         """Add a group to ``opt``.
 
         Raises:
-            TypeError, ValueError: As raised by ``opt``; nothing was added.
+            TypeError, ValueError: As raised by ``opt``. Nothing was added.
         """
         if "opt" in self.__dict__:
             self.opt.add_param_group(param_group)
@@ -99,7 +99,7 @@ class WrappingOptimizer(Optimizer):
                 f"{type(self).__name__} cannot be copied or pickled, because it works through hooks on the optimizer "
                 "that it wraps. Copy that optimizer ('opt') and wrap the copy. For checkpoints use state_dict()."
             )
-        # Hooks are not copied, as in torch; a learning-rate scheduler replaces 'step' on the instance.
+        # Hooks are not copied, as in torch. A learning-rate scheduler replaces 'step' on the instance.
         return {key: value for key, value in without_hooks(self.__dict__).items() if key != "step"}
 
     def _own_state(self) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class WrappingOptimizer(Optimizer):
         pass
 
     def _restart(self) -> None:
-        """Drop what belongs to the weights before a checkpoint of ``opt`` alone."""
+        """Drop state that belongs to the weights before a checkpoint of ``opt`` alone."""
 
 
 class DirectSteps:
@@ -118,7 +118,7 @@ class DirectSteps:
     The wrapped optimizer keeps this object alive, and with it the wrapping one.
 
     Args:
-        behind: The wrapped optimizer. If it wraps another optimizer itself, the steps of that one are refused.
+        behind: The wrapped optimizer. If it wraps another optimizer itself, the inner one's steps are refused.
         front: The wrapping optimizer, which must be stepped instead.
         instead: The error message: what was found, and what to do.
     """
@@ -147,7 +147,7 @@ class DirectSteps:
 
 
 def described_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return complete copies of the param groups, with schedules in place of their last value."""
+    """Return complete copies of the param groups, with schedules instead of their last value."""
     if isinstance(optimizer, UpdateRule):
         return optimizer.described_groups()
     return [dict(group) for group in optimizer.param_groups]
@@ -182,12 +182,12 @@ def regrouped(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Optimiz
 
 
 def change_entries(optimizer: Optimizer, state_dict: dict[str, Any], change: Callable[[Tensor, str, Any], Any]) -> None:
-    """Replace state entries of parameters in a state dict that torch has just made; the optimizer keeps its own.
+    """Replace state entries of parameters in a state dict that torch has just made. The optimizer keeps its own.
 
     Args:
         optimizer: Not changed.
-        state_dict: Its state dict; changed.
-        change: Called with a parameter, the name of an entry and the entry, and returns what to write in its place.
+        state_dict: Its state dict, which is changed.
+        change: Called with a parameter, the name of an entry and the entry. Returns the new entry.
     """
     states = state_dict["state"]
     for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):

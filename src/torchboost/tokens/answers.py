@@ -30,15 +30,15 @@ Answer = Callable[..., Any]
 
 
 class PaddedRows(Rows):
-    """Rows that functions of torch accept in place of the padded tensor.
+    """Rows that functions of torch accept instead of the padded tensor.
 
     Functions that treat every position by itself compute on the rows. So do attention whose mask excludes the padding,
     and a loss that ignores it. Functions without an answer get the whole tensor: from ``fill``, or from ``source``. If
     there is neither, they raise :class:`MissingRows`.
 
     Attributes:
-        answers: Function of torch -> what it does with such tensors.
-        precedence: Among several classes in a call, that with the highest number answers.
+        answers: Function of torch -> its answer for such tensors.
+        precedence: Among several classes in a call, the class with the highest number answers.
     """
 
     answers: ClassVar[Mapping[Any, Answer]] = {}
@@ -51,7 +51,7 @@ class PaddedRows(Rows):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer what is called below the functions of torch, such as by a function of autograd or a collective."""
+        """Answer calls below the functions of torch, such as by a function of autograd or a collective."""
         owners = [one.positions.owner for one in rows_in((*args, *(kwargs or {}).values())) if one.source is None]
         if owners:
             raise MissingRows(f"{func} is called below the functions of torch", owners)
@@ -156,17 +156,17 @@ def _target(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows | 
 
 
 def functions(*names: str) -> list[Any]:
-    """Return what has one of these names: functions of torch, of ``torch.nn.functional``, and methods of tensors."""
+    """Return the functions of torch and ``torch.nn.functional``, and the methods of tensors, with these names."""
     return [getattr(home, name) for name in names for home in (torch, F, Tensor) if hasattr(home, name)]
 
 
 def getter(name: str) -> Any:
-    """Return what is called if an attribute of a tensor is read."""
+    """Return the function that is called if an attribute of a tensor is read."""
     return getattr(Tensor, name).__get__
 
 
 def table(names: Mapping[Answer, str]) -> dict[Any, Answer]:
-    """Return the answers of functions with these names, and of those that write the same to their first argument."""
+    """Return the answers of functions with these names, and of their forms that write to their first argument."""
     answers: dict[Any, Answer] = {getter("requires_grad"): lambda func, x: x.needs_grad}
     for answer, listed in names.items():
         for name in listed.split():

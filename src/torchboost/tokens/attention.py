@@ -39,15 +39,15 @@ def attention(
 ) -> Tensor:
     """Compute ``torch.nn.functional.scaled_dot_product_attention`` for the sequences of a padded batch.
 
-    The mask must exclude the padding for every query that is computed. If nothing else remains of it, sequences of
-    about the same length are computed together, and all of them where a kernel takes packed rows.
+    The mask must exclude the padding for every query that is computed. If the mask excludes nothing else, sequences of
+    about the same length are computed together, or all sequences if a kernel takes packed rows.
 
     Args:
-        func: Computes it for whole tensors: that function, or another one with its arguments.
-        query: Shape (batch, heads..., queries, width), like the other two.
-        key: See ``query``.
-        value: See ``query``.
-        attn_mask: As of that function, like those that follow.
+        func: Computes whole tensors: that function, or another one with its arguments.
+        query: Shape (batch, heads..., queries, width).
+        key: Shape (batch, heads..., keys, width).
+        value: Shape (batch, heads..., keys, width).
+        attn_mask: See ``torch.nn.functional.scaled_dot_product_attention``, as for all following arguments.
         dropout_p: See ``attn_mask``.
         is_causal: See ``attn_mask``.
         **options: See ``attn_mask``.
@@ -75,7 +75,7 @@ def attention(
 
 
 def sequences(x: Tensor) -> Sequence[Tensor] | None:
-    """Return each sequence by itself, without its padding: shape (..., length, width). None in another order."""
+    """Return each sequence by itself, without its padding: shape (..., length, width). Return None in another order."""
     if not isinstance(x, Rows):
         return x.unbind(0)
     if x.dims[0] != BATCH or x.dims[-2] != TOKEN:
@@ -85,11 +85,11 @@ def sequences(x: Tensor) -> Sequence[Tensor] | None:
 
 Group = tuple[torch.Size, torch.Size, Tensor | None]
 """Sequences that are computed together, padded to the longest of them: the shapes (sequences, queries) and (sequences,
-keys), and which keys are not padding in the second one; None if all are."""
+keys), and the keys that are not padding, or None if no key is padding."""
 
 
 def _together(func: Any, query: Rows, key: Rows, value: Rows, causal: bool, options: dict[str, Any]) -> Tensor:
-    """Return the rows of attention in which a query sees all keys of its sequence, or those before it."""
+    """Return the rows of attention in which a query sees all keys of its sequence, or only earlier keys."""
     if func is F.scaled_dot_product_attention:
         starts = query.positions.packed, key.positions.packed
         packed = attention_of_packed_rows(query.rows, key.rows, value.rows, *starts, causal=causal, **options)
@@ -114,8 +114,8 @@ def _grouped(queries: Layout, keys: Layout) -> tuple[list[Group], Tensor, Tensor
     """Group the sequences of a batch by their lengths.
 
     Returns:
-        The groups, the row of each of their queries, that of each of their keys, and the place of each row of the
-        queries among them.
+        The groups, the row of each of their queries, the row of each of their keys, and the place of each row of the
+        queries in the groups.
     """
     lengths = list(zip(keys.lengths, queries.lengths, strict=True))
     members: list[list[int]] = []
@@ -177,7 +177,7 @@ def _merged(masks: Sequence[Mask]) -> Tensor:
 def _masks(
     query: Tensor, queries: Layout | None, keys: Layout | None, mask: Tensor | None, is_causal: bool
 ) -> bool | list[Tensor]:
-    """Return whether attention is causal, if nothing else remains of the mask; otherwise the mask of each sequence."""
+    """Return the mask of each sequence, or whether attention is causal if nothing else remains of the mask."""
     if mask is None:
         if is_causal and keys is not None and queries is keys and keys.begins_with_rows:
             return True
@@ -188,7 +188,7 @@ def _masks(
     if is_causal or layout is None or isinstance(mask, Rows) or mask.ndim > query.ndim:
         raise MissingRows("its mask is of another kind")
     whole, kind = mask[(None,) * (query.ndim - mask.ndim)], ("attention", query.ndim, queries, keys)
-    if mask.requires_grad:  # what was found is kept, the parts belong to the graph
+    if mask.requires_grad:  # keep only the finding, because the parts belong to the graph
         layout.once(mask, lambda: _is_causal(whole.detach(), queries, keys, layout), kind)
         return _parts(whole, queries, keys, layout)
 
@@ -200,10 +200,10 @@ def _masks(
 
 
 def _is_causal(mask: Tensor, queries: Layout | None, keys: Layout | None, layout: Layout) -> bool | None:
-    """Whether causality remains of a mask in all sequences; False if nothing remains, None if something else does.
+    """Whether causality remains of a mask in all sequences: False if nothing remains, None if something else does.
 
     Raises:
-        MissingRows: It does not exclude the padding for a query that is computed, or excludes everything else.
+        MissingRows: The mask admits the padding for a query that is computed, or excludes everything else.
     """
     sizes = ((0, layout.batch), (-2, queries.length if queries else mask.shape[-2]))
     strange = any(mask.shape[place] not in (1, size) for place, size in sizes)

@@ -1,4 +1,4 @@
-"""Calls of a model that leave positions out, and the way back to all of them."""
+"""Calls of a model that skip positions, and the way back to all positions."""
 
 from __future__ import annotations
 
@@ -45,28 +45,28 @@ _LATE = (
 
 
 class Part(TorchFunctionMode):
-    """How a call leaves positions out. Inside of it, tensors with some rows are made in place of padded ones."""
+    """How a call skips positions. Inside of it, tensors with some rows are made instead of padded ones."""
 
     def used(self) -> bool:
-        """Whether positions were left out."""
+        """Whether positions were skipped."""
         return True
 
     def layout(self, output: Tensor) -> Layout | None:
-        """Return what an output will be if it has rows alone; None for other outputs."""
+        """Return the layout of an output that has rows alone, or None for other outputs."""
         raise NotImplementedError
 
     def fewer(self) -> Part | None:
-        """Return how to leave out fewer positions, as a function asked for some of them; None if all are needed."""
+        """Return how to skip fewer positions after a function asked for some, or None if all are needed."""
         return None
 
 
 class PartialForward(Attachment):
-    """Lets training calls of a model leave positions out.
+    """Lets training calls of a model skip positions.
 
-    If a function in the model needs such positions, the call is repeated with all of them, from the same state of the
+    If a function in the model needs such positions, the call is repeated with all positions, from the same state of the
     random generators, and calls of this kind are no longer tried. If the loop reads such positions of an output, the
-    call is repeated at that moment. Whether it does is seen at the first call, which computes everything: then no
-    positions are left out from there on.
+    call is repeated at that moment. The first call computes everything and watches for such reads. If there is one, no
+    positions are skipped from then on.
 
     Args:
         name: Of the algorithm.
@@ -75,10 +75,10 @@ class PartialForward(Attachment):
         part: Called with the owner of the layouts and the arguments of a call. Returns None if it needs all positions.
 
     Attributes:
-        reason: Why no positions are left out any more; empty while they are.
-        fewer: Whether a call left out fewer than it could, because a function asked for the others.
-        calls: How many calls left positions out.
-        moving: Kind of call that has left positions out -> names of the buffers that it writes to.
+        reason: Why positions are no longer skipped. Empty while they are.
+        fewer: Whether a call skipped fewer positions than it could, because a function asked for the others.
+        calls: Number of calls that skipped positions.
+        moving: Kind of call that has skipped positions -> names of the buffers that it writes to.
     """
 
     state_is_optional = True
@@ -118,12 +118,12 @@ class PartialForward(Attachment):
         return call.run(part)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was seen: dropout draws other numbers in calls that leave positions out."""
+        """Return the decisions so far: dropout draws other numbers in calls that skip positions."""
         seen = self._watched or self.reason or self._refused
         return {"watched": self._watched, "reason": self.reason, "refused": dict(self._refused)} if seen else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned."""
+        """Load the result of :meth:`state_dict`."""
         self._watched, self.reason = bool(state.get("watched")), str(state.get("reason", ""))
         self._refused = dict(state.get("refused", {}))
 
@@ -142,7 +142,7 @@ class PartialForward(Attachment):
 
     @property
     def remark(self) -> str:
-        """Why positions are computed that could be left out; empty if none are."""
+        """Why positions are computed that could be skipped. Empty if there are none."""
         return self.reason or next(iter(self._refused.values()), "")
 
     def late(self) -> RuntimeError:
@@ -189,7 +189,7 @@ class PartialCall:
             if self not in reason.owners:
                 raise
             asked = str(reason)
-        if asked is not None:  # not in the handler, where frames live on, and with them the hooks of a checkpoint
+        if asked is not None:  # not in the handler, which keeps frames alive, and with them the hooks of a checkpoint
             return self._with_more(part, asked, buffers)
         self.forward.calls += part.used()
         self.forward.moving[self._kind] = frozenset(name for name, (b, then, _) in buffers if version(b) != then)
@@ -210,7 +210,7 @@ class PartialCall:
         return self._compute()
 
     def watched(self, part: Part) -> Any:
-        """Compute everything, and see what the loop reads of the outputs."""
+        """Compute everything, and watch which positions of the outputs the loop reads."""
 
         def watch(tensor: Tensor) -> Tensor:
             layout = part.layout(tensor) if tensor.ndim > 1 and tensor.is_floating_point() else None
@@ -239,7 +239,7 @@ class PartialCall:
         return rows
 
     def later(self, function: RowFunction) -> RowFunction:
-        """Return the function as something that may be computed later, with the weights and precision of now."""
+        """Return a function that may be called later and computes with the present weights and precision."""
         kind = next(self._model.parameters()).device.type
         compute = in_this_precision(kind, function)
 

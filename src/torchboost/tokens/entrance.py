@@ -1,4 +1,4 @@
-"""Where padded tensors of a model become rows: which argument masks another one, and where it is read."""
+"""The places at which padded tensors of a model become rows: which argument masks another one, and where it is read."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ Place = tuple[Layout, tuple[int, int]]
 """A layout, and the order of batch and length in the tensor."""
 
 _LEAST = 0.05
-"""Share of padding below which a call computes it: leaving it out costs a few microseconds for each function."""
+"""Share of padding below which a call computes the padding: to skip it costs a few microseconds for each function."""
 _MOST_ARGUMENTS = 16
 _IDS = (torch.int64, torch.int32)
 _ADJUSTING = ("max_norm", "scale_grad_by_freq", "sparse")
-"""What makes an embedding change more than the rows that it returns."""
+"""Options with which an embedding changes more than the rows that it returns."""
 _MASKS = (torch.bool, *_IDS, torch.uint8, torch.float32)
 
 
@@ -43,13 +43,13 @@ def may_mask(model: nn.Module) -> bool:
 
 
 def layouts_of(owner: object, pairs: Sequence[Pair], arguments: Mapping[str, Any]) -> dict[Key, Place]:
-    """Return the layout of each argument whose padding can be left out.
+    """Return the layout of each argument whose padding can be skipped.
 
     Args:
         owner: Of the layouts.
-        pairs: Names of a mask of tokens and of what it masks. If none is among the arguments, all pairs are tried of a
-            mask and of token ids of its shape. There, whether the mask marks tokens or padding is seen from the ids:
-            those of padding are all the same.
+        pairs: Names of a mask of tokens and of its argument. If none is among the arguments, all pairs of a mask and
+            token ids of its shape are tried. The ids then show whether the mask marks tokens or padding: all ids of
+            padding are equal.
         arguments: Of a call.
     """
     layouts: dict[Key, Place] = {}
@@ -68,7 +68,7 @@ def has_mask(pairs: Sequence[Pair], arguments: Mapping[str, Any]) -> bool:
 
 
 def _masked(pairs: Sequence[Pair], arguments: Mapping[str, Any]) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield the arguments that are masked, and where they have tokens; None if the mask does not tell."""
+    """Yield the arguments that are masked, and where they have tokens, or None if the mask does not tell."""
     named: dict[int, Tensor | None] = {}
     for mask_name, name in pairs:
         mask, tokens = arguments.get(mask_name), arguments.get(name)
@@ -107,13 +107,13 @@ def _guessed(arguments: Mapping[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _kept(mask: Tensor) -> Tensor | None:
-    """Return the mask as booleans, if it has nothing but zeros and ones."""
+    """Return the mask as booleans, if it holds only zeros and ones."""
     kept = mask.bool()
     return kept if mask.dtype is torch.bool or bool((kept == mask).all()) else None
 
 
 def kept_positions(tokens: Tensor, mask: Tensor) -> Tensor | None:
-    """Return which positions have tokens; None if the mask does not tell.
+    """Return which positions have tokens, or None if the mask does not tell.
 
     Args:
         tokens: Ids. Shape (batch, length).
@@ -127,24 +127,24 @@ def kept_positions(tokens: Tensor, mask: Tensor) -> Tensor | None:
 
 
 def _ends(tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the smallest and the largest id where a mask is true."""
+    """Return the smallest and the largest id at which a mask is true."""
     ends = torch.iinfo(tokens.dtype)
     return tokens.masked_fill(~mask, ends.max).amin(), tokens.masked_fill(~mask, ends.min).amax()
 
 
 def _layout(owner: object, kept: Tensor) -> Layout | None:
-    """Return the layout of positions; None if it would leave out next to nothing, or a whole sequence."""
+    """Return the layout of positions, or None if it would skip next to nothing, or a whole sequence."""
     lengths = kept.sum(1)
     count, least = torch.stack([lengths.sum(), lengths.amin()]).tolist() if kept.numel() else (0, 0)
     return None if count > (1 - _LEAST) * kept.numel() or not least else Layout(kept, owner)
 
 
 class Entrance(Part):
-    """Inside of it, padded tensors become rows where their padding is known.
+    """Inside of it, padded tensors become rows if their padding is known.
 
     These are embeddings of token ids whose layout is given, or that have a ``padding_idx``, and keys of
     ``nn.MultiheadAttention`` with a ``key_padding_mask``, with the queries if these are the same tensor. A layout that
-    does not fit the rest of the model costs a call, and no result: what it lacks is asked for.
+    does not fit the rest of the model costs a call, but no result, because the model asks for the missing positions.
 
     Args:
         owner: Of the layouts.
@@ -153,7 +153,7 @@ class Entrance(Part):
         named: Whether an argument of the call is a mask by its name.
 
     Attributes:
-        layouts: All that were used.
+        layouts: All layouts that were used.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class Entrance(Part):
         return next((layout for layout in self.layouts if layout.mask.shape == output.shape[:2]), None)
 
     def fewer(self) -> Entrance | None:
-        """Return another one that takes no ids for padding, if that was a guess and something else tells."""
+        """Return an entrance that takes no ids for padding, if that was a guess and something else tells."""
         if self._guessed and (self._named or len(self.layouts) > 1):
             return Entrance(self._owner, self._given, by_ids=False)
         return None
@@ -203,7 +203,7 @@ class Entrance(Part):
         return PaddedRows(rows, layout, (*order, 0))
 
     def _with_keys(self, query: Any, key: Any, value: Any, mask: Any) -> tuple[Any, Any, Any]:
-        """Return queries, keys and values as rows, where the mask excludes others. Shape (length, batch, width)."""
+        """Return queries, keys and values as rows, if the mask excludes others. Shape (length, batch, width)."""
         if type(mask) is not Tensor or mask.ndim != 2 or type(key) is not Tensor or key.ndim != 3:
             return query, key, value
         if type(value) is not Tensor or key.shape[:2] != mask.shape[::-1] or value.shape[:2] != key.shape[:2]:

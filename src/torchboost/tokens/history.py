@@ -1,6 +1,6 @@
 """The place of padded tensors in the graph of autograd, for code that sees this graph and no functions of torch.
 
-Such are DDP, which looks for parameters without a gradient, and subclasses of ``torch.autograd.Function``.
+Examples are DDP, which looks for parameters without a gradient, and subclasses of ``torch.autograd.Function``.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def derived(rows: Rows, call: tuple[Any, tuple[Any, ...], dict[str, Any]], place
     Args:
         rows: Changed in place.
         call: The function of torch and its arguments.
-        place: Of the tensor in the result; None if it is the result.
+        place: Of the tensor in the result. None if it is the result.
     """
     func, args, kwargs = call
 
@@ -105,7 +105,7 @@ def has_passed_autograd(rows: Rows) -> bool:
 
 
 def from_sources(values: Any) -> Any:
-    """Return arguments with whole tensors in place of rows that left the model."""
+    """Return arguments with whole tensors instead of rows that left the model."""
     return with_tensors(values, _from_source)
 
 
@@ -123,20 +123,20 @@ def _from_source(tensor: Tensor) -> Tensor:
 
 
 def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: Rows) -> Any:
-    """Call a function that writes to a padded tensor outside of the model. From then on it counts as a whole tensor.
+    """Call a function that writes to a padded tensor outside of the model. The tensor counts as whole from then on.
 
     Args:
         func: The function of torch.
         args: Its arguments.
         kwargs: Its named arguments.
-        target: What it writes to.
+        target: The tensor that it writes to.
     """
     if target.memory.copies:
         raise RuntimeError(WRITTEN)
     if getattr(func, "__name__", "") in _OF_THE_GRAPH:  # such as one that sets requires_grad: it writes to no memory
         target.memory = Memory()
     for made in [*(reference() for reference in target.memory.made), target]:
-        if made is not None:  # what was computed of it before stays as it was
+        if made is not None:  # earlier results of it do not change
             whole = _from_source(made)
             made.source = lambda whole=whole: whole
     target.memory.made.clear()
@@ -163,7 +163,7 @@ def rows_in(values: Any) -> Iterator[Rows]:
 
 
 def as_now(compute: Callable[[], Result], kind: str) -> Callable[[], Result]:
-    """Return a function that computes with the mixed precision and the gradient mode of now.
+    """Return a function that computes with the present mixed precision and gradient mode.
 
     Args:
         compute: The function.

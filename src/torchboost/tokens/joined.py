@@ -64,7 +64,7 @@ def joined(x: Rows, sizes: Sequence[int]) -> Joined:
 
 
 def _inside(func: Any, *args: Any, **kwargs: Any) -> Joined:
-    """What the function does with heads that are not joined."""
+    """Apply the function to heads that are not joined."""
     x = next(arg for arg in args if isinstance(arg, Joined))
     inner = {name: x.apart(value) for name, value in kwargs.items()}
     return _again(type(x.with_heads).answers[func](func, *map(x.apart, args), **inner), x)

@@ -20,15 +20,15 @@ class Layout:
 
     Args:
         mask: True at each computed position. Shape (batch, length).
-        owner: Who left the other positions out.
-        forced: Called if rows that wait to be computed are all computed; None if this says nothing.
+        owner: Who skipped the other positions.
+        forced: Called if rows that wait to be computed are all computed. None if this says nothing.
     """
 
     def __init__(self, mask: Tensor, owner: object = None, forced: Callable[[], None] | None = None) -> None:
         self.mask, self.owner, self.forced = mask, owner, forced
         self.batch, self.length = mask.shape
         self.on_host = mask.cpu()
-        """The mask where the host reads it. A read of the device in the middle of a model waits for all before it."""
+        """The mask on the host. A read of the device in the middle of a model waits for all work before it."""
         self.index = mask.flatten().nonzero().squeeze(1)
         self._results: dict[tuple[int, Any], tuple[Tensor, int, Any]] = {}
         self._crops: dict[tuple[int, int], tuple[Layout, Tensor]] = {}
@@ -55,7 +55,7 @@ class Layout:
 
     @cached_property
     def packed(self) -> Packed:
-        """The rows as those of sequences that lie one after the other."""
+        """The places of the rows of sequences that lie one after the other."""
         return Packed(F.pad(self.mask.sum(1).cumsum(0), (1, 0)).int(), max(self.lengths, default=0))
 
     @cached_property
@@ -88,7 +88,7 @@ class Layout:
         Args:
             tensor: Batch and length, or the two as one, have the size of the padded tensor, or 1.
             places: These dimensions of the padded tensor.
-            added: How many dimensions of size 1 come before those of the tensor.
+            added: Number of dimensions of size 1 before the dimensions of the tensor.
         """
         moved = tensor[(None,) * added].movedim(places, tuple(range(len(places))))
         if tensor.requires_grad:
@@ -108,12 +108,12 @@ class Layout:
         return moved.flatten(0, 1).index_select(0, self.index)
 
     def once(self, tensor: Tensor, compute: Callable[[], Any], kind: Any = None) -> Any:
-        """Return what is computed of a tensor, such as a mask that all layers share. It is computed once.
+        """Return a result that is computed once from a tensor, such as a mask that all layers share.
 
         Args:
             tensor: Computed again if it has been written to.
             compute: Reads no other tensor.
-            kind: Tells apart what is computed of the same tensor.
+            kind: Tells apart results from the same tensor.
         """
         key = id(tensor), kind
         source, then, result = self._results.get(key, (None, 0, None))
@@ -124,7 +124,7 @@ class Layout:
 
     @cached_property
     def parts(self) -> list[tuple[Tensor, Tensor]]:
-        """The positions of each sequence that are computed, and those that are not."""
+        """The positions of each sequence that are computed, and the other positions."""
         present = self.tokens.split(self.lengths)
         absent = self.absent.remainder(self.length).split([self.length - length for length in self.lengths])
         return list(zip(present, absent, strict=True))

@@ -105,7 +105,7 @@ def _heads(x: Tensor, count: int) -> Tensor:
 
 
 def _mask(mask: Tensor | None, padding: Tensor | None, layouts: list[Layout | None], heads: int) -> Tensor | None:
-    """Return both masks as the one that :func:`attention` takes."""
+    """Return both masks as the single mask that :func:`attention` takes."""
     if any(isinstance(one, Rows) or (one is not None and one.requires_grad) for one in (mask, padding)):
         raise MissingRows("its mask is of another kind")
     layout = next(one for one in layouts if one is not None)
@@ -118,7 +118,7 @@ def _mask(mask: Tensor | None, padding: Tensor | None, layouts: list[Layout | No
 
 
 def _unread_weights(query: Tensor, key: Tensor, value: Tensor, *, averaged: bool) -> Scores:
-    """Return the weights of keys, from which nothing is computed."""
+    """Return weights of keys from which nothing can be computed."""
     positions = next(one.positions for one in (key, query) if isinstance(one, Rows))
     like = query.rows if isinstance(query, Rows) else query
     shape = [query.shape[0], *(() if averaged else query.shape[1:2]), query.shape[-2], key.shape[-2]]

@@ -1,4 +1,4 @@
-"""What functions of torch do with the rows of a padded tensor."""
+"""The functions of torch on the rows of a padded tensor."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _fill_of_product(func: Any, x: Rows, args: tuple[Any, ...]) -> Fill:
 
 
 def _fill_of_entries(func: Any, x: Rows, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fill:
-    """Return what the function makes of what fills the missing positions, if it reads nothing else."""
+    """Return the result of the function for the fill of the missing positions, if it reads nothing else."""
     fill, dtype = x.fill, x.dtype
     if fill is None or any(isinstance(arg, Tensor) and arg.ndim and arg is not x for arg in (*args, *kwargs.values())):
         return None

@@ -33,7 +33,7 @@ BATCH, TOKEN, FLAT = -1, -2, -3
 RowFunction = Callable[[Tensor], Tensor]
 """Computes rows from rows, each from its own alone."""
 Fill = float | bool | Callable[[], float | bool | None] | None
-"""What missing positions hold, or a function that returns it; None if this is unknown."""
+"""The value of missing positions, or a function that returns it. None if it is unknown."""
 
 
 class MissingRows(BaseException):
@@ -41,7 +41,7 @@ class MissingRows(BaseException):
 
     Args:
         reason: The function, and what it does.
-        owners: Who left positions out of its arguments.
+        owners: Who skipped positions of its arguments.
     """
 
     def __init__(self, reason: str, owners: Collection[object] = ()) -> None:
@@ -50,12 +50,12 @@ class MissingRows(BaseException):
 
 
 class Memory:
-    """What padded tensors have in common that are views of each other, although their rows may lie apart.
+    """The shared state of padded tensors that are views of each other, although their rows may lie apart.
 
     Attributes:
-        outdated: Whether a tensor wrote to it that has left since. The others lack what it wrote.
-        copies: Tensors that would be views of it, and how often they had been written to.
-        made: Tensors that a function outside of the model has made of it.
+        outdated: Whether a tensor wrote to the memory and has left since. The others lack its values.
+        copies: Tensors that would be views of the memory, and how often they had been written to.
+        made: Tensors that a function outside of the model has made of the memory.
     """
 
     __slots__ = ("copies", "made", "outdated")
@@ -84,10 +84,10 @@ class Rows(Tensor):
         dims: For each dimension of the padded shape ``BATCH``, ``TOKEN``, ``FLAT``, or the number of a feature of
             ``base``, counted from 0.
         later: Computed on the rows before they are used, in this order.
-        fill: What the missing positions hold.
+        fill: The value of the missing positions.
 
     Attributes:
-        memory: What the padded tensor shares with its views.
+        memory: The state that the padded tensor shares with its views.
         needs_grad: Whether the rows are part of a graph.
         known: The padded tensor, if it was computed.
         node: Where the padded tensor stands in the graph of autograd, once it has left the model.
@@ -134,7 +134,7 @@ class Rows(Tensor):
         return rows
 
     def like(self, *args: Any, **kwargs: Any) -> Self:
-        """Return other rows of the same kind. The arguments are those of the class."""
+        """Return other rows of the same kind. Takes the arguments of the class."""
         kind: Any = type(self)
         return kind(*args, **kwargs)
 
@@ -151,7 +151,7 @@ class Rows(Tensor):
         return rows
 
     def picked(self, index: Tensor) -> Tensor:
-        """Return these rows. What is computed later is computed for them alone."""
+        """Return these rows. Later computations are done for them alone."""
         rows = self.base.index_select(0, index)
         with torch.set_grad_enabled(self.needs_grad and torch.is_grad_enabled()):
             return self._computed(rows)
@@ -171,7 +171,7 @@ class Rows(Tensor):
         return other.sharing(self) if rows is self.base or is_view(rows) else other
 
     def then(self, function: RowFunction) -> Self:
-        """Return what a function makes of each row, computed later if these are."""
+        """Return the result of a function for each row, computed later if these rows are."""
         if self.later:
             return self.like(self.base, self.positions, self.dims, (*self.later, function)).sharing(self)
         return self.of(function(self.base))
@@ -208,14 +208,14 @@ class Rows(Tensor):
         return (self.dims.index(BATCH), self.dims.index(TOKEN)) if both else (self.dims.index(FLAT),)
 
     def feature(self, dim: int) -> int:
-        """Return the dimension of the rows that a dimension of the padded shape is."""
+        """Return the dimension of the rows for a dimension of the padded shape."""
         number = self.dims[dim]
         if number < 0:
             raise MissingRows("it combines positions")
         return number + 1
 
     def filled(self) -> float | bool | None:
-        """Return what the missing positions hold; None if this is unknown."""
+        """Return the value of the missing positions, or None if it is unknown."""
         self.fill = known(self.fill)
         return self.fill
 
@@ -233,7 +233,7 @@ class Rows(Tensor):
         return rows.movedim(tuple(range(len(self.places))), self.places)
 
     def operand(self, other: Tensor) -> Tensor:
-        """Return another tensor as it meets the rows of this one in a function that broadcasts."""
+        """Return another tensor in the form that broadcasts with the rows of this one."""
         if isinstance(other, Rows):
             if other.positions is not self.positions or (other.ndim, other.places) != (self.ndim, self.places):
                 raise MissingRows("it combines different positions")
@@ -248,12 +248,12 @@ class Rows(Tensor):
         return self.positions.gathered(other, places, added)
 
     def if_absent(self, mask: Any, value: Any, filled: float | bool) -> Fill:
-        """Return what fills the missing positions if a mask has one value at all of them.
+        """Return the fill of the missing positions if a mask has the same value at all of them.
 
         Args:
-            mask: Is read when the padding is needed. Unless it has an entry for each position, nothing is known.
-            value: This one.
-            filled: What the missing positions then hold.
+            mask: Read when the padding is needed. Unless it has an entry for each position, nothing is known.
+            value: The value of the mask.
+            filled: The value of the missing positions in that case.
         """
         if not isinstance(mask, Tensor) or isinstance(mask, Rows) or mask.ndim != self.ndim:
             return None
@@ -273,7 +273,7 @@ class Rows(Tensor):
 
 
 def known(fill: Fill) -> float | bool | None:
-    """Return what a fill is."""
+    """Return the value of a fill."""
     return fill() if callable(fill) else fill
 
 
@@ -295,7 +295,7 @@ def numbered(dims: Sequence[int]) -> tuple[int, ...]:
 
 
 def in_this_precision(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that computes as autocast lets this one now, also if it is called outside of its context.
+    """Return a function that computes with the present autocast settings, also if it is called outside of the context.
 
     Args:
         kind: Of the device.

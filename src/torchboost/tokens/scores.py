@@ -1,4 +1,4 @@
-"""Attention by hand. It is recognised by what a model does to its scores, which are not computed before."""
+"""Attention by hand, recognised by the functions that a model applies to its scores, which are not computed before."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Scores", "product"]
 
 
 class Steps(NamedTuple):
-    """What a model has done to queries and keys.
+    """The steps of a model from queries and keys to scores.
 
     Args:
         query: Shape (batch, heads..., queries, width).
@@ -31,8 +31,8 @@ class Steps(NamedTuple):
         multiply: Returns the product of two matrices, in the precision that autocast had.
         entries: Functions of each score by itself.
         masks: Of the scores, after these.
-        dropout: Share of the weights that is dropped; None before the softmax.
-        read: What else is read when values come, and how often it had been written to.
+        dropout: Share of the weights that is dropped. None before the softmax.
+        read: Other tensors that are read when values come, and how often they had been written to.
     """
 
     query: Tensor
@@ -48,7 +48,7 @@ class Scores(PaddedRows):
     """A score, or after a softmax a weight, for each query and key. Shape (batch, heads..., queries, keys).
 
     Args:
-        steps: Where it comes from; None if nothing may be computed of it.
+        steps: Its computation. None if nothing may be computed from it.
         like: An empty tensor of its precision.
         shape: Of the padded tensor.
         positions: Of its queries or keys.
@@ -76,7 +76,7 @@ class Scores(PaddedRows):
         return self.like(self.steps, function(self.base), self.shape, self.positions).sharing(self)
 
     def after(self, *, weights: bool = False, **changes: Any) -> Scores:
-        """Return what one more step makes of scores, or of weights."""
+        """Return the scores, or weights, after one more step."""
         if self.steps is None or (self.steps.dropout is not None) is not weights:
             raise MissingRows("it is not a step of attention")
         return Scores(self.steps._replace(**changes), self.base, self.shape, self.positions).sharing(self)

@@ -1,4 +1,4 @@
-"""Shapes and indices of padded tensors of which only some rows are there."""
+"""Shapes and indices of padded tensors that have only some of their rows."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def reshape(x: Rows, shape: Sequence[int]) -> Rows:
 
 
 def _groups(old: list[tuple[int, int]], new: list[int]) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield the dimensions that become some others: the smallest groups of both with the same number of entries."""
+    """Yield the smallest groups of old and new dimensions that have the same number of entries."""
     while old or new:
         if old and old[0][0] >= 0 and old[0][1] == 1 and not (new and new[0] == 1):
             old.pop(0)
@@ -103,7 +103,7 @@ def _groups(old: list[tuple[int, int]], new: list[int]) -> Iterator[tuple[list[i
 
 
 def _positions(x: Rows, special: list[int], new: list[int]) -> list[int]:
-    """Return what batch and length become."""
+    """Return the dimensions that batch and length become."""
     pair = [x.positions.batch, x.positions.length]
     if len(special) == len(new) == 1:
         return special
@@ -135,7 +135,7 @@ def indexed(x: Rows, index: Any) -> Tensor:
         elif isinstance(part, int) and not isinstance(part, bool):
             entry = selected(x, place, part)
             if not isinstance(entry, Rows):
-                return entry[(*[slice(None)] * place, *parts[number + 1 :])]  # a view of what the memory knows
+                return entry[(*[slice(None)] * place, *parts[number + 1 :])]  # a view of a tensor that the memory knows
             x = entry
         elif isinstance(part, (Tensor, list)):
             x, place = _chosen(x, place, part), place + 1
@@ -190,7 +190,7 @@ def _present(rows: Tensor) -> Tensor:
 
 
 def _masked(x: Rows, index: Tensor) -> Tensor:
-    """Return the positions where a mask is true."""
+    """Return the positions at which a mask is true."""
     if index.dtype is torch.bool and x.dims[:2] == (BATCH, TOKEN) and index.shape == x.positions.mask.shape:
         return x.picked(_present(x.positions.row_of[index]))
     if x.dims[:1] == (FLAT,) and index.ndim == 1:

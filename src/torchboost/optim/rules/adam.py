@@ -37,25 +37,25 @@ class Adam(UpdateRule):
     """Adam: ``w -= lr * m^ / (sqrt(v^) + eps)`` with moments corrected for their start at zero.
 
     With the defaults it equals ``torch.optim.Adam`` bit for bit in each of its forms (loop, ``foreach``, ``fused``),
-    and with ``decoupled_weight_decay=True`` ``torch.optim.AdamW``; checkpoints load both ways. State: ``step``,
-    ``exp_avg``, ``exp_avg_sq``, 8 bytes per float32 weight; with ``amsgrad`` also ``max_exp_avg_sq``, 12 bytes.
+    and with ``decoupled_weight_decay=True`` ``torch.optim.AdamW``. Checkpoints load both ways. State: ``step``,
+    ``exp_avg``, ``exp_avg_sq``, 8 bytes per float32 weight, with ``amsgrad`` also ``max_exp_avg_sq``, 12 bytes.
 
-    Source: D. Kingma, J. Ba, "Adam: A Method for Stochastic Optimization", arXiv 1412.6980; S. Reddi et al., "On the
-    Convergence of Adam and Beyond" (``amsgrad``); I. Loshchilov, F. Hutter, "Decoupled Weight Decay Regularization".
+    Source: D. Kingma, J. Ba, "Adam: A Method for Stochastic Optimization", arXiv 1412.6980. S. Reddi et al., "On the
+    Convergence of Adam and Beyond" (``amsgrad``). I. Loshchilov, F. Hutter, "Decoupled Weight Decay Regularization".
 
     Args:
         params: Parameters, named parameters or groups.
         lr: Learning rate: a float, a tensor with one element, a list with one per update, or a function of the update.
         betas: Decay rates of the moments, each at least 0 and below 1.
         eps: Added to the root of the second moment, at least 0.
-        weight_decay: At least 0; added to the gradient or, with ``decoupled_weight_decay``, subtracted from the
+        weight_decay: At least 0. Added to the gradient or, with ``decoupled_weight_decay``, subtracted from the
             weights. Also a list or function, as ``lr``.
         amsgrad: Use the largest second moment so far.
-        nesterov: Use ``beta1 m + (1 - beta1) g`` in place of ``m`` (MindSpore's ``use_nesterov``).
+        nesterov: Use ``beta1 m + (1 - beta1) g`` instead of ``m`` (MindSpore's ``use_nesterov``).
         decoupled_weight_decay: ``w -= lr * weight_decay * w``, as in AdamW.
         bias_correction: Correct the moments for their start at zero.
         eps_uncorrected: Add ``eps`` to the root of the second moment before it is corrected, as MindSpore does.
-        foreach: Update lists of tensors; None chooses as torch does.
+        foreach: Update lists of tensors. None chooses as torch does.
         fused: Use torch's fused kernel.
         capturable: Safe in a CUDA graph.
         **common: See :class:`~torchboost.optim.UpdateRule`.
@@ -91,7 +91,7 @@ class Adam(UpdateRule):
         super().__init__(**rule_arguments(locals()))
 
     def adopted(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a saved group with bias correction if it does not say: torch, whose files do not, always corrects."""
+        """Return a saved group, with bias correction unless it says otherwise, because torch always corrects."""
         return {"bias_correction": True, **super().adopted(group)}
 
     def check_group(self, group: Mapping[str, Any]) -> None:
@@ -101,7 +101,7 @@ class Adam(UpdateRule):
             raise ValueError(f"{variants[0]}: torch has no kernel for it; leave out fused and capturable.")
 
     def check_grad(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
-        """Refuse what torch's kernels would refuse, and complex parameters of the variants that have none."""
+        """Refuse gradients that torch's kernels would refuse, and complex parameters of variants without a kernel."""
         super().check_grad(param, grad, group)
         if param.is_complex() and (group["nesterov"] or group["eps_uncorrected"]):
             raise IncompatibleError(
@@ -124,7 +124,7 @@ class Adam(UpdateRule):
             batch.align(self.state_keys(group)[1:])
         steps = batch.state("step")
         if not group["bias_correction"]:
-            # The kernels correct by 1 - beta**step, which is 1 if step is large; the real steps are counted here.
+            # The kernels correct by 1 - beta**step, which is 1 if step is large. The real steps are counted here.
             found_inf = getattr(self, "found_inf", None)
             foreach.add_(steps, 1)
             if found_inf is not None:
@@ -159,7 +159,7 @@ class Adam(UpdateRule):
 class AdamW(Adam):
     """Adam with decoupled weight decay, equal to ``torch.optim.AdamW`` bit for bit in each of its forms.
 
-    The defaults are those of torch. Checkpoints load both ways.
+    The defaults are torch's. Checkpoints load both ways.
 
     Source: I. Loshchilov, F. Hutter, "Decoupled Weight Decay Regularization", arXiv 1711.05101.
 
@@ -168,8 +168,8 @@ class AdamW(Adam):
         lr: See :class:`Adam`.
         betas: See :class:`Adam`.
         eps: See :class:`Adam`.
-        weight_decay: ``w -= lr * weight_decay * w``; at least 0, also a list or function, as ``lr``.
-        **options: Those of :class:`Adam`.
+        weight_decay: ``w -= lr * weight_decay * w``. At least 0, also a list or function, as ``lr``.
+        **options: See :class:`Adam`.
 
     Raises:
         TypeError, ValueError: An option is invalid, or two exclude each other.
@@ -201,17 +201,17 @@ class AdamWeightDecay(Adam):
     MindSpore's ``AdamWeightDecay``. With bias correction it is :class:`AdamW`. If a checkpoint of
     ``torch.optim.AdamW`` is loaded, bias correction is on.
 
-    Source: I. Loshchilov, F. Hutter, "Decoupled Weight Decay Regularization", arXiv 1711.05101; the form without
-    correction is that of BERT (J. Devlin et al., arXiv 1810.04805).
+    Source: I. Loshchilov, F. Hutter, "Decoupled Weight Decay Regularization", arXiv 1711.05101. BERT uses the form
+    without correction (J. Devlin et al., arXiv 1810.04805).
 
     Args:
         params: See :class:`Adam`.
         lr: See :class:`Adam`.
         betas: See :class:`Adam`.
         eps: See :class:`Adam`.
-        weight_decay: At least 0; also a list or function, as ``lr``.
+        weight_decay: At least 0. Also a list or function, as ``lr``.
         bias_correction: See :class:`Adam`.
-        **options: Those of :class:`Adam`.
+        **options: See :class:`Adam`.
 
     Raises:
         TypeError, ValueError: An option is invalid, or two exclude each other.

@@ -1,4 +1,4 @@
-"""Base class of the optimizers: parameters, groups, learning rates, gradient transforms; a rule adds the update."""
+"""Base class of the optimizers: parameters, groups, learning rates, gradient transforms. A rule adds the update."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ __all__ = ["Batch", "UpdateRule", "has_master"]
 _not_traced: Any = torch.compiler.disable  # its stubs refuse an optional argument
 
 SET_BY_SCHEDULE = "scheduled_"
-"""Prefix of a group's key for the value a schedule wrote last; if the option differs, it was set by hand."""
+"""Prefix of a group's key for the value a schedule wrote last. If the option differs, it was set by hand."""
 
 
 class UpdateRule(Optimizer):
-    """Base class of the optimizers; a rule implements :meth:`init_state` and :meth:`update`.
+    """Base class of the optimizers. A rule implements :meth:`init_state` and :meth:`update`.
 
     It behaves like an optimizer of ``torch.optim``: ``param_groups`` is a plain list whose entries may be set at any
     time, ``state_dict`` has torch's layout, and hooks, schedulers, ``GradScaler``, ``deepcopy`` and pickling work.
 
-    A step checks everything first; if it raises, nothing was changed.
+    A step checks everything first. If it raises, nothing was changed.
 
     Args:
         params: Parameters, named parameters or groups.
@@ -143,18 +143,18 @@ class UpdateRule(Optimizer):
         return self
 
     def defaults_for(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the options of a param group that does not set them, those of its rule included."""
+        """Return the options of a param group that does not set them, including its rule's."""
         return {**self.rule_for(group).defaults, **self.defaults}
 
     def adopted(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a group of a checkpoint as this rule reads it; called by :meth:`load_state_dict`."""
+        """Return a group of a checkpoint as this rule reads it. Called by :meth:`load_state_dict`."""
         now = {key: value for key, value in group.items() if key != "moments_8bit"}  # an option of earlier versions
         return {**now, "master_weights": True} if now.get("master_weights") == "stochastic" else now
 
     def described_groups(self) -> list[dict[str, Any]]:
-        """Return copies of the param groups with schedules in place of the values of the last update.
+        """Return copies of the param groups with schedules instead of the values of the last update.
 
-        A value that was set by hand over a schedule stays a number.
+        A value that was set by hand over a schedule remains a number.
         """
         described = []
         for group, rules in zip(self.param_groups, self._schedules, strict=True):
@@ -178,9 +178,9 @@ class UpdateRule(Optimizer):
         """
 
     def check_grad(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
-        """Refuse a gradient that the rule cannot use; by default only dense ones of the parameter's precision pass.
+        """Refuse a gradient that the rule cannot use. By default only dense ones of the parameter's precision pass.
 
-        Called after the transforms; ``param`` is the float32 master if there is one. Not called again for dense
+        Called after the transforms. ``param`` is the float32 master if there is one. Not called again for dense
         gradients of the same parameters and precision, until a flag of the group or the layout of a parameter changes.
 
         Raises:
@@ -208,23 +208,23 @@ class UpdateRule(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # GradScaler reads this name: True leaves unscaling and skipping to the fused kernel. If something here needs
+        # GradScaler reads this name: if True, the fused kernel unscales and skips. If something here needs
         # unscaled gradients, or must know whether there was an update, GradScaler unscales and skips before the step.
         needs_truth = self.chain or self.nonfinite != "ignore" or any(self._schedules)
         return self.kernel_unscales and not needs_truth and all(group.get("fused") for group in self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; missing options get the defaults.
+        """Add a group. Missing options get the defaults.
 
         A schedule of the new group starts at the update that the other groups have reached. To start it at its
         beginning, give ``"updates": 0`` in the group.
 
         Raises:
-            TypeError, ValueError: An option is invalid; nothing was added.
+            TypeError, ValueError: An option is invalid. Nothing was added.
         """
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group: found {type(param_group).__name__}; give a dict with the key 'params'.")
-        if param_group.keys() == {"order_params"}:  # MindSpore's; no update depends on the order
+        if param_group.keys() == {"order_params"}:  # MindSpore's, but no update depends on the order
             known = {param for group in self.param_groups for param in group["params"]}
             if not known.issuperset(param_group["order_params"]):
                 raise ValueError("order_params: found a parameter that is in no group before it; add its group first.")
@@ -284,7 +284,7 @@ class UpdateRule(Optimizer):
             work = [self._gather(group, fresh) for group in self.param_groups]
             perform = self.prepare(work)
         except BaseException:
-            # GradScaler does not clean up after an exception; the next step would use a scale that is left here.
+            # GradScaler does not clean up after an exception, so the next step would use this scale.
             for name in ("grad_scale", "found_inf"):
                 self.__dict__.pop(name, None)
             raise
@@ -339,15 +339,15 @@ class UpdateRule(Optimizer):
         return value.to(param.device, param.dtype if cast else value.dtype, copy=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a checkpoint of this rule, or of torch's if the rule is the same; tensors are copied.
+        """Load a checkpoint of this rule, or of torch's if the rule is the same. Tensors are copied.
 
         If both sides name their parameters, states are matched by name, otherwise by position as in torch. The state
-        of low-precision parameters with masters stays in float32. A file of torch's SGD does not hold the number of
+        of low-precision parameters with masters remains in float32. A file of torch's SGD does not hold the number of
         updates: with a list or function as ``lr``, set ``"updates"`` in the groups after loading it.
 
         Raises:
             ValueError: The groups differ, a state is of another rule or does not have the shape of its parameter, or
-                moments are in 8 bits, as earlier versions could keep them; nothing was changed.
+                moments are in 8 bits, as earlier versions could keep them. Nothing was changed.
         """
         state_dict = _in_order(state_dict, self.param_groups)
         if len(state_dict["param_groups"]) == len(self.param_groups):  # torch refuses others
@@ -390,7 +390,7 @@ class UpdateRule(Optimizer):
         return values
 
     def _gather(self, group: dict[str, Any], fresh: list[tuple[Tensor, dict[str, Any]]]) -> Batch:
-        """Return the batch of a group; states that are new or get new entries are only listed in ``fresh``."""
+        """Return the batch of a group. States that are new or get new entries are only listed in ``fresh``."""
         rule = self.rule_for(group)
         keys = frozenset(rule.state_keys(group))
         params = [param for param in group["params"] if param.grad is not None]
@@ -422,18 +422,18 @@ class UpdateRule(Optimizer):
             state = {key: widened(value) for key, value in state.items()} | {"master": param.detach().float()}
         elif (master := self._stamps.current(param, state["master"])) is not state["master"]:
             state = {**state, "master": master}
-        # Merging rows loses less in float32; dense gradients are cast later, piece by piece.
+        # Merging rows loses less in float32. Dense gradients are cast later, piece by piece.
         grad = param.grad
         return state["master"], widened(grad) if grad is not None and grad.is_sparse else grad, state
 
     def prepare(self, work: Sequence[Batch]) -> Callable[[], None] | None:
-        """Do everything that can fail and return a function that does the update; None if it must be skipped."""
+        """Do everything that can fail. Return a function that does the update, or None if it must be skipped."""
         chain = self.chain
         if not chain:
             grads = [grad for batch in work for grad in batch.grads]
             self._check_grads(work, grads)
             return partial(self._update_all, work) if self._usable(grads) else None
-        # Transforms look at all gradients, those of masters in their precision.
+        # Transforms look at all gradients, for masters in the master's precision.
         gradients = Gradients([], [], [])
         for group, batch in zip(self.param_groups, work, strict=True):
             pairs = zip(batch.grads, batch.states, strict=True)
@@ -470,7 +470,7 @@ class UpdateRule(Optimizer):
         self._whole = True
 
     def _check_grads(self, work: Sequence[Batch], grads: Sequence[Tensor]) -> None:
-        """Run :meth:`check_grad` on each gradient as it will be; a master gets one of its precision."""
+        """Run :meth:`check_grad` on each gradient as it will be. A master gets one of its precision."""
         start = 0
         for number, (group, batch) in enumerate(zip(self.param_groups, work, strict=True)):
             part = grads[start : start + len(batch.params)]
@@ -539,7 +539,7 @@ def _in_order(state_dict: dict[str, Any], groups: Sequence[Mapping[str, Any]]) -
 def _check_states(
     state_dict: Mapping[str, Any], rules: Sequence[UpdateRule], groups: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Refuse saved states of another rule, in which zeros would take the place of what is missing, and other shapes."""
+    """Refuse saved states of another rule, in which zeros would replace the missing entries, and other shapes."""
     position = 0
     for rule, group, saved in zip(rules, groups, state_dict["param_groups"], strict=True):
         names = rule.state_keys({**rule.defaults, **saved})

@@ -17,7 +17,7 @@ from torchboost.optim.rules.options import Common, rule_arguments
 __all__ = ["FTRL"]
 
 SMALLEST_LR = 1e-30
-"""The rule divides by the learning rate; with a smaller one the result overflows float32."""
+"""The rule divides by the learning rate. With a smaller one the result overflows float32."""
 
 
 class FTRL(UpdateRule):
@@ -34,13 +34,13 @@ class FTRL(UpdateRule):
     ``lambda2`` is ``2 l2`` here, as in MindSpore and TensorFlow.
 
     Args:
-        params: Parameters, named parameters or groups; not complex.
+        params: Parameters, named parameters or groups, not complex.
         lr: Learning rate, at least 1e-30, or 0 for no change: a float, a tensor with one element, a list with one per
             update, or a function of the update.
-        lr_power: From -1 to 0; with -0.5 rates decrease with the square root of the sum of squares.
+        lr_power: From -1 to 0. With -0.5 rates decrease with the square root of the sum of squares.
         l1: Strength of the L1 term, at least 0.
         l2: Strength of the L2 term, at least 0.
-        weight_decay: Factor of the weights added to the gradient, at least 0; also a list or function, as ``lr``.
+        weight_decay: Factor of the weights added to the gradient, at least 0. Also a list or function, as ``lr``.
         initial_accumulator_value: Initial value of ``n``, above 0.
         **common: See :class:`~torchboost.optim.UpdateRule`.
 
@@ -95,7 +95,7 @@ class FTRL(UpdateRule):
     def update(self, group: dict[str, Any], batch: Batch) -> None:
         """Update in place."""
         lr, power, l1 = float(group["lr"]), -float(group["lr_power"]), float(group["l1"])
-        if lr == 0:  # the rule divides by it; other rules do not move the weights either
+        if lr == 0:  # the rule divides by it, and other rules do not move the weights either
             return
         params, grads = batch.params, batch.grads
         total, linear = batch.state("accumulator"), batch.state("linear")
@@ -112,7 +112,7 @@ class FTRL(UpdateRule):
         del before
         foreach.div_(steepness, lr)
         foreach.add_(steepness, 2 * float(group["l2"]))
-        # What l1 leaves of z: sign(z) * max(|z| - l1, 0).
+        # z after the threshold l1: sign(z) * max(|z| - l1, 0).
         foreach.copy_(params, [torch.nn.functional.softshrink(z, l1) for z in linear])
         foreach.neg_(params)
         foreach.div_(params, steepness)

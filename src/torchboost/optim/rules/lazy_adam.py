@@ -1,8 +1,8 @@
-"""Adam for embeddings with sparse gradients, of which a step uses few rows, and the steps that the others missed.
+"""Adam for embeddings with sparse gradients, of which a step uses few rows, and the missed steps of the other rows.
 
 In a missed step momentum still moves the weight, both moments shrink, and weight decay applies. The moments after any
 number of steps are products, so the moves are a sum in which each step has its own factors. Epsilon is added to the
-root of the second moment, so the sum has no closed form. Its terms shrink, and those that can no longer change the
+root of the second moment, so the sum has no closed form. Its terms shrink, and terms that can no longer change the
 weight are not computed. With coupled (L2) weight decay the moments depend on the weight, and steps are made in turn.
 """
 
@@ -31,7 +31,7 @@ __all__ = ["LazyAdam"]
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 BLOCK = 1 << 18
-"""Weights that are caught up at a time; limits the memory for a whole table."""
+"""Weights that are caught up at a time. Limits the memory for a whole table."""
 
 FORM = ("nesterov", "amsgrad", "decoupled_weight_decay", "bias_correction", "eps_uncorrected")
 """Options that choose the formula."""
@@ -40,10 +40,10 @@ CHUNK = 32
 """Steps whose terms are summed together."""
 
 LEAST = 1e-30
-"""Shares of a second moment's root that are told apart from none."""
+"""Smallest share of a second moment's root that counts as more than none."""
 
 SMALLEST = 1e-300
-"""Factors below are counted as this, so that their logarithms are finite; a power of it is 0."""
+"""Smaller factors count as this one, so that their logarithms are finite. A power of it is 0."""
 
 
 class LazyAdam(Adam):
@@ -52,27 +52,27 @@ class LazyAdam(Adam):
     Dense gradients are handled by :class:`Adam`, with all of its options. In a sparse gradient, as from
     ``nn.Embedding(sparse=True)``, duplicate rows are merged first. There are two modes for the update.
 
-    - Classic (``exact=False``; MindSpore's and TensorFlow's lazy Adam): only the rows of the gradient change, in value
-      and moments; weight decay, once per step, also applies to them only. The bias correction counts all steps. The
+    - Classic (``exact=False``, MindSpore's and TensorFlow's lazy Adam): only the rows of the gradient change, in value
+      and moments. Weight decay, once per step, also applies to them only. The bias correction counts all steps. The
       rule differs from Adam: the momentum of a row has no effect until its next gradient. With
       ``eps_uncorrected=True`` it is ``torch.optim.SparseAdam``, whose checkpoints load.
     - Exact (``exact=True``): equal to Adam with dense gradients, up to rounding. Right before a row is read, its missed
-      steps are replayed with the options of those steps. :meth:`attach` does so before every forward pass,
+      steps are replayed with the options at the time. :meth:`attach` does so before every forward pass,
       :meth:`catch_up` does it by hand. Call ``catch_up()`` before anything else reads the table (evaluation, saving, a
       tied layer).
 
-    Cost of a sparse step: proportional to the rows of the gradient; nothing is as large as the table. Exact mode adds 4
+    Cost of a sparse step: proportional to the rows of the gradient. Nothing is as large as the table. Exact mode adds 4
     bytes per row, and until the next ``catch_up()`` 150 bytes per step in which a numeric option changed (such as a
     scheduled learning rate). Catching up takes one pass over a row per missed step until it rests, after about 200
-    steps with the default betas; with coupled (L2) ``weight_decay`` rows never rest, so all missed steps are replayed.
+    steps with the default betas. With coupled (L2) ``weight_decay`` rows never rest, so all missed steps are replayed.
 
-    Checkpoints of :class:`Adam`, and of ``torch.optim``'s Adam and SparseAdam load; their rows count as up to date.
+    Checkpoints of :class:`Adam`, and of ``torch.optim``'s Adam and SparseAdam load. Their rows count as up to date.
     ``SparseAdam`` is classic mode with ``eps_uncorrected=True``.
 
-    State: that of :class:`Adam`. In exact mode also ``last_step``, the last step of each row, and ``past``, the options
-    since then; both exist only while rows may lag. After ``catch_up()`` the state is Adam's and loads into it.
+    State: as in :class:`Adam`. In exact mode also ``last_step``, the last step of each row, and ``past``, the options
+    since then. Both exist only while rows may lag. After ``catch_up()`` the state is Adam's and loads into it.
 
-    Sources: ``mindspore.nn.LazyAdam``; TensorFlow Addons, ``LazyAdam``; D. Kingma, J. Ba, arXiv 1412.6980.
+    Sources: ``mindspore.nn.LazyAdam``, ``LazyAdam`` of TensorFlow Addons, and D. Kingma, J. Ba, arXiv 1412.6980.
 
     Args:
         params: See :class:`Adam`.
@@ -80,15 +80,15 @@ class LazyAdam(Adam):
         betas: See :class:`Adam`.
         eps: See :class:`Adam`.
         weight_decay: See :class:`Adam`.
-        exact: Replay missed steps, so that the result is that of dense Adam. A group may set its own value.
+        exact: Replay missed steps, so that the result equals dense Adam's. A group may set its own value.
         amsgrad: See :class:`Adam`.
         nesterov: See :class:`Adam`.
         decoupled_weight_decay: See :class:`Adam`.
         bias_correction: See :class:`Adam`.
         eps_uncorrected: See :class:`Adam`.
         foreach: See :class:`Adam`.
-        fused: See :class:`Adam`; ``GradScaler`` still unscales before the step.
-        capturable: See :class:`Adam`; sparse gradients are then refused.
+        fused: See :class:`Adam`. ``GradScaler`` still unscales before the step.
+        capturable: See :class:`Adam`. Sparse gradients are then refused.
         **common: See :class:`~torchboost.optim.UpdateRule`.
 
     Raises:
@@ -128,7 +128,7 @@ class LazyAdam(Adam):
         UpdateRule.__init__(self, **rule_arguments(locals()))
 
     def check_group(self, group: Mapping[str, Any]) -> None:
-        """Refuse what :class:`Adam` refuses, and an ``exact`` that is not a bool or not supported."""
+        """Refuse the groups that :class:`Adam` refuses, and an ``exact`` that is not a bool or not supported."""
         super().check_group(group)
         if not isinstance(group["exact"], bool):
             raise TypeError(f"exact: found {group['exact']!r}; give True or False.")
@@ -166,7 +166,7 @@ class LazyAdam(Adam):
     def catch_up(self) -> None:
         """Replay the missed steps of all rows, before evaluation or saving. The state is then Adam's.
 
-        Does nothing in classic mode or if no row lags. Safe at any time: it does not change what training computes.
+        Does nothing in classic mode or if no row lags. Safe at any time: it does not change the results of training.
         Cost: see the class. Memory: about 100 MB at most, for any size of the table.
 
         Example:
@@ -181,8 +181,8 @@ class LazyAdam(Adam):
     def attach(self, module: nn.Embedding | nn.EmbeddingBag) -> Attachment:
         """Replay the missed steps of rows right before ``module`` reads them, in every forward pass, also in eval mode.
 
-        Cost: one lookup of ``last_step`` for the rows, and their missed steps. Needed in exact mode only; in classic
-        mode the hook has nothing to do. Copies of the module are not affected.
+        Cost: one lookup of ``last_step`` for the rows, and their missed steps. Needed in exact mode only. In classic
+        mode the hook does nothing. Copies of the module are not affected.
 
         Args:
             module: An embedding with ``sparse=True``.
@@ -217,7 +217,7 @@ class LazyAdam(Adam):
         return Attachment(handle, undo=torch.no_grad()(lambda: self._catch_up(weight)))
 
     def update(self, group: dict[str, Any], batch: Batch) -> None:
-        """Update in place; a sparse gradient is handled as a small dense one of its rows."""
+        """Update in place. A sparse gradient is handled as a small dense one of its rows."""
         compact = Batch([], [], [])
         named: list[tuple[int, Tensor]] = []
         known = [param for param in group["params"] if param in self.state]
@@ -287,7 +287,7 @@ class LazyAdam(Adam):
             del state["last_step"], state["past"]
 
     def prepare(self, work: Sequence[Batch]) -> Callable[[], None] | None:
-        """Merge duplicate rows, then do what :class:`Adam` does."""
+        """Merge duplicate rows, then prepare as :class:`Adam` does."""
         for batch in work:
             batch.grads[:] = [grad.coalesce() if grad.is_sparse else grad for grad in batch.grads]
         return super().prepare(work)
@@ -325,7 +325,7 @@ def replay(rows: Mapping[str, Tensor], last: Tensor, step: int, past: Mapping[st
         last: The last step of every row, below ``step``.
         step: The step that all rows must reach.
         past: ``"form"``, the values of ``FORM``, and ``"options"``: for each step with a change, from the earliest of
-            ``last`` on, the step and what is in force from there on: rate, decay, both betas, epsilon.
+            ``last`` on, the step and the options from there on: rate, decay, both betas, epsilon.
     """
     if not len(last):
         return
@@ -347,11 +347,11 @@ class _History:
     Args:
         first: The first step of each set of options.
         values: The sets, one per line: learning rate, weight decay, betas, epsilon.
-        logs: Logarithms of what a step leaves of both moments and, with decoupled decay, of a weight, per set.
+        logs: Logarithms of the shares of both moments and, with decoupled decay, of a weight after a step, per set.
         before: Sums of ``logs`` over all steps before each set.
         end: The last step.
         form: Options that choose the formula, by name.
-        most: Largest learning rate, first beta, and size of a move in units of the one before; the smallest epsilon.
+        most: Largest learning rate, first beta, and size of a move in units of the one before, and smallest epsilon.
     """
 
     first: Tensor
@@ -378,12 +378,12 @@ class _History:
         return cls(first.to(near), values.to(near), logs.to(near), before.to(near), end, form, most)
 
     def until(self, steps: Tensor) -> Tensor:
-        """Return the sums of ``logs`` over all steps until these, which are included."""
+        """Return the sums of ``logs`` over all steps up to and including these."""
         index = self.index(steps)
         return self.before[index] + (steps - self.first[index] + 1)[..., None] * self.logs[index]
 
     def left(self, begin: Tensor) -> Tensor:
-        """Return what the steps after ``begin`` leave of both moments and of a weight."""
+        """Return the shares of both moments and of a weight that remain after the steps since ``begin``."""
         return (self.until(torch.full_like(begin, self.end)) - self.until(begin)).exp_()
 
     def terms(self, begin: Tensor, low: int, high: int, first: int, count: int) -> tuple[Tensor, Tensor]:
@@ -393,7 +393,7 @@ class _History:
             begin: The last step that each row has made, from ``low`` to ``high``.
             low: See above.
             high: See above.
-            first: The first move of a row is that of the step ``begin + first``.
+            first: The first move of a row belongs to the step ``begin + first``.
             count: Number of moves.
 
         Returns:
@@ -408,7 +408,7 @@ class _History:
         else:
             size, scale, eps, mean, square = self._factors(steps)
         before = self.until(begin)
-        # A step leaves shares of both moments. Below the least share the root is nothing next to epsilon.
+        # Shares of both moments remain after a step. Below the least share the root is nothing next to epsilon.
         size = size * (mean - before[:, :1]).exp_()
         if not self.form["amsgrad"]:
             scale = scale * (square - before[:, 1:2]).div_(2).exp_()
@@ -434,7 +434,7 @@ class _History:
         lr, beta1, shrink, eps = self.most
         if not shrink < 1:
             return missing
-        # A first step moves at most lr / (1 - beta1**n) * |m| / max(sqrt(v), eps); the sum of all further ones counts.
+        # A first step moves at most lr / (1 - beta1**n) * |m| / max(sqrt(v), eps). The sum of all further ones counts.
         first = 1 - beta1 ** (begin + 1) if self.form["bias_correction"] else torch.ones_like(begin)
         farthest = lr / (1 - shrink) / first
         info = torch.finfo(weight.dtype)

@@ -33,7 +33,7 @@ def check_narrow(param: Tensor, state: Mapping[str, Any], keys: Sequence[str]) -
     """Check that entries of the state can update a parameter of low precision as it is.
 
     Raises:
-        IncompatibleError: One of its shape is in float32.
+        IncompatibleError: An entry of its shape is in float32.
     """
     entries = {key: state.get(key) for key in keys if key != "step"}  # a count, always in float32
     tensors = {key: value for key, value in entries.items() if isinstance(value, Tensor)}
@@ -55,8 +55,8 @@ class Stamps:
 
     Such writes come from ``load_state_dict``, from a broadcast or by hand.
 
-    torch counts the writes to a tensor, but not those through ``param.data``. These are not detected until the state is
-    next loaded or copied.
+    torch counts the writes to a tensor, but not writes through ``param.data``. These are not detected until the state
+    is next loaded or copied.
     """
 
     def __init__(self) -> None:
@@ -91,11 +91,11 @@ class Stamps:
 
 
 def pieces(batch: Batch, limit: int | None = None) -> Iterator[Batch]:
-    """Yield a batch in parts in the precision of the update; each is valid until the next one is requested.
+    """Yield a batch in parts in the precision of the update. Each is valid until the next one is requested.
 
     Args:
         batch: The tensors to update.
-        limit: Entries per part on the CPU; a part may exceed it by one tensor. None makes parts only to cast tensors.
+        limit: Entries per part on the CPU. A part may exceed it by one tensor. None makes parts only to cast tensors.
     """
     near = limit is not None and all(param.device.type == "cpu" for param in batch.params)
     low = not set(LOW_PRECISION).isdisjoint(map(attrgetter("dtype"), batch.grads))

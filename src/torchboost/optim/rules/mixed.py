@@ -32,22 +32,22 @@ GROUP_RULES: dict[str, type[UpdateRule]] = {
     "ms_rmsprop": RMSProp,
     "sgd": SGD,
 }
-"""Rules that a group may name: those whose update depends on the group and its tensors only."""
+"""Rules that a group may name. Their update depends on the group and its tensors only."""
 
 
 class MixedOptimizer(UpdateRule):
     """One optimizer in which every param group names its rule: ``{"params": ..., "rule": "muon", "lr": 0.02}``.
 
-    It has one state dict, one schedule and one gradient pipeline over all groups; clipping sees all gradients. A group
-    takes the options of its rule, and the rule's defaults for those that it does not set. The update of a group equals
-    that of the rule's own class, bit for bit.
+    It has one state dict, one schedule and one gradient pipeline over all groups. Clipping sees all gradients. A group
+    takes the options of its rule, and the rule's defaults for options that it does not set. A group is updated as by
+    the rule's own class, bit for bit.
 
     ``GradScaler`` unscales the gradients before the step, in groups with ``fused=True`` too.
 
     Args:
         params: Groups, parameters or named parameters.
         rule: Rule of the groups that name none.
-        lr: Learning rate of the groups that set none; None takes the default of each rule. A float, a tensor with one
+        lr: Learning rate of the groups that set none. None takes the default of each rule. A float, a tensor with one
             element, a list with one per update, or a function of the update.
         weight_decay: The same for the weight decay.
         **common: See :class:`~torchboost.optim.UpdateRule`.
@@ -99,10 +99,10 @@ class MixedOptimizer(UpdateRule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of this class, or of one rule with the same groups.
 
-        Groups in the file that name no rule, as those of other optimizers, keep the rule that they have here.
+        Groups in the file that name no rule, as from other optimizers, keep the rule that they have here.
 
         Raises:
-            ValueError: A group of the file follows another rule, or the groups or states differ; nothing was changed.
+            ValueError: A group of the file follows another rule, or the groups or states differ. Nothing was changed.
         """
         saved = [dict(group) for group in state_dict["param_groups"]]
         if len(saved) != len(self.param_groups):

@@ -47,7 +47,7 @@ class Muon(UpdateRule):
     are no such matrices: :func:`~torchboost.optim.muon_groups` gives them to AdamW, in one
     :class:`~torchboost.optim.MixedOptimizer`.
 
-    With the defaults the rule and its options are those of ``torch.optim.Muon``, and checkpoints load both ways. In
+    With the defaults the rule and its options match ``torch.optim.Muon``, and checkpoints load both ways. In
     addition filters and stacks of matrices are allowed, matrices of one shape are computed together, and parameters
     may be sharded by FSDP2: each rank sends its shards of the momentum to the rank that orthogonalises the matrix, and
     gets its shards of the update back. In ``ZeroRedundancyOptimizer`` each matrix is updated on the rank that holds it.
@@ -57,29 +57,29 @@ class Muon(UpdateRule):
     the largest matrix. Under FSDP2 each rank sends, in each direction, the size of its shards in ``ns_dtype``, except
     for the matrices that it computes itself.
 
-    Source: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024); the scale
-    ``"match_rms_adamw"`` is that of J. Liu et al., "Muon is Scalable for LLM Training", arXiv 2502.16982.
+    Source: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), and for the scale
+    ``"match_rms_adamw"`` J. Liu et al., "Muon is Scalable for LLM Training", arXiv 2502.16982.
 
     Args:
         params: Parameters of at least two axes, named parameters or groups.
         lr: Learning rate: a float, a tensor with one element, a list with one per update, or a function of the update.
-        weight_decay: ``w -= lr * weight_decay * w``; at least 0, also a list or function, as ``lr``.
+        weight_decay: ``w -= lr * weight_decay * w``. At least 0, also a list or function, as ``lr``.
         momentum: Decay rate of the average of the gradients, at least 0 and below 1.
         nesterov: Orthogonalise ``momentum * m + (1 - momentum) * g`` instead of ``m``.
         ns_coefficients: Three numbers for every iteration, or a list with three numbers per iteration.
         eps: Smallest norm by which a matrix is divided.
-        ns_steps: Iterations; the length of ``ns_coefficients`` if that is a list.
+        ns_steps: Iterations, or the length of ``ns_coefficients`` if that is a list.
         adjust_lr_fn: Scale of the update of an ``A x B`` matrix: ``"original"`` (also None), ``sqrt(max(1, A / B))``,
             or ``"match_rms_adamw"``, ``0.2 sqrt(max(A, B))``, with which AdamW's learning rate fits.
         ns_dtype: Precision of the iteration, ``torch.float32`` or ``torch.bfloat16``. None measures which is faster on
-            a CPU, and is bfloat16 elsewhere; the first step writes the choice into the group, so it is saved. Several
+            a CPU, and is bfloat16 elsewhere. The first step writes the choice into the group, so it is saved. Several
             processes on CPUs take float32.
-        stacked: Parameters of three or more axes are stacks of matrices in the last two axes, such as those of
-            experts. If False they are filters, whose axes after the first are joined.
+        stacked: Parameters of three or more axes are stacks of matrices in the last two axes, such as experts.
+            If False they are filters, whose axes after the first are joined.
         split: Several matrices in each parameter, which are orthogonalised each by itself, such as 4 gates: their
             number, or a list of their sizes along ``split_axis``. Sizes are repeated until the axis ends, and the
             pieces of one place in the list are one matrix: ``[16, 16, 16]`` splits 384 rows into three times 128.
-        split_axis: Axis of the matrix that is split, 0 or 1: the one of the outputs, which are the rows of a
+        split_axis: Axis of the matrix that is split, 0 or 1: the axis of the outputs, which are the rows of a
             ``Linear`` layer. The update is the same as with a parameter for each matrix.
         **common: See :class:`~torchboost.optim.UpdateRule`.
 
@@ -162,9 +162,9 @@ class _Layout:
 
     Args:
         shape: Of the whole parameter, or of the shard of this rank if it consists of whole matrices.
-        stacked: Whether matrices lie in the last two axes; otherwise all axes but the first are joined.
+        stacked: Whether matrices lie in the last two axes. Otherwise all axes but the first are joined.
         axis: The axis along which matrices are divided among ranks.
-        mesh: The device mesh and its dimension of these ranks; None if this rank holds whole matrices.
+        mesh: The device mesh and its dimension of these ranks. None if this rank holds whole matrices.
     """
 
     shape: tuple[int, ...]
@@ -237,7 +237,7 @@ def _parts(group: Mapping[str, Any], batch: Batch) -> Iterator[tuple[_Layout, Ba
 
 
 def _move(group: Mapping[str, Any], layout: _Layout, params: list[Tensor], directions: list[Tensor]) -> None:
-    """Subtract the orthogonalised directions from the parameters; the list is emptied."""
+    """Subtract the orthogonalised directions from the parameters, and empty their list."""
     polynomials, dtype, lr = _polynomials(group), group["ns_dtype"], float(group["lr"])
 
     def turned(matrices: Tensor) -> Tensor:
@@ -271,12 +271,12 @@ def _move(group: Mapping[str, Any], layout: _Layout, params: list[Tensor], direc
 
 
 def _cut(matrices: Tensor, sizes: Sequence[int], axis: int) -> list[Tensor]:
-    """Return views of the parts along an axis, counted from the end; each has the repeats in the axis before it."""
+    """Return views of the parts along an axis, counted from the end. Each has the repeats in the axis before it."""
     return list(matrices.unflatten(axis, (-1, sum(sizes))).split(list(sizes), axis))
 
 
 def _sizes(group: Mapping[str, Any], sides: Sequence[int]) -> list[int]:
-    """Return the sizes of the parts of a matrix with these sides; one if it is whole.
+    """Return the sizes of the parts of a matrix with these sides, or one size if it is whole.
 
     Raises:
         ValueError: The parts do not fill the axis.
@@ -300,11 +300,11 @@ def _check_split(split: Any, axis: Any) -> None:
 
 
 def _exchanged(shards: Sequence[Tensor], layouts: Sequence[_Layout], work: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Return this rank's shards of ``work(matrices)``; every matrix is worked on by one rank.
+    """Return this rank's shards of ``work(matrices)``. Every matrix is worked on by one rank.
 
     Matrices are dealt to the ranks by their number of multiplications, the largest first.
 
-    Cost: two ``all_to_all_single``; each sends the shards of the matrices that another rank works on.
+    Cost: two ``all_to_all_single``, which each send the shards of the matrices that another rank works on.
     """
     mesh: Any
     mesh, dim = layouts[0].mesh or (None, 0)
@@ -381,11 +381,11 @@ def orthogonalized(matrices: Tensor, polynomials: Sequence[Polynomial], *, eps: 
     on the ``m x m`` Gram matrix, and the matrix itself is read twice per three iterations. In float32 both forms agree
     with float64 to 1e-5 of the norm of the result.
 
-    Source: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), for the iteration; the
-    Gram form with restarts is that of "Gram Newton-Schulz" (Dao-AILab, 2026).
+    Source: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), for the iteration, and
+    "Gram Newton-Schulz" (Dao-AILab, 2026) for the Gram form with restarts.
 
     Args:
-        matrices: Shape ``(..., m, n)``, float32 or bfloat16; not changed.
+        matrices: Shape ``(..., m, n)``, float32 or bfloat16. They are not changed.
         polynomials: One per iteration.
         eps: Smallest norm by which a matrix is divided.
 
@@ -409,7 +409,7 @@ def orthogonalized(matrices: Tensor, polynomials: Sequence[Polynomial], *, eps: 
 def faster_dtype(device: torch.device) -> torch.dtype:
     """Return the precision in which products of matrices are fast: bfloat16, except on CPUs that are slow in it.
 
-    On a CPU this is measured (:func:`~torchboost.core.hardware.half_precision`); the processor's flags are not asked.
+    On a CPU this is measured (:func:`~torchboost.core.hardware.half_precision`), and the processor's flags are ignored.
     Several processes on CPUs take float32 without a measurement, because all of them must use one precision.
 
     Cost: on a CPU 0.1 s, once per process.

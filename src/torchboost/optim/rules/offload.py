@@ -25,7 +25,7 @@ __all__ = ["AdamOffload"]
 MEBIBYTE = 2**20
 
 ON_HOST = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master")
-"""State entries of this rule; the memory of transforms stays on its device."""
+"""State entries of this rule. The memory of transforms remains on its device."""
 
 GRAIN = 256
 """Tensors are cut at multiples of this many entries, so that vector kernels round as for the whole tensor."""
@@ -39,33 +39,33 @@ class AdamOffload(Adam):
 
     For parameters on an accelerator, gradients and weights are copied to a page-locked buffer, chunk by chunk. While
     the host updates a chunk, the next one is copied to the host and the last one to the device, on separate streams.
-    When the step returns, further work on the current stream is ordered after the new weights. The weights equal those
-    of ``torch.optim.Adam(fused=True)`` on the CPU (``AdamW`` with ``decoupled_weight_decay``) bit for bit, for any
+    When the step returns, further work on the current stream is ordered after the new weights. The weights equal
+    ``torch.optim.Adam(fused=True)`` on the CPU (``AdamW`` with ``decoupled_weight_decay``) bit for bit, for any
     ``chunk_mebibytes``. Parameters on the CPU are updated in place.
 
-    Cost: no device memory. Per float32 weight 8 bytes on the host (12 with ``amsgrad``); per step 8 bytes copied to the
-    host and 4 to the device; with master weights 12, 2 and 2. Checkpoints have torch's
-    layout: they load into ``torch.optim.AdamW`` on any device and back, and the state stays on the host. Transforms run
-    on the device of the gradients; with master weights they see float32 copies of the gradients on the device, and the
-    parameter instead of the master.
+    Cost: no device memory. Per float32 weight 8 bytes on the host (12 with ``amsgrad``), and per step 8 bytes copied to
+    the host and 4 to the device. With master weights 12, 2 and 2. Checkpoints have torch's layout: they load into
+    ``torch.optim.AdamW`` on any device and back, and the state remains on the host. Transforms run on the device of the
+    gradients. With master weights they see float32 copies of the gradients on the device, and the parameter instead of
+    the master.
 
-    Limits: real parameters without gaps in memory; dense gradients; no DTensor on an accelerator (FSDP2 has
-    ``CPUOffloadPolicy``); several devices are processed one after another. ``GradScaler`` unscales before the step.
+    Limits: real parameters without gaps in memory, dense gradients, no DTensor on an accelerator (FSDP2 has
+    ``CPUOffloadPolicy``). Several devices are processed one after another. ``GradScaler`` unscales before the step.
 
-    Source: J. Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training", arXiv 2101.06840; MindSpore's
+    Source: J. Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training", arXiv 2101.06840, and MindSpore's
     ``AdamOffload``, whose epsilon is ``eps_uncorrected``.
 
     Args:
         params: See :class:`Adam`.
-        lr: See :class:`Adam`; a tensor on a device costs a synchronisation.
+        lr: See :class:`Adam`. A tensor on a device costs a synchronisation.
         betas: See :class:`Adam`.
         eps: See :class:`Adam`.
         weight_decay: See :class:`Adam`.
         amsgrad: See :class:`Adam`.
-        nesterov: See :class:`Adam`; torch has no fused kernel for it.
+        nesterov: See :class:`Adam`. torch has no fused kernel for it.
         decoupled_weight_decay: See :class:`Adam`.
         bias_correction: See :class:`Adam`.
-        eps_uncorrected: See :class:`Adam`; torch has no fused kernel for it.
+        eps_uncorrected: See :class:`Adam`. torch has no fused kernel for it.
         maximize: See :class:`Adam`.
         master_weights: Keep a float32 copy of bfloat16 and float16 parameters on the host, and float32 moments.
         chunk_mebibytes: Size of each of the two page-locked buffers, in MiB, at least 1/128. The state of parameters on
@@ -81,7 +81,7 @@ class AdamOffload(Adam):
     """
 
     kept = (*Adam.kept, "chunk_mebibytes")
-    kernel_unscales = False  # the scale is on the device; if unscaled there, an overflow copies nothing
+    kernel_unscales = False  # the scale is on the device: if unscaled there, an overflow copies nothing
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class AdamOffload(Adam):
                 raise ValueError(f"{name}: found {refused}; {type(self).__name__} chooses its kernel; leave it out.")
 
     def check_grad(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
-        """Refuse sparse gradients, complex parameters or such with gaps, and DTensors on an accelerator."""
+        """Refuse sparse gradients, parameters that are complex or have gaps, and DTensors on an accelerator."""
         if grad.layout is not torch.strided or not (self._far(param) and has_master(param, group)):
             UpdateRule.check_grad(self, param, grad, group)
         if param.is_complex() or not is_dense(param):
@@ -204,7 +204,7 @@ class AdamOffload(Adam):
         return _Lane(device, module if hasattr(module, "Stream") else None)
 
     def _stream(self, lane: _Lane, jobs: Sequence[_Job]) -> None:
-        """Update all jobs chunk by chunk; return when all copies are queued and ordered before the device's work."""
+        """Update all jobs chunk by chunk. Return when all copies are queued and ordered before the device's work."""
         chunks, largest = _packed([(len(job.param), job.width) for job in jobs], self.chunk_mebibytes)
         lane.reserve(min(len(chunks), 2), largest)
         lane.begin()
@@ -222,12 +222,12 @@ class AdamOffload(Adam):
         foreach.add_([job.step for job in jobs], 1)
 
     def _update_staged(self, staged: Sequence[_Staged]) -> None:
-        """Update the pieces of a chunk and leave the new weights in the buffer."""
+        """Update the pieces of a chunk and write the new weights to the buffer."""
         for _, run in itertools.groupby(staged, key=lambda pair: id(pair[0].options)):
             listed = list(run)
             weights = [regions[1] if job.master is None else job.master for job, regions in listed]
             grads = [regions[0] if len(regions) == 2 else regions[2].copy_(regions[0]) for _, regions in listed]
-            # The update increments a copy; a parameter in several pieces is counted once, at the end.
+            # The update increments a copy. A parameter in several pieces is counted once, at the end.
             states: list[dict[str, Any]] = [{**job.moments, "step": job.step.clone()} for job, _ in listed]
             self.update(listed[0][0].options, Batch(weights, grads, states))
             for job, regions in listed:
@@ -243,9 +243,9 @@ class _Job:
         options: Of the update.
         param: Read and written on its device.
         grad: On the same device.
-        step: Updates so far, on the host; incremented by 1.
+        step: Updates so far, on the host. Incremented by 1.
         moments: State of the update by name, on the host.
-        master: The tensor that the host updates in place of the parameter's value, if there is one.
+        master: The tensor that the host updates instead of the parameter's value, if there is one.
     """
 
     options: dict[str, Any]
@@ -286,7 +286,7 @@ class _Lane:
 
     Args:
         device: The device.
-        module: The module with streams and events, such as ``torch.cuda``; None copies at once.
+        module: The module with streams and events, such as ``torch.cuda``. None copies at once.
     """
 
     def __init__(self, device: torch.device, module: Any = None) -> None:
@@ -298,7 +298,7 @@ class _Lane:
             self._done = {(way, slot): module.Event() for way in self._streams for slot in range(2)}
 
     def reserve(self, count: int, size: int) -> None:
-        """Make slots of at least this size, page-locked so that copies overlap with the host; they are kept."""
+        """Make and keep slots of at least this size, page-locked so that copies overlap with the host."""
         if len(self.slots) < count or any(slot.numel() < size for slot in self.slots):
             self.slots = []  # freed first
             host = {"dtype": torch.uint8, "device": "cpu", "pin_memory": _pinnable(self._device)}
@@ -327,13 +327,13 @@ class _Lane:
             self._done["down", slot].synchronize()
 
     def end(self) -> None:
-        """Order the device's further work after the copies; the host does not wait."""
+        """Order the device's further work after the copies. The host does not wait."""
         if self._module is not None:
             self._edge.record(self._streams["up"])
             self._module.current_stream(self._device).wait_event(self._edge)
 
     def queue(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        """Queue the copies on the current stream; into and from page-locked buffers the calls return at once."""
+        """Queue the copies on the current stream. With page-locked buffers the calls return at once."""
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source, non_blocking=self._module is not None)
 
@@ -356,7 +356,7 @@ def _fetched(lane: _Lane, slot: int, jobs: Sequence[_Job], chunk: Sequence[_Piec
 
 
 def _packed(sizes: Sequence[tuple[int, int]], mebibytes: float) -> tuple[list[list[_Piece]], int]:
-    """Pack tensors into chunks; those that do not fit are cut at multiples of a grain.
+    """Pack tensors into chunks. If a tensor does not fit, it is cut at multiples of a grain.
 
     Args:
         sizes: Per tensor the number of entries, and the bytes per entry.
@@ -401,12 +401,12 @@ def _pinnable(device: torch.device) -> bool:
 
 
 def _kernel(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that choose torch's fused kernel, or ours where torch has none."""
+    """Return the options that choose torch's fused kernel, or ours if torch has none."""
     fused = None if group.get("nesterov") or group.get("eps_uncorrected") else True
     return {"foreach": None, "fused": fused, "capturable": False}
 
 
 def _host_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options for the kernel on the host, with numbers in place of tensors."""
+    """Return the options for the kernel on the host, with numbers instead of tensors."""
     numbers = {key: float(group[key]) for key in ("lr", "weight_decay") if isinstance(group[key], Tensor)}
     return {**group, **numbers, "betas": tuple(map(float, group["betas"])), **_kernel(group)}

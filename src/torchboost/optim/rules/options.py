@@ -75,7 +75,7 @@ HERE = {
     "use_locking": "nothing: an update is one operation; leave it out",
     "loss_scale": "transforms=(Unscale(loss_scale),), or torch.amp.GradScaler",
 }
-"""MindSpore's name -> ours. The page ``compat.md`` shows it."""
+"""MindSpore's name -> ours. The page ``compat.md`` shows this table."""
 
 
 class Pipeline(TypedDict, total=False):
@@ -93,7 +93,7 @@ class Common(Pipeline, total=False):
 
 
 COMMON: dict[str, Any] = {"maximize": False, "master_weights": False, "transforms": (), "nonfinite": "ignore"}
-"""Their defaults."""
+"""The defaults of these arguments."""
 
 
 def rule_arguments(scope: Mapping[str, Any], **more: Any) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def _check_betas(betas: Any) -> None:
 
 
 def _read(name: str, value: Any) -> Any:
-    """Return a number, also if it is in a tensor; 0 for one on a device, which would be waited for."""
+    """Return a number, also from a tensor, or 0 for a tensor on a device, which would be waited for."""
     if not isinstance(value, Tensor):
         return value
     if value.numel() != 1:
@@ -266,7 +266,7 @@ def take_schedules(options: dict[str, Any]) -> dict[str, Schedule]:
 
 
 def check_group_names(group: Iterable[str], taken: Collection[str]) -> None:
-    """Refuse MindSpore's names as keys of a param group; torch would keep and ignore them.
+    """Refuse MindSpore's names as keys of a param group, which torch would keep and ignore.
 
     Args:
         group: Its keys.
@@ -285,7 +285,7 @@ def hint_for(name: str, names: Collection[str], here: Mapping[str, str] = HERE) 
 
     Args:
         name: The name.
-        names: Those that it takes.
+        names: The names that it takes.
         here: MindSpore's name -> the name here.
     """
     if name in here:
@@ -306,7 +306,7 @@ def miscomputes(kind: type[Optimizer], dtype: torch.dtype, device: torch.device)
         device: Device of the weights.
 
     Returns:
-        False if the kernel is right or cannot be tried; in the second case torch raises when it is used.
+        False if the kernel is right or cannot be tried. In the second case torch raises when it is used.
     """
     try:
         with torch.inference_mode(mode=False), torch.enable_grad():

@@ -17,15 +17,15 @@ __all__ = ["RMSProp"]
 
 
 class RMSProp(UpdateRule):
-    """``s = alpha s + (1 - alpha) g^2``, ``b = momentum b + lr g / sqrt(s + eps)``, ``w -= b``; ``s`` starts at 1.
+    """``s = alpha s + (1 - alpha) g^2``, ``b = momentum b + lr g / sqrt(s + eps)``, ``w -= b``. ``s`` starts at 1.
 
     The form of MindSpore and TensorFlow. ``torch.optim.RMSprop`` starts ``s`` at 0, adds ``eps`` outside the root, and
-    keeps the learning rate out of ``b``; prefer it unless you must match a run of MindSpore or TensorFlow. With
+    keeps the learning rate out of ``b``. Prefer it unless you must match a run of MindSpore or TensorFlow. With
     ``centered`` the root is taken of ``s - m^2 + eps``, and ``m`` is the mean of the gradients. State: ``square_avg``,
     with ``momentum`` ``momentum_buffer``, with ``centered`` ``grad_avg``, each 4 bytes per float32 weight. Cost: one
     temporary of the size of the parameters, another one for the weight decay.
 
-    Source: T. Tieleman, G. Hinton, Lecture 6.5, "Neural Networks for Machine Learning", 2012; ``centered``: A. Graves,
+    Source: T. Tieleman, G. Hinton, Lecture 6.5, "Neural Networks for Machine Learning", 2012. ``centered``: A. Graves,
     "Generating Sequences With Recurrent Neural Networks", arXiv 1308.0850, equations 38 to 45.
 
     Args:
@@ -33,7 +33,7 @@ class RMSProp(UpdateRule):
         lr: Learning rate: a float, a tensor with one element, a list with one per update, or a function of the update.
         alpha: Decay of the averages, at least 0 and below 1.
         eps: Added under the root, above 0.
-        weight_decay: Factor of the weights added to the gradient, at least 0; also a list or function, as ``lr``.
+        weight_decay: Factor of the weights added to the gradient, at least 0. Also a list or function, as ``lr``.
         momentum: At least 0.
         centered: Divide by an estimate of the standard deviation, not of the root mean square.
         **common: See :class:`~torchboost.optim.UpdateRule`.

@@ -1,4 +1,4 @@
-"""Schedule-free AdamW and SGD: an average of the weights takes the place of a learning-rate schedule."""
+"""Schedule-free AdamW and SGD: an average of the weights replaces a learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _ScheduleFree(UpdateRule):
     def eval(self) -> None:
         """Put the average into the parameters, before evaluation and before the model is saved.
 
-        BatchNorm's running statistics are those of the other weights; estimate them again with
+        BatchNorm's running statistics belong to the other weights. Estimate them again with
         ``torch.optim.swa_utils.update_bn(loader, model)``. Cost: one read and write of the weights.
         """
         self._switch(training=False)
@@ -80,7 +80,7 @@ class _ScheduleFree(UpdateRule):
         self._rates = {}  # the groups are new objects, and a checkpoint may hold other rates
 
     def _note_rate(self, group: Mapping[str, Any]) -> None:
-        """Warn once if a rate is no longer that of the updates before. A rate of 0 moves nothing and does not count."""
+        """Warn once if a rate has changed since earlier updates. A rate of 0 moves nothing and does not count."""
         if torch.compiler.is_compiling() or not (rate := float(group["lr"])):
             return
         rates: dict[int, float] = self.__dict__.setdefault("_rates", {})
@@ -149,7 +149,7 @@ class _ScheduleFree(UpdateRule):
                 self._step(group, piece, lr, share)
 
     def directions(self, group: Mapping[str, Any], batch: Batch) -> list[Tensor]:
-        """Return the directions of the rule, and update what it keeps."""
+        """Return the directions of the rule, and update its state."""
         raise NotImplementedError
 
     def _step(self, group: Mapping[str, Any], batch: Batch, lr: float, share: float) -> None:
@@ -179,8 +179,8 @@ class ScheduleFreeAdamW(_ScheduleFree):
     Args:
         params: Parameters, named parameters or groups.
         lr: Learning rate after the warm-up: a float, or a tensor with one element. A group's may be changed by hand,
-            with a warning. The paper takes 1 to 10 times that
-            of AdamW with a schedule; on small networks it was less here, so tune it.
+            with a warning. The paper takes 1 to 10 times the rate of AdamW with a schedule. On small networks it was
+            less here, so tune it.
         betas: The share of ``x`` in ``y``, and the decay rate of the second moment.
         eps: Added to the root of the second moment, at least 0.
         weight_decay: At least 0.
@@ -242,7 +242,7 @@ class ScheduleFreeSGD(_ScheduleFree):
 
     Args:
         params: Parameters, named parameters or groups.
-        lr: Learning rate after the warm-up; in the paper 10 to 50 times that of SGD with momentum and a schedule.
+        lr: Learning rate after the warm-up. In the paper 10 to 50 times the rate of SGD with momentum and a schedule.
         momentum: The share of ``x`` in ``y``, above 0 and below 1.
         weight_decay: At least 0.
         warmup_steps: Updates in which the rate rises linearly.
@@ -314,7 +314,7 @@ class _Evaluated:
 
 
 def _alike(batch: Batch) -> Iterator[tuple[float, Batch]]:
-    """Yield a number of updates with the parameters that had as many, at the same rates; some may have rested."""
+    """Yield a number of updates with the parameters that had as many, at the same rates. Some may have rested."""
     places_by_past: dict[tuple[float, ...], list[int]] = {}
     for position, state in enumerate(batch.states):
         past = tuple(float(state[key]) for key in ("step", *_ScheduleFree.numbers))

@@ -1,4 +1,4 @@
-"""Stochastic gradient descent, with and without momentum; the kernels are torch's."""
+"""Stochastic gradient descent, with and without momentum, on torch's kernels."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ __all__ = ["SGD", "Momentum"]
 
 
 class Forms(Common, total=False):
-    """Those of :class:`Common`, and the form of the update: lists of tensors, or torch's fused kernel."""
+    """The arguments of :class:`Common`, and the form of the update: lists of tensors, or torch's fused kernel."""
 
     foreach: bool | None
     fused: bool | None
 
 
 class SGD(UpdateRule):
-    """``a = momentum * a + (1 - dampening) * g``, ``w -= lr * a``; the first ``a`` is ``g``.
+    """``a = momentum * a + (1 - dampening) * g``, ``w -= lr * a``. The first ``a`` is ``g``.
 
-    Equal to ``torch.optim.SGD`` bit for bit, in each of its forms; checkpoints load both ways. MindSpore's ``SGD`` is
+    Equal to ``torch.optim.SGD`` bit for bit, in each of its forms. Checkpoints load both ways. MindSpore's ``SGD`` is
     the same rule. State: ``momentum_buffer`` if ``momentum`` is above 0, 4 bytes per float32 weight.
 
     Args:
@@ -37,9 +37,9 @@ class SGD(UpdateRule):
         lr: Learning rate: a float, a tensor with one element, a list with one per update, or a function of the update.
         momentum: At least 0.
         dampening: Reduces the weight of the gradient from the second update on.
-        weight_decay: Factor of the weights added to the gradient, at least 0; also a list or function, as ``lr``.
-        nesterov: ``w -= lr * (g + momentum * a)``; requires a momentum and no dampening.
-        foreach: Update lists of tensors; None chooses as torch does.
+        weight_decay: Factor of the weights added to the gradient, at least 0. Also a list or function, as ``lr``.
+        nesterov: ``w -= lr * (g + momentum * a)``. Requires a momentum and no dampening.
+        foreach: Update lists of tensors. None chooses as torch does.
         fused: Use torch's fused kernel.
         **common: See :class:`~torchboost.optim.UpdateRule`.
 
@@ -80,7 +80,7 @@ class SGD(UpdateRule):
         return ("momentum_buffer",) if group["momentum"] else ()
 
     def init_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return None as buffer; the first gradient becomes the buffer."""
+        """Return None as buffer. The first gradient becomes the buffer."""
         return dict.fromkeys(self.state_keys(group))
 
     def update(self, group: dict[str, Any], batch: Batch) -> None:
@@ -93,10 +93,10 @@ class SGD(UpdateRule):
         fused, scale, found_inf = group["fused"], getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         fresh = bool(group["momentum"]) and NoneType in set(map(type, buffers))
         if fused and fresh:
-            # torch's kernel leaves new buffers unwritten if it skips an overflow, ...
+            # torch's kernel does not write new buffers if it skips an overflow, ...
             if found_inf is not None and bool(found_inf):
                 return
-            # ... and needs buffers for all parameters or for none; some may start late, as after freezing.
+            # ... and needs buffers for all parameters or for none. Some may start late, as after freezing.
             if any(buffer is not None for buffer in buffers):
                 fused = False
                 batch.grads[:] = [grad if scale is None else grad / scale.to(grad.device) for grad in batch.grads]
@@ -123,9 +123,9 @@ class SGD(UpdateRule):
 
 
 class Momentum(SGD):
-    """SGD with momentum: ``a = momentum * a + g``, ``w -= lr * a``; with ``nesterov`` ``w -= lr * (g + momentum * a)``.
+    """SGD with momentum: ``a = momentum * a + g``, ``w -= lr * a``, or ``w -= lr * (g + momentum * a)`` (``nesterov``).
 
-    MindSpore's ``Momentum`` is this rule. MindSpore ignores its ``use_nesterov`` on CPU; here it works.
+    MindSpore's ``Momentum`` is this rule. MindSpore ignores its ``use_nesterov`` on CPU, but here it works.
 
     Args:
         params: See :class:`SGD`.
@@ -133,7 +133,7 @@ class Momentum(SGD):
         momentum: At least 0.
         weight_decay: See :class:`SGD`.
         nesterov: See :class:`SGD`.
-        **options: ``foreach`` and ``fused`` of :class:`SGD`, and those of :class:`~torchboost.optim.UpdateRule`.
+        **options: ``foreach`` and ``fused`` of :class:`SGD`, and options of :class:`~torchboost.optim.UpdateRule`.
 
     Raises:
         TypeError, ValueError: An option is invalid, or two exclude each other.

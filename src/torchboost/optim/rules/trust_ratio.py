@@ -34,9 +34,9 @@ class TrustRatio:
 
     Args:
         coefficient: Trust coefficient, above 0.
-        weight_decay: At least 0; None takes that of the param group.
+        weight_decay: At least 0. None takes the param group's.
         eps: Added to the denominator, at least 0.
-        clip: Limit the rate of a layer, ``c * lr``, to that of the group: ``c = min(c / lr, 1)``.
+        clip: Limit the rate of a layer, ``c * lr``, to the group's: ``c = min(c / lr, 1)``.
         vectors: Also adapt parameters of one axis (biases, norms). If False they are skipped, including the decay.
 
     Raises:
@@ -79,7 +79,7 @@ class TrustRatio:
         factor = partial(self._factor, decay=decay, group=group)
         factors = together(factor, foreach_norm(params), foreach_norm(grads))
         if decay:
-            # An optimizer with maximize=True negates the gradient; the decay must still shrink the weights.
+            # An optimizer with maximize=True negates the gradient, but the decay must still shrink the weights.
             foreach.add_(grads, params, alpha=-decay if group.get("maximize") else decay)
         foreach.mul_(grads, factors)
 
@@ -94,7 +94,7 @@ class LARS(SGD):
     """SGD with momentum and :class:`TrustRatio`: layer-wise adaptive rates for large batches.
 
     Args:
-        params: Parameters, named parameters or groups; a group may set ``adapt=False``.
+        params: Parameters, named parameters or groups. A group may set ``adapt=False``.
         lr: See :class:`~torchboost.optim.rules.sgd.SGD`.
         momentum: At least 0.
         weight_decay: At least 0.
@@ -103,7 +103,7 @@ class LARS(SGD):
         clip: See :class:`TrustRatio`.
         vectors: See :class:`TrustRatio`.
         nesterov: See :class:`~torchboost.optim.rules.sgd.SGD`.
-        **options: ``fused`` and ``foreach``, which is used if it is None and the learning rate is a number, and those
+        **options: ``fused`` and ``foreach``, which is used if it is None and the learning rate is a number, and options
             of :class:`~torchboost.optim.UpdateRule`. ``transforms`` run before the trust ratio.
 
     Raises:
@@ -133,7 +133,7 @@ class LARS(SGD):
         super().__init__(params, lr, momentum, 0.0, weight_decay, nesterov, **options)
 
     def update(self, group: dict[str, Any], batch: Batch) -> None:
-        """Update in place; the gradients already contain the decay."""
+        """Update in place. The gradients already contain the decay."""
         lists = group["foreach"] is None and not group["fused"] and not isinstance(group["lr"], Tensor)
         super().update({**group, "weight_decay": 0.0, "foreach": True if lists else group["foreach"]}, batch)
 
@@ -141,18 +141,18 @@ class LARS(SGD):
 class Lamb(UpdateRule):
     """``u = m^ / (sqrt(v^) + eps) + weight_decay * w``, ``w -= lr * ratio * u`` with ``ratio = |w| / |u|`` per tensor.
 
-    The ratio is at most ``max_ratio``; if ``|w|`` or ``|u|`` is 0, it is 1. State: ``step``, ``exp_avg``,
+    The ratio is at most ``max_ratio``. If ``|w|`` or ``|u|`` is 0, the ratio is 1. State: ``step``, ``exp_avg``,
     ``exp_avg_sq``: 8 bytes per float32 weight. Cost: three more reads of the weights than Adam.
 
     Source: Y. You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", arXiv 1904.00962,
     algorithm 2.
 
     Args:
-        params: Parameters, named parameters or groups; a group with ``adapt=False`` has ratio 1.
+        params: Parameters, named parameters or groups. A group with ``adapt=False`` has ratio 1.
         lr: Learning rate: a float, a tensor with one element, a list with one per update, or a function of the update.
         betas: Decay rates of the moments, each at least 0 and below 1.
         eps: Added to the root of the second moment.
-        weight_decay: At least 0; also a list or function, as ``lr``.
+        weight_decay: At least 0. Also a list or function, as ``lr``.
         max_ratio: Largest ratio.
         eps_in_root: Take the norm of ``m^ / sqrt(v^ + eps) + weight_decay * w`` for the ratio, as MindSpore does.
         **common: See :class:`~torchboost.optim.UpdateRule`.
@@ -210,8 +210,8 @@ def together(function: Callable[..., Tensor], *lists: Sequence[Tensor]) -> list[
     """Apply an elementwise function to lists of scalars, in a few operations instead of a few per scalar.
 
     Args:
-        function: Elementwise; given tensors of equal shape, returns one of that shape.
-        lists: Tensors of shape ``()``; all lists have the same length.
+        function: Elementwise. Given tensors of equal shape, returns one of that shape.
+        lists: Tensors of shape ``()``. All lists have the same length.
 
     Returns:
         Tensors of shape ``()``. Scalars that differ in type, device or precision are processed one by one.
