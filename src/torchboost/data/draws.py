@@ -27,7 +27,7 @@ _OWN = "a generator of its own"
 
 
 class Draws:
-    """Looks whether generators have moved: those of torch, NumPy and Python, and further ones.
+    """Looks whether the generators of torch, NumPy and Python, and further ones, have moved.
 
     Args:
         held: Generators that a data set holds.
@@ -49,7 +49,7 @@ class Draws:
         self._states = self._look()
 
     def moved(self) -> str:
-        """Return which generator has moved since the last look, an own one first; empty if none has."""
+        """Return which generator has moved since the last look, an own one first, or an empty text."""
         before, self._states = self._states, self._look()
         moved = [name for (name, _), old, new in zip(self._generators, before, self._states, strict=True) if old != new]
         return _OWN if _OWN in moved else (moved or [""])[0]
