@@ -102,7 +102,7 @@ class Factory:
         metric: The metric on the test set.
         higher_is_better: Whether reports state what ``evaluate`` returns, or its negative.
         drops: Drop of the metric that counts as unchanged, and drop that level O2 may cost, in units of the metric.
-            None if these are not known.
+            None if unknown.
         train_limit: Use only the first batches, with about this number of samples.
         source: Tells apart the versions of the user's file.
         shorten: Cuts the inputs of a batch to its longest sequence, which a loop by hand does. None if nothing is cut.

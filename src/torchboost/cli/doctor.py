@@ -218,7 +218,7 @@ def measure_waste(
         parts: The factory's training, which :func:`measure_step` has trained.
         step: The result of :func:`measure_step`.
         device: Where the model is.
-        clock: By default the one of the device.
+        clock: By default the device's.
     """
     call = next(one_epoch(parts.batches, seed=0, epoch=0, device=device))
     target = Target(_WithLoss(parts).train(), parts.optimizer)

@@ -21,7 +21,7 @@ _OF_PROCESS = {
     "NumPy's generator": getattr(np.random.rand, "__self__", None),
     "Python's generator": getattr(random.random, "__self__", None),
 }
-"""Those to which functions such as ``random.random`` belong."""
+"""The generators to which functions such as ``random.random`` belong."""
 _MOST_FUNCTIONS = 500
 _OWN = "a generator of its own"
 
@@ -88,7 +88,7 @@ def _names(code: CodeType) -> set[str]:
 
 
 def is_of_process(generator: Any) -> bool:
-    """Whether a generator is the one of the process, to which functions such as ``random.random`` belong."""
+    """Whether a generator is the global one of the process, to which functions such as ``random.random`` belong."""
     return any(generator is each for each in _OF_PROCESS.values())
 
 

@@ -101,11 +101,11 @@ class Window:
 
 @dataclass(frozen=True)
 class Race:
-    """The result of one comparison of a way with the one before.
+    """The result of one comparison of a way with the previous way.
 
     Args:
         variant: The way that was tried.
-        gain: Seconds of a step before, divided by those with the variant.
+        gain: Seconds of a step before, divided by the seconds with the variant.
         pairs: Pairs of windows.
         before: The medians of the steps before: waiting and the rest.
         after: The same with the variant.

@@ -317,7 +317,7 @@ def _names(model: nn.Module, params: list[Tensor]) -> list[str]:
 def _weights_of(metadata: Metadata, model: nn.Module) -> dict[str, Any]:
     """Return the tensors that are read into a model: its state dict, or under the names of the version before.
 
-    That wrote no entries for BatchNorms that were removed: it wrote the parameters and buffers as they are.
+    That version wrote no entries for removed BatchNorms: it wrote the parameters and buffers as they are.
     """
     weights = get_model_state_dict(model)
     names = _names(model, list(model.parameters()))
