@@ -90,12 +90,12 @@ def run_bench(
         pairs: Number of interleaved rounds of timing.
         seeds: Training runs per contestant, with the seeds 0, 1, ...
         epochs: Epochs per run, by default the factory's. 0 measures step times only.
-        total_steps: Length of the run that the levels plan for, by default that of the curves.
+        total_steps: Length of the run that the levels plan for, by default the length of the curves.
         device: Where to train.
         out: File of the report. Saved after the timing and after every run.
         resume: Continue the report in ``out`` and do not repeat its measurements.
         decide: Seconds for everything. Seeds are added until a sequential test has decided about the metric of every
-            level, or the time is over; ``seeds`` does not count then. Contestants that promise nothing get two seeds.
+            level, or the time is over. ``seeds`` is then ignored. Contestants that promise nothing get two seeds.
             The drops of the factory must be known.
         planner: Chooses the algorithms of levels and additions. None boosts as :func:`torchboost.boost` does.
         progress: Called in every phase.
@@ -194,7 +194,7 @@ class _Session:
         return one_epoch(some, seed=seed, epoch=epoch, device=self.device)
 
     def check_recipes(self, contestants: Mapping[str, Recipe]) -> None:
-        """Note what of a configuration has no effect here.
+        """Note the parts of a configuration that have no effect here.
 
         Raises:
             IncompatibleError: The factory's schedule cannot drive the optimizer of a configuration.

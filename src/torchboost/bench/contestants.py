@@ -104,7 +104,7 @@ class Recipe:
 
     @property
     def planned(self) -> tuple[str, ...]:
-        """The algorithms to attach in addition to those of the level."""
+        """The algorithms to attach in addition to the level's."""
         return tuple(name for name in self.added if self.base != "hand" or name != BY_HAND)
 
     @property
@@ -123,7 +123,7 @@ class Loop:
         steps: Updates of a run.
         predict: Maps inputs to outputs.
         by_hand: What the loop does by hand, in words.
-        boosted: The boosted pair, or the plan that was attached; None without either. A boosted pair decides about its
+        boosted: The boosted pair, or the plan that was attached. None without either. A boosted pair decides about its
             levers at the first step.
     """
 
@@ -136,7 +136,7 @@ class Loop:
 
     @property
     def plan(self) -> Plan | None:
-        """What is attached now."""
+        """The current attachments."""
         return self.boosted.plan if isinstance(self.boosted, Boosted) else self.boosted
 
     @property
@@ -155,7 +155,7 @@ class Loop:
 
     @property
     def notes(self) -> list[str]:
-        """Notes for the report: what is done by hand, how far the levers are from a plain step, what has no effect."""
+        """Notes for the report: work done by hand, the levers' distance from a plain step, parts without effect."""
         checks: dict[str, str] = {}
         if isinstance(self.boosted, Boosted):
             remarks = {name: f"not in effect: {text}" for name, text in self.boosted.levers.remarks.items()}
@@ -184,8 +184,8 @@ def build_loop(
 ) -> Loop:
     """Build model, optimizer and schedule of a training, and the loop body of a contestant around them.
 
-    The model is put into training mode, as a factory may return it in evaluation mode. A level is what
-    :func:`torchboost.boost` makes of the pair, unless there is a planner.
+    The model is put into training mode, as a factory may return it in evaluation mode. A level is applied by
+    :func:`torchboost.boost`, unless there is a planner.
 
     Args:
         recipe: The contestant.
@@ -247,7 +247,7 @@ def build_loop(
 
 
 def version_of(name: str) -> str:
-    """Return a text that tells apart the versions of a configuration; empty for another contestant."""
+    """Return a text that tells apart the versions of a configuration, or an empty one for another contestant."""
     recipe = Recipe.parse(name)
     if recipe.kind != "config":
         return ""

@@ -68,8 +68,8 @@ class Parts(NamedTuple):
         evaluate: ``model -> metric``, higher is better. Without it only step times are measured.
         schedule: ``(optimizer, steps) -> torch scheduler`` for a run of ``steps`` steps, stepped after every update.
             Without it the learning rate is constant.
-        validate: Like ``evaluate``, on data that neither it nor the training uses. Choices, such as that of a learning
-            rate, are made by it. Without it they are made by ``evaluate``.
+        validate: Like ``evaluate``, on data that neither it nor the training uses. Choices, such as the learning rate,
+            are made by it. Without it they are made by ``evaluate``.
     """
 
     model: nn.Module
@@ -97,15 +97,15 @@ class Factory:
         make: Returns :class:`Parts` for a seed, as a tuple.
         name: Name on the command line.
         title: Title in reports.
-        model_name: Name of the model in reports; empty for the name of its class.
+        model_name: Name of the model in reports. Empty for the name of its class.
         epochs: Passes over the batches in a run. A factory without ``evaluate`` has none.
         metric: The metric on the test set.
         higher_is_better: Whether reports state what ``evaluate`` returns, or its negative.
-        drops: Drop of the metric that counts as unchanged, and drop that level O2 may cost, in units of the metric;
-            None if these are not known.
+        drops: Drop of the metric that counts as unchanged, and drop that level O2 may cost, in units of the metric.
+            None if unknown.
         train_limit: Use only the first batches, with about this number of samples.
         source: Tells apart the versions of the user's file.
-        shorten: Cuts the inputs of a batch to its longest sequence, which a loop by hand does; None if nothing is cut.
+        shorten: Cuts the inputs of a batch to its longest sequence, which a loop by hand does. None if nothing is cut.
     """
 
     make: Callable[[int], object]
@@ -309,7 +309,7 @@ def metric_of(parts: Parts, model: Callable[..., Any]) -> float:
 
 
 def score_of(parts: Parts, model: Callable[..., Any]) -> float:
-    """Compute what choices are made by: the metric on the data for validation, or without them as :func:`metric_of`.
+    """Compute the metric for choices: on the data for validation, or without them as :func:`metric_of`.
 
     Raises:
         FactoryError: It is not a number.
@@ -348,7 +348,7 @@ def loop_body(
         precision: The context of the forward pass, such as autocast.
 
     Raises:
-        FactoryError: The schedule has no ``step``; at a step, that the loss is not a tensor.
+        FactoryError: The schedule has no ``step``, or at a step the loss is not a tensor.
     """
     schedule = None if parts.schedule is None else parts.schedule(optimizer, steps)
     if parts.schedule is not None and not hasattr(schedule, "step"):
@@ -427,7 +427,7 @@ def _size(inputs: Any) -> int:
 
 
 def source_of(make: Callable[..., Any]) -> str:
-    """Return a text that tells factories apart; empty if no file defines the function.
+    """Return a text that tells factories apart, or an empty one if no file defines the function.
 
     It depends on the content of the file, on the name of the function, and on the arguments of a ``functools.partial``
     as they are printed, without addresses in memory.

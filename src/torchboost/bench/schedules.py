@@ -1,4 +1,4 @@
-"""What the schedule of a factory leaves of a recipe: it may write rates of its own, or not drive another optimizer."""
+"""The effect of a factory's schedule on a recipe: it may write rates of its own, or not drive another optimizer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ABSOLUTE = (
 
 
 def schedule_sets_rates(make: Callable[[int], object], steps: int) -> bool:
-    """Return whether the factory's schedule writes rates of its own, whatever those of the optimizer are.
+    """Return whether the factory's schedule writes rates of its own, regardless of the optimizer's.
 
     Such as ``OneCycleLR`` with ``max_lr=0.1``. A multiple of the optimizer's rate would change nothing.
     """
@@ -61,7 +61,7 @@ def check_schedule(parts: Parts, boosted: Boosted) -> None:
 
 
 def without_effect(make: Callable[[int], object], recipe: RecipeSection, steps: int) -> str:
-    """Return what of a recipe has no effect under the factory's schedule, and why; empty if all of it has.
+    """Return the parts of a recipe without effect under the factory's schedule, and why, or an empty text.
 
     Args:
         make: The factory.

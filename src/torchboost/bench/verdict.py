@@ -55,11 +55,11 @@ class Difference(NamedTuple):
     """Difference of the final metric to stock. Above 0 is better.
 
     Args:
-        mean: Mean over the common seeds; NaN if one of the two diverged.
+        mean: Mean over the common seeds. NaN if one of the two diverged.
         worst: Lower one-sided bound. Minus infinity with fewer than two seeds.
         best: Upper one-sided bound.
         seeds: Number of seeds.
-        margin: Largest allowed drop; None if it is not defined.
+        margin: Largest allowed drop. None if it is not defined.
     """
 
     mean: float
@@ -80,7 +80,7 @@ class Summary:
         final: Mean final metric over the seeds.
         difference: Final metric against stock.
         run_seconds: Training time of a whole run including set-up, the mean over the seeds.
-        run: Ratio of the times of whole runs, stock's over its own, paired by seed; None with fewer than two seeds.
+        run: Ratio of the times of whole runs, stock's over its own, paired by seed. None with fewer than two seeds.
         run_by_hand: The same against the best hand-tuned loop.
         seconds_to_target: Training time including set-up until the mean metric reaches the target of the report.
         repaid_after: Number of steps that repay the longer warm-up compared with stock.
@@ -181,7 +181,7 @@ def _diverged(contestant: Contestant) -> bool:
 
 
 def _promise_of(contestant: Contestant) -> float | None:
-    """Return the drop that a level promises, also with additions such as ``O1+compile``; None for other contestants."""
+    """Return the drop that a level promises, also with additions such as ``O1+compile``, or None for others."""
     return PROMISES.get(contestant.name.partition("+")[0]) if contestant.kind == "level" else None
 
 
@@ -382,7 +382,7 @@ def headline(report: BenchReport) -> Sentence:
 
 
 def _gain(summary: Summary) -> Interval | None:
-    """Return how many times as fast as stock a contestant is; None for a baseline, or if that is not known.
+    """Return how many times as fast as stock a contestant is, or None for a baseline or an unknown speed.
 
     Contestants train the same number of steps, so the time of a step tells, except for configurations.
     """

@@ -68,7 +68,7 @@ def explain(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show what a level turns on for this machine, a configuration or a model, what it leaves out, and why."""
+    """Show what a level turns on for this machine, a configuration or a model, what it omits, and why."""
     from torchboost.cli.plans import show_plan, show_plan_of_model
     from torchboost.cli.shared import names_file
 

@@ -1,4 +1,4 @@
-"""``torchboost doctor``: what is installed here, how fast the machine is, where the time of a step goes, its waste."""
+"""``torchboost doctor``: installed versions, the speed of the machine, the parts of a step's time, and its waste."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ PACKAGES = ("torchboost", "torch", "pydantic", "numpy", "safetensors")
 
 
 def show_doctor(factory: str | None, *, steps: int, device: str, json: bool) -> None:
-    """Print what is installed, how fast this machine computes, and the parts and the waste of a factory's step."""
+    """Print installed versions, the speed of this machine, and the parts and the waste of a factory's step."""
     progress = Display(sys.stderr)
     with user_errors(progress), answer_only(json):
         parts = None if factory is None else Factory.at(factory).build(0)
@@ -75,7 +75,7 @@ def show_doctor(factory: str | None, *, steps: int, device: str, json: bool) -> 
 def examine() -> dict[str, Any]:
     """Return versions, processor, devices, backends, the state of the compilers and the extras.
 
-    ``environment`` is what ``torch.utils.collect_env`` finds, as reports of bugs in torch have it. Cost: some seconds.
+    ``environment`` is the output of ``torch.utils.collect_env``, as in reports of bugs in torch. Cost: some seconds.
     """
     return {
         "versions": {name: package_version(name) for name in PACKAGES},
@@ -101,7 +101,7 @@ def examine() -> dict[str, Any]:
 
 
 def cpp_compiler() -> str | None:
-    """Return the path of the C++ compiler that ``torch.compile`` calls on the CPU; None if it is not installed.
+    """Return the path of the C++ compiler that ``torch.compile`` calls on the CPU, or None if it is not installed.
 
     The environment variable ``CXX`` names it. Otherwise it is g++ (clang++ on macOS, cl on Windows).
     """
@@ -216,15 +216,15 @@ def measure_waste(
 
     Args:
         parts: The factory's training, which :func:`measure_step` has trained.
-        step: What :func:`measure_step` returned.
+        step: The result of :func:`measure_step`.
         device: Where the model is.
-        clock: By default the one of the device.
+        clock: By default the device's.
     """
     call = next(one_epoch(parts.batches, seed=0, epoch=0, device=device))
     target = Target(_WithLoss(parts).train(), parts.optimizer)
     try:
         report = waste_of(target, (call, {}), clock=clock, root="")
-    except Exception as error:  # what has been measured before is still to be shown
+    except Exception as error:  # earlier measurements are still shown
         return {"fault": in_a_line(error), "step_ms": None, "kinds": []}
     loading = min(step["parts"][PARTS[0]]["share"], 0.999)
     report = report.with_waiting(
@@ -255,7 +255,7 @@ def verdict(loading: float, workers: int | None) -> str:
 
     Args:
         loading: The share of data loading in the time of a step.
-        workers: ``num_workers`` of the ``DataLoader``; None if the batches are of another kind.
+        workers: ``num_workers`` of the ``DataLoader``. None if the batches are of another kind.
     """
     if loading > 0.5:
         remedy = (

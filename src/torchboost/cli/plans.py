@@ -1,4 +1,4 @@
-"""``torchboost levels`` and ``torchboost explain``: what a level turns on, and what it leaves out."""
+"""``torchboost levels`` and ``torchboost explain``: what a level turns on, and what it omits."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _source(config: str | None) -> ConfigSource:
     if config != "-":
         return Path(config) if config is not None else None
     text = sys.stdin.read().lstrip()
-    # BoostConfig.load takes text that is not a JSON object for a path; here it can only be a mistake.
+    # BoostConfig.load takes text that is not a JSON object for a path. Here it can only be a mistake.
     if not text.startswith("{"):
         content = f"text on standard input that starts with {text[:20]!r}" if text else "nothing on standard input"
         raise ConfigError("", found=content, allowed="a JSON object")

@@ -1,4 +1,4 @@
-"""What the commands share: the choice of training and device, errors, JSON, CSV, tables and progress.
+"""Shared by the commands: the choice of training and device, errors, JSON, CSV, tables and progress.
 
 Standard output has the answer, JSON or a table. Standard error has the progress and one line of an error.
 """
@@ -94,7 +94,7 @@ def chosen(workload: str, *, accuracy: bool = False, **options: object) -> Workl
     Args:
         workload: As given on the command line.
         accuracy: Whether a factory's metric is an accuracy.
-        options: What a factory makes itself, by the name of the option; None without a value.
+        options: Options that do not apply to a factory, by name. None without a value.
 
     Raises:
         ValueError: The workload or function does not exist, or an option does not apply to it.
@@ -111,7 +111,7 @@ def chosen(workload: str, *, accuracy: bool = False, **options: object) -> Workl
 
 
 def loaded(choice: Workload | Factory, data: Path | None, limit: int | None, device: torch.device) -> Factory:
-    """Return what was chosen as a factory of at most so many training samples, with its data on a device."""
+    """Return the chosen training as a factory of at most so many training samples, with its data on a device."""
     if isinstance(choice, Workload):
         return choice.factory(choice.load(data, limit).to(device), device)
     return replace(choice, train_limit=limit)
@@ -127,9 +127,9 @@ def fail(message: str) -> NoReturn:
 def user_errors(progress: Display | None = None) -> Iterator[None]:
     """Turn user errors into one message and exit code 1. Bugs of torchboost keep their traceback.
 
-    With ``progress``, the code of the user runs. An error in it is shown with the frames of this code and of what it
-    called, without those around it. An error in the arguments or in what the factory returns is one line, and so is a
-    call of ``sys.exit``, whose status would tell programs that there is an answer.
+    With ``progress``, the code of the user runs. An error in it is shown with the frames of this code and of its calls,
+    without the frames around it. An error in the arguments or in what the factory returns is one line, and so is a call
+    of ``sys.exit``, whose status would tell programs that there is an answer.
     """
     try:
         yield
@@ -155,7 +155,7 @@ def user_errors(progress: Display | None = None) -> Iterator[None]:
 
 
 def _message(error: Exception, progress: Display | None) -> str | None:
-    """Return what an error of the user says in one line; None if it may be a bug."""
+    """Return the message of a user's error in one line, or None if it may be a bug."""
     if isinstance(error, (ConfigError, IncompatibleError, RankDisagreementError, FactoryError)):
         return str(error)
     if isinstance(error, ValidationError):
@@ -212,7 +212,7 @@ def answer_only(only: bool) -> Iterator[None]:
 
 
 def saved_report(path: Path) -> BenchReport | TuneReport:
-    """Return what ``bench`` or ``tune`` saved."""
+    """Return the report that ``bench`` or ``tune`` saved."""
     try:
         is_tuning = "findings" in json.loads(path.read_bytes())
     except (ValueError, TypeError):
@@ -265,7 +265,7 @@ def _finite(value: Any) -> Any:
 
 
 def print_csv(rows: Sequence[Mapping[str, Any] | BaseModel]) -> None:
-    """Print records as CSV, a nested value in a column of its own: ``step_seconds.low``. What is not known is empty.
+    """Print records as CSV, a nested value in a column of its own: ``step_seconds.low``. Unknown values are empty.
 
     A spreadsheet runs a text that begins as a formula does. Such a text gets an apostrophe in front.
     """

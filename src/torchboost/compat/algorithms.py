@@ -114,11 +114,11 @@ class AdaSum:
         device_number: Number of ranks on a node.
         group_number: Number of nodes.
         parameter_tuple: The parameters, in the same order on all ranks.
-        fusion: The :class:`~torchboost.ParameterProcess` that numbered the parameters. Those with one number share a
-            set of collectives. With None all do.
+        fusion: The :class:`~torchboost.ParameterProcess` that numbered the parameters. Parameters with one number share
+            a set of collectives. With None all do.
 
     Raises:
-        ValueError: The numbers are not those of the running job, or the index does not fit the parameters.
+        ValueError: The numbers do not match the running job, or the index does not fit the parameters.
 
     Cost: see :func:`~torchboost.algorithms.adaptive_sum.adasum_`.
 
@@ -165,7 +165,7 @@ class AdaSum:
             old_parameters: Their values before the step, the same on all ranks.
 
         Raises:
-            ValueError: The number or the shapes of the tensors are not those of the parameters. Nothing is changed.
+            ValueError: The number or the shapes of the tensors differ from the parameters'. Nothing is changed.
         """
         arguments = {"delta_weights": delta_weights, "parameters": parameters, "old_parameters": old_parameters}
         for name, tensors in arguments.items():

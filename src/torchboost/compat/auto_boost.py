@@ -26,15 +26,15 @@ class AutoBoost:
     """Make training faster within the accuracy that a level promises. Objects are independent of each other.
 
     Args:
-        level: ``"O0"`` changes nothing; ``"O1"`` changes neither the network nor the update rule, and keeps the
-            accuracy within 0.5 points; ``"O2"`` also changes these, with the accuracy at most 3 points lower.
+        level: ``"O0"`` changes nothing. ``"O1"`` changes neither the network nor the update rule, and keeps the
+            accuracy within 0.5 points. ``"O2"`` also changes these, with the accuracy at most 3 points lower.
             ``docs/levels.md`` lists what each level turns on, with the measurements.
         boost_config_dict: A dict, a path to a JSON file, JSON text, or empty.
         total_steps: Number of updates in the whole run. Gradient freezing and compilation need it. In a run of fewer
-            than 1,000 ``"O2"`` turns on what ``"O1"`` does. None counts as a long run.
+            than 1,000 ``"O2"`` turns on the same as ``"O1"``. None counts as a long run.
         loop: The owner of the training loop: ``"own"``, which includes the training cells, or the trainer
             ``"transformers"``, ``"lightning"`` or ``"accelerate"``. Trainers accumulate gradients and scale the loss
-            themselves, so accumulation and loss scaling are left out, and the reason names the trainer's setting.
+            themselves, so accumulation and loss scaling are skipped, and the reason names the trainer's setting.
         calibrate: Whether the first training call measures which speed levers pay. See :func:`torchboost.boost`.
         verify: Whether it compares the speed levers with a plain step. See :func:`torchboost.boost`.
 
@@ -81,19 +81,20 @@ class AutoBoost:
 
     @property
     def plan(self) -> Plan:
-        """What runs, and what was left out with the reason. The trial at the first training call changes it."""
+        """The active and the omitted algorithms, with the reasons. The trial at the first training call changes it."""
         return self._plan if self._boosted is None else self._boosted.plan
 
     def network_auto_process_train(
         self, network: nn.Module, optimizer: Optimizer, *, scaler: Scaler | None = None
     ) -> tuple[nn.Module, Optimizer]:
-        """Boost a pair in place and return it. The training loop stays the same.
+        """Boost a pair in place and return it. The training loop does not change.
 
-        Afterwards ``.plan`` says what was chosen for this pair, and ``.attached`` holds the attachments: ``remove()``
-        removes them (BatchNorm layers that were removed do not come back), and ``state_dict()`` belongs in the
-        checkpoint. A second call for the same network, on this object or another one that still exists, first removes
-        what is attached to it, so that a second phase of training begins like the first. ``.scaler`` is the scaler of
-        the loop: the given one, or that of group loss scaling, which your own loop must use like a ``GradScaler``.
+        Afterwards ``.plan`` lists the algorithms chosen for this pair, and ``.attached`` holds the attachments:
+        ``remove()`` removes them (BatchNorm layers that were removed do not come back), and ``state_dict()`` belongs in
+        the checkpoint. A second call for the same network, on this object or another one that still exists, first
+        removes its attachments, so that a second phase of training begins like the first. ``.scaler`` is the scaler of
+        the loop: the given one, or the scaler of group loss scaling, which your own loop must use like a
+        ``GradScaler``.
 
         The returned optimizer is the given one, with two exceptions. With gradient accumulation it is an
         :class:`~torchboost.algorithms.grad_accumulation.optimizer.AccumulatingOptimizer` around the given one, which
@@ -124,9 +125,9 @@ class AutoBoost:
         Every BatchNorm that certainly follows a convolution or a linear layer in every call is folded into it, and
         kernels are stored channels-last. See :func:`~torchboost.inference.fast_copy`. The copy is in eval mode,
         consists of torch's modules and the network's own, and computes in the precision of its parameters. In float32
-        its outputs equal those of ``network.eval()`` within 1e-4 of the largest output. This is checked on ``sample``,
-        or at the first call of the copy with the inputs of that call. If the check fails, the copy is not folded, and a
-        warning is issued.
+        its outputs equal the outputs of ``network.eval()`` within 1e-4 of the largest output. This is checked on
+        ``sample``, or at the first call of the copy with the inputs of that call. If the check fails, the copy is not
+        folded, and a warning is issued.
 
         With ``sample``, the plain, the folded and the channels-last form are timed and the fastest is returned. A
         sample also allows more layers to be folded, because it shows which arguments are passed.
@@ -153,7 +154,7 @@ class AutoBoost:
         return fast_copy(network, sample=sample)
 
     def explain(self) -> str:
-        """Return which algorithms are on and which were left out, with the reasons, as ``Boosted.explain`` does."""
+        """Return which algorithms are on and which were omitted, with the reasons, as ``Boosted.explain`` does."""
         return self.plan.explain() if self._boosted is None else self._boosted.explain()
 
     def _repr_html_(self) -> str:

@@ -115,7 +115,7 @@ class BoostTrainOneStepCell:
     Raises:
         TypeError: ``sens`` is not a number, ``network`` is not a module, or ``optimizer`` is not an optimizer.
         ValueError: None of the optimizer's parameters belongs to the network.
-        IncompatibleError: Gradient accumulation does not work with the wrapper of the network; or ``sens`` is used
+        IncompatibleError: Gradient accumulation does not work with the wrapper of the network, or ``sens`` is used
             together with group loss scaling.
 
     Example:
@@ -167,7 +167,7 @@ class BoostTrainOneStepCell:
         self._at_once = GradientAccumulation(1, target.optimizer)
 
     def __getattr__(self, name: str) -> Any:
-        """Name the counterpart of what a cell of MindSpore has and this one has not."""
+        """Name the counterpart of an attribute that a cell of MindSpore has and this one has not."""
         kind = type(self).__name__
         raise AttributeError(counterpart(kind, name) or f"{kind!r} object has no attribute {name!r}")
 
@@ -194,11 +194,11 @@ class BoostTrainOneStepCell:
         return handed_over or called is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs in addition to the network, the optimizer and ``AutoBoost.attached``."""
+        """Return the state of the step, to be saved with the network, the optimizer and ``AutoBoost.attached``."""
         return {"step": self._step.state_dict(), "given": self._window.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned."""
+        """Load a state that :meth:`state_dict` returned."""
         self._step.load_state_dict(state["step"])
         self._window.load_state_dict(state["given"])
 
@@ -219,7 +219,7 @@ class BoostTrainOneStepCell:
 
         Raises:
             IncompatibleError: AdaSum does not act in this cell. Nothing is changed.
-            ValueError: The number or the shapes of the gradients are not those of the parameters.
+            ValueError: The number or the shapes of the gradients differ from the parameters'.
         """
         if not self.check_adasum_enable():
             raise IncompatibleError(
@@ -240,7 +240,7 @@ class BoostTrainOneStepCell:
             *inputs: Not used.
 
         Raises:
-            ValueError: The number or the shapes of the gradients are not those of the parameters.
+            ValueError: The number or the shapes of the gradients differ from the parameters'.
         """
         return self._hand_over(self._window, loss, grads)
 
@@ -267,11 +267,11 @@ class BoostTrainOneStepWithLossScaleCell(BoostTrainOneStepCell):
     Args:
         network: See :class:`BoostTrainOneStepCell`.
         optimizer: See :class:`BoostTrainOneStepCell`.
-        scale_sense: One of three: a tensor of shape ``()`` or ``(1,)`` for a fixed scale; a manager, that is,
-            :class:`~torchboost.DynamicLossScale`, ``torch.amp.GradScaler``, :class:`~torchboost.GroupGradScaler`,
-            :class:`GroupLossScaleManager`, or an object with their methods; or an update cell, called as
-            ``cell(loss_scale, overflow)`` after each update with two tensors of shape ``()``. An update cell changes
-            ``loss_scale`` in place, or returns the new scale. A returned boolean is ignored. Its initial scale is
+        scale_sense: A tensor of shape ``()`` or ``(1,)`` for a fixed scale, a manager, or an update cell. A manager is
+            a :class:`~torchboost.DynamicLossScale`, ``torch.amp.GradScaler``, :class:`~torchboost.GroupGradScaler`,
+            :class:`GroupLossScaleManager`, or an object with their methods. An update cell is called as
+            ``cell(loss_scale, overflow)`` after each update with two tensors of shape ``()``. It changes ``loss_scale``
+            in place, or returns the new scale. A returned boolean is ignored. Its initial scale is
             ``cell.get_loss_scale()``, or 65536 without such a method.
 
     Raises:
@@ -280,7 +280,7 @@ class BoostTrainOneStepWithLossScaleCell(BoostTrainOneStepCell):
             parameters belongs to the network.
         IncompatibleError: ``AutoBoost`` added another scaler for this optimizer.
 
-    Cost: that of the scaler.
+    Cost: see the scaler.
 
     Example:
         >>> import torch, torchboost
@@ -328,7 +328,7 @@ class GroupLossScaleManager(nn.Module):
     There are n groups in the order of the network. The list of scales has a 1 before them and a 1 after them.
     ``manager(x, i, i + 1)`` is the border between the list entries i and i + 1: ``manager(x, 0, 1)`` at the input of
     the network, and ``manager(x, k, k + 1)`` after the k-th group. If the input does not require a gradient, the first
-    border may be left out. :class:`~torchboost.GroupGradScaler` sets the borders itself.
+    border may be omitted. :class:`~torchboost.GroupGradScaler` sets the borders itself.
 
     Args:
         init_loss_scale: The initial scales: one number, or one per group.

@@ -1,4 +1,4 @@
-"""Names of MindSpore that this package does not have, and what takes their place."""
+"""Names of MindSpore that this package does not have, and their replacements."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ELSEWHERE: Mapping[str, str] = MappingProxyType(
 
 
 def counterpart(owner: str, name: str) -> str | None:
-    """Return what to use in place of a name that ``owner`` does not have; None if it is not a name of MindSpore."""
+    """Return the replacement of a name that ``owner`` does not have, or None if it is not a name of MindSpore."""
     if name not in _ELSEWHERE:
         return None
     return f"{owner} has no {name}; use {_ELSEWHERE[name]}. docs/compat.md lists the names of MindSpore."

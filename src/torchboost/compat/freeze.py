@@ -32,12 +32,12 @@ class GradientFreeze:
 
     Args:
         param_groups: Number of groups, or the groups themselves: lists of parameters. The k-th list holds the
-            parameters that train at index k; the first list holds all.
+            parameters that train at index k. The first list holds all.
         freeze_type: 0 continuous, 1 interval, 2 progressive. See :class:`torchboost.algorithms.GradFreeze`.
         freeze_p: The share of updates that train *everything*, at least 0 and below 1. MindSpore's documentation calls
             it the probability of freezing, but its code does the same as here.
         total_steps: Number of updates in the whole run.
-        seed: Seed of type 1. The sequence is that of MindSpore under ``numpy.random.seed(seed)``.
+        seed: Seed of type 1. The sequence equals MindSpore's under ``numpy.random.seed(seed)``.
 
     Attributes:
         freezing: The attachment, after :meth:`freeze_generate`. Its ``state_dict()`` belongs in the checkpoint.
@@ -69,10 +69,10 @@ class GradientFreeze:
         self.freezing: Freezing | None = None
 
     def freeze_generate(self, network: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        """Attach the freezing to a pair and return the same two objects. The loop stays the same.
+        """Attach the freezing to a pair and return the same two objects. The loop does not change.
 
         There is one optimizer with one set of moments, whereas MindSpore builds one optimizer per group. A second call
-        removes what the first one attached.
+        removes the attachment of the first.
 
         Raises:
             TypeError: An argument is not a module, or not an optimizer.
@@ -130,11 +130,11 @@ class FreezeOpt(WrappingOptimizer):
     """An optimizer whose updates follow a freezing strategy: ``opt`` itself, with one set of moments.
 
     It shares the parameter groups and the state of ``opt``, so schedulers and scalers may use either. The learning rate
-    follows all updates, not those of one group.
+    follows all updates, not the updates of one group.
 
     Args:
         opt: Any ``torch.optim.Optimizer``.
-        train_parameter_groups: Lists of parameters. The k-th list holds the parameters that train at index k; the first
+        train_parameter_groups: Lists of parameters. The k-th list holds the parameters that train at index k. The first
             list holds all. By default ten nested groups of the optimizer's parameters.
         train_strategy: Index of each update, repeated at the end: a list, a tuple or a 1-D tensor of integers. By
             default the groups in turn.
@@ -203,7 +203,7 @@ def freeze_cell(
         grad: Not used: autograd replaces MindSpore's gradient operator.
         use_grad_accumulation: Update only after every ``max_accumulation_step`` calls of one step.
         mean: Divide the sum by ``degree``.
-        degree: Number of ranks. By default that of the process group.
+        degree: Number of ranks. By default the size of the process group.
         max_accumulation_step: Calls per update, whose gradients are averaged.
 
     Raises:

@@ -92,10 +92,10 @@ class OptimizerProcess:
     def generate_new_optimizer(self) -> Optimizer:
         """Copy the optimizer, with all of its settings, over the new groups.
 
-        Groups with ``grad_centralization: True`` are centralised before each step, for any class of optimizer. Those of
-        ``torchboost.optim`` read the key; others get the attachment ``self.centralization``, with ``remove()``. The
-        state is shared with the old optimizer, so do not step the old one any more. Hooks and learning-rate schedulers
-        of the old one are not taken over: create them afterwards.
+        Groups with ``grad_centralization: True`` are centralised before each step, for any class of optimizer.
+        Optimizers of ``torchboost.optim`` read the key. Others get the attachment ``self.centralization``, with
+        ``remove()``. The state is shared with the old optimizer, so do not step the old one any more. Hooks and
+        learning-rate schedulers of the old one are not taken over: create them afterwards.
 
         Raises:
             IncompatibleError: The optimizer keeps parameters outside of its groups, as LBFGS does, or wraps another
@@ -240,5 +240,5 @@ def _over(group: Mapping[str, Any], members: list[Tensor]) -> ParamGroup:
 
 
 def _listed(params: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    """Return the parameters of a group as a list; torch allows a single tensor and any iterable."""
+    """Return the parameters of a group as a list. Torch allows a single tensor and any iterable."""
     return [params] if isinstance(params, Tensor) else list(params)

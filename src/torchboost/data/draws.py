@@ -21,13 +21,13 @@ _OF_PROCESS = {
     "NumPy's generator": getattr(np.random.rand, "__self__", None),
     "Python's generator": getattr(random.random, "__self__", None),
 }
-"""Those to which functions such as ``random.random`` belong."""
+"""The generators to which functions such as ``random.random`` belong."""
 _MOST_FUNCTIONS = 500
 _OWN = "a generator of its own"
 
 
 class Draws:
-    """Looks whether generators have moved: those of torch, NumPy and Python, and further ones.
+    """Looks whether the generators of torch, NumPy and Python, and further ones, have moved.
 
     Args:
         held: Generators that a data set holds.
@@ -49,7 +49,7 @@ class Draws:
         self._states = self._look()
 
     def moved(self) -> str:
-        """Return which generator has moved since the last look, an own one first; empty if none has."""
+        """Return which generator has moved since the last look, an own one first, or an empty text."""
         before, self._states = self._states, self._look()
         moved = [name for (name, _), old, new in zip(self._generators, before, self._states, strict=True) if old != new]
         return _OWN if _OWN in moved else (moved or [""])[0]
@@ -88,7 +88,7 @@ def _names(code: CodeType) -> set[str]:
 
 
 def is_of_process(generator: Any) -> bool:
-    """Whether a generator is the one of the process, to which functions such as ``random.random`` belong."""
+    """Whether a generator is the global one of the process, to which functions such as ``random.random`` belong."""
     return any(generator is each for each in _OF_PROCESS.values())
 
 

@@ -40,15 +40,15 @@ def loader(loader: Iterable[Any], *, allow_other_draws: bool = False, read_ahead
     """Return a loader that yields the same batches in the same order, and waits for them less if that is possible.
 
     It measures ``next()`` and the time between two calls. If waiting takes more than 5 % of a step, it tries a few
-    worker processes, in windows of batches in turn with windows of the loader's own way, during the first epochs. What
-    shortens a step by more than 2 %, by a 95 % interval over at least six pairs of windows, is kept. Otherwise nothing
-    changes. On CUDA, workers are also tried with pinned memory. ``explain()`` says in words what was found.
+    worker processes, in windows of batches in turn with windows of the loader's own way, during the first epochs. A way
+    that shortens a step by more than 2 %, by a 95 % interval over at least six pairs of windows, is kept. Otherwise
+    nothing changes. On CUDA, workers are also tried with pinned memory. ``explain()`` gives the result in words.
 
     Batches are equal bit for bit. Indices come from the loader's own sampler, and random generators of this process
     draw what they would draw without workers. A data set that draws random numbers, from torch, NumPy, Python or a
-    generator that it holds, would draw other numbers in workers. It is found by a look at these generators at every
-    batch, in workers too, and by samples that are read twice. Such a batch is discarded and loaded in this process, and
-    workers are left out.
+    generator that it holds, would draw other numbers in workers. Such a data set is found by a look at these generators
+    at every batch, in workers too, and by samples that are read twice. Such a batch is discarded and loaded in this
+    process, and workers are not used.
 
     Args:
         loader: A :class:`torch.utils.data.DataLoader` without workers. Any other iterable is only measured.
@@ -58,8 +58,8 @@ def loader(loader: Iterable[Any], *, allow_other_draws: bool = False, read_ahead
         read_ahead: Take indices up to some batches ahead from a sampler that computes them when it is asked. Only if
             they do not depend on what the loop does meanwhile.
 
-    Cost: below 10 microseconds per batch. A trial loads some batches twice, and those of its windows in a way that may
-    be slower. Each worker holds a copy of the structure of the data set; arrays and tensors are shared.
+    Cost: below 10 microseconds per batch. A trial loads some batches twice, and the batches of its windows in a way
+    that may be slower. Each worker holds a copy of the structure of the data set. Arrays and tensors are shared.
 
     Example:
         >>> import torch
@@ -74,7 +74,7 @@ def loader(loader: Iterable[Any], *, allow_other_draws: bool = False, read_ahead
 
 
 class Loader:
-    """What :func:`loader` returns. It passes on public attributes of the wrapped loader, such as ``dataset``.
+    """The result of :func:`loader`. It passes on public attributes of the wrapped loader, such as ``dataset``.
 
     So it does ``state_dict()`` and ``load_state_dict()`` of a loader that can be resumed within an epoch.
     """
@@ -121,7 +121,7 @@ class Loader:
 
     @property
     def waiting(self) -> float:
-        """The share of waiting for data in a step, between 0 and 1, in the way that is used now; 0 if not yet known."""
+        """The share of waiting for data in a step, between 0 and 1, in the way that is used now. 0 if not yet known."""
         return self._trial.last.share
 
     def explain(self) -> str:
@@ -151,7 +151,7 @@ class Loader:
             self._close_pipe(variant)
 
     def _stock(self) -> Stock | Iterator[Any]:
-        """Return the loader's own iterator; one that can be read ahead if the loader loads in this process."""
+        """Return the loader's own iterator, one that can be read ahead if the loader loads in this process."""
         return iter(self._loader) if self._plain is None else Stock(self._plain)
 
     def _pipe_of(self, variant: Variant) -> Pipe:
@@ -181,7 +181,7 @@ class Loader:
         return reason
 
     def _pack(self) -> str:
-        """Pack the data set as it is now. Return why it cannot be sent; empty if it can."""
+        """Pack the data set as it is now. Return why it cannot be sent, or an empty text."""
         assert self._plain is not None
         try:
             self._packed = pack((self._plain.dataset, self._plain.collate_fn))
@@ -190,7 +190,7 @@ class Loader:
         return ""
 
     def _data_version(self) -> str | None:
-        """Return the version of the data set; None if it is too large, or cannot be sent."""
+        """Return the version of the data set, or None if it is too large or cannot be sent."""
         return None if self._pack() or self._packed is None else self._packed.version
 
     @property
@@ -220,7 +220,7 @@ class Loader:
             _log.info("waiting for data: %s", self._trial.chosen)
 
     def _close_pipe(self, variant: Variant, *, at_once: bool = False) -> None:
-        """End the workers of a way; at once if one of them may never answer."""
+        """End the workers of a way, at once if one of them may never answer."""
         if variant in self._pipes:
             self._pipes.pop(variant).close(at_once=at_once)
 
@@ -243,7 +243,7 @@ class Loader:
         )
 
     def _unfit(self, reading: Reading) -> str:
-        """Return why workers are left out."""
+        """Return why workers are not used."""
         reason = _unsupported(self._loader, self._plain)
         if reason:
             return reason
@@ -323,7 +323,7 @@ class Batches:
         try:
             if not stock.pending:
                 stock.take()
-        except StopIteration:  # what is left of this epoch is left to the loader itself
+        except StopIteration:  # the loader itself loads the rest of this epoch
             return ""
         if not loader._read_ahead:
             reason = stock.unfit()
@@ -380,7 +380,7 @@ class Batches:
         self._begin()
 
     def _watched(self) -> Any:
-        """Take a batch, and look what else happens."""
+        """Take a batch, and note its time, size and side effects."""
         loader, reading = self._loader, self._loader._reading
         if loader._plain is None:
             return self._take()
@@ -398,7 +398,7 @@ class Batches:
 
 
 def _unsupported(loader: Any, plain: DataLoader[Any] | None) -> str:
-    """Return why a loader is only measured; empty if its batches can be loaded ahead."""
+    """Return why a loader is only measured, or an empty text if its batches can be loaded ahead."""
     if not isinstance(loader, DataLoader):
         return f"a {type(loader).__name__} is only measured, as is everything but a DataLoader of torch"
     if loader.num_workers:

@@ -1,4 +1,4 @@
-"""Load the batches of a loader ahead of the loop, in worker processes that report what makes a batch differ."""
+"""Load the batches of a loader ahead of the loop, in worker processes that report why a batch differs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Variant:
     """One way to load.
 
     Args:
-        workers: Processes; 0 means in the process of the loop.
+        workers: Processes. 0 means in the process of the loop.
         prefetch: Batches that each worker loads ahead.
         pin: Whether batches from workers are copied to pinned memory.
     """
@@ -102,7 +102,7 @@ class Stock:
         return next(self._batches)
 
     def load(self, index: Any) -> Any:
-        """Load what belongs to an index in this process."""
+        """Load the batch of an index in this process."""
         return load_index(self._batches, index)
 
     def take(self) -> None:
@@ -134,7 +134,7 @@ class Stock:
         return self._sampler.sampler if type(self._sampler).__iter__ is BatchSampler.__iter__ else self._sampler
 
     def unfit(self) -> str:
-        """Return why indices cannot be taken ahead of time; empty if they can. An index was taken before."""
+        """Return why indices cannot be taken ahead of time, or an empty text. An index was taken before."""
         for sampler in (self._sampler, self._innermost()):
             if hasattr(sampler, "state_dict"):
                 return "its sampler has a state, which would be ahead of the loop in a checkpoint"
@@ -187,7 +187,7 @@ class _Feed(Sampler[Any]):
 
 
 class _Job(Dataset[Any]):
-    """What runs in a worker: loads a batch, and says why it must not be used, if so."""
+    """Runs in a worker: loads a batch, and says why it must not be used, if so."""
 
     def __init__(self, packed: Packed, batched: bool, *, other_draws: bool) -> None:
         self._packed, self._batched, self._other_draws = packed, batched, other_draws
@@ -237,7 +237,7 @@ def _can_be_sent(array: Any) -> bool:
 
 
 class Pipe:
-    """Loads batches ahead in one way, for windows of a stock iterator. Workers stay between windows.
+    """Loads batches ahead in one way, for windows of a stock iterator. Workers are kept between windows.
 
     Args:
         loader: Its arguments for workers are used, such as ``timeout``.
@@ -292,7 +292,7 @@ class Pipe:
         return next(self._batches)
 
     def close(self, *, at_once: bool = False) -> None:
-        """End the workers; at once if one of them may never answer."""
+        """End the workers, at once if one of them may never answer."""
         if at_once:
             stop_workers(self._batches)
         self._batches = self._loader = self._feed.stock = None

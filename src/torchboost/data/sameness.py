@@ -1,4 +1,4 @@
-"""Whether two batches are equal bit for bit, and what memory a batch holds."""
+"""Whether two batches are equal bit for bit, and the memory that a batch holds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def same(first: Any, second: Any) -> bool:
     """Whether two batches have the same types, the same structure and the same bits.
 
     Tensors are compared with their strides, NaN equals NaN of the same bits, and 0.0 differs from -0.0. Objects of
-    other types are compared by their pickles, which is what a worker can send of them.
+    other types are compared by their pickles, as a worker sends them.
 
     Example:
         >>> import torch

@@ -36,9 +36,10 @@ class Packed:
 
     Args:
         pickled: Their structure.
-        held: What they hold by reference: tensors, arrays, functions, classes, generators, long lists of plain values.
-        generators: The random generators among them, and those that their functions reach by a global name.
-        version: Changes with their contents; None if they are too large to tell.
+        held: The objects that they hold by reference: tensors, arrays, functions, classes, generators, long lists of
+            plain values.
+        generators: The random generators among them, and the ones that their functions reach by a global name.
+        version: Changes with their contents. None if they are too large to tell.
     """
 
     pickled: bytes
@@ -55,8 +56,8 @@ def pack(value: Any) -> Packed:
     """Pack an object for a worker that is forked from this process.
 
     Raises:
-        Unfit: A part of it cannot be sent to another process, such as an open file or a lock; it holds a tensor on
-            another device; or its structure has more than 256 MiB.
+        Unfit: It holds a tensor on another device, its structure has more than 256 MiB, or a part of it cannot be sent
+            to another process, such as an open file or a lock.
     """
     sink = _Sink()
     packer = _Packer(sink)
@@ -126,13 +127,13 @@ class _Packer(pickle.Pickler):
         return isinstance(obj, (type, FunctionType, ModuleType, BuiltinFunctionType, *KINDS)) and not _is_method(obj)
 
     def check_closures(self) -> None:
-        """Pack what functions refer to by closures and defaults, to see that it can be sent too."""
+        """Pack the closures and defaults of functions, to see that they can be sent too."""
         for function in self._functions:  # which grows
             cells = [cell.cell_contents for cell in function.__closure__ or ()]
             self.dump((cells, function.__defaults__, function.__kwdefaults__))
 
     def version(self, sink: _Sink) -> str | None:
-        """Return a checksum of what was packed; None if that is too large."""
+        """Return a checksum of the packed object, or None if it is too large."""
         arrays = [obj for obj in self.held if isinstance(obj, (Tensor, np.ndarray))]
         try:
             if sum(array.nbytes for array in arrays) > MOST_HASHED:

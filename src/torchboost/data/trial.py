@@ -1,4 +1,4 @@
-"""Decide how a loader should load: windows of batches in each way, in turn, and what the pairs of windows show."""
+"""Decide how a loader should load: windows of batches in each way, in turn, and a comparison of the pairs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _REST = 4.0
 
 @dataclass
 class Reading:
-    """What a window has shown.
+    """The measurements of a window.
 
     Attributes:
         waits: Seconds in ``next()``, one per batch.
@@ -83,14 +83,14 @@ class Reading:
 
 @dataclass(frozen=True)
 class Window:
-    """What the loader is to do next. If an epoch ends before a window does, the window continues in the next one.
+    """The next task of the loader. If an epoch ends before a window does, the window continues in the next one.
 
     Args:
         variant: The way to load.
-        count: Number of batches; None until the end of the epoch.
+        count: Number of batches. None until the end of the epoch.
         compared: The first batches that are also loaded in the process of the loop, and compared.
-        watched: Whether to look what keeps workers out, such as generators that a batch moves. The answer to such a
-            window is the reason, if there is one.
+        watched: Whether to look for reasons against workers, such as generators that a batch moves. The answer to such
+            a window is the reason, if there is one.
     """
 
     variant: Variant = OWN
@@ -101,11 +101,11 @@ class Window:
 
 @dataclass(frozen=True)
 class Race:
-    """The result of one comparison of a way with the one before.
+    """The result of one comparison of a way with the previous way.
 
     Args:
         variant: The way that was tried.
-        gain: Seconds of a step before, divided by those with the variant.
+        gain: Seconds of a step before, divided by the seconds with the variant.
         pairs: Pairs of windows.
         before: The medians of the steps before: waiting and the rest.
         after: The same with the variant.
@@ -123,7 +123,7 @@ class Race:
         return self.gain.low > GAIN
 
     def __str__(self) -> str:
-        """Say what was found."""
+        """Return the result in words."""
         gain = self.gain
         return (
             f"{self.variant}: a step takes {_ms(sum(self.after))} instead of {_ms(sum(self.before))} "
@@ -132,22 +132,22 @@ class Race:
 
 
 Result = Reading | str
-"""A text says why a way of loading was given up in the middle of a window, or why workers are left out."""
+"""A text says why a way of loading was given up in the middle of a window, or why workers are not used."""
 Script = Generator[Window, Result, Any]
 
 
 class Trial:
-    """Looks whether waiting for data is a real share of a step, and if so tries what could help.
+    """Looks whether waiting for data is a real share of a step, and if so tries other ways to load.
 
     Args:
         cores: Processors of this process.
         pins: Whether pinned memory may be tried.
 
     Attributes:
-        window: What the loader is to do now.
+        window: The present task of the loader.
         chosen: The way that was chosen.
         phase: ``"measuring"``, ``"trying"`` or ``"decided"``.
-        reason: Why workers were left out; empty if they were not.
+        reason: Why workers were excluded. Empty if they were not.
         races: The comparisons that were made.
         first: The reading that led to the trial.
         last: The latest reading in the way that is used.
@@ -192,7 +192,7 @@ class Trial:
                     return result
 
     def _look(self, reading: Reading) -> Generator[Window, Result, str]:
-        """Return why workers must be left out; empty if they can be tried."""
+        """Return why workers must be excluded, or an empty text if they can be tried."""
         watched = yield Window(count=3, watched=True)
         if isinstance(watched, str):
             return watched
@@ -215,7 +215,7 @@ class Trial:
             yield from self._try(Variant(self.chosen.workers, prefetch=4))
 
     def _try(self, variant: Variant) -> Generator[Window, Result, bool]:
-        """Compare the batches of a way with the loader's, then its time with that of the present choice."""
+        """Compare the batches of a way with the loader's, then its time with the present choice's."""
         count = variant.workers * TWICE
         result = yield Window(variant, count=count, compared=count)
         if isinstance(result, str):
@@ -269,7 +269,7 @@ class Trial:
 
 
 def _judged(variant: Variant, before: Sequence[Reading], after: Sequence[Reading]) -> Race | None:
-    """Return the result of a comparison; None if further pairs are needed."""
+    """Return the result of a comparison, or None if further pairs are needed."""
     ratios = [one.step / two.step for one, two in zip(before, after, strict=True)]
     count = len(ratios)
     if count == 3 and max(ratios) < 1:

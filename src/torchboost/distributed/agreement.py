@@ -1,4 +1,4 @@
-"""What ranks that train one model together agree on: shared values, equal steps, equal states."""
+"""Agreement of ranks that train one model together: shared values, equal steps, equal states."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ __all__ = [
 T = TypeVar("T")
 
 _POLL = 0.02
-"""Seconds before the second look at which ranks arrived; each later one waits twice as long."""
+"""Seconds before the second look at which ranks arrived. Each later one waits twice as long."""
 _PACKET = 16
-"""Numbers of the first message of an exchange; two of them say what is exchanged."""
+"""Numbers of the first message of an exchange. Two of them identify the exchange."""
 _WORD = 62
 """Ranks that one number in the store tells of."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
@@ -48,9 +48,9 @@ class Agreement:
     error is raised after ``timeout`` seconds, long before the timeout of the training's group.
 
     Args:
-        ranks: Global ranks, this one included. Each of them must construct this object; if there are several, in the
+        ranks: Global ranks, this one included. Each of them must construct this object. If there are several, in the
             same order.
-        subject: What is compared; every error message begins with it.
+        subject: The subject of the comparison. Every error message begins with it.
         timeout: Seconds within which an error is raised on every rank that is alive.
 
     Raises:
@@ -86,14 +86,14 @@ class Agreement:
             ) from error
 
     def check(self, figures: Mapping[str, int], *, hint: str) -> None:
-        """Compare ``figures`` over the ranks; all ranks must call this with the same names.
+        """Compare ``figures`` over the ranks. All ranks must call this with the same names.
 
         Args:
             figures: Name -> value that fits into 64 bits.
             hint: What to do if they differ.
 
         Raises:
-            RankDisagreementError: They differ, or a rank did not arrive or compares other things; raised on every rank
+            RankDisagreementError: They differ, or a rank did not arrive or compares other things. Raised on every rank
                 that is alive.
         """
         mine = torch.tensor(list(figures.values()), dtype=torch.int64, device="cpu")
@@ -110,21 +110,21 @@ class Agreement:
         raise RankDisagreementError(f"{self._subject}: the ranks disagree: {'; '.join(different)}{alike}. {hint}")
 
     def largest(self, numbers: Sequence[float], *, step: str) -> list[float]:
-        """Return for each number the largest one of all ranks; all ranks must call this with as many numbers.
+        """Return for each number the largest one of all ranks. All ranks must call this with as many numbers.
 
         Args:
             numbers: Any numbers, infinity included.
             step: What this rank does, for the message.
 
         Raises:
-            RankDisagreementError: A rank did not arrive, or has another step or another number of them; raised on every
+            RankDisagreementError: A rank did not arrive, or has another step or another number of them. Raised on every
                 rank that is alive.
         """
         mine = torch.tensor(list(numbers), dtype=torch.float64, device="cpu")
         return self._largest(mine, {step: self._calls}).tolist()
 
     def close(self) -> None:
-        """Free the group; all ranks must call this. A second call does nothing."""
+        """Free the group. All ranks must call this. A second call does nothing."""
         if self._groups:
             part(self._groups.pop(), min(5.0, self._wait))
 
@@ -150,7 +150,7 @@ class Agreement:
         return result
 
     def _whole(self, mine: Tensor, mark: int) -> Tensor | None:
-        """Exchange one packet of a fixed size, then what is left; None if the marks of the ranks differ.
+        """Exchange one packet of a fixed size, then the rest. None if the marks of the ranks differ.
 
         Gloo ends the process if a message does not have the size that its receiver expects.
         """
@@ -164,7 +164,7 @@ class Agreement:
         return torch.cat([packet[2 : 2 + len(first)], rest]).view_as(mine)
 
     def _exchange(self, numbers: Tensor) -> Tensor:
-        """Combine with the ranks 1, 2, 4, ... places before; after the last exchange every rank knows of all."""
+        """Combine with the ranks 1, 2, 4, ... places before. After the last exchange every rank knows of all."""
         group, ranks, step = self._groups[0], len(self._ranks), 1
         deadline = monotonic() + self._wait
         while step < ranks:
@@ -209,10 +209,10 @@ class Agreement:
 
 
 def mean_over_ranks(value: Tensor) -> float:
-    """Return the mean of a number over the ranks; without a group, the number.
+    """Return the mean of a number over the ranks, or without a group the number.
 
     Args:
-        value: Of shape ``()``, on a device that the group's backend serves; not changed.
+        value: Of shape ``()``, on a device that the group's backend serves. Not changed.
 
     Cost: one all-reduce of a number, and one synchronisation.
     """
@@ -224,7 +224,7 @@ def mean_over_ranks(value: Tensor) -> float:
 
 
 def from_first_rank(value: T) -> T:
-    """Return the value of the first rank, which can be pickled; without a group, the value itself."""
+    """Return the value of the first rank, which can be pickled, or without a group the value itself."""
     if not several():
         return value
     values = [value]
@@ -233,7 +233,7 @@ def from_first_rank(value: T) -> T:
 
 
 def ranks_of_shards(tensors: Iterable[Tensor]) -> list[int]:
-    """Return the ranks over which FSDP2 shards any of these tensors, in order; empty if it shards none."""
+    """Return the ranks over which FSDP2 shards any of these tensors, in order, or an empty list."""
     meshes = {id(mesh): mesh.mesh for t in tensors if (mesh := getattr(t, "device_mesh", None)) is not None}
     return sorted({rank for mesh in meshes.values() for rank in mesh.flatten().tolist()})
 
@@ -244,7 +244,7 @@ def several() -> bool:
 
 
 def own_store(purpose: str, ranks: Sequence[int]) -> Any:
-    """Return a store for a single use by these ranks; the other ranks of the job need not take part.
+    """Return a store for a single use by these ranks. The other ranks of the job need not take part.
 
     The prefix counts how often each rank has called this. ``dist.new_group`` does not serve here: all ranks of the job
     must call it, or it reuses the name of a destroyed group of the same ranks, whose members then find the old
@@ -252,7 +252,7 @@ def own_store(purpose: str, ranks: Sequence[int]) -> Any:
 
     Args:
         purpose: Keeps uses apart.
-        ranks: Global ranks, this one included; each of them must call this in the same order.
+        ranks: Global ranks, this one included. Each of them must call this in the same order.
     """
     assert dist.group.WORLD is not None
     named = hashlib.sha256(".".join(map(str, ranks)).encode()).hexdigest()[:16]  # a short key for any number of ranks
@@ -262,11 +262,11 @@ def own_store(purpose: str, ranks: Sequence[int]) -> Any:
 
 
 def first_holder(state: Any, shards: Sequence[int]) -> int:
-    """Return the lowest rank that holds the same state as this one; all ranks must call this.
+    """Return the lowest rank that holds the same state as this one. All ranks must call this.
 
     Args:
         state: Nested dicts and sequences of tensors and numbers.
-        shards: The ranks over which one such state is sharded, in order; without sharding, only this rank.
+        shards: The ranks over which one such state is sharded, in order. Without sharding, only this rank.
 
     Cost: one read of the state, and an all-gather of about 130 bytes per rank. Tensors are compared by the sum of their
     bits.

@@ -1,8 +1,8 @@
 """Checkpoints of a job on several ranks that resume on any number of ranks and survive a crash during a write.
 
-``torch.distributed.checkpoint`` (DCP) shards and reshards. This module adds what DCP leaves to its
-caller: a folder gets its name only when it is complete, the optimizer is never stepped to find out what it holds, and
-the state of each rank (a training step, a scheduler, a sampler) is restored on that rank.
+``torch.distributed.checkpoint`` (DCP) shards and reshards. This module adds the work that DCP expects of its caller: a
+folder gets its name only when it is complete, the optimizer is never stepped to find out what it holds, and the state
+of each rank (a training step, a scheduler, a sampler) is restored on that rank.
 """
 
 from __future__ import annotations
@@ -71,21 +71,21 @@ def save(
     keep: int = 2,
     **parts: Stateful,
 ) -> Path:
-    """Write the checkpoint ``folder/number``; all ranks must call this, with a folder that all of them can access.
+    """Write the checkpoint ``folder/number``. All ranks must call this, with a folder that all of them can access.
 
     The files are written and synced under a temporary name and then renamed, so ``folder`` holds complete checkpoints
     only, even if the job is killed. The layout of model and optimizer is as in ``get_model_state_dict`` and
     ``get_optimizer_state_dict``. If ranks hold copies, rank 0 writes, including BatchNorm statistics,
     which DDP also takes from rank 0. Optimizer states that are not copies are all written. If the job has several DDP
-    or FSDP2 groups, such as the nodes of AdaSum, the buffers of the first rank of each group are written;
-    ranks with a bare model are groups of one. The states of torch's generators are written for every rank.
+    or FSDP2 groups, such as the nodes of AdaSum, the buffers of the first rank of each group are written. Ranks with a
+    bare model are groups of one. The states of torch's generators are written for every rank.
 
     Args:
         folder: Folder of this job's checkpoints.
-        number: Number of the checkpoint, such as the updates done; 0 or more.
+        number: Number of the checkpoint, such as the updates done. 0 or more.
         model: As the loop calls it: bare, in DDP, or sharded by FSDP2.
         optimizer: The optimizer that is stepped (``target.optimizer`` if a plan may have replaced it).
-        keep: How many of the newest checkpoints to keep; 1 or more.
+        keep: How many of the newest checkpoints to keep. 1 or more.
         **parts: Other objects with ``state_dict`` and ``load_state_dict`` by a name of your choice: a ``TrainStep``, a
             scaler, attached algorithms. The state of each rank is saved.
 
@@ -95,10 +95,10 @@ def save(
     Raises:
         TypeError: ``number`` or ``keep`` is not an integer.
         ValueError: One of them is too small, the optimizer belongs to another model, or a part has a reserved name.
-        FileExistsError: A checkpoint of this number or of a larger one exists, or another file has its name; raised
-            on all ranks, nothing was written.
-        OSError: The folder cannot be written; raised on all ranks.
-        RuntimeError: A part cannot be written (pickled); raised on all ranks. Complete checkpoints are not changed.
+        FileExistsError: A checkpoint of this number or of a larger one exists, or another file has its name. Raised on
+            all ranks. Nothing was written.
+        OSError: The folder cannot be written. Raised on all ranks.
+        RuntimeError: A part cannot be written (pickled). Raised on all ranks. Complete checkpoints are not changed.
     """
     if operator.index(number) < 0 or operator.index(keep) < 1:
         raise ValueError(f"found number={number} and keep={keep}; give a number of 0 or more, and keep 1 or more.")
@@ -121,7 +121,7 @@ def save(
     content = {
         "model": weights,
         _key("optimizer", holder): whole,
-        # DCP takes a tuple as it is; dicts it takes apart and asks for piece by piece.
+        # DCP takes a tuple as it is. It takes dicts apart and asks for them piece by piece.
         "parts": {str(Topology.current().rank): (saved_parts,)},
     }
     if source:
@@ -139,7 +139,7 @@ def save(
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, **parts: Stateful) -> None:
-    """Resume from a checkpoint, on the same or another number of ranks; all ranks must call this.
+    """Resume from a checkpoint, on the same or another number of ranks. All ranks must call this.
 
     Parts are loaded first, so a part that refuses the checkpoint does so before weights are changed. On the same number
     of ranks the random number generators are restored, and buffers come from the rank's group. On another number of
@@ -148,13 +148,13 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, *
     Args:
         path: As returned by :func:`save` or :func:`latest`. DCP reads it with ``pickle``: load only files you trust.
         model: Built, transformed and wrapped as for the first update. DDP and FSDP2 can be exchanged.
-        optimizer: Over the same parameters in the same groups; it need not have been stepped.
+        optimizer: Over the same parameters in the same groups. It need not have been stepped.
         **parts: Under the names that :func:`save` was given.
 
     Raises:
         FileNotFoundError: There is no checkpoint, or one of its files is missing.
-        ValueError: The model, the groups or the parts differ; or, on another number of ranks, the parts or optimizer
-            states differ between the ranks (as gradients in mid-window do); or a file is damaged. Nothing was loaded,
+        ValueError: The model, the groups or the parts differ, a file is damaged, or, on another number of ranks, the
+            parts or optimizer states differ between the ranks (as gradients in mid-window do). Nothing was loaded,
             unless the damage is in the weights, which are read last. A part may raise other errors.
     """
     path = Path(path)
@@ -190,7 +190,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, *
 
 
 def load_optimizer(path: str | os.PathLike[str], key: str, model: nn.Module, optimizer: Optimizer) -> None:
-    """Load an optimizer from a checkpoint that a trainer wrote with DCP; all ranks must call this.
+    """Load an optimizer from a checkpoint that a trainer wrote with DCP. All ranks must call this.
 
     Unlike ``set_optimizer_state_dict`` it keeps the moments of frozen parameters, and steps nothing.
 
@@ -211,13 +211,13 @@ def load_optimizer(path: str | os.PathLike[str], key: str, model: nn.Module, opt
 def latest(folder: str | os.PathLike[str]) -> Path | None:
     """Return the newest complete checkpoint in a folder of :func:`save`, or None if there is none.
 
-    All ranks must call this; all get what rank 0 found.
+    All ranks must call this. All get the result of rank 0.
     """
     return _by_first(lambda: next(reversed(_complete(Path(folder))), None))
 
 
 def _by_first(act: Callable[[], Any]) -> Any:
-    """Call ``act`` on rank 0; all ranks wait for it and return its result or raise its error."""
+    """Call ``act`` on rank 0. All ranks wait for it and return its result or raise its error."""
     result = failure = None
     if Topology.current().rank == 0:
         try:
@@ -250,9 +250,9 @@ def _check_place(path: Path) -> None:
 
 
 def _complete(folder: Path) -> list[Path]:
-    """Return the complete checkpoints of a folder, ordered by number; the folder need not exist.
+    """Return the complete checkpoints of a folder, ordered by number. The folder need not exist.
 
-    Other files and folders with such a name do not count; a link to a checkpoint does.
+    Other files and folders with such a name do not count. A link to a checkpoint does.
     """
     numbered = [path for path in folder.glob("[0-9]*") if re.fullmatch("[0-9]{8}|[1-9][0-9]{8,}", path.name)]
     return sorted((path for path in numbered if (path / METADATA).is_file()), key=lambda path: int(path.name))
@@ -263,7 +263,7 @@ def _temporary(path: Path) -> Path:
 
 
 def _clear(folder: Path) -> None:
-    """Create the folder, and remove what an interrupted job left in it."""
+    """Create the folder, and remove files that an interrupted job left in it."""
     folder.mkdir(parents=True, exist_ok=True)
     for left in folder.glob(f"{UNFINISHED}*"):
         _remove(left)
@@ -287,7 +287,7 @@ def _remove(path: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Sync a folder after a rename; DCP has synced the files."""
+    """Sync a folder after a rename. DCP has synced the files."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -295,7 +295,7 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-# What DCP calls the parts of model and optimizer
+# DCP's names for the parts of model and optimizer
 
 
 def _params(optimizer: Optimizer) -> list[Tensor]:
@@ -315,9 +315,9 @@ def _names(model: nn.Module, params: list[Tensor]) -> list[str]:
 
 
 def _weights_of(metadata: Metadata, model: nn.Module) -> dict[str, Any]:
-    """Return what is read into a model: its state dict, or under the names of the version before.
+    """Return the tensors that are read into a model: its state dict, or under the names of the version before.
 
-    That wrote no entries for BatchNorms that were removed: it wrote the parameters and buffers as they are.
+    That version wrote no entries for removed BatchNorms: it wrote the parameters and buffers as they are.
     """
     weights = get_model_state_dict(model)
     names = _names(model, list(model.parameters()))
@@ -345,7 +345,7 @@ def _check_model(metadata: Metadata, weights: Mapping[str, Any]) -> None:
 
 
 def _buffers(weights: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Return what a model's state dict holds besides parameters."""
+    """Return the entries of a model's state dict besides parameters."""
     named = set(_names(model, list(model.parameters())))
     return {name: value for name, value in weights.items() if name not in named and not isinstance(value, DTensor)}
 
@@ -360,7 +360,7 @@ def _source(model: nn.Module) -> int:
 
 
 def _shards(params: Iterable[Tensor]) -> list[int]:
-    """Return the ranks over which parameters are sharded; without sharding, only this rank."""
+    """Return the ranks over which parameters are sharded. Without sharding, only this rank."""
     return ranks_of_shards(params) or [Topology.current().rank]
 
 
@@ -370,7 +370,7 @@ def _holder(state: dict[str, Any], shards: Sequence[int]) -> int:
 
 
 def _key(what: str, holder: int) -> str:
-    """Return the key of a state; for rank 0 it is the one that DCP's functions look for."""
+    """Return the key of a state. For rank 0 it is the one that DCP's functions look for."""
     return f"{what}-{holder}" if holder else what
 
 
@@ -405,7 +405,7 @@ def _optimizer_state(
 
 
 def _put(tree: Any, place: tuple[Any, ...], value: Any) -> None:
-    """Write into nested dicts and lists, which grow as needed; an integer in ``place`` indexes a list."""
+    """Write into nested dicts and lists, which grow as needed. An integer in ``place`` indexes a list."""
     for part, following in zip(place, (*place[1:], None), strict=True):
         empty = value if following is None else [] if isinstance(following, int) else {}
         if isinstance(tree, list):
@@ -437,7 +437,7 @@ def _writers(metadata: Metadata) -> list[int]:
 
 
 def _common(by_rank: Mapping[int, Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the parts of one rank; if there are several ranks, their parts must be equal."""
+    """Return the parts of one rank. If there are several ranks, their parts must be equal."""
     first, *others = by_rank
     holders = sorted({parts[COPY] for parts in by_rank.values()})
     if len(holders) > 1:
@@ -475,7 +475,7 @@ def _metadata(path: Path) -> Metadata:
         metadata = FileSystemReader(path).read_metadata()
         if not isinstance(metadata, Metadata):
             raise TypeError(f"it holds a {type(metadata).__name__}")
-    except Exception as error:  # pickle has no common class for what a damaged file may cause
+    except Exception as error:  # pickle has no common class for errors of a damaged file
         raise ValueError(f"{path / METADATA} is damaged ({error}); load another checkpoint.") from error
     return metadata
 

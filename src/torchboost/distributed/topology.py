@@ -17,12 +17,12 @@ from torchboost.errors import IncompatibleError
 __all__ = ["NodeGroups", "Topology", "part", "shutdown"]
 
 _LET_GO = 0.1
-"""Seconds for gloo's threads to take the interpreter's lock and drop their last tensors; they need microseconds."""
+"""Seconds for gloo's threads to take the interpreter's lock and drop their last tensors. They need microseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """Ranks and nodes of the running job; a single process has one of each.
+    """Ranks and nodes of the running job. A single process has one of each.
 
     Args:
         rank: Index of this process, from 0.
@@ -63,10 +63,10 @@ class Topology:
 
     @classmethod
     def current(cls, devices_per_node: int | None = None) -> Topology:
-        """Read the default process group; without one, describe a single process.
+        """Read the default process group, or without one describe a single process.
 
         Args:
-            devices_per_node: Ranks per node. By default the launcher's number (``LOCAL_WORLD_SIZE``); without it all
+            devices_per_node: Ranks per node. By default the launcher's number (``LOCAL_WORLD_SIZE``). Without it all
                 ranks are assumed to be on one node.
         """
         if not (dist.is_available() and dist.is_initialized()):
@@ -90,7 +90,7 @@ class NodeGroups:
 
     @classmethod
     def of(cls, topology: Topology) -> NodeGroups:
-        """Create both groups; all ranks of the job must call this at the same point.
+        """Create both groups. All ranks of the job must call this at the same point.
 
         Args:
             topology: Of this rank.
@@ -120,7 +120,7 @@ def shutdown() -> None:
     the lock, and the process hangs. This function waits for these threads.
 
     Call it on all ranks at the normal end of a script. After an error on one rank let the process exit, so that the
-    launcher ends the others; here they would wait until the timeout of the group. Without a process group this
+    launcher ends the others. Here they would wait until the timeout of the group. Without a process group this
     function does nothing.
 
     Cost: a barrier, a garbage collection and 0.1 s.
@@ -134,7 +134,7 @@ def shutdown() -> None:
 
 
 def part(gloo: Any, patience: float) -> None:
-    """Wait until all ranks of a ``ProcessGroupGloo`` are done with it; call this before it is dropped.
+    """Wait until all ranks of a ``ProcessGroupGloo`` are done with it. Call this before it is dropped.
 
     Args:
         gloo: The group.

@@ -47,7 +47,7 @@ def prepare(
 
     ``save_state`` and ``load_state`` then carry the state of the boosted training as well, so a resumed run continues
     exactly. Weights are saved for the original architecture. Gradient accumulation, clipping, loss scaling and mixed
-    precision stay those of the accelerator.
+    precision remain the accelerator's.
 
     If the accelerator shards the model with FSDP2, its modules are changed before and the algorithms are attached
     after.
@@ -57,13 +57,13 @@ def prepare(
             (``FullyShardedDataParallelPlugin(fsdp_version=2)`` with the state dict type ``SHARDED_STATE_DICT``).
         model: The bare model, changed in place. It is moved to the device of the accelerator first.
         optimizer: Its optimizer.
-        *others: What else the accelerator prepares: data loaders, schedulers.
-        level: ``"O0"``, ``"O1"`` or ``"O2"``; see :func:`torchboost.boost`.
+        *others: Further objects that the accelerator prepares: data loaders, schedulers.
+        level: ``"O0"``, ``"O1"`` or ``"O2"``. See :func:`torchboost.boost`.
         total_steps: Number of updates in the whole run, not of batches.
         config: See :func:`torchboost.boost`. If it has a recipe, build the schedule afterwards, on
             ``boosted.optimizer``, for ``boosted.steps`` updates, and prepare it then.
         calibrate: See :func:`torchboost.boost`.
-        verify: Whether the speed levers are compared with a plain step; see :func:`torchboost.boost`.
+        verify: Whether the speed levers are compared with a plain step. See :func:`torchboost.boost`.
 
     Returns:
         The prepared model, the prepared optimizer, the prepared ``others`` in their order, and the

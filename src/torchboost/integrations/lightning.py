@@ -29,29 +29,29 @@ class Boost(Callback):
     """Boosts the network of a ``LightningModule`` in ``fit``.
 
     The network is changed in ``setup``, before Lightning restores a checkpoint and wraps it, and the algorithms are
-    attached in ``on_fit_start``. The number of updates comes from the trainer. What was attached is removed when
-    ``fit`` ends, also by an error. Checkpoints hold the weights of the original architecture, which
-    ``load_from_checkpoint`` loads without this callback, and its state, from which a resumed run continues exactly.
+    attached in ``on_fit_start``. The number of updates comes from the trainer. The attachments are removed when ``fit``
+    ends, also by an error. Checkpoints hold the weights of the original architecture, which ``load_from_checkpoint``
+    loads without this callback, and its state, from which a resumed run continues exactly.
 
-    Gradient accumulation, clipping, loss scaling and mixed precision stay those of the trainer.
+    Gradient accumulation, clipping, loss scaling and mixed precision remain the trainer's.
 
     Args:
-        level: ``"O0"``, ``"O1"`` or ``"O2"``; see :func:`torchboost.boost`.
+        level: ``"O0"``, ``"O1"`` or ``"O2"``. See :func:`torchboost.boost`.
         module: Name of the network in the ``LightningModule``, such as ``"net"`` if ``training_step`` calls
             ``self.net(x)``. If it is None, the only child that has parameters.
-        config: Settings that override the level; see :func:`torchboost.boost`.
-        calibrate: How long the trial of the speed levers may take; see :func:`torchboost.boost`.
-        verify: Whether the speed levers are compared with a plain step; see :func:`torchboost.boost`.
+        config: Settings that override the level. See :func:`torchboost.boost`.
+        calibrate: How long the trial of the speed levers may take. See :func:`torchboost.boost`.
+        verify: Whether the speed levers are compared with a plain step. See :func:`torchboost.boost`.
 
     Attributes:
-        boosted: The boosted pair of the last ``fit``; None before.
+        boosted: The boosted pair of the last ``fit``. None before.
 
     Raises:
         ValueError: ``calibrate`` is not valid.
         ConfigError: ``level`` or ``config`` is not valid.
         IncompatibleError: ``config`` has a recipe that builds an optimizer or shortens the run: Lightning owns both.
-            In ``fit``: a recipe scales rates, and ``configure_optimizers`` returned a schedule; no single network or
-            optimizer; or a strategy other than one device, DDP and FSDP2. Nothing is changed.
+            In ``fit``: a recipe scales rates and ``configure_optimizers`` returned a schedule, there is no single
+            network or optimizer, or the strategy is other than one device, DDP and FSDP2. Nothing is changed.
 
     Example:
         >>> from torchboost.integrations.lightning import Boost
@@ -80,7 +80,7 @@ class Boost(Callback):
 
     @property
     def plan(self) -> Plan | None:
-        """What runs, and what was left out with the reason; None before ``fit``."""
+        """The active algorithms, and the omitted ones with the reason. None before ``fit``."""
         return None if self.boosted is None else self.boosted.plan
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -123,7 +123,7 @@ class Boost(Callback):
         _LOG.info("%s\n%s", self.level, self.boosted.explain())
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Load the state of the checkpoint, after that of the optimizer."""
+        """Load the state of the checkpoint, after the optimizer's."""
         if self._loaded is not None and self.boosted is not None:
             self.boosted.load_state_dict(self._loaded)
         elif trainer.ckpt_path is not None and self.boosted is not None:
@@ -133,7 +133,7 @@ class Boost(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Tell the trainer's loggers once what the trial chose and gained."""
+        """Log the choice and the gain of the trial once, with the trainer's loggers."""
         choice = None if self.boosted is None else self.boosted.choice
         if self._logged or choice is None:
             return
@@ -142,15 +142,15 @@ class Boost(Callback):
             logger.log_metrics(choice.figures(), step=trainer.global_step)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Remove what was attached."""
+        """Remove the attachments."""
         self._remove()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Remove what was attached."""
+        """Remove the attachments."""
         self._remove()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs."""
+        """Return the state for a checkpoint."""
         return {} if self.boosted is None else self.boosted.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -210,7 +210,7 @@ class Boost(Callback):
 
 
 def _check_recipe(recipe: RecipeSection) -> None:
-    """Refuse what Lightning decides before a callback can."""
+    """Refuse settings that Lightning decides before a callback can."""
     if recipe.optimizer is not None:
         raise IncompatibleError(
             f"found recipe.optimizer={recipe.optimizer!r}, but Lightning makes the optimizer; return it from "
@@ -228,13 +228,13 @@ def _sharded(trainer: Trainer) -> bool:
 
 
 def _length(trainer: Trainer) -> int | None:
-    """Return the number of updates of the run; None if it has no end that is known."""
+    """Return the number of updates of the run, or None if it has no known end."""
     total = trainer.estimated_stepping_batches
     return int(total) if total not in (-1, float("inf")) else None
 
 
 def _length_before_data(trainer: Trainer) -> int | None:
-    """Return the same before the LightningModule is set up, which may make its data; None if there are none yet."""
+    """Return the same before the LightningModule is set up, which may make its data. None if there are none yet."""
     try:
         return _length(trainer)
     except Exception:

@@ -35,24 +35,24 @@ class BoostMixin(_Base):
 
     The pair of model and optimizer is boosted in each call of ``train``, after the trainer has made the optimizer and
     before it wraps the model. The number of updates comes from the trainer. If ``boost_config`` has a recipe, the
-    optimizer is built from that of the trainer, its rates are scaled, and ``recipe.length`` of the updates are trained,
-    with the trainer's schedule fitted to them. What was attached is removed when ``train``
-    ends, also by an error. Weights are saved for the original architecture, so ``from_pretrained`` loads them without
-    this package. Each checkpoint has an additional file ``torchboost.pt``, from which a resumed run continues exactly.
+    optimizer is built from the trainer's, its rates are scaled, and ``recipe.length`` of the updates are trained, with
+    the trainer's schedule fitted to them. The attachments are removed when ``train`` ends, also by an error. Weights
+    are saved for the original architecture, so ``from_pretrained`` loads them without this package. Each checkpoint has
+    an additional file ``torchboost.pt``, from which a resumed run continues exactly.
 
-    Gradient accumulation, clipping, loss scaling and mixed precision stay those of ``TrainingArguments``. If it sets
+    Gradient accumulation, clipping, loss scaling and mixed precision remain as in ``TrainingArguments``. If it sets
     ``bf16`` or ``fp16``, the level leaves autocast to it.
 
     Args:
-        boost: ``"O0"``, ``"O1"`` or ``"O2"``; see :func:`torchboost.boost`.
-        boost_config: Settings that override the level; ``config`` of :func:`torchboost.boost`.
-        calibrate: How long the trial of the speed levers may take; see :func:`torchboost.boost`.
-        verify: Whether the speed levers are compared with a plain step; see :func:`torchboost.boost`.
+        boost: ``"O0"``, ``"O1"`` or ``"O2"``. See :func:`torchboost.boost`.
+        boost_config: Settings that override the level. See ``config`` of :func:`torchboost.boost`.
+        calibrate: How long the trial of the speed levers may take. See :func:`torchboost.boost`.
+        verify: Whether the speed levers are compared with a plain step. See :func:`torchboost.boost`.
 
-    All other arguments are those of the trainer.
+    All other arguments are the trainer's.
 
     Attributes:
-        boosted: The boosted pair of the last call of ``train``; None before the first one.
+        boosted: The boosted pair of the last call of ``train``. None before the first one.
 
     Raises:
         ValueError: ``calibrate`` is not valid.
@@ -85,7 +85,7 @@ class BoostMixin(_Base):
 
     @property
     def plan(self) -> Plan | None:
-        """What runs, and what was left out with the reason; None before ``train``."""
+        """The active algorithms, and the omitted ones with the reason. None before ``train``."""
         return None if self.boosted is None else self.boosted.plan
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -118,7 +118,7 @@ class BoostMixin(_Base):
         loss = super().training_step(*args, **kwargs)
         if not self._logged and self.boosted is not None and self.boosted.choice is not None:
             self._logged = True
-            # An entry of this step. The log of a subclass may also end its averages, as those of trl do.
+            # An entry of this step. The log of a subclass may also end its averages, as in trl.
             Trainer.log(self, self.boosted.choice.figures())
         return loss
 
@@ -160,12 +160,12 @@ class BoostMixin(_Base):
                     "DistributedDataParallel, or use torchboost.prepare with fully_shard in a loop of your own."
                 )
 
-    # What the trainer saves and loads
+    # The state that the trainer saves and loads
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Load the weights of a checkpoint; before the pair is boosted, remember to.
+        """Load the weights of a checkpoint. If the pair is not boosted yet, remember to.
 
-        A level looks at the weights that a run starts from. Those of the checkpoint come after that.
+        A level looks at the weights that a run starts from. The weights of the checkpoint come after that.
         """
         if self._stage == "plain":
             self._awaited = resume_from_checkpoint
@@ -191,7 +191,7 @@ class BoostMixin(_Base):
 
 
 class BoostTrainer(BoostMixin, Trainer):
-    """``transformers.Trainer`` that boosts its training; see :class:`BoostMixin`.
+    """``transformers.Trainer`` that boosts its training. See :class:`BoostMixin`.
 
     Example:
         >>> from torchboost.integrations.transformers import BoostTrainer
@@ -209,10 +209,10 @@ def boost(
     calibrate: Calibrate = "auto",
     verify: bool = True,
 ) -> AnyTrainer:
-    """Return a trainer that does what the given one does, and boosts its training. Use it in place of the given one.
+    """Return a trainer that does the same as the given one, and boosts its training. Use it instead of the given one.
 
     Args:
-        trainer: Any ``transformers.Trainer``, such as an ``SFTTrainer``, before ``train``. It is not changed; both
+        trainer: Any ``transformers.Trainer``, such as an ``SFTTrainer``, before ``train``. It is not changed. Both
             share model, arguments, data and callbacks.
         level: See :class:`BoostMixin`.
         config: See :class:`BoostMixin`.

@@ -46,12 +46,12 @@ class SavedRecord(Record):
         return partial.replace(path)
 
     def text(self) -> str:
-        """Return what :meth:`save` writes."""
+        """Return the text that :meth:`save` writes."""
         return self.model_dump_json(indent=1)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read what :meth:`save` wrote. Raise ``pydantic.ValidationError`` for another format or encoding."""
+        """Read the text of :meth:`save`. Raise ``pydantic.ValidationError`` for another format or encoding."""
         return cls.model_validate_json(Path(path).read_bytes())
 
 
@@ -96,7 +96,7 @@ class AlgorithmRow(Record):
 
 
 class DroppedRow(Record):
-    """A requested algorithm that was left out, with the reason."""
+    """A requested algorithm that was dropped, with the reason."""
 
     name: str
     reason: str
@@ -106,7 +106,7 @@ class Curve(Record):
     """One training run, with one point per evaluation. All lists have the same length.
 
     ``seconds`` is the training time without evaluation. Set-up, such as compilation, is in ``setup_seconds``.
-    ``peak_bytes`` is how far the memory rose in the whole run; None if the system does not tell.
+    ``peak_bytes`` is how far the memory rose in the whole run. None if the system does not tell.
     """
 
     seed: int
@@ -119,7 +119,7 @@ class Curve(Record):
 
     @property
     def final(self) -> float:
-        """The last metric; NaN without one or if the last loss is NaN, because NaN logits have an accuracy too."""
+        """The last metric. NaN without one or if the last loss is NaN, because NaN logits have an accuracy too."""
         sound = all(math.isfinite(loss) for loss in self.train_loss[-1:])
         return self.metric[-1] if self.metric and sound else math.nan
 
@@ -127,7 +127,7 @@ class Curve(Record):
 class Ratio(Record):
     """Paired ratio ``baseline time / contestant time`` with a bootstrap interval.
 
-    ``detectable`` is the smallest gain that these pairs would have shown in four of five repetitions (0.03 is 3 %);
+    ``detectable`` is the smallest gain that these pairs would have shown in four of five repetitions (0.03 is 3 %).
     None if there are too few pairs.
     """
 
@@ -138,7 +138,7 @@ class Ratio(Record):
 
 
 class Quality(Record):
-    """Whether the accuracy was kept: the final metric against a baseline's, paired by seed; higher is better.
+    """Whether the accuracy was kept: the final metric against a baseline's, paired by seed. Higher is better.
 
     ``difference`` is contestant minus baseline in units of the metric, with the sign changed if lower is better. Each
     bound is one-sided at its confidence. ``passed`` means that the lower bound is above ``-margin``. ``detectable`` is

@@ -1,4 +1,4 @@
-"""What this machine does: the speed of its products and the peak memory of a piece of work."""
+"""Measure this machine: the speed of its products and the peak memory of a piece of work."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class Products:
     """The speed of one kind of product, forward and backward together, in both precisions.
 
     Attributes:
-        kind: What was multiplied.
-        size: The size of the operands, in words; empty if nothing was measured.
+        kind: The kind of product.
+        size: The size of the operands, in words. Empty if nothing was measured.
         ratio: How many times as fast bfloat16 is as float32: the median over the pairs, or the ratio of the fastest
             times if that is less. On a machine that other programs use, one of the two alone is too high more often.
             None if a product raised an error.
@@ -63,7 +63,7 @@ class Products:
         pairs: Number of timed pairs.
         seconds: Time that the measurement took.
         in_time: Whether it ended within its time limit. If it did not, other programs use the machine, or it is slow.
-        fault: First line of the error that a product raised; empty if there was none.
+        fault: First line of the error that a product raised. Empty if there was none.
     """
 
     kind: Kind
@@ -87,7 +87,7 @@ class Products:
         return self.ratio is not None and self.is_judged and self.ratio >= PAYS
 
     def __str__(self) -> str:
-        """Say in one clause what was measured."""
+        """Return the measurement in one clause."""
         if self.ratio is None:
             return f"a bfloat16 {self.kind} does not run here: {self.fault}"
         if not self.is_judged:
@@ -255,10 +255,11 @@ def _convolutions(device: torch.device) -> list[Rung]:
 
 
 class PeakMemory:
-    """Measures how far the memory of a ``with`` block rises above what was held before it.
+    """Measures how far the memory of a ``with`` block rises above the memory held before it.
 
-    On CUDA and XPU that is what torch allocates on the device. On CPUs under Linux it is the resident memory of the
-    whole process, libraries and threads included, whose record of the peak is reset. Elsewhere ``bytes`` is None.
+    On CUDA and XPU it is the memory that torch allocates on the device. On CPUs under Linux it is the resident memory
+    of the whole process, libraries and threads included, whose record of the peak is reset. ``bytes`` is None
+    elsewhere.
 
     Cost: a garbage collection.
 

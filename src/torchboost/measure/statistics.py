@@ -32,7 +32,7 @@ __all__ = [
 
 POWER = 0.8
 CONFIDENCE = 0.95
-"""Of all intervals but those of :func:`exact_median` and of the tests, whose callers choose."""
+"""Of all intervals except in :func:`exact_median` and the tests, whose callers choose."""
 RESAMPLES = 2000
 LEAST_SPREAD = 1 / 3
 """Share of the margin that the spread counts as at least: a few equal differences do not show that all are equal."""
@@ -51,7 +51,7 @@ State = Literal["open", "passed", "failed", "futile", "exhausted"]
 
 
 def mean_of(values: Iterable[float]) -> float:
-    """Return the mean of one or more values; NaN if their sum is too large for a number, or if infinities cancel."""
+    """Return the mean of one or more values, or NaN if their sum is too large for a number, or if infinities cancel."""
     try:
         return fmean(list(values))
     except (OverflowError, ValueError):
@@ -128,7 +128,7 @@ def paired_ratio(baseline: Sequence[float], contestant: Sequence[float]) -> Inte
 def unpaired_ratio(baseline: Sequence[float], contestant: Sequence[float]) -> Interval:
     """Return the ratio of the medians of times that were not measured in turns. Above 1 the contestant is faster.
 
-    Each side is resampled by itself. What changed between the two measurements, such as the load of the machine, is
+    Each side is resampled by itself. A change between the two measurements, such as in the load of the machine, is
     part of the ratio and not of the interval. If they were measured in turns, use :func:`paired_ratio`.
 
     Raises:
@@ -144,7 +144,7 @@ def unpaired_ratio(baseline: Sequence[float], contestant: Sequence[float]) -> In
 
 
 def detectable_ratio(baseline: Sequence[float], contestant: Sequence[float]) -> float:
-    """Return the smallest gain that these rounds would have shown in four of five repetitions; 0.03 is 3 %.
+    """Return the smallest gain that these rounds would have shown in four of five repetitions, 0.03 for 3 %.
 
     It is ``exp((z_confidence + z_power) * s) - 1`` with ``s`` the bootstrap standard error of the median
     log-ratio. A result of "no difference" does not exclude smaller differences. Infinite for fewer than three rounds.
@@ -160,7 +160,7 @@ def detectable_ratio(baseline: Sequence[float], contestant: Sequence[float]) -> 
 def paired_difference(baseline: Sequence[float], candidate: Sequence[float]) -> Interval:
     """Return the mean of ``candidate[i] - baseline[i]`` with a one-sided Student bound on each side.
 
-    Each bound alone holds with 95 %, as a non-inferiority test requires; both together hold with 90 %. Student's
+    Each bound alone holds with 95 %, as a non-inferiority test requires. Both together hold with 90 %. Student's
     interval is used because there are three to ten seeds, for which a bootstrap interval is far too narrow.
 
     Raises:
@@ -190,7 +190,7 @@ def t_quantile(probability: float, freedom: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """What is known after some pairs.
+    """The result of a test after some pairs.
 
     Args:
         state: ``"passed"``: the mean difference is above minus the margin. ``"failed"``: it is below. ``"futile"``:
@@ -258,7 +258,7 @@ class SequentialTest:
 
     @property
     def limits(self) -> tuple[float, ...]:
-        """Those of Student's statistic at each look."""
+        """Critical values of Student's statistic at each look."""
         rest = (1 - PLANNED_SHARE) * self.error
         if self.planned is None or not self.least <= self.planned < self.most or rest < LEAST_ERROR:
             return critical_values(self.least, self.most, self.error)
@@ -273,7 +273,7 @@ class SequentialTest:
         finite, as of a run that diverged, fails the test.
 
         Args:
-            differences: Higher is better; those after the first ``most`` are ignored.
+            differences: Higher is better. Differences after the first ``most`` are ignored.
         """
         values = list(differences)[: self.most]
         for count in range(self.least, len(values)):
@@ -378,7 +378,7 @@ class AnytimeTest:
 
     @property
     def evidence(self) -> float:
-        """The ratio of likelihoods; 0 if the values are not above 0 on average, or too large to be squared."""
+        """The ratio of likelihoods. 0 if the values are not above 0 on average, or too large to be squared."""
         n, whole = self.count, (self.count + 1) * self.squares
         if n < 2 or not self.total > 0 or not 0 < whole < math.inf:
             return 0.0
@@ -393,11 +393,11 @@ class ChangeTest:
 
     A single test adds up everything, so values from before a change hide it. Here a further :class:`AnytimeTest` begins
     after every 25 values, and at most 16 run at a time. When there are as many, every second one ends, and new ones
-    begin half as often; so the latest one began within the last eighth of the values. The k-th gets ``error / (k * (k +
+    begin half as often, so the latest one began within the last eighth of the values. The k-th gets ``error / (k * (k +
     1))``. These add up to ``error``, so the probability that any of them ever gives a false alarm is at most ``error``.
 
     Args:
-        error: Of all tests together; between 0 and 1.
+        error: Of all tests together, between 0 and 1.
 
     Raises:
         ValueError: ``error`` is out of range.
@@ -433,7 +433,7 @@ class ChangeTest:
 
     @property
     def evidence(self) -> float:
-        """That of the leading test, by its share of the error; ``1 / error`` is an alarm."""
+        """The evidence of the leading test, by its share of the error. ``1 / error`` is an alarm."""
         return self.leading.evidence * (self.leading.error / self.error)
 
 

@@ -154,10 +154,10 @@ def compare(
     ignores. The garbage collector is off during the timing.
 
     Args:
-        contestants: Name -> one step of it; called many times.
+        contestants: Name -> one step of it, called many times.
         baselines: Names that the others are compared with.
-        timed: Name -> what is called once the contestant is warm, such as a step on batches that it has not seen; by
-            default the same.
+        timed: Name -> the callable to time once the contestant is warm, such as a step on batches that it has not seen.
+            By default the same.
         pairs: Number of rounds.
         calls: Calls per sample. Use a whole cycle if steps differ, and several calls for very short steps.
         warmup: The rule by which a contestant counts as warm.
@@ -296,7 +296,7 @@ def collector_off() -> Iterator[None]:
 
 @contextmanager
 def interrupts_kept() -> Iterator[None]:
-    """Repeat a Ctrl-C that came in a callback of the garbage collector, where Python prints it and continues.
+    """Repeat a Ctrl-C that came in a callback of the garbage collector. There Python prints it and continues.
 
     One that comes at any moment of ``gc.collect()`` is raised in the next callback of a weak reference.
     """

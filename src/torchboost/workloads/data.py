@@ -46,10 +46,10 @@ EXTRA = "from the folder of the project: pip install '.[workloads]'"
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _Data:
-    """What all data sets can do.
+    """The base class of all data sets.
 
     Args:
-        validation: The same with samples for tests that were held out from training, see :meth:`held_out`.
+        validation: The same with samples for tests that were held out from training. See :meth:`held_out`.
     """
 
     validation: Self | None = None
@@ -120,7 +120,7 @@ class Labelled(_Data):
             yield self._prepared(inputs), labels
 
     def limited(self, count: int | None) -> Self:
-        """Return the same data with only the first ``count`` training samples; all of them for None."""
+        """Return the same data with only the first ``count`` training samples, or with all of them for None."""
         return replace(self, train_inputs=self.train_inputs[:count], train_labels=self.train_labels[:count])
 
     def _split(self) -> Self:
@@ -130,7 +130,7 @@ class Labelled(_Data):
         return replace(self.limited(border), validation=validation)
 
     def _prepared(self, inputs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Return what the model gets, augmented if there is a generator."""
+        """Return the inputs of the model, augmented if there is a generator."""
         return inputs
 
 
@@ -180,7 +180,7 @@ class Documents(Labelled):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Text(_Data):
-    """Characters or word pieces as numbers. A sample is a window; its target is the window shifted by one token.
+    """Characters or word pieces as numbers. A sample is a window, and its target is the window shifted by one token.
 
     Args:
         train_tokens: int64, shape (N,).
@@ -213,11 +213,11 @@ class Text(_Data):
             yield self._windows(self.test_tokens, some)
 
     def limited(self, count: int | None) -> Self:
-        """Return the same data with a training text of ``count`` windows; all of it for None."""
+        """Return the same data with a training text of ``count`` windows, or with all of it for None."""
         return self if count is None else replace(self, train_tokens=self.train_tokens[: count * self.context + 1])
 
     def _split(self) -> Self:
-        """Hold out at least one window, and leave at least one."""
+        """Hold out at least one window, and keep at least one."""
         tokens, window = self.train_tokens, self.context + 1
         if len(tokens) < 2 * window:
             raise ValueError(f"found a training text of {len(tokens)} tokens; {2 * window} are needed, two windows.")
@@ -246,7 +246,7 @@ def augment(images: Tensor, generator: torch.Generator, *, shift: int, flip: boo
     Works on whole batches of bytes. Takes well under a millisecond for 64 images of 32 x 32.
 
     Args:
-        images: Shape (N, C, H, W), any dtype; not changed.
+        images: Shape (N, C, H, W), any dtype. Not changed.
         generator: A generator on the CPU, so that the numbers do not depend on the device of the images.
         shift: Pixels. The border is padded with zeros.
         flip: Whether to mirror left to right.
@@ -271,7 +271,7 @@ def digits(size: int = 16) -> Images:
     ``size // 8`` pixels.
 
     Args:
-        size: Height and width; a multiple of 8.
+        size: Height and width, a multiple of 8.
 
     Raises:
         ValueError: ``size`` is not a multiple of 8.
@@ -300,10 +300,10 @@ def digits(size: int = 16) -> Images:
 
 
 def cifar10(path: str | Path | None = None, *, train_limit: int | None = None) -> Images:
-    """Load CIFAR-10: 50,000 training and 10,000 test images of 32 x 32. Or load images of your own in its place.
+    """Load CIFAR-10: 50,000 training and 10,000 test images of 32 x 32. Or load images of your own instead.
 
     Args:
-        path: Folder with ``train.parquet`` and ``test.parquet``, or one of these files; columns ``img`` (JPEG
+        path: Folder with ``train.parquet`` and ``test.parquet``, or one of these files, with columns ``img`` (JPEG
             or PNG bytes, or a dict with ``bytes``) and ``label``. Or a folder with the binary version or the
             classes that :func:`~torchboost.workloads.images.find_split` reads. None fetches it from the Hugging Face
             Hub.
@@ -344,7 +344,7 @@ def text(path: str | Path | None = None, *, context: int = 128) -> Text:
 
     Args:
         path: A UTF-8 text file. None takes the language reference that ships with Python as
-            ``pydoc_data.topics``, about 700,000 characters of English; it differs between Python versions.
+            ``pydoc_data.topics``, about 700,000 characters of English. It differs between Python versions.
         context: Characters per sample.
 
     Raises:
@@ -376,7 +376,7 @@ def as_text(train: Sequence[int], test: Sequence[int], characters: Sequence[str]
         test: Numbers of the test text.
         characters: See :class:`Text`.
         context: Tokens per sample.
-        unit: What the numbers stand for, in the plural.
+        unit: The meaning of the numbers, in the plural.
 
     Raises:
         ValueError: The text is too short for one window in each part.
@@ -394,7 +394,7 @@ def _generator(seed: int, epoch: int) -> torch.Generator:
 
 
 def _border(samples: int) -> int:
-    """Return how many of the samples stay for training if the last tenth is held out, at least one."""
+    """Return how many of the samples remain for training if the last tenth is held out, at least one."""
     if samples < 2:
         raise ValueError(f"found {samples} training samples; at least 2 are needed, one of them for validation.")
     return samples * (HELD_OUT - 1) // HELD_OUT

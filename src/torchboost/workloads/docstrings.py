@@ -38,7 +38,7 @@ Words = Sequence[str]
 def docstrings(*, width: int = 128, vocabulary: int = 8_000) -> Documents:
     """Read docstrings of installed packages, with the package as the label. Nothing is downloaded or imported.
 
-    A text is what a docstring says before its first section or example, as lower-case words and punctuation marks. The
+    A text is a docstring up to its first section or example, as lower-case words and punctuation marks. The
     names of the packages are masked. The texts for tests are drawn at random, so they are from the same files as the
     others. About 70 % of the positions are padding.
 

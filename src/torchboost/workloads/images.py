@@ -13,7 +13,7 @@ from torch import Tensor
 __all__ = ["Split", "find_split", "pixels_of"]
 
 Split = tuple[Tensor, Tensor, tuple[str, ...]]
-"""Images of shape (N, 3, 32, 32) in uint8, their labels, and the names of the classes; none for CIFAR-10."""
+"""Images of shape (N, 3, 32, 32) in uint8, their labels, and the names of the classes, none for CIFAR-10."""
 
 SIDE = 32
 ROW = 1 + 3 * SIDE * SIDE
@@ -21,7 +21,7 @@ BATCHES = {"train": [f"data_batch_{number}" for number in range(1, 6)], "test": 
 FOLDERS = {"train": ("train",), "test": ("test", "val")}
 ENDINGS = {".png", ".jpg", ".jpeg"}
 FORMATS = ("PNG", "JPEG")
-"""What Pillow tries, whatever a file is called: its decoders of rare formats are the less tested ones."""
+"""The formats that Pillow tries, whatever a file is called: its decoders of rare formats are less tested."""
 LABELS = 10
 PICKLED = "cifar-10-batches-py"
 
@@ -60,8 +60,8 @@ def pixels_of(image: Any, source: Path | IO[bytes], name: str) -> Any:
 
     Args:
         image: The module ``PIL.Image``.
-        source: What Pillow opens.
-        name: What an error calls it.
+        source: The file that Pillow opens.
+        name: Its name in an error.
 
     Raises:
         ValueError: It is not a PNG or a JPEG, or its channels have more than 8 bits, which Pillow would cut off at 255.
@@ -69,7 +69,7 @@ def pixels_of(image: Any, source: Path | IO[bytes], name: str) -> Any:
     try:
         with image.open(source, formats=FORMATS) as picture:
             mode, rgb = picture.mode, picture.convert("RGB")
-    except Exception as error:  # Pillow has no common class for what a damaged file may cause
+    except Exception as error:  # Pillow has no common class for errors of a damaged file
         raise ValueError(f"{name}: found no PNG or JPEG that Pillow can read: {error}") from error
     if mode.partition(";")[0] == "I":
         raise ValueError(f"{name}: found an image of mode {mode}; needed: 8 bits per channel. Convert it first.")

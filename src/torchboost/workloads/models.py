@@ -68,7 +68,7 @@ class ResNet(nn.Module):
 
     Args:
         block: Kind of residual block.
-        layers: Blocks per stage; every stage after the first halves the resolution and doubles the width.
+        layers: Blocks per stage. Every stage after the first halves the resolution and doubles the width.
         width: Channels of the first stage, before the block's expansion.
         classes: Number of outputs.
         in_channels: Channels of the images.

@@ -71,11 +71,11 @@ class Workload:
         return LambdaLR(optimizer, functools.partial(one_cycle, total=steps))
 
     def evaluate(self, predict: Predict, data: Data) -> float:
-        """Return the metric on the test set; higher is better. ``predict`` maps inputs to outputs."""
+        """Return the metric on the test set. Higher is better. ``predict`` maps inputs to outputs."""
         return -bits_per_character(predict, data) if isinstance(data, Text) else accuracy(predict, data)
 
     def validate(self, predict: Predict, data: Data) -> float:
-        """Return the metric on what is held out from training; higher is better. Choices are made by it."""
+        """Return the metric on the samples held out from training. Higher is better. Choices are made by it."""
         validation = data.held_out().validation
         assert validation is not None
         return self.evaluate(predict, validation)
@@ -117,7 +117,7 @@ class Workload:
 
 @dataclass(eq=False)
 class Epochs:
-    """The batches of a data set with a seed; each iteration is the next epoch."""
+    """The batches of a data set with a seed. Each iteration is the next epoch."""
 
     data: Data
     batch: int

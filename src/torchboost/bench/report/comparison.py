@@ -26,10 +26,10 @@ class Compared(Record):
         name: Of the contestant.
         step_a: Its time per step in the first report.
         step_b: In the second report.
-        speed: The first time over the second, above 1 if the second report is faster; None with fewer than six samples.
-        final_a: The mean of the last metric in the first report; None if there was no training.
+        speed: The first time over the second, above 1 if the second report is faster. None with fewer than six samples.
+        final_a: The mean of the last metric in the first report. None if there was no training.
         final_b: In the second report.
-        difference: The second metric minus the first, over the seeds that both have; without bounds if they are fewer
+        difference: The second metric minus the first, over the seeds that both have. Without bounds if they are fewer
             than three, None if they have none or the metric is another one.
         seeds: How many these are.
     """
@@ -114,7 +114,7 @@ def _recorded(value: object) -> object:
 
 
 def remarks(first: BenchReport, second: BenchReport) -> list[str]:
-    """Return what a reader must know before they trust the differences."""
+    """Return the warnings that a reader needs before they trust the differences."""
     lines = []
     machine = differing(first.environment, second.environment, MACHINE)
     training = differing(first, second, TRAINING)

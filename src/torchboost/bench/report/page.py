@@ -26,7 +26,7 @@ Points = list[tuple[float, float]]
 
 COLOURS = 7
 POINTS = 240
-"""Points of a line at most; the eye sees no more."""
+"""Points of a line at most. The eye sees no more."""
 DOTS = 60
 """Points of a mean line at most that show their values under the pointer."""
 LARGEST = 1e150
@@ -59,7 +59,7 @@ class Scale:
     log: bool = False
 
     def __call__(self, value: float) -> float:
-        """Return the position of ``value``; NaN if it cannot be drawn, or if its logarithm does not exist."""
+        """Return the position of ``value``, or NaN if it cannot be drawn or has no logarithm."""
         if not _drawable(value) or (self.log and value <= 0):
             return math.nan
         low, value, high = map(math.log, (self.low, value, self.high)) if self.log else (self.low, value, self.high)
@@ -106,9 +106,9 @@ class Line(NamedTuple):
 
     Args:
         name: Of the contestant.
-        seeds: The path of each seed, as SVG; empty if there is one seed only.
+        seeds: The path of each seed, as SVG. Empty if there is only one seed.
         mean: The path of their mean.
-        end: Where that ends; None if it cannot be drawn.
+        end: The end of the mean. None if it cannot be drawn.
         dots: Points of the mean, the last one among them.
     """
 
@@ -149,7 +149,7 @@ def chart(
         target: Mark the target of the column "time to target".
 
     Returns:
-        The chart; None if the report does not have these curves.
+        The chart, or None if the report does not have these curves.
     """
     curves = _curves(report, quantity, against)
     points = [p for seeds in curves.values() for seed in seeds for p in seed if all(map(_drawable, p))]
@@ -196,7 +196,7 @@ def _short(value: float) -> str:
 
 
 def _curves(report: BenchReport, quantity: str, against: str) -> dict[str, list[Points]]:
-    """Return the points of all seeds of each contestant, and as the last line those of their mean."""
+    """Return the points of all seeds of each contestant, and as the last line the points of their mean."""
     curves: dict[str, list[Points]] = {}
     for contestant in report.contestants:
         seeds: list[Points] = []
@@ -211,7 +211,7 @@ def _curves(report: BenchReport, quantity: str, against: str) -> dict[str, list[
 
 
 def _vertical(values: Sequence[float], *, losses: bool, share: bool) -> tuple[Scale, bool]:
-    """Return the vertical scale of sorted values, and whether it leaves out the first, low ones."""
+    """Return the vertical scale of sorted values, and whether it omits the first, low ones."""
     low, high = values[0], values[-1]
     if losses and low > 0 and high / low > 20:
         return Scale(low * 0.9, high * 1.1, 100.0, 0.0, log=True), False
@@ -295,7 +295,7 @@ def bench_page(report: BenchReport) -> str:
 
 def render(template: str, **values: Any) -> str:
     """Fill in a template of this folder with the values that it names."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined  # torch requires it; only pages need it
+    from jinja2 import Environment, PackageLoader, StrictUndefined  # torch requires it, and only pages need it
 
     engine = Environment(
         loader=PackageLoader("torchboost.bench.report"),

@@ -36,7 +36,7 @@ class Table:
 def result_table(report: BenchReport) -> Table:
     """Return a row per contestant: step time, ratios, metric, difference, whole run, time to target, set-up, memory.
 
-    Columns without entries, such as the metric if there was no training, are left out.
+    Columns without entries, such as the metric if there was no training, are omitted.
     """
     share = wording.is_share(report)
 
@@ -84,7 +84,7 @@ def plain(table: Table) -> str:
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], file: TextIO | None = None) -> None:
     """Print a table as plain text.
 
-    A terminal that is too narrow gets no intervals, which stand in parentheses; the sentences below a table give them.
+    A terminal that is too narrow gets no intervals, which stand in parentheses. The sentences below a table give them.
 
     Args:
         headings: One per column.
