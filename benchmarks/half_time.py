@@ -415,7 +415,7 @@ def _said(found: list[Result], way: str = TUNED) -> str:
     return (
         f"{many} seeds that no choice has seen. Each bound of a difference in the metric holds with 95 %; intervals of "
         "times are those of the median, with 95 %. Times are processor time of whole runs, with set-up. The metric of "
-        "stock is reached if the mean difference is within the accepted drop. Texts have bits per character as "
+        "stock is reached if the mean difference is within the accepted drop. Texts have bits per character or word as "
         f"their metric, with the sign turned. {'; '.join(machines)}. All runs: `benchmarks/results/half_time-*.json`."
     )
 
