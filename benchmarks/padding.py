@@ -3,8 +3,8 @@
 Five tasks of fine-tuning and pretraining, each at three sizes, on models of transformers with random weights. Batches
 have 128 tokens, padded to this width; lengths are log-normal. Each contestant trains a copy of the model on the same
 batches, each of which is new to it, since a kernel takes longer at a new shape. The loops by hand are: batches padded
-to the longest sequence, autocast in bfloat16 and a fused optimizer; and the compiled model with the same. ``longest``
-stands for O1 on batches padded to the longest sequence.
+to the longest sequence, autocast in bfloat16 and a fused optimizer; the same in float32, since some processors are slow
+in bfloat16; and the compiled model with autocast. ``longest`` stands for O1 on batches padded to the longest sequence.
 """
 
 from __future__ import annotations
@@ -159,6 +159,7 @@ def contestants(model: nn.Module, *, compiles: bool) -> tuple[dict[str, Way], di
     """Return each contestant, and what levels have boosted."""
     ways: dict[str, Way] = {"stock": stepper(*by_hand(copy.deepcopy(model), half=False, fused=False))}
     ways["by hand"] = stepper(*by_hand(copy.deepcopy(model), half=True, fused=True), to_the_longest)
+    ways["by hand, float32"] = stepper(*by_hand(copy.deepcopy(model), half=False, fused=True), to_the_longest)
     if compiles:
         compiled, optimizer, context = by_hand(copy.deepcopy(model), half=True, fused=True)
         ways["by hand, compiled"] = stepper(torch.compile(compiled), optimizer, context)
