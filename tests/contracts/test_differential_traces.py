@@ -65,7 +65,7 @@ def strides_only(before: Any, after: Any) -> bool:
 def explained(key: str, before: Any, after: Any, on: set[str]) -> bool:
     """Whether the documentation of what is on names a change of this attribute."""
     last = key.rpartition(".")[2]
-    gate = ("__getstate__", "_compiled_call_impl", "_replicate_for_data_parallel")  # copies and pickles are without them
+    gate = ("__getstate__", "_compiled_call_impl", "_replicate_for_data_parallel")  # no copy has them
     if hooks(last) or last in gate:
         return True
     if last == "forward":
