@@ -63,6 +63,14 @@ def test_slots_name_what_a_module_holds_and_what_is_absent():
     assert model[1] is replaced
     private.parameter_slots(model[0])["bias"] = nn.Parameter(torch.ones(3))
     assert len(list(model.parameters())) == 2
+    norm = nn.BatchNorm2d(3, eps=0.5)
+    other = nn.BatchNorm2d.__new__(nn.BatchNorm2d)
+    private.share_attributes(other, norm, buffers={"running_mean": torch.ones(3)}, children={"act": nn.ReLU()})
+    assert (other.weight, other.eps) == (norm.weight, 0.5)
+    assert [name for name, _ in other.named_buffers()] == ["running_mean"]
+    assert [name for name, _ in other.named_children()] == ["act"]
+    assert norm.running_mean is not None
+    assert not norm.running_mean.any()
 
 
 def test_hooks_of_a_module_and_of_its_state_dict_are_read_and_written():

@@ -90,7 +90,7 @@ class Sandwich(nn.BatchNorm2d):
             return self.act(F.batch_norm(x, self.running_mean, self.running_var, training=self.training, eps=1e-2))
         out = super().forward(x)
         if self.kind == "function":
-            return self.act(out.tanh())
+            return self.act(out.relu())
         if self.kind == "in place":
             out.mul_(self.scale)
             return self.act(out)
@@ -133,6 +133,21 @@ def customised() -> dict[str, nn.Module]:
     norms["buffer"].register_buffer("extra", torch.zeros(1))
     nn.utils.parametrize.register_parametrization(norms["parametrized"], "weight", nn.Softplus())
     return norms
+
+
+class Clamped(nn.BatchNorm2d):
+    def forward(self, input):
+        return super().forward(input).clamp(-20, 20)  # usual values do not reach it
+
+
+class Stopping(nn.BatchNorm2d):
+    def forward(self, input):
+        return super().forward(input.detach())
+
+
+@pytest.mark.parametrize("kind", [Clamped, Stopping])
+def test_arithmetic_that_changes_no_usual_value_is_seen(kind):
+    assert norm_tail(kind(3)) is None
 
 
 def test_a_batch_norm_that_someone_extended_is_not_understood():

@@ -289,3 +289,11 @@ def test_gradients_of_attention_by_hand():
     expected = torch.autograd.grad(loss(whole), (whole, bias))
     found = torch.autograd.grad(loss(rows_of(whole, case.layout)), (whole, bias))
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("func", [torch.tanh, lambda input: torch.mul(input=input, other=0.5)])
+def test_scores_by_name_ask_for_the_padding(func: Any) -> None:
+    layout = Layout(torch.tensor([[1, 1, 0], [1, 1, 1]]))
+    queries, keys = (rows_of(torch.randn(2, HEADS, 3, WIDTH), layout) for _ in range(2))
+    with pytest.raises(MissingRows, match="by name"):
+        func(input=queries @ keys.transpose(2, 3))

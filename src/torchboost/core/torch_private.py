@@ -89,6 +89,13 @@ def conv_padding(layer: Any) -> Sequence[int]:
     return layer._reversed_padding_repeated_twice
 
 
+def share_attributes(
+    module: nn.Module, source: nn.Module, *, buffers: dict[str, Any], children: dict[str, Any]
+) -> None:
+    """Give a module made by ``__new__`` all attributes of ``source``, with other ``_buffers`` and ``_modules``."""
+    vars(module).update(vars(source) | {"_buffers": buffers, "_modules": children})
+
+
 def state_without_hooks(module: nn.Module, is_ours: Callable[[Any], bool]) -> Any:
     """Return the state in a copy or a pickle of a module, without the hooks for which ``is_ours`` is true.
 

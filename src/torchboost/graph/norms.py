@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import SyncBatchNorm
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
 from torchboost.core.torch_private import (
     PADDING,
@@ -25,6 +25,7 @@ from torchboost.core.torch_private import (
     has_gradient_hooks,
     module_hooks,
     parameter_slots,
+    share_attributes,
 )
 from torchboost.graph.flow import Dataflow, Node
 
@@ -48,9 +49,9 @@ def norm_tail(norm: nn.Module) -> tuple[str, ...] | None:
     """Name the modules inside a BatchNorm that its normalised values pass through, in order.
 
     For torch's own BatchNorm the result is ``()``. For a subclass that adds modules, such as dropout and an activation,
-    it is their names, found by running a copy in both modes on random numbers. None means that the computation is not
-    known: its ``forward`` returns something else, or runs a module twice, or the instance is customised (hooks, another
-    ``forward``, parametrizations).
+    it is their names, found by recording its ``forward`` in both modes on a tensor without data. None means that the
+    computation is not known: its ``forward`` does something else, such as running a module twice, or the instance is
+    customised (hooks, another ``forward``, parametrizations).
 
     Cost: nothing for torch's own classes, a few milliseconds for subclasses.
     """
@@ -61,11 +62,7 @@ def norm_tail(norm: nn.Module) -> tuple[str, ...] | None:
     if type(norm).forward in _STOCK_NORMS:
         return ()
     modes = (False,) if isinstance(norm, SyncBatchNorm) else (False, True)  # training one asks for ranks and devices
-    try:
-        copied = copy.deepcopy(norm).to_empty(device="cpu").float()
-    except Exception:  # attributes of the user's modules may raise anything
-        return None
-    tails = {_tail_in_a_run(copied, training) for training in modes}
+    tails = {_watched_tail(norm, training) for training in modes}
     tail = tails.pop() if len(tails) == 1 else None
     return None if tail is None or len({child_slots(norm)[name] for name in tail}) < len(tail) else tail
 
@@ -78,31 +75,71 @@ def is_customised(module: nn.Module) -> bool:
     return any(module_hooks(module)) or watched or called or set_on_it
 
 
-def _tail_in_a_run(norm: AnyBatchNorm, training: bool) -> tuple[str, ...] | None:
-    """Run a norm with random numbers. Return the children that ran, if nothing else did."""
-    called: list[str] = []
-    for name, child in norm.named_children():
-        child.register_forward_hook(lambda *_, name=name: called.append(name))
-    norm.train(training)
+def _watched_tail(norm: AnyBatchNorm, training: bool) -> tuple[str, ...] | None:
+    """Run the forward of a subclass with stand-ins for its children on an empty tensor, and record the calls."""
+    twin = norm.__new__(type(norm))  # shares the parameters, but not what the forward changes
+    buffers = {name: None if buffer is None else buffer.clone() for name, buffer in buffer_slots(norm).items()}
     for sides in (2, 1, 3, 0):
-        called.clear()
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            for tensor in (*norm.parameters(), *norm.buffers()):
-                tensor.copy_(torch.rand(tensor.shape, device="cpu") + 0.5)
-            given = torch.randn(4, norm.num_features, *[2] * sides, device="cpu")
-            mean, variance = (None if b is None else b.clone() for b in (norm.running_mean, norm.running_var))
-            draws = torch.get_rng_state()
-            try:
-                output = norm.forward(given.clone())
-            except Exception:  # another number of dimensions, or any error from the forward of a subclass
-                continue
-            tail, learns = tuple(called), training or mean is None
-            torch.set_rng_state(draws)
-            expected = F.batch_norm(given, mean, variance, norm.weight, norm.bias, learns, 0.0, norm.eps)
-            for name in tail:
-                expected = norm.get_submodule(name)(expected)
-        return tail if isinstance(output, Tensor) and torch.equal(output, expected) else None
+        source = torch.empty(2, norm.num_features, *[2] * sides, device="meta")
+        watch = _Watch(twin, source)
+        children = {name: None if child is None else _Step(name, watch) for name, child in child_slots(norm).items()}
+        share_attributes(twin, norm, buffers=buffers, children=children)
+        twin.training = training
+        try:
+            with torch.no_grad(), watch:
+                output = twin.forward(source)
+        except Exception:  # another number of dimensions, or any error from the forward of a subclass
+            continue
+        return tuple(watch.tail) if watch.normalised and output is watch.current and not watch.strange else None
     return None
+
+
+class _Watch(TorchFunctionMode):
+    """Follow one tensor: first into ``batch_norm``, which is not computed, then from child to child."""
+
+    def __init__(self, norm: AnyBatchNorm, source: Tensor) -> None:
+        super().__init__()
+        self._norm = norm
+        self.current: Tensor | None = source
+        self.normalised = False
+        self.strange = False
+        self.tail: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.batch_norm and not self.normalised and args and args[0] is self.current:
+            self.normalised = True
+            self.strange |= not _with_its_own(self._norm, args, kwargs or {})
+            self.current = torch.empty_like(args[0])
+            return self.current
+        result = func(*args, **(kwargs or {}))
+        touched = any(value is self.current for value in (*args, *(kwargs or {}).values()))
+        self.strange |= touched and (result is None or isinstance(result, Tensor))  # sizes and the like do no harm
+        return result
+
+
+def _with_its_own(norm: AnyBatchNorm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether ``batch_norm`` is called with the statistics, affine map and ``eps`` of this norm."""
+    names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+    given = {"training": False, "eps": 1e-5, **dict(zip(names, args, strict=False)), **kwargs}
+    own = all(given.get(name) is getattr(norm, name) for name in ("weight", "bias", "running_mean", "running_var"))
+    return own and given["eps"] == norm.eps and given["training"] is (norm.training or norm.running_mean is None)
+
+
+class _Step(nn.Module):
+    """Replace a child of the watched module; returns a new tensor."""
+
+    def __init__(self, name: str, watch: _Watch) -> None:
+        super().__init__()
+        self._name = name
+        self._watch = watch
+
+    def forward(self, value: Tensor) -> Tensor:
+        watch = self._watch
+        watch.strange |= value is not watch.current or not watch.normalised
+        watch.tail.append(self._name)
+        watch.current = None
+        watch.current = torch.empty_like(value)
+        return watch.current
 
 
 WEIGHTED = (AnyConv, nn.Linear)

@@ -65,7 +65,9 @@ def joined(x: Rows, sizes: Sequence[int]) -> Joined:
 
 def _inside(func: Any, *args: Any, **kwargs: Any) -> Joined:
     """Apply the function to heads that are not joined."""
-    x = next(arg for arg in args if isinstance(arg, Joined))
+    x = next((arg for arg in args if isinstance(arg, Joined)), None)
+    if x is None:
+        raise MissingRows("it has the heads by name")
     inner = {name: x.apart(value) for name, value in kwargs.items()}
     return _again(type(x.with_heads).answers[func](func, *map(x.apart, args), **inner), x)
 

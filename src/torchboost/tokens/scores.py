@@ -170,7 +170,9 @@ def _sides(one: Any, two: Any) -> tuple[Scores, Any]:
 
 def _alone(func: Any, *args: Any, **kwargs: Any) -> Scores:
     """Each score by itself, before the masks."""
-    x: Scores = next(arg for arg in args if isinstance(arg, Scores))
+    x = next((arg for arg in args if isinstance(arg, Scores)), None)
+    if x is None:
+        raise MissingRows("it has the scores by name")
     others = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor) and arg is not x]
     if x.steps is None or x.steps.masks or any(isinstance(arg, Rows) or arg.ndim for arg in others):
         raise MissingRows("it changes masked scores, or combines them")

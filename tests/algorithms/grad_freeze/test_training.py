@@ -434,6 +434,7 @@ def test_bad_settings() -> None:
         ({"total_steps": 10**400}, "more than 2"),
         ({"norms": "freeze"}, "norms='freeze'"),
         ({"prefixes": 1}, "prefixes=1: pass 2 or more"),
+        ({"cache_mebibytes": None}, "cache_mebibytes=None: pass 0 or more"),
         ({"agree_within": -1.0}, "agree_within=-1.0: pass seconds"),
         ({"frozen": 2}, "only 'fixed' reads it"),
         ({"pattern": "fixed", "frozen": 10}, "less than the number of groups, 10"),

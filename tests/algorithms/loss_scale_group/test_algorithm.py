@@ -315,12 +315,15 @@ def test_bad_groups():
         ([3], TypeError, "found 3; give names of modules"),
         ([nn.Conv3d], TypeError, "give names of modules"),
         (["layer9"], ValueError, r"no module of the model is 'layer9'.*named_modules"),
-        (["0", "0"], IncompatibleError, "'0.weight' is shared by '0' and '0', of different groups"),
+        (["0", "0"], ValueError, "'0' is in group 1 and, itself or a part of it, in group 2"),
     ]
     for groups, error, text in bad:
         with pytest.raises(error, match=text):
             GroupGradScaler(model, groups)
         assert not any(m._forward_hooks for m in model.modules())
+    rule: Any = {"window": 2}
+    with pytest.raises(TypeError, match=r"rule: found dict; give a torchboost.ScaleRule\(\.\.\.\)"):
+        GroupGradScaler(model, ["0", "2"], rule=rule)
 
 
 def test_bad_settings_of_the_algorithm():

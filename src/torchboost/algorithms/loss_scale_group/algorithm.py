@@ -225,6 +225,8 @@ class GroupGradScaler(GroupScaler):
         agree: bool = True,
     ) -> None:
         check_module(model)
+        if not isinstance(rule, ScaleRule):
+            raise TypeError(f"rule: found {type(rule).__name__}; give a torchboost.ScaleRule(...).")
         modules = _resolved(model, groups)
         self._resumed = False
         scales = checked_scales(init_scale, len(modules), rule)
@@ -407,6 +409,15 @@ def _resolved(model: nn.Module, groups: Any) -> list[Modules]:
     if isinstance(groups, int):
         return _automatic(model, network, groups)
     resolved = [_outermost(pair for pick in _picks(entry) for pair in _matches(network, pick)) for entry in groups]
+    owner: dict[nn.Module, int] = {}
+    for index, group in enumerate(resolved, start=1):
+        for name, module in group.items():
+            for inner in module.modules():
+                if owner.setdefault(inner, index) != index:
+                    raise ValueError(
+                        f"groups: the module '{name}' is in group {owner[inner]} and, itself or a part of it, in "
+                        f"group {index}; name it once."
+                    )
     for param_name, users in _shared(network, resolved).items():
         raise IncompatibleError(
             f"loss_scale_group: the parameter '{param_name}' is shared by {' and '.join(users)}, of different groups, "
