@@ -412,10 +412,13 @@ def _said(found: list[Result], way: str = TUNED) -> str:
     seeds = sorted({len(_fresh(result, way)) for result in found})
     many = " to ".join(str(count) for count in dict.fromkeys((seeds[0], seeds[-1]))) if seeds else "0"
     machines = sorted({machine(Environment(**result["environment"])) for result in found})
+    timed = (
+        "Intervals of times are those of the median, with 95 %. Times are processor time of whole runs, with set-up. "
+        "The metric of stock is reached if the mean difference is within the accepted drop. "
+    )
     return (
-        f"{many} seeds that no choice has seen. Each bound of a difference in the metric holds with 95 %; intervals of "
-        "times are those of the median, with 95 %. Times are processor time of whole runs, with set-up. The metric of "
-        "stock is reached if the mean difference is within the accepted drop. Texts have bits per character or word as "
+        f"{many} seeds that no choice has seen. Each bound of a difference in the metric holds with 95 %. "
+        f"{'' if way == LEVEL else timed}Texts have bits per character or word as "
         f"their metric, with the sign turned. {'; '.join(machines)}. All runs: `benchmarks/results/half_time-*.json`."
     )
 

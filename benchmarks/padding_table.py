@@ -35,6 +35,11 @@ class Measured:
         return {one.name: one.samples for one in self.report.contestants}
 
     @property
+    def machine(self) -> str:
+        environment = self.report.environment
+        return f"{environment.processor}, {environment.threads} threads"
+
+    @property
     def best(self) -> str:
         return self.best_of(BY_HAND)
 
@@ -89,8 +94,9 @@ def summary(results: Path) -> tuple[Table, str]:
     ]
     padded = [one for one in every if one.is_padded]
     stock, best = ([one.ratio(O1, one.best if hand else STOCK).mid for one in padded] for hand in (False, True))
+    elsewhere = "; ".join(sorted({one.machine for one in every if MIDDLE not in one.report.title}))
     said = (
-        "Over three sizes of the padded tasks, small and large ones on two cores of an AMD EPYC, O1 was "
+        f"Over three sizes of the padded tasks (small and large: {elsewhere}) O1 was "
         f"{min(stock):.1f} to {max(stock):.1f} times as fast as stock, and "
         f"{min(best):.2f} to {max(best):.2f} times as fast as the best loop by hand."
     )
@@ -105,8 +111,7 @@ def against_best(results: Path) -> str:
 
 
 def _conditions(results: Path) -> str:
-    found = [one.report.environment for one in measured(results)]
-    machines = sorted({f"{one.processor}, {one.threads} threads, torch {one.torch}" for one in found})
+    machines = sorted({f"{one.machine}, torch {one.report.environment.torch}" for one in measured(results)})
     return (
         "Models of transformers with random weights: BERT, Llama, BERT with a masked-LM head, BART and Llama, of "
         "the width and number of layers that are named. Batches have 32, 16 or 8 sequences of log-normal lengths, "

@@ -50,8 +50,8 @@ class Boost(Callback):
         ValueError: ``calibrate`` is not valid.
         ConfigError: ``level`` or ``config`` is not valid.
         IncompatibleError: ``config`` has a recipe that builds an optimizer or shortens the run: Lightning owns both.
-            In ``fit``: a recipe scales rates and ``configure_optimizers`` returned a schedule, there is no single
-            network or optimizer, or the strategy is other than one device, DDP and FSDP2. Nothing is changed.
+            Raised in ``fit`` if a recipe scales rates and ``configure_optimizers`` returned a schedule, if there are
+            several networks or optimizers, or if the strategy is not one device, DDP or FSDP2. Nothing is changed.
 
     Example:
         >>> from torchboost.integrations.lightning import Boost

@@ -25,10 +25,11 @@ __all__ = ["GradFreeze", "Pattern", "freeze_blocks"]
 
 Pattern = Literal["continuous", "interval", "progressive", "fixed"]
 _ALLOWED: dict[str, tuple[Any, ...]] = {
-    **{"pattern": get_args(Pattern), "norms": get_args(Norms)},
-    **{"cache_by": ("name", "content"), "cache_dtype": ("bfloat16", None)},
+    "pattern": get_args(Pattern),
+    "norms": get_args(Norms),
+    "cache_by": ("name", "content"),
+    "cache_dtype": ("bfloat16", None),
 }
-_OPTIONAL = ("total_steps", "prefixes")
 _LEAST = {
     "groups": (1, "an integer of 1 or more"),
     "total_steps": (1, "an integer of 1 or more"),
@@ -96,8 +97,10 @@ class GradFreeze(Algorithm):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r}: allowed are {', '.join(map(repr, allowed))}.")
         for name, (least, meaning) in _LEAST.items():
-            number = getattr(self, name)
-            if (number is None and name not in _OPTIONAL) or (number is not None and number < least):
+            number, optional = getattr(self, name), getattr(type(self), name) is None
+            if number is None and optional:
+                continue
+            if number is None or number < least:
                 raise ValueError(f"{name}={number}: pass {meaning}.")
         if not 0 <= self.full_share < 1:
             raise ValueError(
