@@ -73,9 +73,9 @@ PLAN: Mapping[str, Call] = {
     "2": Call(
         590,
         (
-            Part("padding", 200, "bert-classifier"),
-            Part("levels", 200, "gpt2", TEXTS),
-            Part("levels", 190, "resnet50", IMAGES),
+            Part("padding", 250, "bert-classifier"),
+            Part("levels", 150, "gpt2", TEXTS[1:]),
+            Part("levels", 190, "resnet50", (*IMAGES[1:], "O2")),
         ),
     ),
     "3": Call(590, (Part("levels", 295, "bert"), Part("levels", 295, "vit"))),
