@@ -1,7 +1,5 @@
 """Sequences of about the same length are computed together, and all at once where a kernel takes packed rows."""
 
-import importlib.util
-import inspect
 import itertools
 from typing import Any
 
@@ -17,9 +15,6 @@ from torchboost.tokens.layout import Layout
 from torchboost.tokens.operations import PaddedRows
 from torchboost.tokens.rows import BATCH, TOKEN
 
-varlen: Any = None
-if importlib.util.find_spec("torch.nn.attention.varlen"):
-    from torch.nn.attention import varlen
 LENGTHS, KEYS = [40, 38, 9, 1, 33, 31, 30, 7, 7], [12, 3, 12, 11, 2, 3, 12, 9, 10]
 
 
@@ -124,44 +119,86 @@ class OnCuda(Tensor):
     is_cuda = True
 
 
-@pytest.mark.skipif(varlen is None, reason="torch 2.9 has no kernel for packed rows")
+def per_sequence(query: Tensor, key: Tensor, value: Tensor, lengths: Any, causal: bool) -> Tensor:
+    """Return the attention of each sequence of packed rows by itself."""
+    parts = [part.transpose(0, 1) for part in (query, key, value)]
+    split: list[Any] = [
+        part.split(own, 1) for part, own in zip(parts, (lengths[0], lengths[1], lengths[1]), strict=True)
+    ]
+    outputs = [F.scaled_dot_product_attention(*one, is_causal=causal) for one in zip(*split, strict=True)]
+    return torch.cat(outputs, 1).transpose(0, 1)
+
+
+def packed_of(lengths: list[int], device: str = "cpu") -> Packed:
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+    return Packed(starts, max(lengths))
+
+
+@pytest.mark.parametrize("name", ["flash", "efficient"])
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_kernel_for_packed_rows_gets_what_it_takes(causal: bool, autocast: bool, monkeypatch: pytest.MonkeyPatch):
-    """No CUDA device is needed: a function with the arguments of the kernel computes sequence by sequence."""
-    signature, seen = inspect.signature(varlen.varlen_attn), []
+def test_a_kernel_for_packed_rows_gets_what_it_takes(
+    causal: bool, autocast: bool, name: str, monkeypatch: pytest.MonkeyPatch
+):
+    """No CUDA device is needed: a function with the arguments of the operator computes sequence by sequence."""
+    operator = f"_{name}_attention_forward"
+    schema = getattr(torch.ops.aten, operator).default._schema
+    names, seen = [argument.name for argument in schema.arguments], []
 
-    def kernel(*args: Any, **kwargs: Any) -> Tensor:
-        given = signature.bind(*args, **kwargs).arguments
+    def kernel(*args: Any, **kwargs: Any) -> tuple[Tensor]:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        assert given.keys() <= set(names)
         seen.append(given)
-        own, others = (given[f"cu_seq_{side}"].diff().tolist() for side in "qk")
-        parts = [given[name].transpose(0, 1) for name in ("query", "key", "value")]
-        split: list[Any] = [part.split(lengths, 1) for part, lengths in zip(parts, (own, others, others), strict=True)]
-        options: dict[str, Any] = {"is_causal": given.get("is_causal", given.get("window_size") == (-1, 0))}
-        outputs = [F.scaled_dot_product_attention(*one, **options) for one in zip(*split, strict=True)]
-        return torch.cat(outputs, 1).transpose(0, 1)
+        own, others = (
+            next(given[one] for one in (f"cum_seq_{side}", f"cu_seqlens_{side}") if one in given).diff().tolist()
+            for side in "qk"
+        )
+        parts = [given[one].reshape(-1, *given[one].shape[-2:]) for one in ("query", "key", "value")]
+        is_causal = bool(given.get("is_causal", given.get("custom_mask_type")))
+        found = per_sequence(*parts, (own, others), is_causal)
+        return (found[None] if name == "efficient" else found,)
 
-    kernel.__signature__ = signature  # type: ignore[attr-defined]
-    monkeypatch.setattr(varlen, "varlen_attn", kernel)
-    monkeypatch.setattr(torch.backends.cuda, "can_use_flash_attention", lambda params: True)
+    monkeypatch.setattr(torch.ops.aten, operator, kernel)
+    monkeypatch.setattr(torch.backends.cuda, "can_use_flash_attention", lambda params: name == "flash")
+    monkeypatch.setattr(torch.backends.cuda, "can_use_efficient_attention", lambda params: name == "efficient")
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: autocast)
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: torch.float64)
-    keys = [3, 8, 1] if not causal else [5, 4, 7]
+    own, keys = [5, 4, 7], [3, 8, 1] if not causal else [5, 4, 7]
     torch.manual_seed(0)
-    query, key, value = (torch.randn(sum(one), 2, 8).as_subclass(OnCuda) for one in ([5, 4, 7], keys, keys))
-    options: dict[str, Any] = {"dropout_p": 0.0, "scale": None, "enable_gqa": False, "causal": causal}
-    packed = [
-        Packed(torch.tensor([0, *itertools.accumulate(one)], dtype=torch.int32), max(one)) for one in ([5, 4, 7], keys)
-    ]
-    found: Any = attention_of_packed_rows(query, key, value, *packed, **options)
+    query, key, value = (torch.randn(sum(one), 2, 8).as_subclass(OnCuda) for one in (own, keys, keys))
+    options: dict[str, Any] = {"dropout_p": 0.1, "scale": None, "enable_gqa": False, "causal": causal}
+    found: Any = attention_of_packed_rows(query, key, value, packed_of(own), packed_of(keys), **options)
     assert found.dtype is (torch.float64 if autocast else torch.float32)
-    for place, one in enumerate(found.split([5, 4, 7])):
-        parts = [query.split([5, 4, 7])[place], key.split(keys)[place], value.split(keys)[place]]
-        query_part, key_part, value_part = (part.transpose(0, 1) for part in parts)
-        plain = F.scaled_dot_product_attention(query_part, key_part, value_part, is_causal=causal)
-        torch.testing.assert_close(one, plain.transpose(0, 1), check_dtype=False)
+    plain = per_sequence(query, key, value, (own, keys), causal)
+    torch.testing.assert_close(found, plain, check_dtype=False)
     (given,) = seen
-    assert (given["max_q"], given["max_k"]) == (7, max(keys))
-    assert given["cu_seq_q"].dtype is given["cu_seq_k"].dtype is torch.int32
-    options["dropout_p"] = 0.1  # which the kernel lacks
-    assert attention_of_packed_rows(query, key, value, *packed, **options) is None
+    assert given["dropout_p"] == 0.1
+    assert [given[one] for one in names if one.startswith("max_")] == [7, max(keys)]
+    monkeypatch.setattr(torch.backends.cuda, f"can_use_{name}_attention", lambda params: False)
+    assert attention_of_packed_rows(query, key, value, packed_of(own), packed_of(keys), **options) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float32, 1e-4)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_kernels_for_packed_rows_compute_each_sequence(causal: bool, dtype: torch.dtype, tolerance: float):
+    torch.manual_seed(0)
+    lengths = [40, 38, 9, 1, 130]
+    shape, places = (sum(lengths), 4, 64), packed_of(lengths, "cuda")
+    parts = [torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3)]
+    options: dict[str, Any] = {"scale": None, "enable_gqa": False, "causal": causal}
+    found = attention_of_packed_rows(*parts, places, places, dropout_p=0.0, **options)
+    assert found is not None
+    exact: Any = [part.detach().double().requires_grad_() for part in parts]
+    plain = per_sequence(*exact, (lengths, lengths), causal)
+    weights = torch.randn_like(plain)
+    own = torch.autograd.grad((found.double() * weights).sum(), parts)
+    others = torch.autograd.grad((plain * weights).sum(), exact)
+    for one, other in zip((found, *own), (plain, *others), strict=True):
+        assert (one.double() - other).norm() < tolerance * other.norm()
+    ones = [torch.ones_like(part) for part in parts]
+    dropped = attention_of_packed_rows(*ones, places, places, dropout_p=0.25, **options)
+    assert dropped is not None
+    assert abs(float(dropped.float()[:, :, 0].mean()) - 1) < 0.05
+    assert dropped.unique().numel() > 20

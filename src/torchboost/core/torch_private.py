@@ -763,14 +763,16 @@ def attention_of_packed_rows(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | None:
-    """Return the attention of each sequence by ``torch.nn.attention.varlen``, whose arguments differ between releases.
+    """Return the attention of each sequence by one kernel: FlashAttention, or if it cannot, memory-efficient attention.
+
+    ``torch.nn.attention.varlen`` has no dropout, and no kernel for float32. Nested tensors call the same operators.
 
     Args:
         query: Rows of all sequences, one after the other. Shape (rows, heads, width).
         key: Shape (rows of keys, heads, width).
         value: Shape (rows of keys, heads, width).
         queries: The sequences of the queries.
-        keys: The sequences of the keys.
+        keys: The sequences of the keys. If ``causal``, those of the queries.
         causal: Whether a query sees the keys up to its own place alone.
         dropout_p: As in ``scaled_dot_product_attention``, like the following arguments.
         scale: See ``dropout_p``.
@@ -779,27 +781,19 @@ def attention_of_packed_rows(
     Returns:
         Shape (rows, heads, width), or None if no such kernel takes these tensors.
     """
-    if dropout_p or not query.is_cuda or query.ndim != 3 or value.shape != key.shape or not key.numel():
+    if not query.is_cuda or query.ndim != 3 or value.shape != key.shape or not key.numel():
         return None
     if torch.is_autocast_enabled("cuda"):  # as it casts the arguments of scaled_dot_product_attention
         query, key, value = (part.to(torch.get_autocast_dtype("cuda")) for part in (query, key, value))
     q, k, v = (part.transpose(0, 1)[None] for part in (query, key, value))
-    asked = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, causal, enable_gqa)
-    if not torch.backends.cuda.can_use_flash_attention(asked):
-        return None
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:  # torch 2.9
-        return None
-    accepted = inspect.signature(varlen_attn).parameters
-    if (scale is not None and "scale" not in accepted) or (enable_gqa and "enable_gqa" not in accepted):
-        return None
-    options: dict[str, Any] = {"window_size": (-1, 0 if causal else -1)}
-    options = options if "window_size" in accepted else {"is_causal": causal}
-    options |= {} if scale is None else {"scale": scale}
-    options |= {"enable_gqa": True} if enable_gqa else {}
-    attend: Any = varlen_attn
-    return attend(query, key, value, queries.starts, keys.starts, queries.longest, keys.longest, **options)
+    asked = torch.backends.cuda.SDPAParams(q, k, v, None, dropout_p, causal, enable_gqa)
+    places = queries.starts, keys.starts, queries.longest, keys.longest, dropout_p
+    if torch.backends.cuda.can_use_flash_attention(asked) and query.shape[-1] % 8 == 0:
+        return torch.ops.aten._flash_attention_forward(query, key, value, *places, causal, False, scale=scale)[0]
+    if torch.backends.cuda.can_use_efficient_attention(asked) and query.shape[1] == key.shape[1]:
+        parts = query[None], key[None], value[None], None
+        return torch.ops.aten._efficient_attention_forward(*parts, *places, int(causal), True, scale=scale)[0][0]
+    return None
 
 
 # Data loaders

@@ -168,12 +168,13 @@ class PartialCall:
 
     def __init__(self, forward: PartialForward, kind: str, compute: Callable[[], Any], model: nn.Module) -> None:
         self.forward, self._kind, self._compute, self._model = forward, kind, compute, model
-        self._devices = accelerators(model.parameters())
+        weights = [*model.parameters()]
+        self._devices = accelerators(weights)
         self._generators = generator_states(self._devices)
-        self._weights = [(parameter, version(parameter)) for parameter in model.parameters()]
+        self._weights = [(weight, version(weight)) for weight in weights]
         self._updates = forward.updates
         self._outputs: Any = None
-        self._compute_again = as_now(compute, next(model.parameters()).device.type)
+        self._compute_again = as_now(compute, weights[0].device.type)
 
     def run(self, part: Part) -> Any:
         """Compute some positions, or all of them if a function asks for the others."""
