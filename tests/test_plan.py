@@ -69,6 +69,14 @@ def test_auto_ignores_the_switches():
     assert reasons(Plan.of("O2", {"boost": {"less_bn": True}}, FAST)).get("less_bn") is None
 
 
+def test_what_does_nothing_in_compiled_code_is_off_beside_it():
+    both = {"extra": {"unpad": True, "sparse_head": True, "compile": True}}
+    assert names(Plan.of("O0", both, FAST)) == {"compile"}
+    assert "takes whole tensors" in reasons(Plan.of("O0", both, FAST))["unpad"]
+    assert names(Plan.of("O0", {"extra": {**both["extra"], "compile": False}}, FAST)) == {"unpad", "sparse_head"}
+    assert "unpad" in names(Plan.of("O1", facts=FAST))  # there the trial compiles in its place
+
+
 def test_auto_lists_a_switch_that_is_off_in_vain():
     off = {"boost": {"less_bn": False, "adasum": False}}
     plan = Plan.of("O2", off, FAST)
@@ -307,9 +315,10 @@ def test_enable_all_leaves_what_stands_alone():
 def test_enable_all_takes_the_rest_of_the_registry_without_it():
     everything = {"boost": {"mode": "enable_all"}, "extra": {"dim_reduce": False}}
     plan = Plan.of("O0", everything, FAST)
-    assert names(plan) == set(REGISTRY) - {"adasum", "dim_reduce"}
+    whole = {"unpad", "sparse_head"}  # which do nothing beside compile
+    assert names(plan) == set(REGISTRY) - {"adasum", "dim_reduce"} - whole
     assert "one node of 1 rank has no other node to combine with" in reasons(plan)["adasum"]
-    assert names(Plan.of("O0", everything, NODES)) == set(REGISTRY) - {"dim_reduce"}
+    assert names(Plan.of("O0", everything, NODES)) == set(REGISTRY) - {"dim_reduce"} - whole
 
 
 def test_what_stands_alone_and_cannot_run_drops_nothing_else():

@@ -560,12 +560,13 @@ def _says(section: Any, key: str) -> bool:
 
 
 def _objection(name: str, requested: list[str], config: BoostConfig, facts: Facts) -> str | None:
-    entry = REGISTRY[name]
+    entry, asked = REGISTRY[name], {one for one in requested if config.boost.mode != "auto" or one in config.extra}
     winner = next((one for one in requested if one != name and REGISTRY[one].algorithm.traits.replaces_optimizer), None)
     if winner is not None and REGISTRY[winner].unusable(facts) is None:
         return f"{winner} is on, and it cannot be combined with others"
-    asked_for = config.boost.mode != "auto" or name in config.extra
-    return entry.unusable(facts) or (None if asked_for else entry.unproven(facts))
+    if entry.algorithm.traits.eager and any(REGISTRY[one].once for one in asked):
+        return "compile is on, and compiled code takes whole tensors only"
+    return entry.unusable(facts) or (None if name in asked else entry.unproven(facts))
 
 
 def _settings(entry: Entry, config: BoostConfig, level: str, facts: Facts) -> tuple[dict[str, Any], dict[str, str]]:

@@ -525,3 +525,33 @@ def test_all_together_are_compared_with_the_plain_step_if_compilation_has_used_u
     assert ratio is not None
     assert ratio.mid == pytest.approx(1 / 0.48, rel=0.05)
     assert bench.now < 1.05 * 6.5
+
+
+@pytest.mark.parametrize(("compiled", "kept"), [(0.5, ("autocast", "compile")), (0.95, ("unpad", "autocast"))])
+def test_a_lever_that_does_nothing_in_compiled_code_gives_way_to_it_or_stays(compiled: float, kept: tuple[str, ...]):
+    """With it, a step takes 0.7 times as long. Compiled code lacks it, and is compared without it."""
+    bench = Planted({"unpad": 0.7, "autocast": 0.8, "compile": compiled}, prices={"compile": 0.5})
+    verdicts, ratio = search(
+        ["unpad", "autocast", "compile"],
+        bench,
+        seconds=60,
+        steps=10**6,
+        prices={"compile": Price(expected=0.5)},
+        inert=["unpad"],
+    )
+    assert tuple(verdict.lever for verdict in verdicts if verdict.kept) == kept
+    assert ("autocast", "compile") in bench.built
+    assert not any({"unpad", "compile"} <= {*levers} for levers in bench.built)
+    assert ratio is not None
+    assert ratio.low < 1 / (0.8 * (compiled if "compile" in kept else 0.7)) < ratio.high
+    if "unpad" not in kept:
+        assert "compile gains more, and this does nothing beside it" in verdicts[0].reason
+
+
+@pytest.mark.parametrize("inert", [[], ["unpad"]])
+def test_a_lever_left_open_is_not_tried_again_where_it_does_nothing(inert: list[str]):
+    bench = Planted({"unpad": 0.97, "compile": 0.5}, step=0.1, prices={"compile": 0.5})
+    prices = {"compile": Price(expected=0.5)}
+    verdicts, _ = search(["unpad", "compile"], bench, seconds=6, steps=10**6, prices=prices, inert=inert)
+    assert [verdict.lever for verdict in verdicts if verdict.kept] == ["compile"]
+    assert (("compile", "unpad") in bench.built) is (not inert)

@@ -68,7 +68,7 @@ class SparseHead(Algorithm):
     """Applies :func:`sparse_head_forward`. It has no settings."""
 
     name: ClassVar[str] = "sparse_head"
-    traits: ClassVar[Traits] = Traits(order=13, each_optimizer=True)
+    traits: ClassVar[Traits] = Traits(order=13, each_optimizer=True, eager=True)
 
     def idle(self, model: nn.Module, optimizer: Optimizer) -> str | None:
         """Explain that the model has no output head over tokens, or that it is sharded."""

@@ -93,7 +93,7 @@ class Unpad(Algorithm):
     """
 
     name: ClassVar[str] = "unpad"
-    traits: ClassVar[Traits] = Traits(order=12, each_optimizer=True)
+    traits: ClassVar[Traits] = Traits(order=12, each_optimizer=True, eager=True)
 
     pairs: tuple[Pair, ...] = _PAIRS
 

@@ -292,6 +292,7 @@ class Calibration:
                     prices=prices,
                     undecided={name: name in self.prior for name in levers},
                     forms=forms,
+                    inert=[lever.name for lever in self.levers if lever.traits.eager],
                     step_seconds=trial.step_seconds,
                 )
             for name in trial.built - {verdict.form or verdict.lever for verdict in verdicts if verdict.kept}:

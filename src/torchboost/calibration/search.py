@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torchboost.calibration.choice import SEEMS_FASTER, Verdict, in_a_line, in_seconds
@@ -121,6 +121,7 @@ def search(
     prices: Mapping[str, Price] | None = None,
     undecided: Mapping[str, bool] | None = None,
     forms: Mapping[str, Sequence[str]] | None = None,
+    inert: Collection[str] = (),
     step_seconds: float,
 ) -> tuple[tuple[Verdict, ...], Interval | None]:
     """Try the levers one after the other on top of those that were kept, then those again that were dropped too early.
@@ -146,13 +147,14 @@ def search(
         undecided: Lever -> whether to keep it if the budget does not suffice for a decision. Missing means no. A lever
             whose few samples speak against it is dropped, and so is one that was not timed although it had time.
         forms: Lever with a price, or one of its forms -> forms that may replace it. All of them have prices.
+        inert: Levers that do nothing beside one with a price, such as in compiled code. It is tried in their place.
         step_seconds: Time of a plain step.
 
     Returns:
         One verdict for each lever, in the given order, and how many times as fast a step of the chosen combination is
         as a plain one. None if it was not measured.
     """
-    told, seconds = (dict(prices or {}), dict(undecided or {}), dict(forms or {})), budget(step_seconds)
+    told, seconds = (dict(prices or {}), dict(undecided or {}), dict(forms or {}), inert), budget(step_seconds)
     return _Search(list(levers), bench, budget, steps, *told, step_seconds, seconds, seconds, seconds).run()
 
 
@@ -196,6 +198,7 @@ class _Search:
     prices: dict[str, Price]
     undecided: dict[str, bool]
     forms: dict[str, Sequence[str]]
+    inert: Collection[str]
     last_step: float
     announced: float
     seconds: float
@@ -219,7 +222,7 @@ class _Search:
             self._try(lever, share=self._left() / (len(priced) - index))
             self._try_with_neutral(lever, free)
             self._try_forms(lever)
-        for lever in [lever for lever in free if lever in self.open]:
+        for lever in [lever for lever in free if lever in self.open and lever not in self.without_effect]:
             if self._left() > _AGAIN * sum(verdict.price for verdict in self.verdicts.values() if verdict.kept):
                 self._try_again(lever)
         ratio = self._compare_with_plain()
@@ -236,6 +239,7 @@ class _Search:
         """Try a lever that gained nothing together with those that cost nothing: each may need the other."""
         first = self.verdicts[lever]
         dropped = [(other, self.verdicts[other].ratio) for other in free if not self.verdicts[other].kept]
+        dropped = [(other, ratio) for other, ratio in dropped if other not in self.inert]
         neutral = [other for other, ratio in dropped if ratio is not None and ratio.mid >= _NEUTRAL]
         if first.kept or not (first.pairs and neutral) or self._left() <= _AGAIN * first.price:
             return
@@ -293,7 +297,7 @@ class _Search:
             return
         began = self.bench.elapsed()
         try:
-            price = self.bench.build([*self.kept, *also, lever], within=within)
+            price = self.bench.build([*self._beside(lever), *also, lever], within=within)
         except TimeoutError as error:
             if self._is_few(within):
                 self._leave_open(lever, "the trial had no time left for its first steps")
@@ -412,8 +416,20 @@ class _Search:
         price = 0.0 if sample is None or lever not in self.prices else sample.price
         self.verdicts[lever] = Verdict(lever=lever, kept=kept, reason=reason, ratio=interval, pairs=pairs, price=price)
         if kept:
-            self.kept.append(lever)
+            for other in {*self.kept}.difference(self._beside(lever)):
+                text = f"{self.verdicts[other].reason}; {lever} gains more, and this does nothing beside it"
+                self.verdicts[other] = self.verdicts[other].but(kept=False, reason=text)
+            self.kept = [*self._beside(lever), lever]
             self.bench.promote()
+
+    @property
+    def without_effect(self) -> Collection[str]:
+        """Levers that do nothing beside those that are kept."""
+        return self.inert if any(lever in self.prices for lever in self.kept) else ()
+
+    def _beside(self, lever: str) -> list[str]:
+        """Return the kept levers that do something beside another one."""
+        return [other for other in self.kept if lever not in self.prices or other not in self.inert]
 
     def _dear(self, lever: str, share: float) -> str | None:
         """Return why the price of a lever is not paid. None if it is."""

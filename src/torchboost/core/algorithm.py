@@ -52,6 +52,7 @@ class Traits:
         replaces_optimizer: Whether ``attach`` puts another optimizer into the target. It then excludes all others.
         brings_scaler: Whether ``attach`` puts a scaler into the target.
         each_optimizer: Whether the algorithm serves all optimizers of a target. Others refuse more than one.
+        eager: Whether it does nothing in compiled code.
         withdrawn: Order in which a guard withdraws algorithms from a run that got worse, 1 first. 0 for algorithms that
             do not change the learned weights, or cannot be removed.
     """
@@ -60,6 +61,7 @@ class Traits:
     replaces_optimizer: bool = False
     brings_scaler: bool = False
     each_optimizer: bool = False
+    eager: bool = False
     withdrawn: int = 0
 
 

@@ -121,7 +121,11 @@ def _by_last_feature(func: Any, x: Rows, *rest: Any, **kwargs: Any) -> Rows:
     x.feature(-1)
     if any(isinstance(arg, Rows) for arg in (*rest, *kwargs.values())):
         raise MissingRows("its weight is a padded tensor")
-    return x.then(in_this_precision(x.device.type, lambda rows: func(rows, *rest, **kwargs)))
+
+    def compute(rows: Tensor) -> Tensor:
+        return func(rows, *rest, **kwargs)
+
+    return x.then(in_this_precision(x.device.type, compute) if x.later else compute)
 
 
 def _matmul(func: Any, x: Any, weight: Any) -> Tensor:
