@@ -16,7 +16,7 @@ from torchboost.core.torch_private import attention_of_packed_rows, version
 from torchboost.tokens.layout import Layout
 from torchboost.tokens.rows import BATCH, TOKEN, MissingRows, Rows
 
-__all__ = ["EXCLUDED", "Mask", "attention", "merged", "sequences"]
+__all__ = ["EXCLUDED", "Mask", "are_sequences", "attention", "merged"]
 
 EXCLUDED = -9e3
 """A smaller entry of a mask that is added, next to scores of usual size, gives a weight of exactly 0."""
@@ -55,18 +55,17 @@ def attention(
     queries, keys, others = (one.positions if isinstance(one, Rows) else None for one in (query, key, value))
     if keys is not others:
         raise MissingRows("keys and values have different layouts")
-    parts = [sequences(one) for one in (query, key, value)]
-    if not query.ndim == key.ndim == value.ndim or query.ndim < 3 or None in parts:
+    if not query.ndim == key.ndim == value.ndim or query.ndim < 3 or not all(map(are_sequences, (query, key, value))):
         raise MissingRows("its tensors have other dimensions")
     masks = _masks(query, queries, keys, attn_mask, is_causal)
     options["dropout_p"] = dropout_p
     rows = [one for one in (query, key, value) if isinstance(one, Rows) and one.positions.index.numel()]
-    if isinstance(masks, bool) and len(rows) == len(parts):
+    if isinstance(masks, bool) and len(rows) == 3:
         own, others, values = rows
         return own.of(_together(func, own, others, values, masks, options))
     causal, every = (masks, [None] * query.shape[0]) if isinstance(masks, bool) else (False, masks)
     outputs: list[Tensor] = []
-    for mask, *one in zip(every, *parts, strict=True):
+    for mask, *one in zip(every, *map(_sequences, (query, key, value)), strict=True):
         q, k, v = (part[None] for part in one)
         outputs.append(func(q, k, v, attn_mask=mask, is_causal=causal, **options)[0])
     if not isinstance(query, Rows):
@@ -74,12 +73,15 @@ def attention(
     return query.of(torch.cat([one.movedim(-2, 0) for one in outputs]))
 
 
-def sequences(x: Tensor) -> Sequence[Tensor] | None:
-    """Return each sequence by itself, without its padding: shape (..., length, width). Return None in another order."""
+def are_sequences(x: Tensor) -> bool:
+    """Whether a tensor has the batch first and the length before the last dimension, as :func:`_sequences` needs."""
+    return not isinstance(x, Rows) or (x.dims[0] == BATCH and x.dims[-2] == TOKEN)
+
+
+def _sequences(x: Tensor) -> Sequence[Tensor]:
+    """Return each sequence by itself, without its padding: shape (..., length, width)."""
     if not isinstance(x, Rows):
         return x.unbind(0)
-    if x.dims[0] != BATCH or x.dims[-2] != TOKEN:
-        return None
     return [part.movedim(0, x.ndim - 3) for part in x.rows.split(x.positions.lengths)]
 
 

@@ -14,7 +14,7 @@ from typing_extensions import Self
 
 from torchboost.core.torch_private import tensor_without_memory, version
 from torchboost.tokens.answers import PaddedRows, of_arguments, table
-from torchboost.tokens.attention import EXCLUDED, Mask, attention, merged, sequences
+from torchboost.tokens.attention import EXCLUDED, Mask, are_sequences, attention, merged
 from torchboost.tokens.layout import Layout
 from torchboost.tokens.rows import Memory, MissingRows, RowFunction, Rows, in_this_precision
 from torchboost.tokens.shapes import permute
@@ -136,7 +136,7 @@ def product(one: Tensor, two: Tensor) -> Tensor:
         raise MissingRows("it multiplies padded tensors")
     order = [*range(two.ndim - 2), two.ndim - 1, two.ndim - 2]
     key = permute(two, order) if isinstance(two, Rows) else two.permute(order)
-    if sequences(one) is None or sequences(key) is None:
+    if not (are_sequences(one) and are_sequences(key)):
         raise MissingRows("it multiplies padded tensors")
     positions = next(part.positions for part in (key, one) if isinstance(part, Rows))
     like = torch.matmul(_empty(one), _empty(key).t())
