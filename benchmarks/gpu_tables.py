@@ -21,13 +21,20 @@ def table(path: Path) -> tuple[Table, str]:
     saved = json.loads(path.read_text(encoding="utf-8"))
     rows: Rows = saved["rows"]
     good = {name: row for name, row in rows.items() if "error" not in row}
-    told = [f"- {name}: {row['said']}" for name, row in good.items() if "choice" in row and row["said"]]
+    told = [f"- {name}: {chosen(row['choice'])}" for name, row in good.items() if row.get("choice")]
     told += [f"- {name}: {row['error'].splitlines()[0]}" for name, row in rows.items() if "error" in row]
     env = saved["environment"]
     machine = f"{env['device']}, {env['processor']}, {env['cores']} cores, torch {env['torch']}, Python {env['python']}"
     when = f"commit {env['commit'] or 'unknown'}, {env['date']}"
     origin = f"{machine}, {when}. Raw samples: `benchmarks/results/{path.name}`."
     return MAKERS[saved["kind"]](good), "\n".join([*told, *([""] if told else []), origin])
+
+
+def chosen(choice: Row) -> str:
+    """Return what a trial decided, in a sentence for each switch that it timed."""
+    timed = [verdict for verdict in choice["verdicts"] if verdict["pairs"]]
+    parts = [f"`{v['lever']}` {'on' if v['kept'] else 'off'}, {v['reason']}" for v in timed]
+    return f"the trial took {wording.seconds(choice['seconds'])}. {'. '.join(parts)}."
 
 
 def step(row: Row) -> str:

@@ -69,7 +69,7 @@ def test_auto_ignores_the_switches():
     assert reasons(Plan.of("O2", {"boost": {"less_bn": True}}, FAST)).get("less_bn") is None
 
 
-def test_what_does_nothing_in_compiled_code_is_off_beside_it():
+def test_what_does_nothing_in_compiled_code_is_off_next_to_it():
     both = {"extra": {"unpad": True, "sparse_head": True, "compile": True}}
     assert names(Plan.of("O0", both, FAST)) == {"compile"}
     assert "takes whole tensors" in reasons(Plan.of("O0", both, FAST))["unpad"]
@@ -315,7 +315,7 @@ def test_enable_all_leaves_what_stands_alone():
 def test_enable_all_takes_the_rest_of_the_registry_without_it():
     everything = {"boost": {"mode": "enable_all"}, "extra": {"dim_reduce": False}}
     plan = Plan.of("O0", everything, FAST)
-    whole = {"unpad", "sparse_head"}  # which do nothing beside compile
+    whole = {"unpad", "sparse_head"}  # which do nothing next to compile
     assert names(plan) == set(REGISTRY) - {"adasum", "dim_reduce"} - whole
     assert "one node of 1 rank has no other node to combine with" in reasons(plan)["adasum"]
     assert names(Plan.of("O0", everything, NODES)) == set(REGISTRY) - {"dim_reduce"} - whole

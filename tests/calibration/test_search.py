@@ -545,7 +545,7 @@ def test_a_lever_that_does_nothing_in_compiled_code_gives_way_to_it_or_stays(com
     assert ratio is not None
     assert ratio.low < 1 / (0.8 * (compiled if "compile" in kept else 0.7)) < ratio.high
     if "unpad" not in kept:
-        assert "compile gains more, and this does nothing beside it" in verdicts[0].reason
+        assert "compile gains more, and this does nothing with it" in verdicts[0].reason
 
 
 @pytest.mark.parametrize("inert", [[], ["unpad"]])

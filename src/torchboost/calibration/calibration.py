@@ -283,7 +283,8 @@ class Calibration:
             with closing(Trial(passes, target.optimizers, tried, base=base, **options)) as trial:
                 if budget(trial.step_seconds) >= WORTH_A_WORD:
                     count = f"{len(levers)} switch{'es' if len(levers) > 1 else ''}"
-                    tell(f"trying {count} on your model ({', '.join(levers)}), at most {budgets[0]:.0f} s ...")
+                    most = f"at most {budgets[0]:.0f} s{', longer if compilation pays' if forms else ''} ..."
+                    tell(f"trying {count} on your model ({', '.join(levers)}), {most}")
                 verdicts, ratio = search(
                     sorted(levers, key=lambda name: name not in self.prior),  # levers that may take long come last
                     trial,

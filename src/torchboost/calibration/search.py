@@ -147,7 +147,7 @@ def search(
         undecided: Lever -> whether to keep it if the budget does not suffice for a decision. Missing means no. A lever
             whose few samples speak against it is dropped, and so is one that was not timed although it had time.
         forms: Lever with a price, or one of its forms -> forms that may replace it. All of them have prices.
-        inert: Levers that do nothing beside one with a price, such as in compiled code. It is tried in their place.
+        inert: Levers that do nothing next to one with a price, such as in compiled code. It is tried in their place.
         step_seconds: Time of a plain step.
 
     Returns:
@@ -297,7 +297,7 @@ class _Search:
             return
         began = self.bench.elapsed()
         try:
-            price = self.bench.build([*self._beside(lever), *also, lever], within=within)
+            price = self.bench.build([*self._with(lever), *also, lever], within=within)
         except TimeoutError as error:
             if self._is_few(within):
                 self._leave_open(lever, "the trial had no time left for its first steps")
@@ -416,19 +416,19 @@ class _Search:
         price = 0.0 if sample is None or lever not in self.prices else sample.price
         self.verdicts[lever] = Verdict(lever=lever, kept=kept, reason=reason, ratio=interval, pairs=pairs, price=price)
         if kept:
-            for other in {*self.kept}.difference(self._beside(lever)):
-                text = f"{self.verdicts[other].reason}; {lever} gains more, and this does nothing beside it"
+            for other in {*self.kept}.difference(self._with(lever)):
+                text = f"{self.verdicts[other].reason}; {lever} gains more, and this does nothing with it"
                 self.verdicts[other] = self.verdicts[other].but(kept=False, reason=text)
-            self.kept = [*self._beside(lever), lever]
+            self.kept = [*self._with(lever), lever]
             self.bench.promote()
 
     @property
     def without_effect(self) -> Collection[str]:
-        """Levers that do nothing beside those that are kept."""
+        """Levers that do nothing next to those that are kept."""
         return self.inert if any(lever in self.prices for lever in self.kept) else ()
 
-    def _beside(self, lever: str) -> list[str]:
-        """Return the kept levers that do something beside another one."""
+    def _with(self, lever: str) -> list[str]:
+        """Return the kept levers that do something next to another one."""
         return [other for other in self.kept if lever not in self.prices or other not in self.inert]
 
     def _dear(self, lever: str, share: float) -> str | None:
