@@ -31,10 +31,9 @@ def table(path: Path) -> tuple[Table, str]:
 
 
 def chosen(choice: Row) -> str:
-    """Return what a trial decided, in a sentence for each switch that it timed."""
-    timed = [verdict for verdict in choice["verdicts"] if verdict["pairs"]]
-    parts = [f"`{v['lever']}` {'on' if v['kept'] else 'off'}, {v['reason']}" for v in timed]
-    return f"the trial took {wording.seconds(choice['seconds'])}. {'. '.join(parts)}."
+    """Return what a trial turned on, with the first thing that it says of each switch."""
+    on = [f"`{v['lever']}` ({v['reason'].partition(';')[0]})" for v in choice["verdicts"] if v["kept"]]
+    return f"after {wording.seconds(choice['seconds'])} of measuring on: {', '.join(on) or 'nothing'}."
 
 
 def step(row: Row) -> str:
