@@ -480,6 +480,21 @@ def test_a_price_that_is_worth_it_makes_the_trial_longer():
         assert budget(calibrate, steps).seconds(0.1, dearer, 50.0) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("rate", "verify", "times"), [(0.2, True, 2), (0.0, True, 1), (0.2, False, 1)])
+def test_the_check_of_a_model_with_dropout_costs_one_more_compilation(monkeypatch, rate, verify, times):
+    seen: list[Price] = []
+
+    def search(levers, bench: Trial, *, prices, **_):
+        seen.append(prices["compile"])
+        return (), None
+
+    monkeypatch.setattr(module, "search", search)
+    model = network()
+    model[6].p = rate
+    torchboost.boost(model, adamw(model), "O1", total_steps=10**6, calibrate=5.0, verify=verify).model(batches()[0][0])
+    assert [price.times for price in seen] == [times]
+
+
 def test_a_trial_on_the_cpu_is_not_longer_for_the_price_of_compilation(monkeypatch):
     monkeypatch.delenv("TORCHBOOST_CALIBRATE")
     asked = []

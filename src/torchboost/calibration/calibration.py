@@ -261,26 +261,21 @@ class Calibration:
         model, device = target.model, device_of(target.model)
         levers = {lever.name: lever for lever in self.levers if lever.name not in self.fixed}
         base = [lever for lever in self.levers if lever.name in self.fixed and lever.name in self.prior]
-        leaves = sum(1 for module in model.modules() if not any(True for _ in module.children()))
-        expected = _COMPILE_SECONDS + _COMPILE_SECONDS_PER_MODULE * leaves
-        compilation = Price(expected=expected, best_ratio=_COMPILE_RATIO, times=self.graphs)
-        prices = {name: compilation for name in levers if REGISTRY[name].once}
-        # On a GPU a trial may take longer to try compilation: there a step takes less time, and the price does not.
-        granted = compilation if prices and device.type in ("cuda", "xpu") else None
-        tried, forms, budgets = dict(levers), dict[str, list[str]](), list[float]()
-        for name in list(prices):
-            for label, (current, form) in _forms_of(levers[name], device).items():
-                tried[label] = form.algorithm
-                prices[label] = replace(compilation, expected=expected * form.price, best_ratio=form.best_ratio)
-                forms.setdefault(current, []).append(label)
-
-        def budget(step_seconds: float, price: Price | None = granted, spent: float = 0.0) -> float:
-            budgets.append(self.seconds(step_seconds, price, spent))
-            return budgets[-1]
+        prices, tried, forms = self._prices(levers, model)
+        budgets: list[float] = []
 
         try:
             options: dict[str, Any] = {"scaler": target.scaler, "reduce": reduce, "interrupt": not self.sharded}
             with closing(Trial(passes, target.optimizers, tried, base=base, **options)) as trial:
+                if reduce([float(self.verify and passes.draws)])[0]:  # the check compiles once more, without dropout
+                    prices = {name: replace(price, times=price.times + 1) for name, price in prices.items()}
+                # On a GPU it may take longer to try compilation: there a step takes less time, and the price does not.
+                granted = next(iter(prices.values()), None) if device.type in ("cuda", "xpu") else None
+
+                def budget(step_seconds: float, price: Price | None = granted, spent: float = 0.0) -> float:
+                    budgets.append(self.seconds(step_seconds, price, spent))
+                    return budgets[-1]
+
                 if budget(trial.step_seconds) >= WORTH_A_WORD:
                     count = f"{len(levers)} switch{'es' if len(levers) > 1 else ''}"
                     most = f"at most {budgets[0]:.0f} s{', longer if compilation pays' if forms else ''} ..."
@@ -313,6 +308,22 @@ class Calibration:
             ratio=ratio,
             machine=machine_of(device),
         )
+
+    def _prices(
+        self, levers: Mapping[str, Algorithm], model: nn.Module
+    ) -> tuple[dict[str, Price], dict[str, Algorithm], dict[str, list[str]]]:
+        """Return the prices of levers and of their forms, both by name, and the forms that may replace each of them."""
+        leaves = sum(1 for module in model.modules() if not any(True for _ in module.children()))
+        expected = _COMPILE_SECONDS + _COMPILE_SECONDS_PER_MODULE * leaves
+        compilation = Price(expected=expected, best_ratio=_COMPILE_RATIO, times=self.graphs)
+        prices = {name: compilation for name in levers if REGISTRY[name].once}
+        tried, forms = dict(levers), dict[str, list[str]]()
+        for name in list(prices):
+            for label, (current, form) in _forms_of(levers[name], device_of(model)).items():
+                tried[label] = form.algorithm
+                prices[label] = replace(compilation, expected=expected * form.price, best_ratio=form.best_ratio)
+                forms.setdefault(current, []).append(label)
+        return prices, tried, forms
 
     def fitted(self, passes: Passes) -> Calibration:
         """Return the same with levers that are fitted to a pass of a real call."""
