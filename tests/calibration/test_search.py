@@ -36,6 +36,7 @@ class Planted:
         self.step, self.interrupts, self.warm, self.longest = step, interrupts, warm, 0.0
         self.random = random.Random(seed)
         self.pauses: dict[str, float] = {}
+        self.host = 1.0
         self.now = 0.0
         self.incumbent: tuple[str, ...] = ()
         self.challenger: tuple[str, ...] = ()
@@ -79,6 +80,9 @@ class Planted:
 
     def promote(self) -> None:
         self.incumbent = self.challenger
+
+    def host_share(self) -> float:
+        return self.host
 
     def elapsed(self) -> float:
         return self.now
@@ -429,6 +433,17 @@ def test_forms_of_a_lever_are_tried_in_its_place_one_after_the_other(factors, fo
     assert verdict.price == pytest.approx(5.0 * len(tried))
     assert ratio is not None
     assert ratio.mid == pytest.approx(1.25 / factors.get(form, 1.0), rel=0.05)
+
+
+@pytest.mark.parametrize(("host", "form"), [(0.5, "tuned"), (0.9, "graphs")])
+def test_a_form_that_saves_time_of_the_host_is_tried_only_if_that_is_the_limit(host: float, form: str):
+    prices = PRICES | {"graphs": Price(expected=5.0, of_host=True)}
+    bench = compiled(graphs=0.8, tuned=0.8, both=1.0)
+    bench.host = host
+    (verdict,), _ = search(["compile"], bench, seconds=60, steps=10**6, prices=prices, forms=FORMS)
+    assert verdict.form == form
+    assert (("graphs",) in bench.built) is (host > 0.7)
+    assert ("the host, which is busy for 50 % of a step" in verdict.reason) is (host == 0.5)
 
 
 @pytest.mark.parametrize(("steps", "paid"), [(5_000, False), (10**6, True)])

@@ -21,6 +21,7 @@ from torchboost.calibration.trial import Trial, free_bytes, needed_bytes, optimi
 from torchboost.core.algorithm import Target
 from torchboost.core.torch_private import compiled_graphs
 from torchboost.errors import IncompatibleError
+from torchboost.measure.stopwatch import Clock
 
 LEVERS = {"fused_optimizer": FusedOptimizer(), "channels_last": ChannelsLast(), "autocast": Autocast()}
 
@@ -259,3 +260,13 @@ def test_steps_that_take_too_long_count_as_infinitely_slow():
     assert sorted(map(math.isinf, trial.sample(within=0.05))) in ([False, True], [True, True])
     with pytest.raises(TimeoutError, match="longer than"):
         trial.build([], within=0.05)
+
+
+@pytest.mark.parametrize(("device", "least", "most"), [(0.05, 0.0, 0.5), (0.0, 0.6, 1.0)])
+def test_the_share_of_the_host_is_small_if_the_device_takes_longer(device, least, most, monkeypatch):
+    """The device is a clock that waits: it is busy after the host has queued a step."""
+    model = network()
+    clock = Clock(synchronize=lambda: time.sleep(device))
+    monkeypatch.setattr(Clock, "of", lambda device: clock)
+    trial = Trial(passes(model, torch.randn(4, 3, 8, 8)), [sgd(model)], LEVERS)
+    assert least <= trial.host_share() <= most

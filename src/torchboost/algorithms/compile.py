@@ -142,11 +142,12 @@ class Compile(Algorithm):
         if device.type != "cuda" or self.backend != "inductor":
             return ()
         if self.mode in (None, "default"):
-            return self._in_mode("reduce-overhead", 1.5, 1.3), self._in_mode("max-autotune-no-cudagraphs", 8.0, 1.15)
+            graphs = self._in_mode("reduce-overhead", 1.5, 1.3, of_host=True)
+            return graphs, self._in_mode("max-autotune-no-cudagraphs", 8.0, 1.15)
         return (self._in_mode("max-autotune", 8.0, 1.15),) if self.mode == "reduce-overhead" else ()
 
-    def _in_mode(self, mode: Mode, price: float, best_ratio: float) -> Form:
-        return Form(replace(self, mode=mode), price, best_ratio)
+    def _in_mode(self, mode: Mode, price: float, best_ratio: float, *, of_host: bool = False) -> Form:
+        return Form(replace(self, mode=mode), price, best_ratio, of_host)
 
     def forget(self) -> None:
         """Free the memory of CUDA graphs, which the compiler keeps. Everything compiles once more."""

@@ -10,6 +10,7 @@ from torchboost.calibration.choice import SEEMS_FASTER, Verdict, in_a_line, in_s
 from torchboost.calibration.trial import Trial
 from torchboost.measure.evidence import Interval
 from torchboost.measure.statistics import exact_median
+from torchboost.sheet import percent
 
 __all__ = ["SET_ASIDE", "Price", "search"]
 
@@ -55,6 +56,8 @@ _FEW = 4.0
 """If a lever had less time than this number of steps, and was not timed, this says nothing about its speed."""
 _OVERTIME = 0.5
 """Share of the time left that a lever may take to its first look after its own time is up."""
+_HOST_BOUND = 0.7
+"""If the host is done with a step after a smaller share of its time, it is ahead of the device."""
 _ROUND = 10
 """From so many seconds on, advice is in multiples of them."""
 SET_ASIDE = 0.75
@@ -69,11 +72,13 @@ class Price:
         expected: Estimate before the trial.
         best_ratio: The largest gain to hope for. A lever that could not repay its price with this gain is not tried.
         times: How often the run pays it, such as for each graph. The trial pays it once.
+        of_host: Whether the lever saves only time of the host. If the device is the limit, it is not tried.
     """
 
     expected: float
     best_ratio: float = 2.0
     times: int = 1
+    of_host: bool = False
 
 
 @dataclass(slots=True)
@@ -434,6 +439,8 @@ class _Search:
     def _dear(self, lever: str, share: float) -> str | None:
         """Return why the price of a lever is not paid. None if it is."""
         price = self.prices[lever]
+        if price.of_host and (busy := self.bench.host_share()) < _HOST_BOUND:
+            return f"it saves time of the host, which is busy for {percent(busy)} of a step"
         if self.steps is None:
             return "only a long run repays its price; pass boost(..., total_steps=...), the number of updates"
         saving = self._saving(price.best_ratio)

@@ -108,6 +108,10 @@ class Trial:
         """Make the challenger the incumbent."""
         self._incumbent = self._challenger
 
+    def host_share(self) -> float:
+        """Return the share of a step of the incumbent after which its passes were queued, on the slowest rank."""
+        return self._reduce([self._incumbent.host_share])[0]
+
     def close(self) -> None:
         """Remove all levers. The trial cannot be used after this."""
         self._activate(None)
@@ -194,6 +198,7 @@ class Contestant:
     Attributes:
         copies: For each optimizer the result of :func:`optimizer_over`.
         outputs: Of the last step.
+        host_share: Share of the last step after which the host had queued its passes. 1 if it waits for the device.
     """
 
     def __init__(
@@ -208,6 +213,7 @@ class Contestant:
         self.copies = [optimizer_over(optimizer, passes.parameters, part) for optimizer in optimizers]
         self._attached: AttachedAlgorithms | None = None
         self.outputs: list[Tensor] = []
+        self.host_share = 1.0
 
     def stop_learning(self) -> None:
         """Set the learning rates of the copies to 0."""
@@ -238,6 +244,7 @@ class Contestant:
         """Forward, backward, update. Return the seconds."""
         seconds, last = 0.0, clock()
         result = self._passes.run()
+        queued = clock.read() - last
         by_parameter = {id(p): g for p, g in zip(self._passes.parameters, result.gradients, strict=False)}
         for optimizer, pairs, share in self.copies:
             if share < 1:
@@ -252,7 +259,7 @@ class Contestant:
                 before, last = last, clock()
                 seconds += (last - before) / share
         seconds += clock() - last
-        self.outputs = result.outputs
+        self.outputs, self.host_share = result.outputs, queued / seconds if seconds else 1.0
         return seconds
 
 

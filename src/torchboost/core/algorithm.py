@@ -253,11 +253,13 @@ class Form(NamedTuple):
         algorithm: The lever with these settings.
         price: Expected one-time cost, as a multiple of the lever's.
         best_ratio: The largest gain to hope for over the kept settings.
+        of_host: Whether it saves only time of the host.
     """
 
     algorithm: Algorithm
     price: float
     best_ratio: float
+    of_host: bool = False
 
 
 class AlreadyOn(str):
