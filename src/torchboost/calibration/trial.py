@@ -109,7 +109,7 @@ class Trial:
         self._incumbent = self._challenger
 
     def host_share(self) -> float:
-        """Return the share of a step of the incumbent after which its passes were queued, on the slowest rank."""
+        """Return the share of a step of the incumbent for which the host is busy, on the slowest rank."""
         return self._reduce([self._incumbent.host_share])[0]
 
     def close(self) -> None:
@@ -198,7 +198,7 @@ class Contestant:
     Attributes:
         copies: For each optimizer the result of :func:`optimizer_over`.
         outputs: Of the last step.
-        host_share: Share of the last step after which the host had queued its passes. 1 if it waits for the device.
+        host_share: Share of the last step for which the host was busy, or waited.
     """
 
     def __init__(
@@ -242,23 +242,28 @@ class Contestant:
 
     def step(self, clock: Clock) -> float:
         """Forward, backward, update. Return the seconds."""
-        seconds, last = 0.0, clock()
+        laps: list[tuple[float, float]] = []
+        last = clock()
+
+        def lap(share: float = 1.0) -> None:
+            nonlocal last
+            queued, before, last = clock.read(), last, clock()
+            laps.append(((queued - before) / share, (last - before) / share))
+
         result = self._passes.run()
-        queued = clock.read() - last
         by_parameter = {id(p): g for p, g in zip(self._passes.parameters, result.gradients, strict=False)}
         for optimizer, pairs, share in self.copies:
             if share < 1:
-                before, last = last, clock()
-                seconds += last - before
+                lap()
             for parameter, copied in pairs:
                 copied.grad = by_parameter[id(parameter)]
             type(optimizer).step(optimizer)  # a scheduler binds the step of the instance to the original
             for _, copied in pairs:
                 copied.grad = None
             if share < 1:
-                before, last = last, clock()
-                seconds += (last - before) / share
-        seconds += clock() - last
+                lap(share)
+        lap()
+        queued, seconds = map(sum, zip(*laps, strict=True))
         self.outputs, self.host_share = result.outputs, queued / seconds if seconds else 1.0
         return seconds
 
