@@ -464,6 +464,19 @@ def test_fit_lists_what_would_change_nothing():
     assert "BatchNorm" in reasons(plan)["less_bn"]
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_fit_says_that_a_switch_has_nothing_to_do_rather_than_that_it_is_not_measured(device: str):
+    model = ResNet(Bottleneck, [1, 1], width=8)
+    plan = Plan.of("O1", facts=replace(FAST, device=device))
+    fitted = reasons(plan.fit(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    assert fitted["unpad"] == "no argument of its forward masks padding"
+    assert "no output head" in fitted["sparse_head"]
+    tokens = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
+    kept = plan.fit(tokens, torch.optim.SGD(tokens.parameters(), lr=0.1))
+    assert "sparse_head" in {lever.name for lever in kept.levers}
+    assert ("not measured on cuda" in reasons(kept).get("sparse_head", "")) == (device == "cuda")
+
+
 def test_a_refused_plan_leaves_the_model_as_it_was():
     config = {"extra": {"less_bn": True, "autocast": {"dtype": "float16"}}}
     model = vgg()
