@@ -269,9 +269,44 @@ def test_scores_are_scaled_and_weights_dropped_once(factor: Any):
 
     agree(attend(whole) @ whole, attend(rows) @ rows)
     with pytest.raises(MissingRows, match="changes masked scores"):
-        attend(rows) * 2 @ rows
+        attend(rows).square() @ rows
     with pytest.raises(MissingRows, match="drops weights twice"):
         torch.dropout(torch.dropout(attend(rows), 0.5, True), 0.5, True)
+
+
+@pytest.mark.parametrize("scaled", [torch.mul, torch.div, lambda x, n: n * x, lambda x, n: x / n, Tensor.mul_])
+@pytest.mark.parametrize("factor", [0.5, torch.tensor(3.0, dtype=torch.float64, requires_grad=True)])
+def test_weights_are_scaled_after_the_softmax(scaled: Any, factor: Any):
+    layout, whole, rows = padded()
+    factors = [factor] if isinstance(factor, Tensor) else []
+
+    def attend(x: Any) -> Any:
+        weights = (x @ x.mT).masked_fill(~layout.mask[:, None, None], -math.inf).softmax(-1)
+        return torch.dropout(scaled(weights, factor), 0.0, True) @ x
+
+    found = attend(rows)
+    assert isinstance(found, Rows)
+    agree(attend(whole), found)
+    seen = layout.mask[:, None, :, None]
+    for one in factors:
+        gradients = [torch.autograd.grad((attend(x) * seen).square().sum(), one) for x in (whole, rows)]
+        torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: torch.div(torch.tensor(1.0), x),
+        lambda x: torch.div(x, 2, rounding_mode="floor"),
+        lambda x: x * torch.ones(4),
+        lambda x: x - 0.5,
+    ],
+)
+def test_other_changes_of_weights_ask_for_the_padding(change: Any):
+    layout, _, rows = padded()
+    weights = (rows @ rows.mT).masked_fill(~layout.mask[:, None, None], -math.inf).softmax(-1)
+    with pytest.raises(MissingRows):
+        change(weights) @ rows
 
 
 def test_gradients_of_attention_by_hand():

@@ -32,6 +32,7 @@ class Steps(NamedTuple):
         entries: Functions of each score by itself.
         masks: Of the scores, after these.
         dropout: Share of the weights that is dropped. None before the softmax.
+        factors: Functions that scale the weights.
         read: Other tensors that are read when values come, and how often they had been written to.
     """
 
@@ -41,6 +42,7 @@ class Steps(NamedTuple):
     entries: tuple[RowFunction, ...] = ()
     masks: tuple[Mask, ...] = ()
     dropout: float | None = None
+    factors: tuple[RowFunction, ...] = ()
     read: tuple[tuple[Tensor, int], ...] = ()
 
 
@@ -99,14 +101,13 @@ class Scores(PaddedRows):
             raise MissingRows("it multiplies scores")
         if any(version(tensor) != then for tensor, then in steps.read):
             raise MissingRows("what it is made of was written to")
-        by_hand = functools.partial(_attended, steps.multiply, steps.entries)
+        by_hand = functools.partial(_attended, steps)
         mask = merged(self.positions, steps.masks)
         return attention(by_hand, steps.query, steps.key, values, mask, steps.dropout or 0.0)
 
 
 def _attended(
-    multiply: Callable[..., Tensor],
-    entries: tuple[RowFunction, ...],
+    steps: Steps,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -116,8 +117,8 @@ def _attended(
     dropout_p: float,
 ) -> Tensor:
     """Compute ``scaled_dot_product_attention`` as models do by hand."""
-    scores = multiply(query, key.transpose(-1, -2))
-    for entry in entries:
+    scores = steps.multiply(query, key.transpose(-1, -2))
+    for entry in steps.entries:
         scores = entry(scores)
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
@@ -125,7 +126,10 @@ def _attended(
         is_seen = attn_mask.dtype is torch.bool
         scores = scores.masked_fill(~attn_mask, -math.inf) if is_seen else scores + attn_mask
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
-    return torch.matmul(F.dropout(weights, dropout_p) if dropout_p else weights, value)
+    weights = F.dropout(weights, dropout_p) if dropout_p else weights
+    for factor in steps.factors:
+        weights = factor(weights)
+    return torch.matmul(weights, value)
 
 
 def product(one: Tensor, two: Tensor) -> Tensor:
@@ -168,20 +172,34 @@ def _sides(one: Any, two: Any) -> tuple[Scores, Any]:
     return (one, two) if isinstance(one, Scores) else (two, one)
 
 
-def _alone(func: Any, *args: Any, **kwargs: Any) -> Scores:
-    """Each score by itself, before the masks."""
+def _alone(func: Any, *args: Any, scales: bool = False, **kwargs: Any) -> Scores:
+    """Each score by itself, before the masks, or each weight if the function ``scales``."""
     x = next((arg for arg in args if isinstance(arg, Scores)), None)
     if x is None:
         raise MissingRows("it has the scores by name")
     others = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor) and arg is not x]
-    if x.steps is None or x.steps.masks or any(isinstance(arg, Rows) or arg.ndim for arg in others):
+    scales = scales and x.steps is not None and x.steps.dropout is not None
+    combines = any(isinstance(arg, Rows) or arg.ndim for arg in others)
+    if x.steps is None or combines or (x.steps.masks and not scales):
         raise MissingRows("it changes masked scores, or combines them")
 
     def entry(scores: Tensor) -> Tensor:
         return func(*(scores if arg is x else arg for arg in args), **kwargs)
 
     read = (*x.steps.read, *((arg, version(arg)) for arg in others))
+    if scales:
+        return x.after(weights=True, factors=(*x.steps.factors, entry), read=read).then(entry)
     return x.after(entries=(*x.steps.entries, entry), read=read).then(entry)
+
+
+def _times(func: Any, *args: Any, **kwargs: Any) -> Scores:
+    """Scores, or weights, times a number."""
+    return _alone(func, *args, scales=True, **kwargs)
+
+
+def _divided(func: Any, x: Any, *args: Any, **kwargs: Any) -> Scores:
+    """Scores, or weights, divided by a number, or a number divided by scores."""
+    return _alone(func, x, *args, scales=isinstance(x, Scores) and not kwargs, **kwargs)
 
 
 def _added(func: Any, one: Any, two: Any) -> Scores:
@@ -237,10 +255,9 @@ def _getitem(func: Any, x: Scores, index: Any) -> Scores:
 Scores.answers = table(
     {
         _same: "float half bfloat16 double to contiguous clone",
-        _alone: (
-            "mul multiply div divide true_divide __mul__ __rmul__ __truediv__ sub subtract __sub__ tanh sigmoid exp "
-            "abs neg relu gelu silu square"
-        ),
+        _alone: "sub subtract __sub__ tanh sigmoid exp abs neg relu gelu silu square",
+        _times: "mul multiply __mul__ __rmul__",
+        _divided: "div divide true_divide __truediv__",
         _added: "add __add__ __radd__",
         _raised: "maximum max",
         _masked_fill: "masked_fill",
