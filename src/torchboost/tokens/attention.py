@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,15 +16,35 @@ from torchboost.core.torch_private import attention_of_packed_rows, version
 from torchboost.tokens.layout import Layout
 from torchboost.tokens.rows import BATCH, TOKEN, MissingRows, Rows
 
-__all__ = ["EXCLUDED", "Mask", "attention", "merged", "sequences"]
+__all__ = ["EXCLUDED", "Mask", "attention", "is_weak", "merged", "sequences"]
 
 EXCLUDED = -9e3
 """A smaller entry of a mask that is added, next to scores of usual size, gives a weight of exactly 0."""
+_SURE = -1e8
+"""An entry down to which this is so next to scores of any size."""
+_USUAL = -EXCLUDED / 4
+"""Scores up to this size are of usual size. The scores of padding are not known: they may be almost twice as large."""
 _ALIKE = 0.75
 """Sequences are computed together if the shortest has this share of the length of the longest."""
 
-Mask = tuple[Tensor, str]
-"""A mask that broadcasts with scores: one to "add", or booleans of which "true" or "false" excludes a key."""
+
+class Mask(NamedTuple):
+    """A mask that broadcasts with scores.
+
+    Args:
+        tensor: Is added, or booleans.
+        how: To ``"add"``, or the boolean that excludes a key, ``"true"`` or ``"false"``.
+        least: The score of keys that booleans exclude. Of a mask that is added, scores below are raised to it.
+    """
+
+    tensor: Tensor
+    how: str
+    least: float = -math.inf
+
+
+def is_weak(least: float, dtype: torch.dtype) -> bool:
+    """Whether scores may be so large that a score of this value gives a weight above 0."""
+    return least > max(_SURE, torch.finfo(dtype).min)
 
 
 def attention(
@@ -35,6 +55,10 @@ def attention(
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
+    *,
+    score: Callable[[Tensor], Tensor] | None = None,
+    weak: bool = False,
+    undefined: bool = False,
     **options: Any,
 ) -> Tensor:
     """Compute ``torch.nn.functional.scaled_dot_product_attention`` for the sequences of a padded batch.
@@ -50,6 +74,9 @@ def attention(
         attn_mask: See ``torch.nn.functional.scaled_dot_product_attention``, as for all following arguments.
         dropout_p: See ``attn_mask``.
         is_causal: See ``attn_mask``.
+        score: Returns the scores of products of queries and keys. By default they are scaled.
+        weak: Whether a mask of booleans stands for a number that is weak (:func:`is_weak`).
+        undefined: Whether a query that sees nothing gets NaN.
         **options: See ``attn_mask``.
     """
     queries, keys, others = (one.positions if isinstance(one, Rows) else None for one in (query, key, value))
@@ -58,7 +85,11 @@ def attention(
     parts = [sequences(one) for one in (query, key, value)]
     if not query.ndim == key.ndim == value.ndim or query.ndim < 3 or None in parts:
         raise MissingRows("its tensors have other dimensions")
-    masks = _masks(query, queries, keys, attn_mask, is_causal)
+    masks, has_weak, is_void = _masks(query, queries, keys, attn_mask, is_causal)
+    if undefined and is_void:
+        raise MissingRows("padding sees nothing, which gives NaN")
+    if weak or has_weak:
+        _check_size(query, key, score or (lambda products: products * (options.get("scale") or key.shape[-1] ** -0.5)))
     options["dropout_p"] = dropout_p
     rows = [one for one in (query, key, value) if isinstance(one, Rows) and one.positions.index.numel()]
     if isinstance(masks, bool) and len(rows) == len(parts):
@@ -72,6 +103,18 @@ def attention(
     if not isinstance(query, Rows):
         return torch.stack(outputs)
     return query.of(torch.cat([one.movedim(-2, 0) for one in outputs]))
+
+
+@torch.no_grad()
+def _check_size(query: Tensor, key: Tensor, score: Callable[[Tensor], Tensor]) -> None:
+    """Raise :class:`MissingRows` if scores may be so large that a weak mask does not exclude."""
+    tensors = [one.rows if isinstance(one, Rows) else one for one in (query, key)]
+    if all(one.numel() for one in tensors):
+        wide = torch.promote_types(tensors[0].dtype, torch.float32)
+        largest = [torch.linalg.vector_norm(one, dim=-1, dtype=wide).max() for one in tensors]
+        products = largest[0] * largest[1] * torch.linspace(-1, 1, 65, device=key.device)
+        if not bool(score(products).abs().max() <= _USUAL):
+            raise MissingRows("its scores may be as large as its mask")
 
 
 def sequences(x: Tensor) -> Sequence[Tensor] | None:
@@ -157,50 +200,60 @@ def _rows(layout: Layout, group: list[int]) -> tuple[Tensor, Tensor]:
 
 def merged(layout: Layout, masks: Sequence[Mask]) -> Tensor | None:
     """Return masks as the one that :func:`attention` takes, the same tensor for all layers that share them."""
-    if len(masks) < 2 and all(how == "add" for _, how in masks):
-        return masks[0][0] if masks else None
-    if any(mask.requires_grad for mask, _ in masks):
+    if len(masks) < 2 and all(one.how == "add" for one in masks):
+        return masks[0].tensor if masks else None
+    if any(one.tensor.requires_grad for one in masks):
         return _merged(masks)
-    kind = tuple((id(mask), version(mask), how) for mask, how in masks)
-    return layout.once(masks[0][0], lambda: (_merged(masks), masks), ("merged", kind))[0]
+    kind = tuple((id(one.tensor), version(one.tensor), one.how, one.least) for one in masks)
+    return layout.once(masks[0].tensor, lambda: (_merged(masks), masks), ("merged", kind))[0]
 
 
 def _merged(masks: Sequence[Mask]) -> Tensor:
-    seen = [mask if how == "false" else ~mask for mask, how in masks if how != "add"]
-    added = [mask for mask, how in masks if how == "add"]
+    fills = [one for one in masks if one.how != "add"]
+    added = [one.tensor for one in masks if one.how == "add"]
+    seen = [one.tensor if one.how == "false" else ~one.tensor for one in fills]
     if not seen:
         return sum(added[1:], start=added[0])
     kept = functools.reduce(torch.logical_and, seen)
-    return torch.where(kept, sum(added[1:], start=added[0]), -math.inf) if added else kept
+    if not added:
+        return kept
+    total, least = sum(added[1:], start=added[0]), max(one.least for one in fills)
+    finite = -math.inf if least == -math.inf else torch.finfo(total.dtype).min
+    return torch.where(kept, total, (total + least).clamp(min=finite))
 
 
 def _masks(
     query: Tensor, queries: Layout | None, keys: Layout | None, mask: Tensor | None, is_causal: bool
-) -> bool | list[Tensor]:
-    """Return the mask of each sequence, or whether attention is causal if nothing else remains of the mask."""
+) -> tuple[bool | list[Tensor], bool, bool]:
+    """Return the mask of each sequence, or whether attention is causal if nothing else remains of the mask.
+
+    Returns also whether it has weak entries, and whether it leaves nothing to some query, padding included.
+    """
     if mask is None:
         if is_causal and keys is not None and queries is keys and keys.begins_with_rows:
-            return True
+            return True, False, False
         if is_causal or keys is not None:
             raise MissingRows("attention sees the padding")
-        return False
+        return False, False, False
     layout = keys or queries
     if is_causal or layout is None or isinstance(mask, Rows) or mask.ndim > query.ndim:
         raise MissingRows("its mask is of another kind")
     whole, kind = mask[(None,) * (query.ndim - mask.ndim)], ("attention", query.ndim, queries, keys)
     if mask.requires_grad:  # keep only the finding, because the parts belong to the graph
-        layout.once(mask, lambda: _is_causal(whole.detach(), queries, keys, layout), kind)
-        return _parts(whole, queries, keys, layout)
+        found = layout.once(mask, lambda: _seen(whole.detach(), queries, keys, layout), kind)
+        return _parts(whole, queries, keys, layout), *found[1:]
 
-    def remains() -> bool | list[Tensor]:
-        causal = _is_causal(whole, queries, keys, layout)
-        return _parts(whole, queries, keys, layout) if causal is None else causal
+    def remains() -> tuple[bool | list[Tensor], bool, bool]:
+        causal, *others = _seen(whole, queries, keys, layout)
+        return _parts(whole, queries, keys, layout) if causal is None else causal, *others
 
     return layout.once(mask, remains, kind)
 
 
-def _is_causal(mask: Tensor, queries: Layout | None, keys: Layout | None, layout: Layout) -> bool | None:
-    """Whether causality remains of a mask in all sequences: False if nothing remains, None if something else does.
+def _seen(mask: Tensor, queries: Layout | None, keys: Layout | None, layout: Layout) -> tuple[bool | None, bool, bool]:
+    """Return whether causality remains of a mask in all sequences: False if nothing does, None if something else does.
+
+    Returns also whether it has weak entries, and whether it leaves nothing to some query, padding included.
 
     Raises:
         MissingRows: The mask admits the padding for a query that is computed, or excludes everything else.
@@ -209,23 +262,30 @@ def _is_causal(mask: Tensor, queries: Layout | None, keys: Layout | None, layout
     strange = any(mask.shape[place] not in (1, size) for place, size in sizes)
     if strange or (keys is not None and mask.shape[-1] != keys.length):
         raise MissingRows("its mask is of another kind")
-    excluded = ~mask if mask.dtype is torch.bool else mask < EXCLUDED
-    absent, counts = layout.mask.new_zeros(()), layout.mask.new_ones(())
+    excluded = void = ~mask if mask.dtype is torch.bool else mask < EXCLUDED
+    absent = rest = weak = low = layout.mask.new_zeros(())
+    counts = layout.mask.new_ones(())
+    if mask.dtype is not torch.bool:
+        void, rest, low = mask == -math.inf, ~excluded & (mask != 0), ~excluded & (mask < -_USUAL)
+        weak = excluded & (mask > max(_SURE, torch.finfo(mask.dtype).min))
     if keys is not None:
         absent = ~keys.mask[(slice(None), *(None,) * (mask.ndim - 2))]  # (batch, ..., 1, keys)
     if queries is not None:
         asked = queries.mask if mask.shape[-2] > 1 else queries.mask.any(1, keepdim=True)
         counts = asked[(slice(None), *(None,) * (mask.ndim - 2))].transpose(-1, -2)  # (batch, ..., queries or 1, 1)
-    rest = layout.mask.new_zeros(()) if mask.dtype is torch.bool else ~excluded & (mask != 0)
     later = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).triu(1)
     wrong = [~excluded & absent & counts, (excluded | absent).all(-1, keepdim=True) & counts]
     wrong += [((excluded != (absent | more)) | rest) & counts for more in (torch.zeros_like(later), later)]
-    padding, nothing, some, not_causal = torch.stack([one.any() for one in wrong]).tolist()
+    wrong += [weak, low, void.all(-1)]
+    padding, nothing, some, not_causal, has_weak, has_low, is_void = torch.stack([one.any() for one in wrong]).tolist()
     if padding or nothing:
         raise MissingRows("attention sees the padding" if padding else "a query sees nothing")
+    if has_weak and has_low:
+        raise MissingRows("its mask hardly tells what it excludes")
     if not some and keys is not None:
-        return False
-    return None if not_causal or queries is not keys or mask.shape[-2] != mask.shape[-1] else True
+        return False, has_weak, is_void
+    causal = None if not_causal or queries is not keys or mask.shape[-2] != mask.shape[-1] else True
+    return causal, has_weak, is_void
 
 
 def _parts(mask: Tensor, queries: Layout | None, keys: Layout | None, layout: Layout) -> list[Tensor]:

@@ -14,7 +14,7 @@ from typing_extensions import Self
 
 from torchboost.core.torch_private import tensor_without_memory, version
 from torchboost.tokens.answers import PaddedRows, of_arguments, table
-from torchboost.tokens.attention import EXCLUDED, Mask, attention, merged, sequences
+from torchboost.tokens.attention import EXCLUDED, Mask, attention, is_weak, merged, sequences
 from torchboost.tokens.layout import Layout
 from torchboost.tokens.rows import Memory, MissingRows, RowFunction, Rows, in_this_precision
 from torchboost.tokens.shapes import permute
@@ -44,6 +44,12 @@ class Steps(NamedTuple):
     dropout: float | None = None
     factors: tuple[RowFunction, ...] = ()
     read: tuple[tuple[Tensor, int], ...] = ()
+
+    def scored(self, products: Tensor) -> Tensor:
+        """Return the scores of products of queries and keys, before the masks."""
+        for entry in self.entries:
+            products = entry(products)
+        return products
 
 
 class Scores(PaddedRows):
@@ -83,7 +89,7 @@ class Scores(PaddedRows):
             raise MissingRows("it is not a step of attention")
         return Scores(self.steps._replace(**changes), self.base, self.shape, self.positions).sharing(self)
 
-    def masked(self, mask: Any, how: str) -> Scores:
+    def masked(self, mask: Any, how: str, least: float = -math.inf) -> Scores:
         """Return the scores after a mask."""
         if self.steps is None or isinstance(mask, Rows) or not isinstance(mask, Tensor) or mask.ndim > self.ndim:
             raise MissingRows("its mask is of another kind")
@@ -92,7 +98,9 @@ class Scores(PaddedRows):
         sizes = (1,) * (self.ndim - mask.ndim) + tuple(mask.shape)
         if any(size not in (1, own) for size, own in zip(sizes, self.shape, strict=True)):
             raise MissingRows("it adds sequences")
-        return self.after(masks=(*self.steps.masks, (mask, how)), read=(*self.steps.read, (mask, version(mask))))
+        return self.after(
+            masks=(*self.steps.masks, Mask(mask, how, least)), read=(*self.steps.read, (mask, version(mask)))
+        )
 
     def averages(self, values: Tensor) -> Tensor:
         """Return the averages of values by these weights."""
@@ -102,8 +110,18 @@ class Scores(PaddedRows):
         if any(version(tensor) != then for tensor, then in steps.read):
             raise MissingRows("what it is made of was written to")
         by_hand = functools.partial(_attended, steps)
-        mask = merged(self.positions, steps.masks)
-        return attention(by_hand, steps.query, steps.key, values, mask, steps.dropout or 0.0)
+        least = [one.least for one in steps.masks]
+        return attention(
+            by_hand,
+            steps.query,
+            steps.key,
+            values,
+            merged(self.positions, steps.masks),
+            steps.dropout or 0.0,
+            score=steps.scored,
+            weak=any(is_weak(one, self.dtype) for one in least),
+            undefined=-math.inf in least,
+        )
 
 
 def _attended(
@@ -117,9 +135,7 @@ def _attended(
     dropout_p: float,
 ) -> Tensor:
     """Compute ``scaled_dot_product_attention`` as models do by hand."""
-    scores = steps.multiply(query, key.transpose(-1, -2))
-    for entry in steps.entries:
-        scores = entry(scores)
+    scores = steps.scored(steps.multiply(query, key.transpose(-1, -2)))
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if attn_mask is not None:
@@ -209,26 +225,25 @@ def _added(func: Any, one: Any, two: Any) -> Scores:
 
 def _raised(func: Any, one: Any, two: Any) -> Scores:
     """The larger one of each score and a number that excludes."""
-    x, least = _sides(one, two)
-    _check_excludes(least)
-    return x.after()
+    x, value = _sides(one, two)
+    least, masks = _excluding(value), () if x.steps is None else x.steps.masks
+    return x.after(masks=tuple(one._replace(least=max(one.least, least)) for one in masks))
 
 
-def _check_excludes(value: Any) -> None:
-    """Raise :class:`MissingRows` unless a score of this value gives a weight of 0."""
+def _excluding(value: Any) -> float:
+    """Return a number, or raise :class:`MissingRows` unless a score of this value gives a weight of 0."""
     if isinstance(value, Rows) or (isinstance(value, Tensor) and value.ndim) or not float(value) < EXCLUDED:
         raise MissingRows("attention sees the padding")
+    return float(value)
 
 
 def _masked_fill(func: Any, x: Scores, mask: Any, value: Any) -> Scores:
-    _check_excludes(value)
-    return x.masked(mask, "true")
+    return x.masked(mask, "true", _excluding(value))
 
 
 def _where(func: Any, mask: Any, one: Any, two: Any) -> Scores:
     x, value = _sides(one, two)
-    _check_excludes(value)
-    return x.masked(mask, "false" if x is one else "true")
+    return x.masked(mask, "false" if x is one else "true", _excluding(value))
 
 
 def _softmax(func: Any, x: Scores, dim: int, *args: Any, **kwargs: Any) -> Scores:
