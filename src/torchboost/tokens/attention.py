@@ -34,7 +34,7 @@ class Mask(NamedTuple):
     Args:
         tensor: Is added, or booleans.
         how: To ``"add"``, or the boolean that excludes a key, ``"true"`` or ``"false"``.
-        least: The score of keys that booleans exclude. Of a mask that is added, scores below are raised to it.
+        least: The score of keys that booleans exclude. Of a mask that is added, the least score that it leaves.
     """
 
     tensor: Tensor
@@ -42,8 +42,22 @@ class Mask(NamedTuple):
     least: float = -math.inf
 
 
-def is_weak(least: float, dtype: torch.dtype) -> bool:
-    """Whether scores may be so large that a score of this value gives a weight above 0."""
+class _Found(NamedTuple):
+    """What a mask excludes.
+
+    Args:
+        rest: The mask of each sequence, or whether attention is causal if nothing else remains of the mask.
+        weak: Whether entries are weak (:func:`is_weak`).
+        void: Whether it excludes all keys for some query, which may be padding. If it is added, by -inf.
+    """
+
+    rest: bool | list[Tensor] | None
+    weak: bool = False
+    void: bool = False
+
+
+def is_weak(least: Any, dtype: torch.dtype) -> Any:
+    """Whether scores may be so large that a score of this value gives a weight above 0. Takes a number or a tensor."""
     return least > max(_SURE, torch.finfo(dtype).min)
 
 
@@ -76,7 +90,7 @@ def attention(
         is_causal: See ``attn_mask``.
         score: Returns the scores of products of queries and keys. By default they are scaled.
         weak: Whether a mask of booleans stands for a number that is weak (:func:`is_weak`).
-        undefined: Whether a query that sees nothing gets NaN.
+        undefined: Whether a query whose scores are all -inf gets NaN. By default it gets 0.
         **options: See ``attn_mask``.
     """
     queries, keys, others = (one.positions if isinstance(one, Rows) else None for one in (query, key, value))
@@ -85,17 +99,18 @@ def attention(
     parts = [sequences(one) for one in (query, key, value)]
     if not query.ndim == key.ndim == value.ndim or query.ndim < 3 or None in parts:
         raise MissingRows("its tensors have other dimensions")
-    masks, has_weak, is_void = _masks(query, queries, keys, attn_mask, is_causal)
-    if undefined and is_void:
+    found = _masks(query, queries, keys, attn_mask, is_causal)
+    if undefined and found.void:
         raise MissingRows("padding sees nothing, which gives NaN")
-    if weak or has_weak:
+    if weak or found.weak:
         _check_size(query, key, score or (lambda products: products * (options.get("scale") or key.shape[-1] ** -0.5)))
     options["dropout_p"] = dropout_p
     rows = [one for one in (query, key, value) if isinstance(one, Rows) and one.positions.index.numel()]
-    if isinstance(masks, bool) and len(rows) == len(parts):
+    rest = found.rest
+    if isinstance(rest, bool) and len(rows) == len(parts):
         own, others, values = rows
-        return own.of(_together(func, own, others, values, masks, options))
-    causal, every = (masks, [None] * query.shape[0]) if isinstance(masks, bool) else (False, masks)
+        return own.of(_together(func, own, others, values, rest, options))
+    causal, every = (False, rest) if isinstance(rest, list) else (bool(rest), [None] * query.shape[0])
     outputs: list[Tensor] = []
     for mask, *one in zip(every, *parts, strict=True):
         q, k, v = (part[None] for part in one)
@@ -222,38 +237,31 @@ def _merged(masks: Sequence[Mask]) -> Tensor:
     return torch.where(kept, total, (total + least).clamp(min=finite))
 
 
-def _masks(
-    query: Tensor, queries: Layout | None, keys: Layout | None, mask: Tensor | None, is_causal: bool
-) -> tuple[bool | list[Tensor], bool, bool]:
-    """Return the mask of each sequence, or whether attention is causal if nothing else remains of the mask.
-
-    Returns also whether it has weak entries, and whether it leaves nothing to some query, padding included.
-    """
+def _masks(query: Tensor, queries: Layout | None, keys: Layout | None, mask: Tensor | None, is_causal: bool) -> _Found:
+    """Return what a mask excludes."""
     if mask is None:
         if is_causal and keys is not None and queries is keys and keys.begins_with_rows:
-            return True, False, False
+            return _Found(True)
         if is_causal or keys is not None:
             raise MissingRows("attention sees the padding")
-        return False, False, False
+        return _Found(False)
     layout = keys or queries
     if is_causal or layout is None or isinstance(mask, Rows) or mask.ndim > query.ndim:
         raise MissingRows("its mask is of another kind")
     whole, kind = mask[(None,) * (query.ndim - mask.ndim)], ("attention", query.ndim, queries, keys)
     if mask.requires_grad:  # keep only the finding, because the parts belong to the graph
-        found = layout.once(mask, lambda: _seen(whole.detach(), queries, keys, layout), kind)
-        return _parts(whole, queries, keys, layout), *found[1:]
+        found: _Found = layout.once(mask, lambda: _found(whole.detach(), queries, keys, layout), kind)
+        return found._replace(rest=_parts(whole, queries, keys, layout))
 
-    def remains() -> tuple[bool | list[Tensor], bool, bool]:
-        causal, *others = _seen(whole, queries, keys, layout)
-        return _parts(whole, queries, keys, layout) if causal is None else causal, *others
+    def finding() -> _Found:
+        found = _found(whole, queries, keys, layout)
+        return found if found.rest is not None else found._replace(rest=_parts(whole, queries, keys, layout))
 
-    return layout.once(mask, remains, kind)
+    return layout.once(mask, finding, kind)
 
 
-def _seen(mask: Tensor, queries: Layout | None, keys: Layout | None, layout: Layout) -> tuple[bool | None, bool, bool]:
-    """Return whether causality remains of a mask in all sequences: False if nothing does, None if something else does.
-
-    Returns also whether it has weak entries, and whether it leaves nothing to some query, padding included.
+def _found(mask: Tensor, queries: Layout | None, keys: Layout | None, layout: Layout) -> _Found:
+    """Return what a mask excludes in all sequences, without its parts: None if more than causality remains of it.
 
     Raises:
         MissingRows: The mask admits the padding for a query that is computed, or excludes everything else.
@@ -267,7 +275,7 @@ def _seen(mask: Tensor, queries: Layout | None, keys: Layout | None, layout: Lay
     counts = layout.mask.new_ones(())
     if mask.dtype is not torch.bool:
         void, rest, low = mask == -math.inf, ~excluded & (mask != 0), ~excluded & (mask < -_USUAL)
-        weak = excluded & (mask > max(_SURE, torch.finfo(mask.dtype).min))
+        weak = excluded & is_weak(mask, mask.dtype)
     if keys is not None:
         absent = ~keys.mask[(slice(None), *(None,) * (mask.ndim - 2))]  # (batch, ..., 1, keys)
     if queries is not None:
@@ -283,9 +291,9 @@ def _seen(mask: Tensor, queries: Layout | None, keys: Layout | None, layout: Lay
     if has_weak and has_low:
         raise MissingRows("its mask hardly tells what it excludes")
     if not some and keys is not None:
-        return False, has_weak, is_void
+        return _Found(False, has_weak, is_void)
     causal = None if not_causal or queries is not keys or mask.shape[-2] != mask.shape[-1] else True
-    return causal, has_weak, is_void
+    return _Found(causal, has_weak, is_void)
 
 
 def _parts(mask: Tensor, queries: Layout | None, keys: Layout | None, layout: Layout) -> list[Tensor]:
