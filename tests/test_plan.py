@@ -467,10 +467,13 @@ def test_fit_asks_each_algorithm_once(monkeypatch):
         assert "channels_last" in {lever.name for lever in fitted.levers}
 
 
-def test_fit_lists_what_would_change_nothing():
+@pytest.mark.parametrize("device", ["cpu", "cuda"])  # on which some switches are not measured
+def test_fit_lists_what_would_change_nothing(device):
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 3))
-    plan = Plan.of("O2", facts=FAST).fit(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    plan = Plan.of("O2", facts=replace(FAST, device=device)).fit(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert "BatchNorm" in reasons(plan)["less_bn"]
+    assert reasons(plan)["unpad"] == "no argument of its forward masks padding"
+    assert "no output head" in reasons(plan)["sparse_head"]
 
 
 def test_a_refused_plan_leaves_the_model_as_it_was():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -97,3 +98,16 @@ def test_a_tuning_takes_numbers_of_frozen_blocks_as_candidates() -> None:
     extras = {f"{count} frozen": torchboost.fine_tuning(trained_before()[0], frozen=count) for count in (1, 3)}
     findings = looked_at(named_candidates(extras), make, 20)
     assert [(one.candidate.name, one.reason) for one in findings] == [("1 frozen", ""), ("3 frozen", "")]
+
+
+def test_errors_about_a_file_name_it_also_with_a_task(tmp_path: Path) -> None:
+    model, file = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), tmp_path / "boost.json"
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    file.write_text('{"extra": {"grad_freeze": {"frozen": "two"}}}')
+    with pytest.raises(torchboost.ConfigError, match=r"grad_freeze\.frozen in .*boost\.json"):
+        torchboost.boost(model, optimizer, level="O0", task="fine_tune", total_steps=12, config=str(file))
+    for argument in ({"level": "O7"}, {"task": "tuning"}):
+        settings: dict[str, Any] = {"level": "O0", "task": "fine_tune", **argument}
+        with pytest.raises(torchboost.ConfigError) as caught:
+            torchboost.boost(model, optimizer, total_steps=12, config=str(file), **settings)
+        assert not caught.value.file

@@ -274,9 +274,9 @@ def naming_file(source: Any) -> Iterator[None]:
 
 
 def _naming(error: ConfigError, source: Any) -> ConfigError:
-    """Return an error that names its source, if the source is a file and the error names none yet."""
+    """Return an error that names its source, if the source is a file that may hold the entry and is not named yet."""
     is_file = isinstance(source, os.PathLike) or (isinstance(source, str) and source.strip()[:1] not in ("", "{"))
-    if error.file or not is_file:
+    if error.file or not is_file or error.path == "level":  # an argument
         return error
     told = {"found": error.found, "allowed": error.allowed, "hint": error.hint}
     return ConfigError(error.path, **told, file=os.fsdecode(source))

@@ -422,19 +422,19 @@ def boost(
         optimizer = named_optimizer(optimizer, model, lr, adamw_lr=adamw_lr)
     else:
         check_given(optimizer, lr=lr, adamw_lr=adamw_lr)
-    config = config if task is None else with_task(config, task, model)
-    boosted = attach(
-        model,
-        optimizer,
-        level=level,
-        total_steps=total_steps,
-        config=config,
-        scaler=scaler,
-        host=Host(loop=loop),
-        calibrate=calibrate,
-        verify=verify,
-    )
-    warn_of_missing_length(boosted, config, total_steps, loop)
+    with with_task(config, task, model) as chosen:
+        boosted = attach(
+            model,
+            optimizer,
+            level=level,
+            total_steps=total_steps,
+            config=chosen,
+            scaler=scaler,
+            host=Host(loop=loop),
+            calibrate=calibrate,
+            verify=verify,
+        )
+    warn_of_missing_length(boosted, chosen, total_steps, loop)
     return boosted
 
 

@@ -201,8 +201,7 @@ class Plan:
         if len(inner) > 1:
             useful = [a for name, a in asked.items() if name not in idle and REGISTRY[name].of_optimizer]
             served |= {a.name: _served(a, model, inner) for a in useful}
-        plan = self.without({name: reason for name, reason in idle.items() if name in on})
-        return replace(plan, levers=tuple(a for a in plan.levers if a.name not in idle), served=tuple(served.items()))
+        return replace(self.without(idle), served=tuple(served.items()))
 
     def chosen(self, decisions: Mapping[str, tuple[bool, str]]) -> Plan:
         """Return the plan with levers switched on and off.

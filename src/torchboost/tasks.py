@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 from torch import nn
 
-from torchboost.config import BoostConfig, ConfigSource
+from torchboost.config import BoostConfig, ConfigSource, naming_file
 from torchboost.core.arguments import check_module
 from torchboost.errors import ConfigError, nearest
 from torchboost.graph.blocks import blocks_of
@@ -56,12 +58,18 @@ def fine_tuning(model: nn.Module, *, frozen: int | None = None, dtype: str | Non
     return {**off, "grad_freeze": {**freezing, **caching}}
 
 
-def with_task(config: ConfigSource | None, task: Task, model: nn.Module) -> BoostConfig:
-    """Return a configuration with the choices of a task. Entries that it already has under ``extra`` count.
+@contextmanager
+def with_task(config: ConfigSource | None, task: Task | None, model: nn.Module) -> Iterator[ConfigSource | None]:
+    """Yield a configuration with the choices of a task. Entries that it already has under ``extra`` count.
+
+    Errors about the configuration inside the context name its file.
 
     Raises:
         ConfigError: There is no such task, or the configuration cannot be read.
     """
+    if task is None:
+        yield config
+        return
     if task not in get_args(Task):
         allowed = ", ".join(map(repr, get_args(Task)))
         raise ConfigError("task", found=repr(task), allowed=allowed, hint=nearest(str(task), get_args(Task)))
@@ -69,4 +77,5 @@ def with_task(config: ConfigSource | None, task: Task, model: nn.Module) -> Boos
     for name, setting in loaded.extra.items():
         ours = extra.get(name)
         extra[name] = {**ours, **setting} if isinstance(ours, dict) and isinstance(setting, dict) else setting
-    return loaded.model_copy(update={"extra": extra})
+    with naming_file(config):
+        yield loaded.model_copy(update={"extra": extra})

@@ -147,6 +147,18 @@ def test_freeze_opt_resumes_and_its_file_loads_into_the_bare_optimizer():
     resumed.load_state_dict(sgd(again).state_dict())
 
 
+def test_a_checkpoint_that_freeze_opt_refuses_changes_nothing():
+    net, other = network(), network()
+    optimizer, written = (FreezeOpt(sgd(one), nested(one), [0, 2, 1]) for one in (net, other))
+    cell = BoostTrainOneStepCell(other, written)
+    for step in range(2):
+        cell(*batch(step))
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match="groups"):
+        optimizer.load_state_dict({**written.state_dict(), "param_groups": []})
+    assert repr(optimizer.state_dict()) == repr(before)
+
+
 def test_strategies_may_be_tuples_and_int32_tensors():
     for strategy in ((0, 3), torch.tensor([0, 3], dtype=torch.int32)):
         net = network()

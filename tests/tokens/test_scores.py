@@ -207,6 +207,115 @@ def test_a_query_that_sees_nothing_asks_for_the_padding():
         scores.softmax(-1) @ rows
 
 
+def left_padded() -> tuple[Tensor, Any, Tensor]:
+    """Return a batch whole and as rows, and a causal mask, which leaves nothing to the padding at the left."""
+    layout = Layout(torch.tensor([[False, False, True, True], [True, True, True, True]]))
+    whole = torch.randn(2, HEADS, 4, WIDTH, dtype=torch.float64)
+    return whole, rows_of(whole, layout), layout.mask[:, None, None] & torch.ones(4, 4, dtype=torch.bool).tril()
+
+
+@pytest.mark.parametrize("how", ["add", "fill", "where", "in place"])
+@pytest.mark.parametrize("value", [-math.inf, torch.finfo(torch.float64).min, -1e9, -1e4])
+def test_padding_that_gets_nan_by_hand_is_computed(how: str, value: float):
+    whole, rows, seen = left_padded()
+
+    def attend(x: Any) -> Any:
+        return excluded(x @ x.mT, seen, how, value).softmax(-1) @ x
+
+    plain = attend(whole)
+    assert bool(plain.isnan().any()) == (value == -math.inf)
+    if value == -math.inf:
+        with pytest.raises(MissingRows, match="NaN"):
+            attend(rows)
+    else:
+        agree(plain, attend(rows))
+
+
+@pytest.mark.parametrize("needs", [True, False])
+def test_padding_that_gets_nan_from_a_layer_of_torch_is_computed(needs: bool):
+    layer = torch.nn.MultiheadAttention(HEADS * WIDTH, HEADS, dtype=torch.float64)
+    layout = Layout(torch.tensor([[False, False, True, True], [True, True, True, True]]))
+    whole = torch.randn(4, 2, HEADS * WIDTH, dtype=torch.float64)
+    rows = PaddedRows(whole.transpose(0, 1).flatten(0, 1)[layout.index], layout, (TOKEN, BATCH, 0))
+    later = torch.ones(4, 4, dtype=torch.bool).triu(1)
+
+    def attend(x: Any) -> Any:
+        return layer(x, x, x, key_padding_mask=~layout.mask, attn_mask=later, need_weights=needs)[0]
+
+    plain = attend(whole)
+    assert bool(plain.isnan().any()) == needs
+    if needs:
+        with pytest.raises(MissingRows, match="NaN"):
+            attend(rows)
+    else:
+        agree(plain, attend(rows))
+
+
+def test_padding_that_sees_nothing_is_left_out_if_a_finite_score_remains():
+    whole, rows, seen = left_padded()
+    causal = torch.ones(4, 4, dtype=torch.bool).tril()
+    least = torch.finfo(torch.float64).min
+
+    def raised(x: Any) -> Any:
+        return (x @ x.mT).masked_fill(~seen, -math.inf).maximum(torch.tensor(least, dtype=x.dtype)).softmax(-1) @ x
+
+    def twice(x: Any) -> Any:
+        scores: Any = torch.where(causal, x @ x.mT, least)
+        return (scores + torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)).softmax(-1) @ x
+
+    def fused(x: Any) -> Any:
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=seen)
+
+    for attend in (raised, twice, fused):
+        agree(attend(whole), attend(rows))
+
+
+@pytest.mark.parametrize("how", ["add", "fill", "fused"])
+@pytest.mark.parametrize(
+    ("value", "size", "is_answered"),
+    [
+        (-1e4, 1, True),
+        (-1e4, 50, False),
+        (-65504, 50, False),
+        (-1e9, 50, True),
+        (-math.inf, 50, True),
+        (torch.finfo(torch.float32).min, 50, True),
+    ],
+)
+def test_a_mask_counts_as_excluding_next_to_scores_that_are_small_next_to_it(
+    how: str, value: float, size: float, is_answered: bool
+):
+    layout, whole, _ = padded()
+    whole = whole * size  # 50: products of about 1e4
+    hidden = ~layout.mask[:, None, None]
+
+    def attend(x: Any) -> Any:
+        mask = torch.zeros(hidden.shape, dtype=torch.float64).masked_fill(hidden, value)
+        if how == "fused":
+            return F.scaled_dot_product_attention(x, x, x, attn_mask=mask, scale=1.0)
+        scores = (x @ x.mT) * 1.0
+        return (scores + mask if how == "add" else scores.masked_fill(hidden, value)).softmax(-1) @ x
+
+    rows = rows_of(whole, layout)
+    if is_answered:
+        agree(attend(whole), attend(rows))
+    else:
+        with pytest.raises(MissingRows, match="as large as"):
+            attend(rows)
+
+
+@pytest.mark.parametrize("bias", [-8e3, 8e3])
+def test_a_bias_counts_like_scores_next_to_a_mask(bias: float):
+    layout, _, rows = padded()
+    hidden = ~layout.mask[:, None, None]
+    for attend in (
+        lambda x: (x @ x.mT).masked_fill(hidden, -1e4) + torch.full((4,), bias),
+        lambda x: x @ x.mT + torch.zeros(hidden.shape).masked_fill(hidden, -1e4) + torch.full((4,), bias),
+    ):
+        with pytest.raises(MissingRows):
+            attend(rows).softmax(-1) @ rows
+
+
 def test_masks_are_read_once():
     layout = Layout(torch.tensor([[True, True, False, False]]))
     rows = rows_of(torch.randn(1, HEADS, 4, WIDTH), layout)
@@ -269,9 +378,44 @@ def test_scores_are_scaled_and_weights_dropped_once(factor: Any):
 
     agree(attend(whole) @ whole, attend(rows) @ rows)
     with pytest.raises(MissingRows, match="changes masked scores"):
-        attend(rows) * 2 @ rows
+        attend(rows).square() @ rows
     with pytest.raises(MissingRows, match="drops weights twice"):
         torch.dropout(torch.dropout(attend(rows), 0.5, True), 0.5, True)
+
+
+@pytest.mark.parametrize("scaled", [torch.mul, torch.div, lambda x, n: n * x, lambda x, n: x / n, Tensor.mul_])
+@pytest.mark.parametrize("factor", [0.5, torch.tensor(3.0, dtype=torch.float64, requires_grad=True)])
+def test_weights_are_scaled_after_the_softmax(scaled: Any, factor: Any):
+    layout, whole, rows = padded()
+    factors = [factor] if isinstance(factor, Tensor) else []
+
+    def attend(x: Any) -> Any:
+        weights = (x @ x.mT).masked_fill(~layout.mask[:, None, None], -math.inf).softmax(-1)
+        return torch.dropout(scaled(weights, factor), 0.0, True) @ x
+
+    found = attend(rows)
+    assert isinstance(found, Rows)
+    agree(attend(whole), found)
+    seen = layout.mask[:, None, :, None]
+    for one in factors:
+        gradients = [torch.autograd.grad((attend(x) * seen).square().sum(), one) for x in (whole, rows)]
+        torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: torch.div(torch.tensor(1.0), x),
+        lambda x: torch.div(x, 2, rounding_mode="floor"),
+        lambda x: x * torch.ones(4),
+        lambda x: x - 0.5,
+    ],
+)
+def test_other_changes_of_weights_ask_for_the_padding(change: Any):
+    layout, _, rows = padded()
+    weights = (rows @ rows.mT).masked_fill(~layout.mask[:, None, None], -math.inf).softmax(-1)
+    with pytest.raises(MissingRows):
+        change(weights) @ rows
 
 
 def test_gradients_of_attention_by_hand():

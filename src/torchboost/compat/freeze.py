@@ -178,8 +178,8 @@ class FreezeOpt(WrappingOptimizer):
     def _own_state(self) -> dict[str, Any]:
         return self.freezing.state_dict()
 
-    def _load_own_state(self, state: dict[str, Any]) -> None:
-        self.freezing.load_state_dict(state)
+    def _loading(self, state: dict[str, Any]) -> Callable[[], None]:
+        return self.freezing.loading(state)
 
 
 def freeze_cell(

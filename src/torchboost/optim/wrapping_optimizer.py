@@ -85,13 +85,15 @@ class WrappingOptimizer(Optimizer):
         return {**self.opt.state_dict(), "front": self._own_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a checkpoint of this class, or of ``opt`` alone. The latter drops gradients that wait for an update."""
+        """Load a checkpoint of this class, or of ``opt`` alone. The latter drops gradients that wait for an update.
+
+        Raises:
+            ValueError: As raised by ``opt``, or the state of this class does not fit. Nothing was changed.
+        """
         rest = {key: value for key, value in state_dict.items() if key != "front"}
-        if "front" in state_dict:
-            self._load_own_state(state_dict["front"])
-        else:
-            self._restart()
+        load = self._loading(state_dict["front"]) if "front" in state_dict else self._restart
         self.opt.load_state_dict(rest)
+        load()
 
     def __getstate__(self) -> dict[str, Any]:
         if not self.copyable:
@@ -105,8 +107,9 @@ class WrappingOptimizer(Optimizer):
     def _own_state(self) -> dict[str, Any]:
         return {}
 
-    def _load_own_state(self, state: dict[str, Any]) -> None:
-        pass
+    def _loading(self, state: dict[str, Any]) -> Callable[[], None]:
+        """Check the result of :meth:`_own_state`, and return the function that loads it."""
+        return lambda: None
 
     def _restart(self) -> None:
         """Drop state that belongs to the weights before a checkpoint of ``opt`` alone."""

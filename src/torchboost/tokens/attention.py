@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,15 +16,49 @@ from torchboost.core.torch_private import attention_of_packed_rows, version
 from torchboost.tokens.layout import Layout
 from torchboost.tokens.rows import BATCH, TOKEN, MissingRows, Rows
 
-__all__ = ["EXCLUDED", "Mask", "are_sequences", "attention", "merged"]
+__all__ = ["EXCLUDED", "Mask", "are_sequences", "attention", "is_weak", "merged"]
 
 EXCLUDED = -9e3
 """A smaller entry of a mask that is added, next to scores of usual size, gives a weight of exactly 0."""
+_SURE = -1e8
+"""An entry down to which this is so next to scores of any size."""
+_USUAL = -EXCLUDED / 4
+"""Scores up to this size are of usual size. The scores of padding are not known: they may be almost twice as large."""
 _ALIKE = 0.75
 """Sequences are computed together if the shortest has this share of the length of the longest."""
 
-Mask = tuple[Tensor, str]
-"""A mask that broadcasts with scores: one to "add", or booleans of which "true" or "false" excludes a key."""
+
+class Mask(NamedTuple):
+    """A mask that broadcasts with scores.
+
+    Args:
+        tensor: Is added, or booleans.
+        how: To ``"add"``, or the boolean that excludes a key, ``"true"`` or ``"false"``.
+        least: The score of keys that booleans exclude. Of a mask that is added, the least score that it leaves.
+    """
+
+    tensor: Tensor
+    how: str
+    least: float = -math.inf
+
+
+class _Found(NamedTuple):
+    """What a mask excludes.
+
+    Args:
+        rest: The mask of each sequence, or whether attention is causal if nothing else remains of the mask.
+        weak: Whether entries are weak (:func:`is_weak`).
+        void: Whether it excludes all keys for some query, which may be padding. If it is added, by -inf.
+    """
+
+    rest: bool | list[Tensor] | None
+    weak: bool = False
+    void: bool = False
+
+
+def is_weak(least: Any, dtype: torch.dtype) -> Any:
+    """Whether scores may be so large that a score of this value gives a weight above 0. Takes a number or a tensor."""
+    return least > max(_SURE, torch.finfo(dtype).min)
 
 
 def attention(
@@ -35,6 +69,10 @@ def attention(
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
+    *,
+    score: Callable[[Tensor], Tensor] | None = None,
+    weak: bool = False,
+    undefined: bool = False,
     **options: Any,
 ) -> Tensor:
     """Compute ``torch.nn.functional.scaled_dot_product_attention`` for the sequences of a padded batch.
@@ -50,6 +88,9 @@ def attention(
         attn_mask: See ``torch.nn.functional.scaled_dot_product_attention``, as for all following arguments.
         dropout_p: See ``attn_mask``.
         is_causal: See ``attn_mask``.
+        score: Returns the scores of products of queries and keys. By default they are scaled.
+        weak: Whether a mask of booleans stands for a number that is weak (:func:`is_weak`).
+        undefined: Whether a query whose scores are all -inf gets NaN. By default it gets 0.
         **options: See ``attn_mask``.
     """
     queries, keys, others = (one.positions if isinstance(one, Rows) else None for one in (query, key, value))
@@ -57,13 +98,18 @@ def attention(
         raise MissingRows("keys and values have different layouts")
     if not query.ndim == key.ndim == value.ndim or query.ndim < 3 or not all(map(are_sequences, (query, key, value))):
         raise MissingRows("its tensors have other dimensions")
-    masks = _masks(query, queries, keys, attn_mask, is_causal)
+    found = _masks(query, queries, keys, attn_mask, is_causal)
+    if undefined and found.void:
+        raise MissingRows("padding sees nothing, which gives NaN")
+    if weak or found.weak:
+        _check_size(query, key, score or (lambda products: products * (options.get("scale") or key.shape[-1] ** -0.5)))
     options["dropout_p"] = dropout_p
     rows = [one for one in (query, key, value) if isinstance(one, Rows) and one.positions.index.numel()]
-    if isinstance(masks, bool) and len(rows) == 3:
+    rest = found.rest
+    if isinstance(rest, bool) and len(rows) == 3:
         own, others, values = rows
-        return own.of(_together(func, own, others, values, masks, options))
-    causal, every = (masks, [None] * query.shape[0]) if isinstance(masks, bool) else (False, masks)
+        return own.of(_together(func, own, others, values, rest, options))
+    causal, every = (False, rest) if isinstance(rest, list) else (bool(rest), [None] * query.shape[0])
     outputs: list[Tensor] = []
     for mask, *one in zip(every, *map(_sequences, (query, key, value)), strict=True):
         q, k, v = (part[None] for part in one)
@@ -76,6 +122,18 @@ def attention(
 def are_sequences(x: Tensor) -> bool:
     """Whether a tensor has the batch first and the length before the last dimension, as :func:`_sequences` needs."""
     return not isinstance(x, Rows) or (x.dims[0] == BATCH and x.dims[-2] == TOKEN)
+
+
+@torch.no_grad()
+def _check_size(query: Tensor, key: Tensor, score: Callable[[Tensor], Tensor]) -> None:
+    """Raise :class:`MissingRows` if scores may be so large that a weak mask does not exclude."""
+    tensors = [one.rows if isinstance(one, Rows) else one for one in (query, key)]
+    if all(one.numel() for one in tensors):
+        wide = torch.promote_types(tensors[0].dtype, torch.float32)
+        largest = [torch.linalg.vector_norm(one, dim=-1, dtype=wide).max() for one in tensors]
+        products = largest[0] * largest[1] * torch.linspace(-1, 1, 65, device=key.device)
+        if not bool(score(products).abs().max() <= _USUAL):
+            raise MissingRows("its scores may be as large as its mask")
 
 
 def _sequences(x: Tensor) -> Sequence[Tensor]:
@@ -159,50 +217,53 @@ def _rows(layout: Layout, group: list[int]) -> tuple[Tensor, Tensor]:
 
 def merged(layout: Layout, masks: Sequence[Mask]) -> Tensor | None:
     """Return masks as the one that :func:`attention` takes, the same tensor for all layers that share them."""
-    if len(masks) < 2 and all(how == "add" for _, how in masks):
-        return masks[0][0] if masks else None
-    if any(mask.requires_grad for mask, _ in masks):
+    if len(masks) < 2 and all(one.how == "add" for one in masks):
+        return masks[0].tensor if masks else None
+    if any(one.tensor.requires_grad for one in masks):
         return _merged(masks)
-    kind = tuple((id(mask), version(mask), how) for mask, how in masks)
-    return layout.once(masks[0][0], lambda: (_merged(masks), masks), ("merged", kind))[0]
+    kind = tuple((id(one.tensor), version(one.tensor), one.how, one.least) for one in masks)
+    return layout.once(masks[0].tensor, lambda: (_merged(masks), masks), ("merged", kind))[0]
 
 
 def _merged(masks: Sequence[Mask]) -> Tensor:
-    seen = [mask if how == "false" else ~mask for mask, how in masks if how != "add"]
-    added = [mask for mask, how in masks if how == "add"]
+    fills = [one for one in masks if one.how != "add"]
+    added = [one.tensor for one in masks if one.how == "add"]
+    seen = [one.tensor if one.how == "false" else ~one.tensor for one in fills]
     if not seen:
         return sum(added[1:], start=added[0])
     kept = functools.reduce(torch.logical_and, seen)
-    return torch.where(kept, sum(added[1:], start=added[0]), -math.inf) if added else kept
+    if not added:
+        return kept
+    total, least = sum(added[1:], start=added[0]), max(one.least for one in fills)
+    finite = -math.inf if least == -math.inf else torch.finfo(total.dtype).min
+    return torch.where(kept, total, (total + least).clamp(min=finite))
 
 
-def _masks(
-    query: Tensor, queries: Layout | None, keys: Layout | None, mask: Tensor | None, is_causal: bool
-) -> bool | list[Tensor]:
-    """Return the mask of each sequence, or whether attention is causal if nothing else remains of the mask."""
+def _masks(query: Tensor, queries: Layout | None, keys: Layout | None, mask: Tensor | None, is_causal: bool) -> _Found:
+    """Return what a mask excludes."""
     if mask is None:
         if is_causal and keys is not None and queries is keys and keys.begins_with_rows:
-            return True
+            return _Found(True)
         if is_causal or keys is not None:
             raise MissingRows("attention sees the padding")
-        return False
+        return _Found(False)
     layout = keys or queries
     if is_causal or layout is None or isinstance(mask, Rows) or mask.ndim > query.ndim:
         raise MissingRows("its mask is of another kind")
     whole, kind = mask[(None,) * (query.ndim - mask.ndim)], ("attention", query.ndim, queries, keys)
     if mask.requires_grad:  # keep only the finding, because the parts belong to the graph
-        layout.once(mask, lambda: _is_causal(whole.detach(), queries, keys, layout), kind)
-        return _parts(whole, queries, keys, layout)
+        found: _Found = layout.once(mask, lambda: _found(whole.detach(), queries, keys, layout), kind)
+        return found._replace(rest=_parts(whole, queries, keys, layout))
 
-    def remains() -> bool | list[Tensor]:
-        causal = _is_causal(whole, queries, keys, layout)
-        return _parts(whole, queries, keys, layout) if causal is None else causal
+    def finding() -> _Found:
+        found = _found(whole, queries, keys, layout)
+        return found if found.rest is not None else found._replace(rest=_parts(whole, queries, keys, layout))
 
-    return layout.once(mask, remains, kind)
+    return layout.once(mask, finding, kind)
 
 
-def _is_causal(mask: Tensor, queries: Layout | None, keys: Layout | None, layout: Layout) -> bool | None:
-    """Whether causality remains of a mask in all sequences: False if nothing remains, None if something else does.
+def _found(mask: Tensor, queries: Layout | None, keys: Layout | None, layout: Layout) -> _Found:
+    """Return what a mask excludes in all sequences, without its parts: None if more than causality remains of it.
 
     Raises:
         MissingRows: The mask admits the padding for a query that is computed, or excludes everything else.
@@ -211,23 +272,30 @@ def _is_causal(mask: Tensor, queries: Layout | None, keys: Layout | None, layout
     strange = any(mask.shape[place] not in (1, size) for place, size in sizes)
     if strange or (keys is not None and mask.shape[-1] != keys.length):
         raise MissingRows("its mask is of another kind")
-    excluded = ~mask if mask.dtype is torch.bool else mask < EXCLUDED
-    absent, counts = layout.mask.new_zeros(()), layout.mask.new_ones(())
+    excluded = void = ~mask if mask.dtype is torch.bool else mask < EXCLUDED
+    absent = rest = weak = low = layout.mask.new_zeros(())
+    counts = layout.mask.new_ones(())
+    if mask.dtype is not torch.bool:
+        void, rest, low = mask == -math.inf, ~excluded & (mask != 0), ~excluded & (mask < -_USUAL)
+        weak = excluded & is_weak(mask, mask.dtype)
     if keys is not None:
         absent = ~keys.mask[(slice(None), *(None,) * (mask.ndim - 2))]  # (batch, ..., 1, keys)
     if queries is not None:
         asked = queries.mask if mask.shape[-2] > 1 else queries.mask.any(1, keepdim=True)
         counts = asked[(slice(None), *(None,) * (mask.ndim - 2))].transpose(-1, -2)  # (batch, ..., queries or 1, 1)
-    rest = layout.mask.new_zeros(()) if mask.dtype is torch.bool else ~excluded & (mask != 0)
     later = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).triu(1)
     wrong = [~excluded & absent & counts, (excluded | absent).all(-1, keepdim=True) & counts]
     wrong += [((excluded != (absent | more)) | rest) & counts for more in (torch.zeros_like(later), later)]
-    padding, nothing, some, not_causal = torch.stack([one.any() for one in wrong]).tolist()
+    wrong += [weak, low, void.all(-1)]
+    padding, nothing, some, not_causal, has_weak, has_low, is_void = torch.stack([one.any() for one in wrong]).tolist()
     if padding or nothing:
         raise MissingRows("attention sees the padding" if padding else "a query sees nothing")
+    if has_weak and has_low:
+        raise MissingRows("its mask hardly tells what it excludes")
     if not some and keys is not None:
-        return False
-    return None if not_causal or queries is not keys or mask.shape[-2] != mask.shape[-1] else True
+        return _Found(False, has_weak, is_void)
+    causal = None if not_causal or queries is not keys or mask.shape[-2] != mask.shape[-1] else True
+    return _Found(causal, has_weak, is_void)
 
 
 def _parts(mask: Tensor, queries: Layout | None, keys: Layout | None, layout: Layout) -> list[Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchboost.tokens.attention import attention, merged
+from torchboost.tokens.attention import Mask, attention, merged
 from torchboost.tokens.layout import Layout
 from torchboost.tokens.rows import BATCH, TOKEN, MissingRows, Rows
 from torchboost.tokens.scores import Scores
@@ -69,7 +69,14 @@ def multi_head_attention_forward(
     hint = is_causal and key_padding_mask is None and not need_weights
     mask = None if hint else _mask(attn_mask, key_padding_mask, layouts, num_heads)
     result = attention(
-        F.scaled_dot_product_attention, queries, keys, values, mask, dropout_p if training else 0.0, hint
+        F.scaled_dot_product_attention,
+        queries,
+        keys,
+        values,
+        mask,
+        dropout_p if training else 0.0,
+        hint,
+        undefined=need_weights,
     )
     weights = _unread_weights(queries, keys, values, averaged=average_attn_weights) if need_weights else None
     if isinstance(result, Rows):
@@ -114,7 +121,7 @@ def _mask(mask: Tensor | None, padding: Tensor | None, layouts: list[Layout | No
         masks.append(mask if mask.ndim == 2 else layout.once(mask, lambda: mask.unflatten(0, (-1, heads)), "heads"))
     if padding is not None:
         masks.append(layout.once(padding, lambda: padding[:, None, None], "keys"))
-    return merged(layout, [(one, "true" if one.dtype is torch.bool else "add") for one in masks])
+    return merged(layout, [Mask(one, "true" if one.dtype is torch.bool else "add") for one in masks])
 
 
 def _unread_weights(query: Tensor, key: Tensor, value: Tensor, *, averaged: bool) -> Scores:

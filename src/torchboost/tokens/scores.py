@@ -14,7 +14,7 @@ from typing_extensions import Self
 
 from torchboost.core.torch_private import tensor_without_memory, version
 from torchboost.tokens.answers import PaddedRows, of_arguments, table
-from torchboost.tokens.attention import EXCLUDED, Mask, are_sequences, attention, merged
+from torchboost.tokens.attention import EXCLUDED, Mask, are_sequences, attention, is_weak, merged
 from torchboost.tokens.layout import Layout
 from torchboost.tokens.rows import Memory, MissingRows, RowFunction, Rows, in_this_precision
 from torchboost.tokens.shapes import permute
@@ -32,6 +32,7 @@ class Steps(NamedTuple):
         entries: Functions of each score by itself.
         masks: Of the scores, after these.
         dropout: Share of the weights that is dropped. None before the softmax.
+        factors: Functions that scale the weights.
         read: Other tensors that are read when values come, and how often they had been written to.
     """
 
@@ -41,7 +42,14 @@ class Steps(NamedTuple):
     entries: tuple[RowFunction, ...] = ()
     masks: tuple[Mask, ...] = ()
     dropout: float | None = None
+    factors: tuple[RowFunction, ...] = ()
     read: tuple[tuple[Tensor, int], ...] = ()
+
+    def scored(self, products: Tensor) -> Tensor:
+        """Return the scores of products of queries and keys, before the masks."""
+        for entry in self.entries:
+            products = entry(products)
+        return products
 
 
 class Scores(PaddedRows):
@@ -81,7 +89,7 @@ class Scores(PaddedRows):
             raise MissingRows("it is not a step of attention")
         return Scores(self.steps._replace(**changes), self.base, self.shape, self.positions).sharing(self)
 
-    def masked(self, mask: Any, how: str) -> Scores:
+    def masked(self, mask: Any, how: str, least: float = -math.inf) -> Scores:
         """Return the scores after a mask."""
         if self.steps is None or isinstance(mask, Rows) or not isinstance(mask, Tensor) or mask.ndim > self.ndim:
             raise MissingRows("its mask is of another kind")
@@ -90,7 +98,9 @@ class Scores(PaddedRows):
         sizes = (1,) * (self.ndim - mask.ndim) + tuple(mask.shape)
         if any(size not in (1, own) for size, own in zip(sizes, self.shape, strict=True)):
             raise MissingRows("it adds sequences")
-        return self.after(masks=(*self.steps.masks, (mask, how)), read=(*self.steps.read, (mask, version(mask))))
+        return self.after(
+            masks=(*self.steps.masks, Mask(mask, how, least)), read=(*self.steps.read, (mask, version(mask)))
+        )
 
     def averages(self, values: Tensor) -> Tensor:
         """Return the averages of values by these weights."""
@@ -99,14 +109,23 @@ class Scores(PaddedRows):
             raise MissingRows("it multiplies scores")
         if any(version(tensor) != then for tensor, then in steps.read):
             raise MissingRows("what it is made of was written to")
-        by_hand = functools.partial(_attended, steps.multiply, steps.entries)
-        mask = merged(self.positions, steps.masks)
-        return attention(by_hand, steps.query, steps.key, values, mask, steps.dropout or 0.0)
+        by_hand = functools.partial(_attended, steps)
+        least = [one.least for one in steps.masks]
+        return attention(
+            by_hand,
+            steps.query,
+            steps.key,
+            values,
+            merged(self.positions, steps.masks),
+            steps.dropout or 0.0,
+            score=steps.scored,
+            weak=any(is_weak(one, self.dtype) for one in least),
+            undefined=-math.inf in least,
+        )
 
 
 def _attended(
-    multiply: Callable[..., Tensor],
-    entries: tuple[RowFunction, ...],
+    steps: Steps,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -116,16 +135,17 @@ def _attended(
     dropout_p: float,
 ) -> Tensor:
     """Compute ``scaled_dot_product_attention`` as models do by hand."""
-    scores = multiply(query, key.transpose(-1, -2))
-    for entry in entries:
-        scores = entry(scores)
+    scores = steps.scored(steps.multiply(query, key.transpose(-1, -2)))
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if attn_mask is not None:
         is_seen = attn_mask.dtype is torch.bool
         scores = scores.masked_fill(~attn_mask, -math.inf) if is_seen else scores + attn_mask
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
-    return torch.matmul(F.dropout(weights, dropout_p) if dropout_p else weights, value)
+    weights = F.dropout(weights, dropout_p) if dropout_p else weights
+    for factor in steps.factors:
+        weights = factor(weights)
+    return torch.matmul(weights, value)
 
 
 def product(one: Tensor, two: Tensor) -> Tensor:
@@ -168,20 +188,34 @@ def _sides(one: Any, two: Any) -> tuple[Scores, Any]:
     return (one, two) if isinstance(one, Scores) else (two, one)
 
 
-def _alone(func: Any, *args: Any, **kwargs: Any) -> Scores:
-    """Each score by itself, before the masks."""
+def _alone(func: Any, *args: Any, scales: bool = False, **kwargs: Any) -> Scores:
+    """Each score by itself, before the masks, or each weight if the function ``scales``."""
     x = next((arg for arg in args if isinstance(arg, Scores)), None)
     if x is None:
         raise MissingRows("it has the scores by name")
     others = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor) and arg is not x]
-    if x.steps is None or x.steps.masks or any(isinstance(arg, Rows) or arg.ndim for arg in others):
+    scales = scales and x.steps is not None and x.steps.dropout is not None
+    combines = any(isinstance(arg, Rows) or arg.ndim for arg in others)
+    if x.steps is None or combines or (x.steps.masks and not scales):
         raise MissingRows("it changes masked scores, or combines them")
 
     def entry(scores: Tensor) -> Tensor:
         return func(*(scores if arg is x else arg for arg in args), **kwargs)
 
     read = (*x.steps.read, *((arg, version(arg)) for arg in others))
+    if scales:
+        return x.after(weights=True, factors=(*x.steps.factors, entry), read=read).then(entry)
     return x.after(entries=(*x.steps.entries, entry), read=read).then(entry)
+
+
+def _times(func: Any, *args: Any, **kwargs: Any) -> Scores:
+    """Scores, or weights, times a number."""
+    return _alone(func, *args, scales=True, **kwargs)
+
+
+def _divided(func: Any, x: Any, *args: Any, **kwargs: Any) -> Scores:
+    """Scores, or weights, divided by a number, or a number divided by scores."""
+    return _alone(func, x, *args, scales=isinstance(x, Scores) and not kwargs, **kwargs)
 
 
 def _added(func: Any, one: Any, two: Any) -> Scores:
@@ -191,26 +225,25 @@ def _added(func: Any, one: Any, two: Any) -> Scores:
 
 def _raised(func: Any, one: Any, two: Any) -> Scores:
     """The larger one of each score and a number that excludes."""
-    x, least = _sides(one, two)
-    _check_excludes(least)
-    return x.after()
+    x, value = _sides(one, two)
+    least, masks = _excluding(value), () if x.steps is None else x.steps.masks
+    return x.after(masks=tuple(one._replace(least=max(one.least, least)) for one in masks))
 
 
-def _check_excludes(value: Any) -> None:
-    """Raise :class:`MissingRows` unless a score of this value gives a weight of 0."""
+def _excluding(value: Any) -> float:
+    """Return a number, or raise :class:`MissingRows` unless a score of this value gives a weight of 0."""
     if isinstance(value, Rows) or (isinstance(value, Tensor) and value.ndim) or not float(value) < EXCLUDED:
         raise MissingRows("attention sees the padding")
+    return float(value)
 
 
 def _masked_fill(func: Any, x: Scores, mask: Any, value: Any) -> Scores:
-    _check_excludes(value)
-    return x.masked(mask, "true")
+    return x.masked(mask, "true", _excluding(value))
 
 
 def _where(func: Any, mask: Any, one: Any, two: Any) -> Scores:
     x, value = _sides(one, two)
-    _check_excludes(value)
-    return x.masked(mask, "false" if x is one else "true")
+    return x.masked(mask, "false" if x is one else "true", _excluding(value))
 
 
 def _softmax(func: Any, x: Scores, dim: int, *args: Any, **kwargs: Any) -> Scores:
@@ -237,10 +270,9 @@ def _getitem(func: Any, x: Scores, index: Any) -> Scores:
 Scores.answers = table(
     {
         _same: "float half bfloat16 double to contiguous clone",
-        _alone: (
-            "mul multiply div divide true_divide __mul__ __rmul__ __truediv__ sub subtract __sub__ tanh sigmoid exp "
-            "abs neg relu gelu silu square"
-        ),
+        _alone: "sub subtract __sub__ tanh sigmoid exp abs neg relu gelu silu square",
+        _times: "mul multiply __mul__ __rmul__",
+        _divided: "div divide true_divide __truediv__",
         _added: "add __add__ __radd__",
         _raised: "maximum max",
         _masked_fill: "masked_fill",

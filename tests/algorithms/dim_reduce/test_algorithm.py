@@ -131,6 +131,21 @@ def test_resumes_bit_for_bit_after_every_step_of_both_phases(tmp_path: Path) -> 
                 assert torch.equal(again.state_dict()[name], value), f"{name} after resuming at {number}"
 
 
+def test_a_checkpoint_that_is_refused_changes_nothing(tmp_path: Path) -> None:
+    checkpoints(tmp_path, 3)
+    own = DimReduction(n_components=2, snapshots=3, snapshot_every=2)
+    for settings in (own, DimReduction(n_components=2, weight_load_dir=str(tmp_path))):
+        _, step, run = start(settings)
+        _, trained, other = start(settings)
+        step(*batch(0))
+        for number in range(9):
+            trained(*batch(number))
+        before = copy.deepcopy(run.state_dict())
+        with pytest.raises(ValueError, match="groups"):
+            run.load_state_dict({**other.state_dict(), "param_groups": []})
+        assert repr(run.state_dict()) == repr(before)
+
+
 def test_a_file_to_come_is_written_from_the_checkpoints_and_read_the_next_time(tmp_path: Path) -> None:
     folder, path = tmp_path / "checkpoints", tmp_path / "new" / "pca.npy"
     folder.mkdir()

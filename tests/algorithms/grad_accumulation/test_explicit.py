@@ -246,6 +246,26 @@ def test_a_checkpoint_without_a_window_drops_the_window_that_has_begun(stop: int
     assert same(taken(optimizer, range(5, 8)), taken(fresh, range(5, 8)))
 
 
+@pytest.mark.parametrize("with_window", [True, False])
+def test_a_checkpoint_that_is_refused_changes_nothing(with_window: bool) -> None:
+    _, _, other = start()
+    taken(other, range(1))
+    state = {**copy.deepcopy(other.state_dict()), "param_groups": []}
+    if not with_window:
+        del state["front"]
+    _, _, optimizer = start()
+    taken(optimizer, range(2))
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match="groups"):
+        optimizer.load_state_dict(state)
+    assert repr(optimizer.state_dict()) == repr(before)
+    state = copy.deepcopy(other.state_dict())
+    state["front"]["held"] = []
+    with pytest.raises(ValueError, match="found 0"):
+        optimizer.load_state_dict(state)
+    assert repr(optimizer.state_dict()) == repr(before)
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
 def test_copies_go_on_with_the_window_alone(copied: Any) -> None:
     _, _, optimizer = start()

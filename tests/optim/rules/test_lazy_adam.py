@@ -335,6 +335,35 @@ def test_resuming_at_any_step_is_bit_identical(way):
                 assert same(snapshot(resumed), snapshot(optimizer))
 
 
+DAMAGES = {
+    "last_step": [None, torch.zeros(ROWS - 1, dtype=torch.int32), 3, ...],
+    "past": [None, {}, {"form": (True,), "options": [(1, 0.1, 0.0, 0.9, 0.999, 1e-8)]}, ...],
+    "past options": [[], [(1, 0.1)], [None], [(1, 0.1, 0.0, 0.9, 0.999, "1e-8")]],
+    "exp_avg": [None, torch.zeros(()), [0.0]],
+    "step": [None, "3"],
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in DAMAGES.items() for value in values])
+def test_a_damaged_checkpoint_is_refused_and_nothing_changes(key: str, value: Any):
+    module, other = embedding(), embedding()
+    written, optimizer = (LazyAdam(one.parameters(), lr=0.1, exact=True) for one in (module, other))
+    train(module, written, batches(4))
+    train(other, optimizer, batches(2))
+    saved = copy.deepcopy(written.state_dict())
+    state, (name, *inner) = saved["state"][0], key.split()
+    if value is ...:
+        del state[name]
+    elif inner:
+        state[name][inner[0]] = value
+    else:
+        state[name] = value
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match=rf"'{name}' of a parameter of shape \(12, 3\) is damaged"):
+        optimizer.load_state_dict(saved)
+    assert same(snapshot(optimizer), before)
+
+
 def test_a_checkpoint_of_torchs_adam_goes_on_row_by_row():
     theirs, ours = embedding(sparse=False), embedding()
     stock = torch.optim.AdamW(theirs.parameters(), lr=0.1)

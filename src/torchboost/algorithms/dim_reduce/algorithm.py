@@ -228,8 +228,8 @@ class DimReduceRun(WrappingOptimizer, ClosureOptimizer):  # pyright: ignore[repo
                 state["rows"], state["share"] = [basis.rows.clone()], [basis.rank, basis.ranks]
         return state
 
-    def _load_own_state(self, state: dict[str, Any]) -> None:
-        subspace = None
+    def _loading(self, state: dict[str, Any]) -> Callable[[], None]:
+        subspace, resume = None, lambda: None
         if state["phase"] == "full":
             raise ValueError(
                 "the checkpoint was saved after the given optimizer had taken over again, which this version does not "
@@ -238,11 +238,15 @@ class DimReduceRun(WrappingOptimizer, ClosureOptimizer):  # pyright: ignore[repo
         if state["phase"] == "subspace":
             subspace = self._subspace_of(state)
             saved = state["subspace"]
-            subspace.load_state_dict(saved.get("subspace", saved))  # the version before wrote torch's layout around it
-        self.subspace, self.updates = subspace, int(state["updates"])
-        self._snapshots = [
-            [t.to("cpu", torch.bfloat16, copy=True) for t in snapshot] for snapshot in state["snapshots"]["kept"]
-        ]
+            resume = subspace.loading(saved.get("subspace", saved))  # the version before wrote torch's layout around it
+        updates, kept = int(state["updates"]), state["snapshots"]["kept"]
+        snapshots = [[t.to("cpu", torch.bfloat16, copy=True) for t in snapshot] for snapshot in kept]
+
+        def load() -> None:
+            resume()
+            self.subspace, self.updates, self._snapshots = subspace, updates, snapshots
+
+        return load
 
     def _subspace_of(self, state: dict[str, Any]) -> Subspace:
         """Return the subspace to resume from a checkpoint."""

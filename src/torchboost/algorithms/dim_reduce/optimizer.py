@@ -174,6 +174,10 @@ class Subspace:
         Raises:
             ValueError: The checkpoint belongs to other directions. Nothing was loaded.
         """
+        self.loading(state)()
+
+    def loading(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """Check a checkpoint as :meth:`load_state_dict` does, and return the function that resumes from it."""
         estimate, mark = state["inverse_hessian"], _on_host(state["mark"])
         found, own = (len(estimate["matrix"]), len(state["residual"])), (self.basis.components, self.basis.length)
         if found != own or (
@@ -183,9 +187,13 @@ class Subspace:
                 "the checkpoint holds a subspace of {} directions of {} weights, and this one has {} of {}, or other "
                 "directions; load it with the model and the files that its basis was made from.".format(*found, *own)
             )
-        self._inverse_hessian = {name: _on_host(value) for name, value in estimate.items()}
-        self._residual.copy_(state["residual"])
-        self.accepted = int(state["accepted"])
+        estimate, accepted = {name: _on_host(value) for name, value in estimate.items()}, int(state["accepted"])
+
+        def load() -> None:
+            self._inverse_hessian, self.accepted = estimate, accepted
+            self._residual.copy_(state["residual"])
+
+        return load
 
     def _check_alike(self, gradient: Tensor) -> None:
         """Check once that the ranks have the same gradient. Otherwise their weights would diverge."""

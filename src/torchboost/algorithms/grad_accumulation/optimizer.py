@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -109,11 +110,11 @@ class GradientWindow:
                 f"the checkpoint holds {calls} calls, but a window takes {self.steps}; build it with the steps that it "
                 "was saved with."
             )
-        sums = self._checked(state["held"])
+        sums, window = self._checked(state["held"]), Window(self.steps, calls, state["weight"], state["counted"])
         self._sums = [
             None if g is None else g.to(p.device, copy=True) for g, p in zip(sums, self._parameters(), strict=True)
         ]
-        self._window = Window(self.steps, calls, state["weight"], state["counted"])
+        self._window = window
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
@@ -207,8 +208,10 @@ class AccumulatingOptimizer(WrappingOptimizer):
     def _own_state(self) -> dict[str, Any]:
         return self._collected.state_dict()
 
-    def _load_own_state(self, state: dict[str, Any]) -> None:
-        self._collected.load_state_dict(state)
+    def _loading(self, state: dict[str, Any]) -> Callable[[], None]:
+        collected = GradientWindow(self.accumulator.steps, self.opt)
+        collected.load_state_dict(state)
+        return partial(setattr, self, "_collected", collected)
 
     def _restart(self) -> None:
         self._collected = GradientWindow(self.accumulator.steps, self.opt)

@@ -213,6 +213,10 @@ class Freezing(Attachment):
         Raises:
             ValueError: These settings freeze another part of the network at that step. Nothing was changed.
         """
+        self.loading(state)()
+
+    def loading(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """Check a checkpoint as :meth:`load_state_dict` does, and return the function that resumes from it."""
         step = int(state["step"])
         index, compiled = self._scheduled(step, state.get("compiled") if self._few else False)
         closed = {*state["closed"], *state.get("doubtful", ())}  # earlier versions had both
@@ -223,9 +227,13 @@ class Freezing(Attachment):
                 f"the checkpoint froze {state['frozen']} parameters at update {step}, but these settings freeze "
                 f"{frozen}; attach with the settings, seed and model that the checkpoint was saved with."
             )
-        self.step, self._for_compiled = step, compiled
-        self._reach.load_state_dict(state, closed)
-        self._apply(index)
+
+        def load() -> None:
+            self.step, self._for_compiled = step, compiled
+            self._reach.load_state_dict(state, closed)
+            self._apply(index)
+
+        return load
 
     def _scheduled(self, step: int, compiled: bool | None) -> tuple[int, bool | None]:
         """Return the index of an update, and whether the schedule for a compiled model is used from then on."""

@@ -201,6 +201,13 @@ class UpdateRule(Optimizer):
                 f"{tuple(param.shape)}. Give both the same precision."
             )
 
+    def _check_state(self, param: Tensor, state: Mapping[str, Any]) -> None:
+        """Refuse a saved state that the rule cannot use. Called before anything is loaded. By default all pass.
+
+        Raises:
+            ValueError: The state cannot be used.
+        """
+
     @property
     def chain(self) -> tuple[GradientTransform, ...]:
         """The transforms, including centralisation if a group has ``"grad_centralization": True``."""
@@ -563,6 +570,8 @@ def _check_states(
                         f"the checkpoint's {key!r} of parameter {position} has shape {tuple(value.shape)}, "
                         f"the parameter has {tuple(param.shape)}; give the parameters in the order of the checkpoint."
                     )
+            if state:
+                rule._check_state(param, state)
             position += 1
 
 

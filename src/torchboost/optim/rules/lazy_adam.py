@@ -20,7 +20,7 @@ from typing_extensions import Unpack
 
 from torchboost.core.algorithm import Attachment
 from torchboost.core.torch_private import sparse_rows, sparse_values
-from torchboost.errors import IncompatibleError
+from torchboost.errors import IncompatibleError, shown
 from torchboost.optim.rules.adam import Adam
 from torchboost.optim.rules.base import Batch, UpdateRule
 from torchboost.optim.rules.masters import LOW_PRECISION
@@ -160,6 +160,22 @@ class LazyAdam(Adam):
             raise IncompatibleError(
                 f"exact=True needs moments in float32 or float64, {found} and dtype {param.dtype}. "
                 "Use master_weights=True for float16 and bfloat16, or exact=False."
+            )
+
+    def _check_state(self, param: Tensor, state: Mapping[str, Any]) -> None:
+        """Refuse a state with a wrong entry, or with a part of what missed steps need."""
+        step, last = state["step"], state.get("last_step")
+        sound = {
+            key: isinstance(state[key], Tensor) and state[key].shape == param.shape for key in MOMENTS if key in state
+        }
+        sound["step"] = isinstance(step, (int, float, Tensor))
+        if "last_step" in state or "past" in state:
+            sound["last_step"] = isinstance(last, Tensor) and last.shape == param.shape[:1]
+            sound["past"] = _is_past(state.get("past"))
+        for key in (key for key, is_sound in sound.items() if not is_sound):
+            raise ValueError(
+                f"the checkpoint's {key!r} of a parameter of shape {tuple(param.shape)} is damaged: found "
+                f"{shown(state.get(key))}; load a whole file, or begin without it."
             )
 
     @torch.no_grad()
@@ -305,6 +321,19 @@ def _made_step(group: Mapping[str, Any], state: dict[str, Any], rows: Tensor) ->
     if not options or options[-1][1:] != values:
         options.append((step, *values))
     state["last_step"].index_fill_(0, rows, step)
+
+
+def _is_past(past: Any) -> bool:
+    """Whether a loaded value has what :func:`replay` reads."""
+    if not isinstance(past, Mapping) or not {"form", "options"} <= past.keys():
+        return False
+    lists = [past["form"], past["options"]]
+    if not all(isinstance(one, (tuple, list)) for one in lists) or len(lists[0]) != len(FORM) or not lists[1]:
+        return False
+    return all(
+        isinstance(one, (tuple, list)) and len(one) == 6 and all(isinstance(value, (int, float)) for value in one)
+        for one in lists[1]
+    )
 
 
 def form_of(group: Mapping[str, Any]) -> tuple[bool, ...]:
