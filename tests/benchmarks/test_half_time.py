@@ -207,4 +207,24 @@ def test_the_tables_count_fresh_seeds_alone_and_say_what_is_not_reached(tmp_path
         "docstrings": None,
         "pieces": given.text,
     }
-    assert set(half_time.CASES) == {workload.name for workload in WORKLOADS} | {half_time.FineTunedLlama.name}
+    assert set(half_time.CASES) == {workload.name for workload in WORKLOADS} | set(half_time.OTHERS)
+
+
+@pytest.mark.parametrize(("name", "package"), [("cifar10-timm-vit", "timm"), ("pieces-neox", "transformers")])
+def test_a_foreign_workload_trains(name: str, package: str, tmp_path: Path):
+    pytest.importorskip(package, exc_type=ImportError)  # timm needs torchvision, too
+    path = tmp_path / "text"
+    path.write_text("to be or not to be, that is the question. " * 400)
+    images = Images(
+        **{key: torch.randint(256, (8, 3, 32, 32), dtype=torch.uint8) for key in ("train_inputs", "test_inputs")},
+        **{key: torch.arange(8) for key in ("train_labels", "test_labels")},
+        classes=10,
+        mean=(0.5,) * 3,
+        std=(0.3,) * 3,
+    )
+    job = replace(half_time.workload(name), batch=2)
+    parts = job.factory(images if package == "timm" else job.load(path, 8)).build(0)
+    inputs, targets = next(iter(parts.batches))
+    loss = parts.loss(parts.model(inputs), targets)
+    loss.backward()
+    assert 0 < float(loss.detach()) < 20
