@@ -53,7 +53,7 @@ SEEDS, FRESH = 8, 2000
 """Seeds of the confirmation, and the first one. Those of ``tune`` begin at 0 and at 1000."""
 MUON_RATES, MUON_SHARES = (0.01, 0.02, 0.04, 0.08, 0.16), (0.5, 0.7, 1.0)
 """Rates by hand, tried with half of the steps; then lengths, of which the first one is taken that is good enough."""
-MOST_TEST, MOST_VALIDATION = 4_000, 2_000
+MOST_TEST, MOST_VALIDATION = 4_000, 5_000
 """Images for tests and for validation. More of them would take longer than the training."""
 
 Make = Callable[[int], Any]
