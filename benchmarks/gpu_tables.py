@@ -21,13 +21,17 @@ def table(path: Path) -> tuple[Table, str]:
     saved = json.loads(path.read_text(encoding="utf-8"))
     rows: Rows = saved["rows"]
     good = {name: row for name, row in rows.items() if "error" not in row}
-    told = [f"- {name}: {row['said']}" for name, row in good.items() if "choice" in row and row["said"]]
+    told = [
+        f"`explain()` of {name}:\n\n```text\n{row['said']}\n```\n"
+        for name, row in good.items()
+        if "choice" in row and row["said"]
+    ]
     told += [f"- {name}: {row['error'].splitlines()[0]}" for name, row in rows.items() if "error" in row]
     env = saved["environment"]
     machine = f"{env['device']}, {env['processor']}, {env['cores']} cores, torch {env['torch']}, Python {env['python']}"
     when = f"commit {env['commit'] or 'unknown'}, {env['date']}"
     origin = f"{machine}, {when}. Raw samples: `benchmarks/results/{path.name}`."
-    return MAKERS[saved["kind"]](good), "\n".join([*told, *([""] if told else []), origin])
+    return MAKERS[saved["kind"]](good), "\n".join(told).rstrip() + "\n" * 2 * bool(told) + origin
 
 
 def step(row: Row) -> str:
@@ -43,11 +47,16 @@ def shown(row: Row, key: str, form: Callable[[Any], str]) -> str:
     return NOTHING if row.get(key) is None else form(row[key])
 
 
+def spaced(loop: str) -> str:
+    """Return the name of a loop, which may be long, so that a narrow column can break it."""
+    return loop.replace("+", " + ")
+
+
 def loops(rows: Rows) -> Table:
     def line(name: str, row: Row) -> tuple[str, ...]:
-        others = [f"{against(row, base)}, {base}" for base in row["ratios"] if base != STOCK]
+        others = [f"{against(row, base)}, {spaced(base)}" for base in row["ratios"] if base != STOCK]
         return (
-            *(name, step(row), against(row, STOCK), "; ".join(others) or NOTHING),
+            *(spaced(name), step(row), against(row, STOCK), "; ".join(others) or NOTHING),
             shown(row, "setup_seconds", wording.seconds),
             shown(row, "host_seconds", wording.seconds),
             shown(row, "waits", str),
