@@ -49,7 +49,7 @@ def shown(row: Row, key: str, form: Callable[[Any], str]) -> str:
 
 def spaced(loop: str) -> str:
     """Return the name of a loop, which may be long, so that a narrow column can break it."""
-    return loop.replace("+", " + ")
+    return loop.replace("+", "+<wbr>")
 
 
 def loops(rows: Rows) -> Table:

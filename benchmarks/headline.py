@@ -206,10 +206,10 @@ def algorithms(folder: str) -> Table:
 
 STYLE = """
 text { font: 15px system-ui, sans-serif; fill: #24292f; } .tick { fill: #57606a; } .grid { stroke: #d0d7de; }
-.one { stroke: #57606a; stroke-dasharray: 3 3; } .whisker { stroke: #24292f; }
+.one { stroke: #24292f; stroke-dasharray: 3 3; } .whisker { stroke: #24292f; }
 .hand { fill: #9aa4ae; } .O1 { fill: #2f6fde; } .O2 { fill: #d9731a; }
 @media (prefers-color-scheme: dark) { text { fill: #e6edf3; } .tick { fill: #9198a1; } .grid { stroke: #3d444d; }
-.one { stroke: #9198a1; } .whisker { stroke: #e6edf3; } .hand { fill: #6e7781; } .O1 { fill: #5c94f5; } }
+.one { stroke: #e6edf3; } .whisker { stroke: #e6edf3; } .hand { fill: #6e7781; } .O1 { fill: #5c94f5; } }
 """
 CLASSES = {"best by hand": "hand", "O1": "O1", "O2": "O2"}
 # So narrow that its text can be read on a telephone; the names stand above the bars.
@@ -217,8 +217,8 @@ WIDTH, LEFT, RIGHT, TOP = 640.0, 28.0, 64.0, 44.0
 BAR, NAME, GAP = 17.0, 20.0, 12.0
 
 
-def _grid(value: float, x: float, top: float, bottom: float) -> str:
-    return svg.element("line", x1=x, x2=x, y1=top - 3, y2=bottom + 2, class_="one" if value == 1 else "grid")
+def _line(x: float, y: float, bars: int, class_: str) -> str:
+    return svg.element("line", x1=x, x2=x, y1=y - 3, y2=y + BAR * bars + 2, class_=class_)
 
 
 def _bar(interval: Interval, name: str, scale: Scale, y: float) -> str:
@@ -255,8 +255,9 @@ def figure() -> str:
     for called, bars in rows:
         parts.append(svg.text(LEFT, y + NAME - 6, called))
         y += NAME
-        parts += [_grid(value, scale(value), y, y + BAR * len(bars)) for value in ticks(0.0, fastest)]
+        parts += [_line(scale(value), y, len(bars), "grid") for value in ticks(0.0, fastest)]
         parts += [_bar(bar, name, scale, y + BAR * k) for k, (name, bar) in enumerate(bars.items())]
+        parts.append(_line(scale(1.0), y, len(bars), "one"))
         y += BAR * len(bars) + GAP
     said = "Speed as a multiple of the stock loop's: best loop by hand, O1, O2"
     box = f"0 0 {svg.number(WIDTH)} {svg.number(height)}"
