@@ -121,7 +121,7 @@ def test_a_run_that_is_evaluated_once_has_one_chart() -> None:
     runs = [contestant("stock", "stock", 0.05), contestant("O1", "level", 0.02, stock=0.05)]
     short = [run.model_copy(update={"curves": [c.model_copy(update=once) for c in run.curves]}) for run in runs]
     content = bench_page(report(*short))
-    assert len(Page(content).of_class("chart")) == 1
+    assert [len(Page(content).of_class(name)) for name in ("chart", "pair")] == [1, 0]
     assert "Each dot is the mean over the seeds" in content
     assert "Thin lines" not in content
 
