@@ -49,11 +49,16 @@ def shown(row: Row, key: str, form: Callable[[Any], str]) -> str:
     return NOTHING if row.get(key) is None else form(row[key])
 
 
+def spaced(loop: str) -> str:
+    """Return the name of a loop, which may be long, so that a narrow column can break it."""
+    return loop.replace("+", "+<wbr>")
+
+
 def loops(rows: Rows) -> Table:
     def line(name: str, row: Row) -> tuple[str, ...]:
-        others = [f"{against(row, base)}, {base}" for base in row["ratios"] if base != STOCK]
+        others = [f"{against(row, base)}, {spaced(base)}" for base in row["ratios"] if base != STOCK]
         return (
-            *(name, step(row), against(row, STOCK), "; ".join(others) or NOTHING),
+            *(spaced(name), step(row), against(row, STOCK), "; ".join(others) or NOTHING),
             shown(row, "setup_seconds", wording.seconds),
             shown(row, "host_seconds", wording.seconds),
             shown(row, "waits", str),

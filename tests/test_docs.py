@@ -155,6 +155,28 @@ def test_every_public_package_has_its_page_of_names():
     assert packages <= documented
 
 
+def test_the_pages_of_names_show_examples_as_code_and_references_as_links():
+    griffe = pytest.importorskip("griffe", reason="needs mkdocstrings: make setup")
+    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    handler = next(each["mkdocstrings"] for each in settings["plugins"] if "mkdocstrings" in each)["handlers"]["python"]
+    options = handler["options"]
+    extensions = griffe.load_extensions(*(str(ROOT / path) for path in options["extensions"]))
+    package = griffe.load("torchboost", search_paths=[ROOT / "src"], extensions=extensions)
+    parts = [
+        part
+        for place in ("boost", "Boosted.explain", "core.step.TrainStep", "optim.Adam", "algorithms.unpad_forward")
+        for part in package[place].docstring.parse(options["docstring_style"], **options["docstring_options"])
+    ]
+    kinds = [part.kind for part in parts]
+    assert griffe.DocstringSectionKind.admonition not in kinds
+    assert kinds.count(griffe.DocstringSectionKind.examples) >= 3
+    assert {len(part.value) for part in parts if part.kind is griffe.DocstringSectionKind.returns} == {1}
+    said = package["boost"].docstring.value
+    for path in ("torchboost.front.prepare", "torchboost.optim.named_optimizer"):
+        assert f'<autoref identifier="{path}" optional><code>{path.rpartition(".")[2]}</code></autoref>' in said
+    assert ":func:" not in said
+
+
 def test_the_tables_show_the_results(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     for path, wanted in importlib.import_module("tables").written().items():

@@ -110,9 +110,20 @@ def test_values_of_any_size_make_a_report(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize("width", [390, 860, 1280])
 def test_no_sideways_scroll_and_no_console_errors(tmp_path: Path, width: int) -> None:
     for whole in (winning_report(), hostile_report()):
-        wanted, room, figures = looked_at(tmp_path, bench_page(whole), width)
-        assert wanted <= room
-        assert figures == 4
+        seen = looked_at(tmp_path, bench_page(whole), width)
+        assert seen.wanted <= seen.room
+        assert (seen.figures, seen.cut) == (4, 0)
+        assert width < 1280 or whole.title == HOSTILE or seen.scrolled == 0
+
+
+def test_a_run_that_is_evaluated_once_has_one_chart() -> None:
+    once = {"epochs": [1.0], "seconds": [10.0], "train_loss": [0.5], "metric": [0.9]}
+    runs = [contestant("stock", "stock", 0.05), contestant("O1", "level", 0.02, stock=0.05)]
+    short = [run.model_copy(update={"curves": [c.model_copy(update=once) for c in run.curves]}) for run in runs]
+    content = bench_page(report(*short))
+    assert [len(Page(content).of_class(name)) for name in ("chart", "pair")] == [1, 0]
+    assert "Each dot is the mean over the seeds" in content
+    assert "Thin lines" not in content
 
 
 def coordinates(path: str) -> list[float]:

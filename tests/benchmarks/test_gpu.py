@@ -51,6 +51,16 @@ def test_every_part_can_be_measured(tmp_path: Path):
         assert turns
 
 
+def test_a_table_breaks_the_names_of_loops_and_shows_what_was_said_as_it_was_printed():
+    table, said = gpu_tables.table(gpu.ROOT / "benchmarks" / "results" / "gpu-levels-resnet50.json")
+    assert table.rows[0][0].startswith("channels_last+<wbr>autocast+<wbr>")
+    lines = said.splitlines()
+    start = lines.index("```text")
+    assert lines[start - 2] == "`explain()` of O1:"
+    assert lines[start + 2].startswith("  channels_last  on: ")
+    assert "" == lines[lines.index("```") + 1] != lines[lines.index("```") + 2]
+
+
 def test_what_is_measured_is_not_measured_again(tmp_path: Path):
     done: list[str] = []
 

@@ -7,10 +7,11 @@ import shutil
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-__all__ = ["HOSTILE", "Page", "looked_at"]
+__all__ = ["HOSTILE", "Look", "Page", "looked_at"]
 
 HOSTILE = "\"'><script>alert(1)</script><img src=x onerror=alert(2)>&lt;{{ 7 * 7 }}"
 VOID = {"meta", "link", "br", "img"}
@@ -19,9 +20,13 @@ PROBE = """<!doctype html><body style="margin:0">
 <script>
 const frame = document.getElementById('page');
 frame.onload = () => {{
-  const root = frame.contentDocument.documentElement;
+  const page = frame.contentDocument, root = page.documentElement;
+  const count = (named, told) => [...page.querySelectorAll(named)].filter(told).length;
+  const wider = s => s.scrollWidth > s.clientWidth;
   document.getElementById('found').textContent = 'width ' + root.scrollWidth + ' of ' + root.clientWidth + ' figures ' +
-    [...frame.contentDocument.querySelectorAll('figure')].filter(s => s.getBoundingClientRect().width > 0).length;
+    count('figure', s => s.getBoundingClientRect().width > 0) +
+    ' cut ' + count('.row > *, .scale', s => wider(s) && getComputedStyle(s).overflowX == 'hidden') +
+    ' scrolled ' + count('.scroll', wider);
 }};
 </script></body>"""
 
@@ -61,8 +66,18 @@ class Page(HTMLParser):
         return not {tag for tag, _ in self.tags} & {"script", "img"} and not events and links == ["data:,"]
 
 
-def looked_at(folder: Path, content: str, width: int) -> tuple[int, int, int]:
-    """Return the widths that a page wants and has in a browser, and the number of figures that are seen."""
+class Look(NamedTuple):
+    """A page in a browser: the width that it wants and has, and how many figures, cut texts and scrolled tables."""
+
+    wanted: int
+    room: int
+    figures: int
+    cut: int
+    scrolled: int
+
+
+def looked_at(folder: Path, content: str, width: int) -> Look:
+    """Return what a browser shows of a page."""
     program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if program is None:
         pytest.skip("needs Chromium or Chrome to load the page")
@@ -73,7 +88,7 @@ def looked_at(folder: Path, content: str, width: int) -> tuple[int, int, int]:
     window = [f"--user-data-dir={folder / 'profile'}", "--window-size=1400,1000", (folder / "probe.html").as_uri()]
     command = [program, *options.split(), *window]
     process = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    sizes = re.search(r"width (\d+) of (\d+) figures (\d+)", process.stdout)
+    sizes = re.search(r"width (\d+) of (\d+) figures (\d+) cut (\d+) scrolled (\d+)", process.stdout)
     assert sizes is not None, process.stderr
     assert "CONSOLE" not in process.stderr
-    return int(sizes[1]), int(sizes[2]), int(sizes[3])
+    return Look(*map(int, sizes.groups()))

@@ -34,6 +34,8 @@ from torchboost.tuning.report import (
 LEVERS = Candidate(name="levers: autocast", extra={"autocast": True})
 MUON = Candidate(name="Muon", extra={"autocast": True}, recipe={"optimizer": "muon", "lr": 0.02})
 NORMS = Candidate(name="less_bn as in O2", extra={"autocast": True, "less_bn": True})
+LONG = Candidate(name="levers: unpad, fused_optimizer, channels_last", share=0.95)
+SMALL = Interval(low=-0.00565, mid=0.000179, high=0.00601)
 PLANTED = {
     "levers: autocast": Effect(time=0.6, best=0.5),
     STOCK: Effect(best=0.5),
@@ -230,6 +232,19 @@ def test_the_answer_comes_first_and_every_recipe_and_run_is_on_the_page() -> Non
     assert all(style is not None and "nan" not in style for style in places)
 
 
+def test_the_first_sentence_is_the_headline_and_the_rest_stands_below() -> None:
+    text = tune_page(tuned())
+    first, more = headline(tuned()).split(". ", 1)
+    assert f'<p class="headline">{first}.</p>\n<p class="more">{more}</p>' in text
+    assert '<p class="more">' not in tune_page(report(state="running"))
+    assert '<p class="headline long">' in tune_page(report(state="complete", whole=[finding("lost", "a reason " * 9)]))
+
+
+def test_the_bounds_of_a_difference_stand_below_it() -> None:
+    text = tune_page(tuned())
+    assert re.search('data-head="metric against stock">[+\N{MINUS SIGN}][0-9.]+<small>[^<(]+</small></td>', text)
+
+
 def test_text_of_the_user_is_escaped() -> None:
     page = Page(tune_page(report(title=HOSTILE, notes=[HOSTILE], findings=[finding("kept", HOSTILE)])))
     assert page.is_safe()
@@ -245,9 +260,16 @@ def test_a_tuning_without_a_comparison_has_no_figure() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [390, 1280])
 def test_no_sideways_scroll_and_no_console_errors(tmp_path: Path, width: int) -> None:
-    wanted, room, figures = looked_at(tmp_path, tune_page(tuned("a-long-name-" * 12 + ".py:make")), width)
-    assert wanted <= room
-    assert figures == 1
+    made = tuned("a-long-name-" * 12 + ".py:make")
+    whole = [one.model_copy(update={"candidate": LONG, "difference": SMALL}) for one in made.whole]
+    findings = [
+        one.model_copy(update={"candidate": LONG, "difference": SMALL, "seeds": 12}) if one.difference else one
+        for one in made.findings
+    ]
+    seen = looked_at(tmp_path, tune_page(made.model_copy(update={"whole": whole, "findings": findings})), width)
+    assert seen.wanted <= seen.room
+    assert (seen.figures, seen.cut) == (1, 0)
+    assert width < 1280 or seen.scrolled == 0
 
 
 def test_a_report_is_written_and_read(tmp_path: Path) -> None:

@@ -518,7 +518,8 @@ def tune_page(report: TuneReport) -> str:
     """Return the page of a tuning, with the answer first."""
     differences = [one for one in report.whole if one.difference and math.isfinite(one.difference.low)]
     bounds = [value for one in differences if one.difference for value in (one.difference.low, one.difference.high)]
-    scale = Scale(min(*bounds, -1.4 * report.drop, 0), max(*bounds, 0.4 * report.drop, 0)) if bounds else Scale(0, 1)
+    low, high = min([*bounds, -1.4 * report.drop, 0]), max([*bounds, 0.4 * report.drop, 0])
+    scale = Scale(low, high, 7.0, 93.0) if bounds else Scale(0, 1)  # the text of a mark has room on both sides
     return render(
         "tuning.html",
         report=report,

@@ -264,11 +264,10 @@ def bench_page(report: BenchReport) -> str:
     """Return the page of a benchmark. A section without data, such as training curves, is absent."""
     finite = {c.name: [s for s in c.samples if abs(s) < float("inf")] for c in report.contestants}
     others = [c.name for c in report.contestants if c.kind != "stock"]
-    charts = [
-        chart(report, "metric", "seconds", target=True),
-        chart(report, "train_loss", "seconds"),
-        chart(report, "metric", "epochs"),
-    ]
+    once = all(len(curve.epochs) < 2 for c in report.contestants for curve in c.curves)
+    charts = [chart(report, "metric", "seconds", target=True)]
+    if not once:  # a single point has no course
+        charts += [chart(report, "train_loss", "seconds"), chart(report, "metric", "epochs")]
     return render(
         "bench.html",
         report=report,
@@ -282,6 +281,7 @@ def bench_page(report: BenchReport) -> str:
         colours={c.name: "k0" for c in report.contestants} | {n: f"k{1 + k % COLOURS}" for k, n in enumerate(others)},
         summaries=summarise(report),
         scale=Scale(0.0, max(c.step_seconds.high for c in report.contestants)),
+        evaluated_once=once,
         charts=[each for each in charts if each is not None],
         stock=stock_of(report),
         hand=best_hand(report),
