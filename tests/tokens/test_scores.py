@@ -304,6 +304,19 @@ def test_a_mask_counts_as_excluding_next_to_scores_that_are_small_next_to_it(
             attend(rows)
 
 
+@pytest.mark.parametrize("raised", [torch.max, torch.maximum])
+def test_scores_are_raised_before_a_mask_as_after_it(raised: Any):
+    layout, whole, _ = padded()
+    hidden, least = ~layout.mask[:, None, None], torch.tensor(-1e4, dtype=torch.float64)
+
+    def attend(x: Any) -> Any:
+        return raised((x @ x.mT) - 1e5, least).masked_fill(hidden, -1e9).softmax(-1) @ x
+
+    found = attend(rows_of(whole, layout))
+    assert isinstance(found, Rows)
+    agree(attend(whole), found)
+
+
 @pytest.mark.parametrize("bias", [-8e3, 8e3])
 def test_a_bias_counts_like_scores_next_to_a_mask(bias: float):
     layout, _, rows = padded()
@@ -409,6 +422,8 @@ def test_weights_are_scaled_after_the_softmax(scaled: Any, factor: Any):
         lambda x: torch.div(x, 2, rounding_mode="floor"),
         lambda x: x * torch.ones(4),
         lambda x: x - 0.5,
+        lambda x: torch.dropout(x * x, 0.5, True),
+        lambda x: x.div(x),
     ],
 )
 def test_other_changes_of_weights_ask_for_the_padding(change: Any):
