@@ -157,6 +157,10 @@ def test_a_checkpoint_that_freeze_opt_refuses_changes_nothing():
     with pytest.raises(ValueError, match="groups"):
         optimizer.load_state_dict({**written.state_dict(), "param_groups": []})
     assert repr(optimizer.state_dict()) == repr(before)
+    state = written.state_dict()
+    with pytest.raises(IndexError):
+        optimizer.load_state_dict({**state, "front": {**state["front"], "unreached": [99]}})
+    assert repr(optimizer.state_dict()) == repr(before)
 
 
 def test_strategies_may_be_tuples_and_int32_tensors():

@@ -104,6 +104,21 @@ def test_a_sequence_without_tokens_changes_nothing():
     assert attend([whole[:2, :, :2]] * 3, nothing, nothing, attn_mask=nothing.mask[:, None, None]).shape == (0, 2, 4)
 
 
+def test_kernels_for_packed_rows_get_no_empty_sequences(monkeypatch: pytest.MonkeyPatch):
+    """Kernels do not say what gradient keys without a query get, and nested tensors refuse such sequences."""
+    sizes: list[int] = []
+
+    def kernel(query: Tensor, *_: Any, **__: Any) -> Tensor:
+        sizes.append(len(query))
+        return query
+
+    monkeypatch.setattr("torchboost.tokens.attention.attention_of_packed_rows", kernel)
+    keys = layout_of([3, 2, 5])
+    for lengths in ([3, 2, 5], [3, 0, 5]):
+        attend([torch.randn(3, 2, 5, 4)] * 3, layout_of(lengths), keys, attn_mask=keys.mask[:, None, None])
+    assert sizes == [10]
+
+
 def test_dropout_draws_for_each_weight():
     layout = layout_of(LENGTHS)
     torch.manual_seed(0)
@@ -176,6 +191,21 @@ def test_a_kernel_for_packed_rows_gets_what_it_takes(
     assert [given[one] for one in names if one.startswith("max_")] == [7, max(keys)]
     monkeypatch.setattr(torch.backends.cuda, f"can_use_{name}_attention", lambda params: False)
     assert attention_of_packed_rows(query, key, value, packed_of(own), packed_of(keys), **options) is None
+
+
+def test_autocast_leaves_float64_to_other_kernels(monkeypatch: pytest.MonkeyPatch):
+    asked: list[torch.dtype] = []
+
+    def refuse(params: Any) -> bool:
+        asked.append(params.query.dtype)
+        return False
+
+    for name in ("flash", "efficient"):
+        monkeypatch.setattr(torch.backends.cuda, f"can_use_{name}_attention", refuse)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: True)
+    rows, places = torch.randn(5, 2, 8, dtype=torch.float64).as_subclass(OnCuda), packed_of([2, 3])
+    attention_of_packed_rows(rows, rows, rows, places, places, causal=False, dropout_p=0.0)
+    assert asked == [torch.float64] * 2
 
 
 @pytest.mark.gpu

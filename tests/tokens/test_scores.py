@@ -304,6 +304,41 @@ def test_a_mask_counts_as_excluding_next_to_scores_that_are_small_next_to_it(
             attend(rows)
 
 
+def test_a_mask_of_lower_precision_counts_like_other_masks_of_its_size():
+    layout, whole, _ = padded()
+    mask = torch.zeros(2, 1, 1, 4, dtype=torch.float16).masked_fill(~layout.mask[:, None, None], -65504)
+    agree((whole @ whole.mT + mask).softmax(-1) @ whole, attended_with(mask, rows_of(whole, layout)))
+    with pytest.raises(MissingRows, match="as large as"):
+        attended_with(mask, rows_of(whole * 200, layout))
+    assert isinstance(attended_with(mask, rows_of(whole.half(), layout)), Rows)
+
+
+def attended_with(mask: Tensor, x: Any) -> Any:
+    return (x @ x.mT + mask).softmax(-1) @ x
+
+
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+def test_a_scale_for_which_a_kernel_for_causal_attention_fails(scale: float):
+    layout, whole, rows = padded()
+    seen = layout.mask[:, None, None] & torch.ones(4, 4, dtype=torch.bool).tril()
+    assert F.scaled_dot_product_attention(whole, whole, whole, attn_mask=seen, scale=scale).isfinite().all()
+    with pytest.raises(MissingRows, match="scale"):
+        F.scaled_dot_product_attention(rows, rows, rows, attn_mask=seen, scale=scale)
+
+
+@pytest.mark.parametrize("raised", [torch.max, torch.maximum])
+def test_scores_are_raised_before_a_mask_as_after_it(raised: Any):
+    layout, whole, _ = padded()
+    hidden, least = ~layout.mask[:, None, None], torch.tensor(-1e4, dtype=torch.float64)
+
+    def attend(x: Any) -> Any:
+        return raised((x @ x.mT) - 1e5, least).masked_fill(hidden, -1e9).softmax(-1) @ x
+
+    found = attend(rows_of(whole, layout))
+    assert isinstance(found, Rows)
+    agree(attend(whole), found)
+
+
 @pytest.mark.parametrize("bias", [-8e3, 8e3])
 def test_a_bias_counts_like_scores_next_to_a_mask(bias: float):
     layout, _, rows = padded()
@@ -409,6 +444,8 @@ def test_weights_are_scaled_after_the_softmax(scaled: Any, factor: Any):
         lambda x: torch.div(x, 2, rounding_mode="floor"),
         lambda x: x * torch.ones(4),
         lambda x: x - 0.5,
+        lambda x: torch.dropout(x * x, 0.5, True),
+        lambda x: x.div(x),
     ],
 )
 def test_other_changes_of_weights_ask_for_the_padding(change: Any):

@@ -784,7 +784,8 @@ def attention_of_packed_rows(
     if not query.is_cuda or query.ndim != 3 or value.shape != key.shape or not key.numel():
         return None
     if torch.is_autocast_enabled("cuda"):  # as it casts the arguments of scaled_dot_product_attention
-        query, key, value = (part.to(torch.get_autocast_dtype("cuda")) for part in (query, key, value))
+        dtype, parts = torch.get_autocast_dtype("cuda"), (query, key, value)
+        query, key, value = (part if part.dtype is torch.float64 else part.to(dtype) for part in parts)
     q, k, v = (part.transpose(0, 1)[None] for part in (query, key, value))
     asked = torch.backends.cuda.SDPAParams(q, k, v, None, dropout_p, causal, enable_gqa)
     places = queries.starts, keys.starts, queries.longest, keys.longest, dropout_p

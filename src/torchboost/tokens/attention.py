@@ -98,11 +98,14 @@ def attention(
         raise MissingRows("keys and values have different layouts")
     if not query.ndim == key.ndim == value.ndim or query.ndim < 3 or not all(map(are_sequences, (query, key, value))):
         raise MissingRows("its tensors have other dimensions")
+    scale = options.get("scale")
+    if scale is not None and not scale > 0:
+        raise MissingRows("its scale is not positive")  # kernels for causal attention return NaN
     found = _masks(query, queries, keys, attn_mask, is_causal)
     if undefined and found.void:
         raise MissingRows("padding sees nothing, which gives NaN")
     if weak or found.weak:
-        _check_size(query, key, score or (lambda products: products * (options.get("scale") or key.shape[-1] ** -0.5)))
+        _check_size(query, key, score or (lambda products: products * (scale or key.shape[-1] ** -0.5)))
     options["dropout_p"] = dropout_p
     rows = [one for one in (query, key, value) if isinstance(one, Rows) and one.positions.index.numel()]
     rest = found.rest
@@ -150,7 +153,7 @@ keys), and the keys that are not padding, or None if no key is padding."""
 
 def _together(func: Any, query: Rows, key: Rows, value: Rows, causal: bool, options: dict[str, Any]) -> Tensor:
     """Return the rows of attention in which a query sees all keys of its sequence, or only earlier keys."""
-    if func is F.scaled_dot_product_attention:
+    if func is F.scaled_dot_product_attention and 0 not in (*query.positions.lengths, *key.positions.lengths):
         starts = query.positions.packed, key.positions.packed
         packed = attention_of_packed_rows(query.rows, key.rows, value.rows, *starts, causal=causal, **options)
         if packed is not None:
@@ -250,19 +253,20 @@ def _masks(query: Tensor, queries: Layout | None, keys: Layout | None, mask: Ten
     layout = keys or queries
     if is_causal or layout is None or isinstance(mask, Rows) or mask.ndim > query.ndim:
         raise MissingRows("its mask is of another kind")
-    whole, kind = mask[(None,) * (query.ndim - mask.ndim)], ("attention", query.ndim, queries, keys)
+    whole, wide = mask[(None,) * (query.ndim - mask.ndim)], torch.promote_types(query.dtype, mask.dtype)
+    kind = ("attention", query.ndim, wide, queries, keys)
     if mask.requires_grad:  # keep only the finding, because the parts belong to the graph
-        found: _Found = layout.once(mask, lambda: _found(whole.detach(), queries, keys, layout), kind)
+        found: _Found = layout.once(mask, lambda: _found(whole.detach(), wide, queries, keys, layout), kind)
         return found._replace(rest=_parts(whole, queries, keys, layout))
 
     def finding() -> _Found:
-        found = _found(whole, queries, keys, layout)
+        found = _found(whole, wide, queries, keys, layout)
         return found if found.rest is not None else found._replace(rest=_parts(whole, queries, keys, layout))
 
     return layout.once(mask, finding, kind)
 
 
-def _found(mask: Tensor, queries: Layout | None, keys: Layout | None, layout: Layout) -> _Found:
+def _found(mask: Tensor, dtype: torch.dtype, queries: Layout | None, keys: Layout | None, layout: Layout) -> _Found:
     """Return what a mask excludes in all sequences, without its parts: None if more than causality remains of it.
 
     Raises:
@@ -277,7 +281,7 @@ def _found(mask: Tensor, queries: Layout | None, keys: Layout | None, layout: La
     counts = layout.mask.new_ones(())
     if mask.dtype is not torch.bool:
         void, rest, low = mask == -math.inf, ~excluded & (mask != 0), ~excluded & (mask < -_USUAL)
-        weak = excluded & is_weak(mask, mask.dtype)
+        weak = excluded & is_weak(mask, dtype)
     if keys is not None:
         absent = ~keys.mask[(slice(None), *(None,) * (mask.ndim - 2))]  # (batch, ..., 1, keys)
     if queries is not None:

@@ -195,7 +195,8 @@ def _alone(func: Any, *args: Any, scales: bool = False, **kwargs: Any) -> Scores
         raise MissingRows("it has the scores by name")
     others = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor) and arg is not x]
     scales = scales and x.steps is not None and x.steps.dropout is not None
-    combines = any(isinstance(arg, Rows) or arg.ndim for arg in others)
+    is_twice = scales and sum(arg is x for arg in (*args, *kwargs.values())) > 1
+    combines = is_twice or any(isinstance(arg, Rows) or arg.ndim for arg in others)
     if x.steps is None or combines or (x.steps.masks and not scales):
         raise MissingRows("it changes masked scores, or combines them")
 
@@ -227,6 +228,8 @@ def _raised(func: Any, one: Any, two: Any) -> Scores:
     """The larger one of each score and a number that excludes."""
     x, value = _sides(one, two)
     least, masks = _excluding(value), () if x.steps is None else x.steps.masks
+    if not masks:
+        return _alone(func, one, two)
     return x.after(masks=tuple(one._replace(least=max(one.least, least)) for one in masks))
 
 

@@ -143,6 +143,9 @@ def test_a_checkpoint_that_is_refused_changes_nothing(tmp_path: Path) -> None:
         before = copy.deepcopy(run.state_dict())
         with pytest.raises(ValueError, match="groups"):
             run.load_state_dict({**other.state_dict(), "param_groups": []})
+        state = run.state_dict()
+        with pytest.raises(ValueError, match="snapshots of weights of other shapes"):
+            run.load_state_dict({**state, "front": {**state["front"], "snapshots": {"kept": [[torch.zeros(3)]]}}})
         assert repr(run.state_dict()) == repr(before)
 
 

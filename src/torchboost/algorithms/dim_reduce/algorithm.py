@@ -241,6 +241,11 @@ class DimReduceRun(WrappingOptimizer, ClosureOptimizer):  # pyright: ignore[repo
             resume = subspace.loading(saved.get("subspace", saved))  # the version before wrote torch's layout around it
         updates, kept = int(state["updates"]), state["snapshots"]["kept"]
         snapshots = [[t.to("cpu", torch.bfloat16, copy=True) for t in snapshot] for snapshot in kept]
+        if any([t.shape for t in snapshot] != [p.shape for p in self._weights] for snapshot in snapshots):
+            raise ValueError(
+                "the checkpoint holds snapshots of weights of other shapes; load it with the model that it was saved "
+                "with."
+            )
 
         def load() -> None:
             resume()

@@ -228,9 +228,11 @@ class Freezing(Attachment):
                 f"{frozen}; attach with the settings, seed and model that the checkpoint was saved with."
             )
 
+        resume = self._reach.loading(state, closed)
+
         def load() -> None:
             self.step, self._for_compiled = step, compiled
-            self._reach.load_state_dict(state, closed)
+            resume()
             self._apply(index)
 
         return load
@@ -497,9 +499,13 @@ class _Reach:
             "unreached": [place for place, key in places.items() if key in self._unreached],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], closed: set[int]) -> None:
-        """Resume from :meth:`state_dict`, with these indices closed."""
-        self.closed = closed
+    def loading(self, state: Mapping[str, Any], closed: set[int]) -> Callable[[], None]:
+        """Return a function that resumes from :meth:`state_dict`, with these indices closed."""
         parameters = self.parameters
-        self._pending = [parameters[place] for place in state.get("pending", ())]
-        self._unreached = frozenset(id(parameters[place]) for place in state.get("unreached", ()))
+        pending = [parameters[place] for place in state.get("pending", ())]
+        unreached = frozenset(id(parameters[place]) for place in state.get("unreached", ()))
+
+        def load() -> None:
+            self.closed, self._pending, self._unreached = closed, pending, unreached
+
+        return load
