@@ -69,14 +69,6 @@ def test_auto_ignores_the_switches():
     assert reasons(Plan.of("O2", {"boost": {"less_bn": True}}, FAST)).get("less_bn") is None
 
 
-def test_what_does_nothing_in_compiled_code_is_off_next_to_it():
-    both = {"extra": {"unpad": True, "sparse_head": True, "compile": True}}
-    assert names(Plan.of("O0", both, FAST)) == {"compile"}
-    assert "takes whole tensors" in reasons(Plan.of("O0", both, FAST))["unpad"]
-    assert names(Plan.of("O0", {"extra": {**both["extra"], "compile": False}}, FAST)) == {"unpad", "sparse_head"}
-    assert "unpad" in names(Plan.of("O1", facts=FAST))  # there the trial compiles in its place
-
-
 def test_auto_lists_a_switch_that_is_off_in_vain():
     off = {"boost": {"less_bn": False, "adasum": False}}
     plan = Plan.of("O2", off, FAST)

@@ -130,3 +130,12 @@ def test_o2_removes_batch_norms_of_residual_blocks_only():
         left_out.append({entry.name: entry.reason for entry in plan.dropped}.get("less_bn"))
     assert "residual blocks" in (left_out[0] or "")
     assert left_out[1] is None
+
+
+def test_what_does_nothing_in_compiled_code_is_off_if_compilation_was_asked_for():
+    asked = {"unpad": True, "sparse_head": True}
+    plan = Plan.of("O0", {"extra": {**asked, "compile": True}})
+    assert {a.name for a in plan.algorithms} == {"compile"}
+    assert all("takes whole tensors" in dict(plan.dropped)[name] for name in asked)
+    assert {a.name for a in Plan.of("O0", {"extra": {**asked, "compile": False}}).algorithms} == set(asked)
+    assert "unpad" in {a.name for a in Plan.of("O1").algorithms}  # there the trial compiles in its place

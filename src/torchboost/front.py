@@ -7,6 +7,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -405,11 +406,10 @@ def boost(
 
     Example:
         >>> import torch, torchboost
-        >>> layers = [torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(8 * 6 * 6, 2)]
-        >>> model = torch.nn.Sequential(*layers)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> model, optimizer = torchboost.boost(model, optimizer, level="O1", total_steps=10_000)
-        >>> loss = torch.nn.functional.cross_entropy(model(torch.randn(4, 3, 8, 8)), torch.tensor([0, 1, 0, 1]))
+        >>> loss = torch.nn.functional.cross_entropy(model(torch.randn(4, 8)), torch.tensor([0, 1, 0, 1]))
         >>> loss.backward()
         >>> optimizer.step()
     """
@@ -422,7 +422,7 @@ def boost(
         optimizer = named_optimizer(optimizer, model, lr, adamw_lr=adamw_lr)
     else:
         check_given(optimizer, lr=lr, adamw_lr=adamw_lr)
-    with with_task(config, task, model) as chosen:
+    with nullcontext(config) if task is None else with_task(config, task, model) as chosen:
         boosted = attach(
             model,
             optimizer,

@@ -59,7 +59,7 @@ def fine_tuning(model: nn.Module, *, frozen: int | None = None, dtype: str | Non
 
 
 @contextmanager
-def with_task(config: ConfigSource | None, task: Task | None, model: nn.Module) -> Iterator[ConfigSource | None]:
+def with_task(config: ConfigSource | None, task: Task, model: nn.Module) -> Iterator[BoostConfig]:
     """Yield a configuration with the choices of a task. Entries that it already has under ``extra`` count.
 
     Errors about the configuration inside the context name its file.
@@ -67,9 +67,6 @@ def with_task(config: ConfigSource | None, task: Task | None, model: nn.Module) 
     Raises:
         ConfigError: There is no such task, or the configuration cannot be read.
     """
-    if task is None:
-        yield config
-        return
     if task not in get_args(Task):
         allowed = ", ".join(map(repr, get_args(Task)))
         raise ConfigError("task", found=repr(task), allowed=allowed, hint=nearest(str(task), get_args(Task)))

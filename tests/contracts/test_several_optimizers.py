@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ from torchboost.calibration.trial import Contestant
 from torchboost.core.algorithm import attach_all
 from torchboost.core.step import TrainStep
 from torchboost.front import boosted_of
+from torchboost.measure.stopwatch import Clock
 
 LEVERS = {"channels_last": True, "fused_optimizer": True}
 EXACT = {"extra": LEVERS | {"autocast": False, "compile": False}}
@@ -123,6 +125,12 @@ def test_a_trial_steps_copies_of_both():
     assert all(optimizer.state for optimizer in optimizers)
 
 
+def ticking() -> Clock:
+    """Return a clock that is a second later at each reading. A lap is read twice: when it is queued, and at its end."""
+    ticks = itertools.count()
+    return Clock(read=lambda: float(next(ticks)))
+
+
 def test_a_part_of_each_optimizer_is_timed_for_the_whole():
     model = network()
     optimizers = sgd_and_adamw(model)
@@ -133,11 +141,10 @@ def test_a_part_of_each_optimizer_is_timed_for_the_whole():
         contestant.copies = [
             (made, pairs, share) for (made, pairs, _), share in zip(contestant.copies, (0.5, 1.0), strict=True)
         ]
-        ticks = iter(range(10))
-        assert contestant.step(lambda: float(next(ticks))) == 1 + 1 / 0.5 + 1
+        assert contestant.step(ticking()) == 2 * (1 + 1 / 0.5 + 1)
+        assert contestant.host_share == 0.5
         contestant.copies = [(made, pairs, 0.25) for made, pairs, _ in contestant.copies]
-        ticks = iter(range(10))
-        assert contestant.step(lambda: float(next(ticks))) == 1 + 1 / 0.25 + 1 + 1 / 0.25 + 1
+        assert contestant.step(ticking()) == 2 * (1 + 1 / 0.25 + 1 + 1 / 0.25 + 1)
         snapshot.restore()
 
 

@@ -22,6 +22,8 @@ WASTE = "boosted.waste(*inputs), or boosted.waste(**batch) for a dict,"
 SEEMS_FASTER = 1.02
 """From this ratio on a step seems to be faster, also if its interval does not exclude 1."""
 
+_NOT_TOGETHER = "the gain of all together was not measured, since no time was left"
+
 Source = Literal["trial", "checkpoint", "prior"]
 """Where a choice comes from."""
 
@@ -164,7 +166,8 @@ class Choice(_Record):
     @property
     def measured(self) -> str:
         """How it was measured, with the gain of all together, in a line. Empty if nothing was measured."""
-        trial = f"measured at the first training call in {in_seconds(self.seconds)}"
+        unknown = f"; {_NOT_TOGETHER}" if self.kept and self.ratio is None else ""
+        trial = f"measured at the first training call in {in_seconds(self.seconds)}{unknown}"
         where = {"trial": trial, "checkpoint": "as in the checkpoint", "prior": ""}[self.source]
         return ", ".join(text for text in (self.gain, where) if text)
 
@@ -175,7 +178,7 @@ class Choice(_Record):
             untimed: The algorithms that were on in all of its steps, as a clause. Empty for none.
         """
         on = ", ".join(verdict.lever for verdict in self.verdicts if verdict.kept)
-        gain, seconds = self.gain or "the gain of all together was not measured", in_seconds(self.seconds)
+        gain, seconds = self.gain or _NOT_TOGETHER, in_seconds(self.seconds)
         gain = f"{gain}; {untimed}" if untimed else gain
         if self.gains:
             return f"on after {seconds} of measuring: {on}; {gain}. boosted.explain() says why"
