@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,10 @@ def table(path: Path) -> tuple[Table, str]:
 
 
 def chosen(choice: Row) -> str:
-    """Return what a trial turned on, with the first thing that it says of each switch."""
-    on = [f"`{v['lever']}` ({v['reason'].partition(';')[0]})" for v in choice["verdicts"] if v["kept"]]
-    return f"after {wording.seconds(choice['seconds'])} of measuring on: {', '.join(on) or 'nothing'}."
+    """Return what a trial turned on, with the gain of each switch if it says one."""
+    gains = {v["lever"]: re.search(r"a step is ([\d.]+) times", v["reason"]) for v in choice["verdicts"] if v["kept"]}
+    on = [f"`{name}`{f' {wording.ratio(float(gain[1]))}' if gain else ''}" for name, gain in gains.items()]
+    return f"on after {wording.seconds(choice['seconds'])} of measuring: {', '.join(on) or 'nothing'}."
 
 
 def step(row: Row) -> str:
