@@ -101,3 +101,24 @@ def test_what_was_on_before_another_run_is_not_said_of_this_one() -> None:
     (verdict,) = loaded.verdicts
     assert not verdict.before
     assert verdict.reason == f"off as in the run of the checkpoint, where {reason}"
+
+
+@pytest.mark.parametrize(
+    ("reason", "shown"),
+    [
+        ("a step is 1.04 times as fast", "a step is 1.04 times as fast (0.91 to 1.14, 9 pairs)"),
+        ("9 pairs did not decide (1.04 times as fast)", "9 pairs did not decide (1.04 times as fast) (0.91 to 1.14)"),
+    ],
+)
+def test_the_number_of_pairs_is_said_once(reason: str, shown: str) -> None:
+    ratio = Interval(low=0.91, mid=1.04, high=1.14, confidence=0.98)
+    assert Verdict(lever="fused_optimizer", kept=True, reason=reason, ratio=ratio, pairs=9).found == shown
+
+
+def test_an_unknown_gain_of_all_together_has_its_reason() -> None:
+    kept = Verdict(lever="fused_optimizer", kept=True, reason="kept as usual")
+    choice = Choice(verdicts=(kept,), source="trial", seconds=30.0)
+    assert choice.measured.endswith("not measured, since no time was left")
+    assert "no time was left" in choice.summary()
+    nothing = Choice(verdicts=(kept.but(kept=False),), source="trial", seconds=30.0)
+    assert nothing.measured == "measured at the first training call in 30 s"

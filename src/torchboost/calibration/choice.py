@@ -75,7 +75,8 @@ class Verdict(_Record):
         """The reason, with the interval and the number of pairs behind it if it was measured."""
         if self.ratio is None:
             return self.reason
-        return f"{self.reason} ({self.ratio.low:.2f} to {self.ratio.high:.2f}, {self.pairs} pairs)"
+        counted = "" if self.reason.startswith(f"{self.pairs} ") else f", {self.pairs} pairs"
+        return f"{self.reason} ({self.ratio.low:.2f} to {self.ratio.high:.2f}{counted})"
 
     def but(self, **changes: Any) -> Self:
         """Return the same with other entries."""
