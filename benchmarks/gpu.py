@@ -73,9 +73,9 @@ PLAN: Mapping[str, Call] = {
     "2": Call(
         590,
         (
-            Part("padding", 250, "bert-classifier"),
-            Part("levels", 150, "gpt2", TEXTS[1:]),
-            Part("levels", 190, "resnet50", (*IMAGES[1:], "O2")),
+            Part("padding", 240, "bert-classifier"),
+            Part("levels", 160, "gpt2", TEXTS[1:]),
+            Part("padding", 190, "llama-instructions"),
         ),
     ),
     "3": Call(590, (Part("levels", 295, "bert"), Part("levels", 295, "vit"))),
@@ -85,7 +85,8 @@ PLAN: Mapping[str, Call] = {
     "6": Call(590, (Part("freezing", 200, "resnet50"), Part("freezing", 200, "gpt2"), Part("offload", 190, "gpt-1b"))),
     "7": Call(590, (Part("levels", 295, "llama"), Part("levels", 295, "convnext"))),
     "8": Call(
-        590, (*(Part("levels", 195, name) for name in ("resnet50", "gpt2")), Part("padding", 200, "llama-instructions"))
+        590,
+        (Part("levels", 200, "resnet50", (*IMAGES[1:], "O2")), *(Part("levels", 195, n) for n in ("resnet50", "gpt2"))),
     ),
 }
 
