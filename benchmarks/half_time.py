@@ -54,7 +54,8 @@ SEEDS, FRESH = 8, 2000
 MUON_RATES, MUON_SHARES = (0.01, 0.02, 0.04, 0.08, 0.16), (0.5, 0.7, 1.0)
 """Rates by hand, tried with half of the steps; then lengths, of which the first one is taken that is good enough."""
 MOST_TEST, MOST_VALIDATION = 4_000, 5_000
-"""Images for tests and for validation, all that there are. The VGG was tuned with 2,000 for validation."""
+"""Images for tests, since more of them would take longer than the training, and for validation. The VGG was tuned with
+2,000 of the second."""
 
 Make = Callable[[int], Any]
 Result = dict[str, Any]
