@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.optim import AdamW
 
-from torchboost.workloads.data import Images, Text, cifar10
-from torchboost.workloads.named import Workload
+from torchboost.workloads.data import Images, Text
+from torchboost.workloads.named import find_workload
 from torchboost.workloads.pieces import pieces
 
 __all__ = ["FOREIGN"]
@@ -46,33 +46,22 @@ class NeoX(nn.Module):
         return self.neox(input_ids=tokens).logits
 
 
-def loss(scores: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(scores.flatten(0, 1), targets.flatten())
-
-
 FOREIGN = (
-    Workload(
+    replace(
+        find_workload("cifar10-vgg"),
         name="cifar10-timm-vit",
-        title="CIFAR-10",
         model_name="ViT of timm, 4 layers, width 96",
-        load=lambda path, limit: cifar10(path).held_out().limited(limit),
         build=vision_transformer,
         optimizer=functools.partial(AdamW, lr=1e-3, weight_decay=0.05),
-        loss=F.cross_entropy,
-        batch=64,
         epochs=2,
     ),
-    Workload(
+    replace(
+        find_workload("pieces-gpt"),
         name="pieces-neox",
-        title="English text by word pieces",
         model_name="GPT-NeoX of transformers, 4 layers, width 128",
         load=lambda path, limit: pieces(path, context=128, vocabulary=1_024).held_out().limited(limit),
         build=NeoX,
         optimizer=functools.partial(AdamW, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1),
-        loss=loss,
         batch=16,
-        epochs=3,
-        metric="bits per character",
-        drops=(0.02, 0.1),
     ),
 )

@@ -85,7 +85,7 @@ class Compile(Algorithm):
     out of it, and so are gradients that the parameters still hold at the next call or at the removal, as in gradient
     accumulation. Outputs in objects that :func:`~torchboost.core.forward.with_tensors` does not search, and gradients
     that the loop keeps elsewhere, are overwritten. If shapes change, code compiled for changing shapes runs without
-    CUDA graphs. None of this was run on a GPU.
+    CUDA graphs. On GPUs only trials have run this.
 
     Args:
         mode: Of ``torch.compile``. None is its default.

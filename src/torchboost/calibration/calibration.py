@@ -321,8 +321,8 @@ class Calibration:
         for name in list(prices):
             for label, (current, form) in _forms_of(levers[name], device_of(model)).items():
                 tried[label] = form.algorithm
-                price = replace(compilation, expected=expected * form.price, best_ratio=form.best_ratio)
-                prices[label] = replace(price, of_host=form.of_host)
+                own = {"expected": expected * form.price, "best_ratio": form.best_ratio, "of_host": form.of_host}
+                prices[label] = replace(compilation, **own)
                 forms.setdefault(current, []).append(label)
         return prices, tried, forms
 

@@ -227,7 +227,7 @@ class _Search:
             self._try(lever, share=self._left() / (len(priced) - index))
             self._try_with_neutral(lever, free)
             self._try_forms(lever)
-        for lever in [lever for lever in free if lever in self.open and lever not in self.without_effect]:
+        for lever in [lever for lever in free if lever in self.open]:
             if self._left() > _AGAIN * sum(verdict.price for verdict in self.verdicts.values() if verdict.kept):
                 self._try_again(lever)
         ratio = self._compare_with_plain()
@@ -243,8 +243,8 @@ class _Search:
     def _try_with_neutral(self, lever: str, free: Sequence[str]) -> None:
         """Try a lever that gained nothing together with those that cost nothing: each may need the other."""
         first = self.verdicts[lever]
-        dropped = [(other, self.verdicts[other].ratio) for other in free if not self.verdicts[other].kept]
-        dropped = [(other, ratio) for other, ratio in dropped if other not in self.inert]
+        tried = [other for other in free if other not in self.inert]
+        dropped = [(other, self.verdicts[other].ratio) for other in tried if not self.verdicts[other].kept]
         neutral = [other for other, ratio in dropped if ratio is not None and ratio.mid >= _NEUTRAL]
         if first.kept or not (first.pairs and neutral) or self._left() <= _AGAIN * first.price:
             return
@@ -421,16 +421,15 @@ class _Search:
         price = 0.0 if sample is None or lever not in self.prices else sample.price
         self.verdicts[lever] = Verdict(lever=lever, kept=kept, reason=reason, ratio=interval, pairs=pairs, price=price)
         if kept:
-            for other in {*self.kept}.difference(self._with(lever)):
-                text = f"{self.verdicts[other].reason}; {lever} gains more, and this does nothing with it"
-                self.verdicts[other] = self.verdicts[other].but(kept=False, reason=text)
-            self.kept = [*self._with(lever), lever]
+            staying = self._with(lever)
+            for other in self.kept:
+                if other not in staying:
+                    text = f"{self.verdicts[other].reason}; {lever} gains more, and this does nothing with it"
+                    self.verdicts[other] = self.verdicts[other].but(kept=False, reason=text)
+            if lever in self.prices:
+                self.open.difference_update(self.inert)
+            self.kept = [*staying, lever]
             self.bench.promote()
-
-    @property
-    def without_effect(self) -> Collection[str]:
-        """Levers that do nothing next to those that are kept."""
-        return self.inert if any(lever in self.prices for lever in self.kept) else ()
 
     def _with(self, lever: str) -> list[str]:
         """Return the kept levers that do something next to another one."""
