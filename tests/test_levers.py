@@ -261,3 +261,12 @@ def test_what_the_version_before_wrote_can_be_loaded(part, monkeypatch):
     assert "autocast" not in boosted.attached
     plan = torchboost.Plan.of("O0", FILES / "boost.json")
     assert {a.name for a in plan.algorithms} == {a.name for a in boosted.plan.algorithms}
+
+
+def test_a_reason_why_nothing_was_measured_is_said_once() -> None:
+    boosted = boost(*pair(), level="O1", total_steps=100, calibrate="auto")
+    train(*boosted, 2)
+    text = " ".join(boosted.explain().split())
+    assert text.count("a run of 100 steps is short") == 1
+    assert text.index("a run of 100 steps is short") < text.index("what it did")
+    assert text.count("not measured") > 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -159,18 +160,27 @@ class Levers:
         measured = "; ".join(text for text in (measured, self._untimed) if measured and text)
         if self.choice is None and self._unseen:
             measured = f"not {'measured' if self._measures else 'checked'}: {UNSEEN}"
-        rows = tuple(map(self._told, plan.rows))
+        shared = self._shared_reason
+        rows = tuple(self._told(row, shared) for row in plan.rows)
         waits = (_WAITS,) if any(row.state == "waits" for row in rows) else ()
         return replace(
             plan,
-            heading=(*removed, *plan.heading, *([measured] if measured else [])),
+            heading=(*removed, *plan.heading, *filter(None, (measured, shared))),
             rows=rows,
             notes=(*waits, *plan.notes, *self._stays()),
             ask=self._ask(),
         )
 
-    def _told(self, row: Row) -> Row:
-        """Return a row of the plan with the details of this run."""
+    @property
+    def _shared_reason(self) -> str:
+        """Why several levers were not measured, if it is the same reason, which is said once. Empty otherwise."""
+        if self.choice is None or self.choice.source != "prior":
+            return ""
+        counts = Counter(verdict.reason for verdict in self.choice.verdicts if not verdict.before)
+        return next((reason for reason, count in counts.most_common(1) if count > 1), "")
+
+    def _told(self, row: Row, shared: str) -> Row:
+        """Return a row of the plan with the details of this run, but for a reason that it shares with others."""
         if row.name in self._waiting and row.name not in self.withdrawn:
             reason = self._why_idle(row.name)
             if isinstance(reason, AlreadyOn):
@@ -182,7 +192,8 @@ class Levers:
         verdict = None if row.name in self.withdrawn else verdicts.get(row.name)
         did, state = row.did, row.state
         if verdict is not None:
-            did = verdict.found if verdict.pairs or not verdict.kept else f"{row.did}; {verdict.found}"
+            found = "not measured" if verdict.reason == shared else verdict.found
+            did = found if verdict.pairs or not verdict.kept else f"{row.did}; {found}"
             state = "was on before" if verdict.before else state
         if state != "on":
             return row._replace(state=state, did=did)

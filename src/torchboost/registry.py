@@ -351,10 +351,12 @@ def _freeze_unproven(facts: Facts) -> str | None:
 
 def _needs_nodes(facts: Facts) -> str | None:
     ranks, per_node = facts.world_size, facts.devices_per_node
+    if ranks == 1:
+        return "there is one rank, and no other node to combine with"
     if facts.nodes == 1:
         return (
-            f"one node of {ranks} rank{'s' * (ranks > 1)} has no other node to combine with; if a node has fewer "
-            "ranks, set common.device_number"
+            f"one node of {ranks} ranks has no other node to combine with; if a node has fewer ranks, set "
+            "common.device_number"
         )
     if ranks % per_node:
         return f"{ranks} ranks in nodes of {per_node} leave the last node incomplete; correct common.device_number"

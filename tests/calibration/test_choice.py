@@ -93,6 +93,12 @@ def test_the_summary_says_no_more_than_the_interval_of_all_together(ratio: Inter
     assert CHOICE.model_copy(update={"ratio": ratio}).summary().startswith(said)
 
 
+def test_the_summary_names_the_switches_for_which_there_was_no_time() -> None:
+    untried = Verdict(lever="compile", kept=False, reason="the time for the trial was used up", untried=True)
+    choice = CHOICE.model_copy(update={"ratio": None, "verdicts": (untried,)})
+    assert choice.summary().startswith("1.5 s of measuring did not suffice, there was no time for compile (")
+
+
 def test_what_was_on_before_another_run_is_not_said_of_this_one() -> None:
     reason = "the loop computes under torch.autocast to bfloat16"
     choice = Choice(verdicts=(Verdict(lever="autocast", kept=False, reason=reason, before=True),), source="trial")

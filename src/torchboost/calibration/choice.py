@@ -58,6 +58,7 @@ class Verdict(_Record):
         form: The settings of the lever that the trial preferred, as code. Empty for the settings of the level.
         check: How far its step was found to be from the plain one, in words. Empty if it is off.
         before: Whether the model or the loop had the same before.
+        untried: Whether there was no time to try it.
     """
 
     lever: str
@@ -69,6 +70,7 @@ class Verdict(_Record):
     form: str = ""
     check: str = ""
     before: bool = False
+    untried: bool = False
 
     @property
     def found(self) -> str:
@@ -187,6 +189,8 @@ class Choice(_Record):
         found = f"on: {on}; {gain}" if on else f"timed: {tried}; all are off{f'; {untimed}' if untimed else ''}"
         open_ = on and self.ratio is not None and self.ratio.mid >= SEEMS_FASTER
         lead = f"{seconds} of measuring did not decide" if open_ else f"no gain was found in {seconds} of measuring"
+        if untried := ", ".join(verdict.lever for verdict in self.verdicts if verdict.untried):
+            lead = f"{seconds} of measuring did not suffice, there was no time for {untried}"
         return f"{lead} ({found}). boosted.explain() says why, and {WASTE} shows what a step spends its time on"
 
     def measured_elsewhere(self, device: torch.device) -> str:

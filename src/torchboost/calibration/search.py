@@ -337,7 +337,7 @@ class _Search:
         if usual:
             self.assumed.add(lever)
             reason = f"not measured: {reason}; on as usual"
-        self.verdicts[lever] = Verdict(lever=lever, kept=usual, reason=f"{reason}; {self._more}")
+        self.verdicts[lever] = Verdict(lever=lever, kept=usual, reason=f"{reason}; {self._more}", untried=True)
 
     @property
     def _more(self) -> str:
@@ -345,7 +345,7 @@ class _Search:
         if self.seconds >= self.announced:
             return "give it more with boost(..., calibrate=seconds)"
         return (
-            f"steps became faster, so the share of the run that a trial may take is now {in_seconds(self.seconds)}; "
+            f"its share of the run is {in_seconds(self.seconds)}; "
             f"boost(..., calibrate={_rounded(self.announced)}) measures longer"
         )
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+import warnings
 
 import pytest
 import torch
@@ -131,3 +133,35 @@ def test_groups_added_later_take_the_options_of_their_rule():
     optimizer.add_param_group({"params": [late], "rule": "momentum"})
     assert optimizer.param_groups[2]["momentum"] == 0.9
     assert optimizer.param_groups[2]["lr"] == 0.02
+
+
+@pytest.mark.parametrize("writes", ["one rate", "shares of the first rates", "zero", "one rate from the beginning"])
+def test_a_loop_that_gives_all_groups_the_rate_of_one_rule_is_warned_once(writes: str):
+    model = nn.Linear(3, 3)
+    first = 1e-3 if writes == "one rate from the beginning" else 0.02
+    optimizer = MixedOptimizer(
+        [{"params": [model.weight], "rule": "muon", "lr": first}, {"params": [model.bias], "lr": 1e-3}]
+    )
+    rates = [group["lr"] for group in optimizer.param_groups]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(3):
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                share = 1 - step / 3
+                group["lr"] = {"shares of the first rates": rate * share, "zero": 0.0}.get(writes, 1e-3 * share)
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+    said = [str(one.message) for one in caught]
+    assert [text.startswith("all param groups have the learning rate 0.001 now") for text in said] == (
+        [True] if writes == "one rate" else []
+    )
+
+
+def test_a_copy_and_a_pickle_still_warn_of_one_rate_for_all_rules():
+    model = nn.Linear(3, 3)
+    groups = [{"params": [model.weight], "rule": "muon", "lr": 0.02}, {"params": [model.bias], "lr": 1e-3}]
+    optimizer = pickle.loads(pickle.dumps(MixedOptimizer(groups)))
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-3
+    with pytest.warns(UserWarning, match="all param groups have the learning rate"):
+        optimizer.step()

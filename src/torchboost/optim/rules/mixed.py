@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
@@ -33,6 +35,12 @@ GROUP_RULES: dict[str, type[UpdateRule]] = {
     "sgd": SGD,
 }
 """Rules that a group may name. Their update depends on the group and its tensors only."""
+
+_OVERWRITTEN = (
+    "all param groups have the learning rate {:g} now, and they began with different ones. The rate of one rule is not "
+    "that of another. If your loop writes group['lr'], scale the first rates: rates = [group['lr'] for group in "
+    "optimizer.param_groups] before it, then group['lr'] = rate * share of the schedule."
+)
 
 
 class MixedOptimizer(UpdateRule):
@@ -64,7 +72,8 @@ class MixedOptimizer(UpdateRule):
         ['muon', 'adamw']
     """
 
-    kept = (*UpdateRule.kept, "_rules")
+    kept = (*UpdateRule.kept, "_rules", "_apart")
+    _apart = False
 
     def __init__(
         self,
@@ -81,6 +90,7 @@ class MixedOptimizer(UpdateRule):
         options = arguments["defaults"]
         arguments["defaults"] = {k: v for k, v in options.items() if v is not None or k not in ("lr", "weight_decay")}
         super().__init__(**arguments)
+        self._apart = len(self._rates()) > 1
 
     @property
     def title(self) -> str:
@@ -88,7 +98,7 @@ class MixedOptimizer(UpdateRule):
         rates: dict[str, list[str]] = {}
         for group in self.param_groups:
             rate = group.get("initial_lr", group["lr"])
-            shown = f"{float(rate):g}" if is_number(rate) or isinstance(rate, Tensor) else "a schedule"
+            shown = f"{float(rate):.3g}" if is_number(rate) or isinstance(rate, Tensor) else "a schedule"
             rates.setdefault(self.rule_for(group).title, []).append(shown)
         return " and ".join(f"{title} at {' and '.join(dict.fromkeys(of))}" for title, of in rates.items())
 
@@ -118,6 +128,18 @@ class MixedOptimizer(UpdateRule):
                     f"rule={own['rule']!r}; build the optimizer with the groups of the checkpoint."
                 )
         super().load_state_dict({**state_dict, "param_groups": saved})
+
+    def _check_whole(self) -> None:
+        super()._check_whole()
+        if self._apart and not torch.compiler.is_compiling() and len(rates := self._rates()) == 1 and max(rates) > 0:
+            self._apart = False
+            warnings.warn(_OVERWRITTEN.format(max(rates)), stacklevel=6)
+
+    def _rates(self) -> set[float]:
+        """Return the learning rates, if groups follow several rules and all of their rates are numbers."""
+        rates = [group["lr"] for group in self.param_groups]
+        several = len({group["rule"] for group in self.param_groups}) > 1
+        return {float(rate) for rate in rates} if several and all(map(is_number, rates)) else set()
 
     def _named(self, name: Any) -> UpdateRule:
         if name not in GROUP_RULES:
