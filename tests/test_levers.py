@@ -264,7 +264,7 @@ def test_what_the_version_before_wrote_can_be_loaded(part, monkeypatch):
 
 
 def test_a_reason_why_nothing_was_measured_is_said_once() -> None:
-    boosted = boost(*pair(), level="O1", total_steps=100, calibrate="auto")
+    boosted = boost(*pair(), level="O1", total_steps=100, calibrate=True)
     train(*boosted, 2)
     text = " ".join(boosted.explain().split())
     assert text.count("a run of 100 steps is short") == 1
