@@ -130,7 +130,7 @@ def test_a_fixed_rate_is_kept_but_not_for_an_optimizer_that_has_none_of_the_user
     for rates, stock, best in ((True, 5, 0.25), (False, 1, 1.0)):
         train = Planted({STOCK: Effect(best=0.25), "Muon": Effect(best=0.5, points=3)})
         found = searched(train, recipes=[Candidate(name=STOCK), muon, other], rates=rates)
-        assert [len(multiples(train, name)) for name in (STOCK, "Muon")] == [stock, 4]
+        assert [len(multiples(train, name)) for name in (STOCK, "Muon at")] == [stock, 4]
         assert found.levers.rate == best
         assert found.rate is None if not rates else found.rate is not None
         section = found.findings["Muon"].candidate.section
@@ -267,3 +267,65 @@ def test_a_stopped_or_diverged_rate_is_not_the_best():
     assert found.findings[STOCK].rates[2.0] == -math.inf
     assert found.rate is not None
     assert found.rate.best == 1.0
+
+
+def added(effects: Mapping[str, Effect], **more: Any) -> tuple[Planted, Search]:
+    """Search among stock, an optimizer, and the algorithms a, b and c, of which b and c set the same."""
+    recipes = [
+        Candidate(name=STOCK),
+        Candidate(name="Muon", recipe={"optimizer": "muon", "lr": 0.02}),
+        Candidate(name="a", extra={"a": True}),
+        Candidate(name="b", extra={"b": {"hard": True}}),
+        Candidate(name="c", extra={"b": {}}),
+        Candidate(name="other", recipe={"optimizer": "schedule_free_adamw", "lr": 0.001}),
+    ]
+    train = Planted(effects, noise=0.05, **more)
+    return train, searched(train, recipes=recipes)
+
+
+def test_algorithms_are_added_to_an_optimizer_that_promises_more_than_stock():
+    effects = {
+        "Muon": Effect(needed=0.6, late=1.0),
+        "Muon with a": Effect(points=-3.0, needed=0.6, late=1.0),
+        "Muon with b": Effect(points=1.0, needed=0.45, late=1.0, best=2.0),
+        "other": Effect(points=-30.0),
+    }
+    train, found = added(effects)
+    assert len(multiples(train, "Muon with a,")) + len(multiples(train, "Muon with a at")) == 1
+    assert found.findings["Muon with a"].outcome == "no gain"
+    (plan, *_) = found.plans()
+    assert (plan.name, plan.base, plan.extra) == ("Muon with b", "Muon", {"b": {"hard": True}})
+    assert (plan.section["lr"], plan.section["optimizer"]) == (0.04, "muon")
+    assert plan.share <= 0.5
+    ends = {name: (found.findings[name].outcome, found.findings[name].reason) for name in "abc"}
+    assert ends == {
+        "a": ("not chosen", "it was tried together with Muon, which promises more"),
+        "b": ("not chosen", "it was tried together with Muon, which promises more"),
+        "c": ("not chosen", "Muon with b promises more"),
+    }
+    assert not [label for label, _ in train.trained if label[0] in "abc"]
+
+
+def test_one_addition_follows_another():
+    effects = {
+        "Muon": Effect(needed=0.8, late=1.0),
+        "Muon with a": Effect(needed=0.6, late=1.0),
+        "Muon with a and b": Effect(needed=0.4, late=1.0),
+    }
+    _, found = added(effects)
+    assert found.plans()[0].name == "Muon with a and b"
+    assert found.plans()[0].extra == {"a": True, "b": {"hard": True}}
+    assert found.plans()[0].share == pytest.approx(0.4, abs=0.06)
+
+
+def test_nothing_is_added_to_stock_or_to_an_optimizer_that_promises_less():
+    _, found = added({"Muon": Effect(points=-30.0), "a": Effect(points=2.0, needed=0.5)})
+    assert not [name for name in found.findings if "with" in name]
+    assert found.plans()[0].name == "a"
+
+
+def test_an_algorithm_that_fails_with_the_optimizer_is_tried_without_it():
+    fails = lambda c, s, r: {**NO_NUMBER, "failure": "boom"} if c.name == "Muon with a" else {}  # noqa: E731
+    _, found = added({"Muon": Effect(needed=0.6), "a": Effect(points=9.0, needed=0.3)}, change=fails)
+    assert "Muon with a" not in found.findings
+    assert found.plans()[0].name == "a"

@@ -19,6 +19,7 @@ import torch
 from tests.tuning.test_training import make
 from torchboost import boost, tune
 from torchboost.errors import IncompatibleError
+from torchboost.registry import LEVELS
 from torchboost.tuning import tune as tuning
 from torchboost.tuning.report import STOCK, Candidate, Run, TuneReport, headline
 from torchboost.tuning.results import RESULTS, result_rows, results_in
@@ -34,6 +35,7 @@ class Fake:
 
     stop: int | None = None
     trained: ClassVar[list[tuple[str, int]]] = []
+    needed: ClassVar[dict[str, float]] = {"memory": 0.5}
 
     def __init__(self, **given: Any) -> None:
         self.steps = given["steps"]
@@ -42,7 +44,7 @@ class Fake:
         if Fake.stop is not None and len(Fake.trained) == Fake.stop:
             raise KeyboardInterrupt
         Fake.trained.append((candidate.label, seed))
-        needed = {"memory": 0.5}.get(candidate.name, 1.0)
+        needed = Fake.needed.get(candidate.name, 1.0)
         loss = {"norms": 0.2, "memory": -0.01}.get(candidate.name, 0.0)
         loss += max(0.0, needed - candidate.share) + 0.02 * abs(math.log2(candidate.rate))
         metric = 0.9 - loss + 0.001 * (seed % 3)
@@ -159,6 +161,38 @@ def test_every_interruption_leaves_a_report_that_is_resumed_without_repetition(t
         timeless = {"spent_seconds": 0.0, "environment": whole.environment}
         found, wanted = (one.model_copy(update=timeless).model_dump() for one in (report, whole))
         assert {key: value for key, value in found.items() if value != wanted[key]} == {}
+
+
+def test_what_the_search_adds_to_an_optimizer_is_written_and_found_again(tmp_path, fake, monkeypatch):
+    """The planted optimizer needs 0.6 of the steps, and 0.3 with centralised gradients."""
+    centralized = {"gradient_centralization": LEVELS["O2"]["gradient_centralization"]}
+    recipes = [
+        Candidate(name=STOCK),
+        Candidate(name="Muon", recipe={"optimizer": "muon", "lr": 0.02}),
+        Candidate(name="centralized", extra=centralized),
+    ]
+    monkeypatch.setattr(tuning, "standard_recipes", lambda levers, optimizer: recipes)
+    monkeypatch.setattr(tuning, "try_levers", lambda *args, **kwargs: TriedLevers([], [], {}))
+    monkeypatch.setattr(Fake, "needed", {"Muon": 0.6, "Muon with centralized": 0.3})
+    whole = tuned(tmp_path / "whole.json", candidates=None, budget="20m")
+    assert whole.recipe == {"optimizer": "muon", "lr": 0.02, "length": 0.3}
+    assert whole.extra == centralized
+    assert [finding.candidate.name for finding in whole.findings] == [one.name for one in recipes] + [
+        "Muon with centralized"
+    ]
+    model, optimizer = make(0)[:2]
+    boosted = boost(model, optimizer, config=tmp_path / "whole.json", total_steps=100)
+    assert (list(boosted.attached), boosted.steps) == (["gradient_centralization"], 30)
+    count = len(fake.trained)
+    for stop in range(0, count, 5):
+        fake.trained.clear()
+        fake.stop = stop
+        with pytest.raises(KeyboardInterrupt):
+            tuned(tmp_path / f"{stop}.json", candidates=None, budget="20m")
+        fake.stop = None
+        report = tuned(tmp_path / f"{stop}.json", candidates=None, budget="20m", resume=True)
+        assert len(fake.trained) == count
+        assert (report.recipe, report.extra, report.findings) == (whole.recipe, whole.extra, whole.findings)
 
 
 def test_a_tuning_begins_where_an_earlier_one_ended(tmp_path, fake):

@@ -76,6 +76,7 @@ class Candidate(Record, extra="ignore"):
             Empty for the optimizer that the factory returns.
         rate: Multiple of that rate.
         share: Share of the steps that are trained, with the schedule fitted to them.
+        base: Name of the recipe to which the search has added something. Empty for a recipe that was given.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Candidate(Record, extra="ignore"):
     recipe: dict[str, Any] = Field(default_factory=dict)
     rate: float = 1.0
     share: float = 1.0
+    base: str = ""
 
     @field_validator("recipe", mode="before")
     @classmethod

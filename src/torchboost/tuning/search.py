@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torchboost.bench.report import wording
@@ -108,16 +108,55 @@ class Search:
         self._tune(self.recipes[0])
         self._aim()
         first = max(FIRST, 1 + sum(self._start(recipe).share is not None for recipe in self.recipes[1:]))
-        for wave in (self.recipes[:first], self.recipes[first:]):
-            for recipe in wave:
-                if recipe.name != self.levers.name:
-                    self._tune(recipe)
-            found = (self.findings[recipe.name] for recipe in wave)
-            for finding in sorted((one for one in found if one.outcome is None), key=self._promise):
-                self._shorten(finding)
-            whole = self.runs.seconds(self.levers, 1.0)
-            if any(self.runs.seconds(plan, plan.share) <= HALF * whole for plan in self.plans()):
-                self.runs.limit = FOUND * self.runs.budget
+        for recipe in self.recipes[1:first]:
+            self._tune(recipe)
+        self._build_up([recipe for recipe in self.recipes[first:] if not recipe.recipe])
+        self._shorten_all()
+        others = [recipe for recipe in self.recipes[first:] if self.findings[recipe.name].outcome is None]
+        for recipe in others:
+            self._tune(recipe)
+        self._shorten_all([recipe.name for recipe in others])
+
+    def _build_up(self, recipes: Sequence[Candidate]) -> None:
+        """Add algorithms to the recipe that promises most, if it has another optimizer, as long as it gets better.
+
+        A first run has the rate that is best without the addition. If it promises more, its rate is searched too.
+        """
+        best = min(self._open(), key=self._promise, default=None)
+        if best is None or not best.candidate.recipe:
+            return
+        for recipe in recipes:
+            base = best.candidate
+            added = {name: value for name, value in recipe.extra.items() if name not in self.recipes[0].extra}
+            if added.keys() & base.extra.keys():
+                self.end(recipe.name, "not chosen", f"{base.name} promises more")
+                continue
+            name = f"{base.name} {'and' if base.base else 'with'} {recipe.name}"
+            plan = base.model_copy(update={"name": name, "extra": {**base.extra, **added}, "base": base.name})
+            try:
+                score = self.runs.score(plan.at(base.rate, HALF), SEEDS[0])
+            except RecipeEndedError:
+                continue  # it is tried without the other optimizer
+            self.end(recipe.name, "not chosen", f"it was tried together with {base.name}, which promises more")
+            self.findings[name] = Finding(candidate=plan.at(base.rate), rates={base.rate: score})
+            if self._promise(self.findings[name]) * LEAST_GAIN > self._promise(best):
+                self.end(name, "no gain", f"at half of the steps it promises no more than {base.name}")
+                continue
+            self.starts = {**self.starts, name: Start(rate=base.rate)}
+            self._tune(plan.at(1.0))
+            best = self.findings[name] if self.findings[name].outcome is None else best
+
+    def _open(self, names: Collection[str] | None = None) -> list[Finding]:
+        """Return what was found about recipes whose rates were searched, and that are still in the race."""
+        found = [self.findings[name] for name in (self.findings if names is None else names)]
+        return [one for one in found if one.outcome is None and one.rates]
+
+    def _shorten_all(self, names: Collection[str] | None = None) -> None:
+        for finding in sorted(self._open(names), key=self._promise):
+            self._shorten(finding)
+        whole = self.runs.seconds(self.levers, 1.0)
+        if any(self.runs.seconds(plan, plan.share) <= HALF * whole for plan in self.plans()):
+            self.runs.limit = FOUND * self.runs.budget
 
     def _tune(self, recipe: Candidate) -> None:
         """Find the best rate of a recipe at half of the steps. If that reaches the target, it is a plan at once."""

@@ -220,8 +220,8 @@ def standard_recipes(levers: Sequence[str], optimizer: Optimizer) -> list[Candid
     centralized = {"gradient_centralization": level["gradient_centralization"]}
     milder = {name: value for name, value in level["less_bn"].items() if name != "blocks_per_norm"}
     algorithms = {
-        "less_bn and gradient_centralization, milder": {"less_bn": milder, **centralized},
         "less_bn and gradient_centralization as in O2": {"less_bn": level["less_bn"], **centralized},
+        "less_bn and gradient_centralization, milder": {"less_bn": milder, **centralized},
         "grad_freeze as in O2": {"grad_freeze": level["grad_freeze"]},
         "grad_freeze from 30 % on": {"grad_freeze": {"full_share": 0.3}},
         "token_drop": {"token_drop": {}},

@@ -293,7 +293,8 @@ class _Session:
         named = None if extras is None else [Candidate(name=STOCK), *named_candidates(extras)]
         resumed = bool(self.report.findings)
         if resumed:
-            recipes = [_as_given(finding.candidate) for finding in self.report.findings]
+            saved = [finding.candidate for finding in self.report.findings]
+            recipes = [_as_given(candidate) for candidate in saved if not candidate.base]
             _check_same_recipes(recipes, recipes if named is None else named)
         elif named is None:
             self.tell("trial of the switches", 0, 1)
@@ -336,9 +337,11 @@ class _Session:
     def _note(self, race: Race, known: list[Finding], **update: Any) -> None:
         """Put the state of the race into the report, and save it."""
         search, runs = race.search, race.search.runs
+        names = dict.fromkeys((*(finding.candidate.name for finding in known), *search.findings))
+        before = {finding.candidate.name: finding for finding in known}
         self.report = self.report.model_copy(
             update={
-                "findings": [search.findings.get(finding.candidate.name, finding) for finding in known],
+                "findings": [search.findings.get(name) or before[name] for name in names],
                 "whole": list(race.whole),
                 "rate": search.rate,
                 "planned": race.planned,
