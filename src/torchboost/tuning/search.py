@@ -196,19 +196,31 @@ class Search:
         return self.runs.seconds(recipe, HALF) / self.runs.seconds(self.levers, HALF)
 
     def _aim(self) -> None:
-        """Compare stock's best rate with the user's at full length. The better one gives the target."""
+        """Compare stock's best rate with the user's at full length. The better one gives the target.
+
+        A rate that is far behind gets one seed.
+        """
         finding = self.findings[self.levers.name]
         if finding.outcome is not None:
             raise EndedError(f"{self.levers.name}: {finding.reason}")
-        multiples = dict.fromkeys((1.0, finding.candidate.rate))
-        means = {multiple: self._mean(self.recipes[0].at(multiple)) for multiple in multiples}
+        means: dict[float, float] = {}
+        for multiple in dict.fromkeys((finding.candidate.rate, 1.0)):
+            means[multiple] = self._mean(self.recipes[0].at(multiple))
+            self.target = max(means.values())
         best = best_rate(means)
         if means[best] == -math.inf:
             raise EndedError(f"{self.levers.name}: its training diverged at full length")
         if self.rates:
-            self.rate = Rate(best=best, change=means[best] - means[1.0], seeds=len(SEEDS))
-        self.target = means[best]
+            self.rate = self._rate(best)
         self._note(finding, self.levers)
+
+    def _rate(self, best: float) -> Rate:
+        """Return what stock's best rate gains over the user's, with the seeds that both have."""
+        ours, own = self.recipes[0].at(best), self.recipes[0].at(1.0)
+        seeds = [seed for seed in SEEDS if (own.label, seed) in self.runs.asked]
+        made = self.runs.made
+        change = statistics.fmean(made[ours.label, seed].metric - made[own.label, seed].metric for seed in seeds)
+        return Rate(best=best, change=change if math.isfinite(change) else None, seeds=len(seeds))
 
     def _promise(self, finding: Finding) -> float:
         """Return the seconds in which a recipe is expected to reach the target, by its metric at half of the steps."""
