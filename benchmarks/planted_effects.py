@@ -86,7 +86,7 @@ def _rate_alone(chosen: Candidate | None) -> bool:
     return chosen is not None and chosen.name == STOCK and chosen.share == 1 and chosen.rate < 1
 
 
-FAST = Planted(time=0.7)
+FAST, MUON = Planted(time=0.7), "Muon"
 NO, YES = "nothing is turned on", "it is turned on"
 CASES: dict[str, Case] = {
     "a loss of 2 points": Case({"a": Planted(-2.0, time=0.7)}, NO, _nothing),
@@ -127,6 +127,16 @@ CASES: dict[str, Case] = {
         _only("a", 0.4, 0.6),
         budget=30.0,
     ),
+    "an algorithm saves steps of an optimizer": Case(
+        {MUON: Planted(needed=0.7), "a": Planted(), f"{MUON} with a": Planted(needed=0.4)},
+        "both are turned on, within a rung",
+        _only(f"{MUON} with a", 0.35, 0.45),
+    ),
+    "the same, but it costs 2 points with fresh seeds": Case(
+        {MUON: Planted(needed=0.7), "a": Planted(), f"{MUON} with a": Planted(needed=0.4, fresh=-2.0)},
+        "the optimizer alone is turned on, or nothing",
+        lambda chosen: chosen is None or chosen.name == MUON,
+    ),
 }
 
 
@@ -143,12 +153,15 @@ def tuned(planted: dict[str, Planted], seed: int, *, budget: float = 1e9, prior:
         metric = 0.9 + POINT * effect.points(plan, number) + noise
         return Run(name=plan.label, seed=number, steps=1 + round(100 * plan.share), metric=metric, **seconds)
 
-    names = [STOCK, *(name for name in planted if name != STOCK)]
-    recipes, starts = ordered(
-        [Candidate(name=name, extra={} if name == STOCK else {name: True}) for name in names], prior, LR
-    )
+    names = [name for name in planted if name != STOCK and not name.startswith(f"{MUON} with")]
+    recipes, starts = ordered([Candidate(name=STOCK), *map(_recipe, names)], prior, LR)
     runs = Runs(train=train, budget=budget, total_steps=101)
     return Race(search=Search(runs=runs, recipes=recipes, drop=POINT, starts=starts), fresh=fresh_after(prior))
+
+
+def _recipe(name: str) -> Candidate:
+    optimizer = {"optimizer": "muon", "lr": 0.02}
+    return Candidate(name=name, recipe=optimizer) if name == MUON else Candidate(name=name, extra={name: True})
 
 
 def report_of(race: Race) -> TuneReport:

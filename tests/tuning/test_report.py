@@ -123,11 +123,11 @@ def test_the_users_rate_is_the_first_finding() -> None:
         (Rate(best=1.0), "Your rate is at its best."),
         (
             Rate(best=0.25, change=0.041, seeds=3, fresh=True),
-            "Your rate is 4 times too high: +0.041 at 0.25 of it, the mean of 3 fresh seeds.",
+            "Your rate is 4 times too high: +0.041 at 0.25 of it, with 3 fresh seeds.",
         ),
         (
             Rate(best=2.0, change=0.01, seeds=2),
-            "Your rate is 2 times too low: +0.01 at 2 of it, the mean of 2 seeds of the search.",
+            "Your rate is 2 times too low: +0.01 at 2 of it, with 2 seeds of the search.",
         ),
         (Rate(best=4.0), "Your rate is 4 times too low."),
         (None, ""),

@@ -428,8 +428,9 @@ def rate_words(report: TuneReport) -> str:
     if found.best == 1:
         return "Your rate is at its best."
     times = f"{max(found.best, 1 / found.best):g} times too {'high' if found.best < 1 else 'low'}"
-    seeds = f"{found.seeds} {'fresh seeds' if found.fresh else 'seeds of the search'}"
-    gain = "" if found.change is None else f": {_changed(found.change)} at {found.best:g} of it, the mean of {seeds}"
+    many = f"{found.seeds} seed{'s' if found.seeds > 1 else ''}"
+    seeds = f"{found.seeds} fresh seeds" if found.fresh else f"{many} of the search"
+    gain = "" if found.change is None else f": {_changed(found.change)} at {found.best:g} of it, with {seeds}"
     return f"Your rate is {times}{gain}.{' The configuration has the better one.' if found.kept else ''}"
 
 
