@@ -46,6 +46,16 @@ def test_the_multiples_go_beyond_an_edge_but_not_for_ever():
     assert next_multiple({1.0: 0.5}, (1.0,)) is None
 
 
+def test_a_dip_that_chance_may_have_made_does_not_end_the_search_of_a_rate():
+    dip = {1.0: 0.50, 0.5: 0.496, 2.0: 0.48}
+    assert next_multiple(dip) is None
+    assert next_multiple(dip, tolerance=0.003) is None
+    assert next_multiple(dip, tolerance=0.005) == 0.25
+    assert next_multiple({**dip, 0.25: 0.49}, tolerance=0.005) is None
+    assert next_multiple({**dip, 0.25: 0.51}, tolerance=0.005) == 0.125
+    assert next_multiple({**dip, 2.0: 0.499, 0.25: 0.49}, tolerance=0.005) == 4.0
+
+
 @pytest.mark.parametrize("best", [1 / 8, 0.25, 0.5, 1.0, 2.0, 8.0, 16.0])
 @pytest.mark.parametrize("start", [None, 1 / 64, 1 / 16, 0.5, 1.0, 4.0, 16.0, 64.0])
 def test_a_start_shortens_the_search_of_a_rate_and_never_narrows_it(best: float, start: float | None):

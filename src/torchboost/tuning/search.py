@@ -166,7 +166,7 @@ class Search:
         if recipe.recipe.get("optimizer") == "muon":  # the rest of the weights is trained as stock trains it best
             recipe = recipe.model_copy(update={"recipe": {**recipe.recipe, "rate": self.levers.rate}})
         try:
-            while (multiple := next_multiple(scores, grid, start)) is not None:
+            while (multiple := next_multiple(scores, grid, start, self.drop)) is not None:
                 scores[multiple] = self.runs.score(recipe.at(multiple, HALF), SEEDS[0])
                 best = best_rate(scores)
                 self.findings[recipe.name] = Finding(candidate=recipe.at(best), rates=dict(scores))
@@ -292,15 +292,21 @@ def best_rate(scores: Mapping[float, float]) -> float:
 
 
 def next_multiple(
-    scores: Mapping[float, float], grid: Sequence[float] = MULTIPLES, start: float | None = None
+    scores: Mapping[float, float],
+    grid: Sequence[float] = MULTIPLES,
+    start: float | None = None,
+    tolerance: float = 0.0,
 ) -> float | None:
     """Return the multiple that is tried next: one of the grid, or if the best is at an edge, one beyond it.
+
+    A neighbour that is hardly worse than the best, which chance may have made, is passed by one more multiple.
 
     Args:
         scores: The metric at the multiples that were tried.
         grid: The usual ones.
         start: The best one of an earlier tuning. It is compared with 1, and if it is better, with its neighbours. The
             grid is skipped only if it is the best of all. So a wrong one makes the search longer, and no narrower.
+        tolerance: How much worse a neighbour may be.
     """
     near: tuple[float, ...] = ()
     wanted = grid
@@ -314,10 +320,12 @@ def next_multiple(
     if left:
         return left[0]
     best = best_rate(scores)
-    beyond = scores.keys() - {*grid, *near}
-    if len(grid) < 2 or len(beyond) >= MORE_MULTIPLES or scores[best] == -math.inf:
+    more = scores.keys() - {*grid, *near}
+    if len(grid) < 2 or len(more) >= MORE_MULTIPLES or scores[best] == -math.inf:
         return None
-    return next((multiple for multiple in (best / 2, best * 2) if multiple not in scores), None)
+    close = [step for step in (0.5, 2.0) if scores.get(best * step, -math.inf) >= scores[best] - tolerance]
+    beyond = (best / 2, best * 2, *(best * step**2 for step in close))
+    return next((multiple for multiple in beyond if multiple not in scores), None)
 
 
 def next_share(shares: Sequence[float], passed: Mapping[float, bool], start: float | None = None) -> float | None:
