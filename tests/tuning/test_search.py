@@ -54,6 +54,10 @@ def test_a_dip_that_chance_may_have_made_does_not_end_the_search_of_a_rate():
     assert next_multiple({**dip, 0.25: 0.49}, tolerance=0.005) is None
     assert next_multiple({**dip, 0.25: 0.51}, tolerance=0.005) == 0.125
     assert next_multiple({**dip, 2.0: 0.499, 0.25: 0.49}, tolerance=0.005) == 4.0
+    assert next_multiple({**dip, 0.25: 0.497}, tolerance=0.005) == 0.125
+    flat = {**dip, 2.0: 0.498, 0.25: 0.499, 0.125: 0.498, 4.0: 0.499}
+    assert next_multiple(flat, tolerance=0.005) == 0.0625
+    assert next_multiple({**flat, 0.0625: 0.5}, tolerance=0.005) is None  # four more than the grid
 
 
 @pytest.mark.parametrize("best", [1 / 8, 0.25, 0.5, 1.0, 2.0, 8.0, 16.0])

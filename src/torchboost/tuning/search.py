@@ -299,14 +299,14 @@ def next_multiple(
 ) -> float | None:
     """Return the multiple that is tried next: one of the grid, or if the best is at an edge, one beyond it.
 
-    A neighbour that is hardly worse than the best, which chance may have made, is passed by one more multiple.
+    The search also goes on beyond an edge that is hardly worse than the best, since chance may have made it so.
 
     Args:
         scores: The metric at the multiples that were tried.
         grid: The usual ones.
         start: The best one of an earlier tuning. It is compared with 1, and if it is better, with its neighbours. The
             grid is skipped only if it is the best of all. So a wrong one makes the search longer, and no narrower.
-        tolerance: How much worse a neighbour may be.
+        tolerance: How much worse such an edge may be.
     """
     near: tuple[float, ...] = ()
     wanted = grid
@@ -323,9 +323,9 @@ def next_multiple(
     more = scores.keys() - {*grid, *near}
     if len(grid) < 2 or len(more) >= MORE_MULTIPLES or scores[best] == -math.inf:
         return None
-    close = [step for step in (0.5, 2.0) if scores.get(best * step, -math.inf) >= scores[best] - tolerance]
-    beyond = (best / 2, best * 2, *(best * step**2 for step in close))
-    return next((multiple for multiple in beyond if multiple not in scores), None)
+    edges = {min(scores): 0.5, max(scores): 2.0}
+    beyond = [edge * step for edge, step in edges.items() if scores[edge] >= scores[best] - tolerance]
+    return next((multiple for multiple in (best / 2, best * 2, *beyond) if multiple not in scores), None)
 
 
 def next_share(shares: Sequence[float], passed: Mapping[float, bool], start: float | None = None) -> float | None:
