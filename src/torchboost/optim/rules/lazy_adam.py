@@ -261,10 +261,7 @@ class LazyAdam(Adam):
                 compact.states.append(state)
         super().update(group, compact)
         for i, rows in named:
-            worked, owner = batch.params[i], owners[id(batch.params[i])]
-            worked.index_copy_(0, rows, compact.params[i])
-            if owner is not worked:
-                owner.index_copy_(0, rows, compact.params[i].to(owner.dtype))
+            batch.params[i].index_copy_(0, rows, compact.params[i])
             state = batch.states[i]
             for key, value in compact.states[i].items():
                 if key != "step":
