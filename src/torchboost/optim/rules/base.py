@@ -81,6 +81,9 @@ class UpdateRule(Optimizer):
     real_only: bool = False
     """Whether complex parameters are refused."""
 
+    keeps_weights: bool = False
+    """Whether the state holds weights, from which an update computes the new ones."""
+
     numbers: tuple[str, ...] = ()
     """Entries of the state, other than ``"step"``, that are numbers and keep their precision when they are loaded."""
 
