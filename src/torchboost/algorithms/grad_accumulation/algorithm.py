@@ -215,6 +215,11 @@ class Accumulator:
         self._ranks = _Ranks(model)
         self._model = model
 
+    @property
+    def begun(self) -> bool:
+        """Whether the window holds gradients and is not complete."""
+        return self._window.index > 0 and not self.ready
+
     @contextmanager
     def micro_step(self, *, last: bool = False) -> Iterator[None]:
         """Return the context of one forward and backward pass. Pass the loss through :meth:`share` inside it.
@@ -452,14 +457,17 @@ class GradAccumulation(Algorithm):
         Accumulator(self.steps, target.model)
 
     def attach(self, target: Target) -> Attachment:
-        """Give the target its accumulator. After ``remove()`` every batch is a full window.
+        """Give the target its accumulator. After ``remove()`` a window that has begun is completed.
+
+        Every batch after it is a full window.
 
         The state is the accumulator's. :class:`~torchboost.core.step.TrainStep` saves it with the rest.
         """
         accumulator = target.accumulator = Accumulator(self.steps, target.model)
 
         def release() -> None:
-            target.accumulator = None
             accumulator.steps = 1
+            if not accumulator.begun:  # else it stays, so that a training step completes the mean
+                target.accumulator = None
 
         return Attachment(undo=release)

@@ -25,6 +25,7 @@ __all__ = [
     "MovingScale",
     "ScaleRule",
     "check_scale",
+    "divide_",
 ]
 
 Scaled = TypeVar("Scaled", Tensor, list[Tensor], tuple[Tensor, ...])
@@ -196,7 +197,7 @@ class LossScaler:
         members = self._members(optimizer)
         device = next(param for group in optimizer.param_groups for param in group["params"]).device
         total = torch.zeros(len(members), dtype=torch.float32, device=device)
-        for flags in _divided(members, self._in_use):
+        for flags in divide_(members, self._in_use):
             total += flags.to(device)
         if self.agree and several():
             dist.all_reduce(total, dist.ReduceOp.MAX)
@@ -381,7 +382,7 @@ class DynamicLossScale(LossScaler):
 
 
 @torch.no_grad()
-def _divided(members: Sequence[Sequence[Tensor]], scales: Sequence[float]) -> list[Tensor]:
+def divide_(members: Sequence[Sequence[Tensor]], scales: Sequence[float]) -> list[Tensor]:
     """Divide the gradients of each member by its scale, in place: dense, sparse or sharded, in one pass.
 
     Returns:
