@@ -148,14 +148,19 @@ class GroupScaler(LossScaler):
         states, alarms = zip(*(each.saved() for each in self._moving), strict=True)
         return {"names": list(self._names), "states": list(states), "alarms": list(alarms)}
 
-    def _load_own_state(self, state: Mapping[str, Any]) -> None:
+    def _check_kind(self, state: Mapping[str, Any]) -> None:
         if list(state["names"]) != list(self._names):
             raise ValueError(
                 f"the checkpoint holds the groups {list(state['names'])}, but this scaler has {list(self._names)}; "
                 "build it with the groups that it was saved with."
             )
+
+    def _load_own_state(self, state: Mapping[str, Any]) -> None:
+        saved = list(zip(self._moving, state["states"], state["alarms"], strict=True))
+        for each, entry, counts in saved:
+            each.check(entry, counts)
         self._in_use = None
-        for each, entry, counts in zip(self._moving, state["states"], state["alarms"], strict=True):
+        for each, entry, counts in saved:
             each.load(entry, counts)
         self._settle()
 
