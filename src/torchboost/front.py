@@ -208,7 +208,7 @@ class Boosted:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint, without the states of model, optimizer and the loop's scaler."""
-        state: dict[str, Any] = {"attached": self.attached.state_dict()}
+        state: dict[str, Any] = {"attached": dict(self.levers.final or self.attached.state_dict())}
         levers = state["attached"].pop(LEVERS, None)
         if self.choice is not None:
             state["choice"] = self.choice.model_dump_json()
