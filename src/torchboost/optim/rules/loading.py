@@ -45,7 +45,7 @@ def is_entry(param: Tensor, value: Any) -> bool:
 
 
 def check_entry(param: Tensor, key: str, value: Any, position: int) -> None:
-    """Refuse a loaded value that is no entry of the state of a parameter, which stands at this position.
+    """Refuse a loaded value that cannot be an entry of the state of the parameter at this position.
 
     Raises:
         ValueError: It has another shape, or is damaged.
@@ -60,7 +60,7 @@ def check_entry(param: Tensor, key: str, value: Any, position: int) -> None:
 
 
 def check_number_entry(param: Tensor, key: str, value: Any) -> None:
-    """Refuse a loaded value that is no finite number of at least 0, such as a count of updates.
+    """Refuse a loaded value other than a finite number of at least 0, such as a count of updates.
 
     Raises:
         ValueError: It is damaged.
