@@ -288,12 +288,17 @@ class TrainStep:
                 "build the step with the same scaler and accumulation before loading."
             )
         scaler, accumulator = self.target.scaler, self.target.accumulator
-        with restored_on_error(self.attached, *(() if scaler is None else (scaler,))):
-            self.attached.load_state_dict(state["attached"])
+        before = self.attached.state_dict()
+        with restored_on_error(*(() if scaler is None else (scaler,))):
             if scaler is not None:
                 scaler.load_state_dict(state["scaler"])
-            if accumulator is not None:  # it drops gradients, so it is last
-                accumulator.load_state_dict(state["accumulator"])
+            self.attached.load_state_dict(state["attached"])
+            try:
+                if accumulator is not None:  # it drops gradients, so it is last
+                    accumulator.load_state_dict(state["accumulator"])
+            except BaseException:
+                self.attached.load_state_dict(before)
+                raise
 
     def _forward_backward(self, inputs: tuple[Any, ...], accumulator: MicroSteps | None) -> None:
         optimizer = self.target.optimizer
