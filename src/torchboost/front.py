@@ -21,7 +21,7 @@ from torchboost.calibration.calibration import Calibrate, resolved
 from torchboost.calibration.choice import Choice
 from torchboost.calibration.waste import WasteReport
 from torchboost.config import BoostConfig, ConfigSource
-from torchboost.core.algorithm import LEVERS, Algorithm, AttachedAlgorithms, Scaler, Target
+from torchboost.core.algorithm import LEVERS, Algorithm, AttachedAlgorithms, Scaler, Target, restored_on_error
 from torchboost.core.arguments import (
     check_loss_fn,
     check_module,
@@ -208,7 +208,7 @@ class Boosted:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint, without the states of model, optimizer and the loop's scaler."""
-        state: dict[str, Any] = {"attached": self.attached.state_dict()}
+        state: dict[str, Any] = {"attached": dict(self.levers.final or self.attached.state_dict())}
         levers = state["attached"].pop(LEVERS, None)
         if self.choice is not None:
             state["choice"] = self.choice.model_dump_json()
@@ -224,11 +224,10 @@ class Boosted:
         """Load the result of :meth:`state_dict`. Algorithms that had been withdrawn are withdrawn here too.
 
         Raises:
-            ValueError: The checkpoint was written with other algorithms. Nothing is loaded, but algorithms that it had
-                withdrawn are withdrawn.
+            ValueError: The checkpoint is of other algorithms or damaged. Only what it had withdrawn is withdrawn.
         """
-        brings = self.brings_scaler and self.scaler is not None
-        needed, written = {"attached", *(["scaler"] if brings else [])}, set(state) - {"choice", "levers", "withdrawn"}
+        scalers = [self.scaler] if self.brings_scaler and self.scaler is not None else []
+        needed, written = {"attached", *(["scaler"] if scalers else [])}, set(state) - {"choice", "levers", "withdrawn"}
         if written != needed:
             found = [f"has {' and '.join(sorted(written - needed))}"] if written - needed else []
             found += [f"lacks {' and '.join(sorted(needed - written))}"] if needed - written else []
@@ -239,10 +238,11 @@ class Boosted:
         chosen = Choice.saved(state)
         for name, reason in state.get("withdrawn", {}).items():
             self.withdraw(name, reason)
-        self.attached.load_state_dict(state["attached"], awaited=chosen.kept if chosen is not None else ())
+        with restored_on_error(*scalers):
+            for scaler in scalers:
+                scaler.load_state_dict(state["scaler"])
+            self.attached.load_state_dict(state["attached"], awaited=chosen.kept if chosen is not None else ())
         self.levers.follow(chosen)
-        if brings and self.scaler is not None:
-            self.scaler.load_state_dict(state["scaler"])
 
     def withdraw(self, name: str, reason: str) -> None:
         """Remove one algorithm from the run. The others remain. No later trial turns it on again.

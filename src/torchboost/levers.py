@@ -81,6 +81,7 @@ class Levers:
         choice: The choice of the trial, or of a checkpoint. None before, and if nothing is measured.
         checks: Lever -> how far its step is from the plain one, in words.
         withdrawn: Algorithms that were taken out of the run -> the reason.
+        final: The states of the attachments when the training had ended. None before.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class Levers:
         self.choice: Choice | None = None
         self.checks: dict[str, str] = {}
         self.withdrawn: dict[str, str] = {}
+        self.final: dict[str, dict[str, Any]] | None = None
         self._decisions: dict[str, tuple[bool, str]] = {}
         self._waste: WasteReport | None = None
         self._padded = 0.0
@@ -451,7 +453,9 @@ class Levers:
         self._refresh()
 
     def end(self) -> None:
-        """Remove everything that was attached, because the training has ended."""
+        """Remove everything that was attached, because the training has ended. Trainers may save it even later."""
+        if self.state != "removed":
+            self.final = self.attached.state_dict()
         self.ended = True
         self.attached.remove()
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import BackboneFinetuning, EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    EMAWeightAveraging,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+)
 from torch import Tensor, nn
 
 import torchboost
@@ -80,6 +86,29 @@ def test_validation_loads_a_checkpoint_into_the_boosted_network(tmp_path: Path):
     fresh = Validated(kind.build())
     (plain,) = lightning_of(tmp_path / "fresh").validate(fresh, loader(kind), ckpt_path=last, verbose=False)
     assert now == loaded == plain
+
+
+def test_checkpoints_after_the_training_and_of_an_error_hold_the_state(tmp_path: Path):
+    class Failing(Lit):
+        def on_train_batch_end(self, *_: Any) -> None:
+            if self.global_step == HALF:
+                raise KeyError("as planned")
+
+    kind = KINDS["resnet"]
+    saved = []
+    for number, (lit, error) in enumerate(((Lit, None), (Failing, KeyError))):
+        boost, folder = Boost("O1", config=kind.config), tmp_path / str(number)
+        trainer = lightning_of(folder, boost, OnExceptionCheckpoint(str(folder)))
+        with nullcontext() if error is None else pytest.raises(error, match="as planned"):
+            trainer.fit(lit(kind.seeded()), loader(kind))
+        later = folder / "on_exception.ckpt"
+        if error is None:
+            trainer.save_checkpoint(later)
+        during = folder / f"step={STEPS if error is None else HALF}.ckpt"
+        states = [torch.load(path, weights_only=False)["callbacks"][boost.state_key] for path in (during, later)]
+        assert states[0] == states[1]
+        saved.append(states[1]["attached"]["grad_freeze"]["step"])
+    assert saved == [STEPS, HALF]
 
 
 @pytest.mark.parametrize("boost_first", [False, True])

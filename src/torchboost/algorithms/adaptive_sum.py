@@ -27,7 +27,7 @@ from torchboost.core.wrapping import check_mesh, check_ranks, data_parallel, unw
 from torchboost.distributed.agreement import bit_sum, local_part
 from torchboost.distributed.topology import NodeGroups, Topology
 from torchboost.errors import IncompatibleError, NoEffectWarning
-from torchboost.optim.rules.base import has_master
+from torchboost.optim.rules.base import UpdateRule, has_master
 from torchboost.optim.rules.lazy_adam import LazyAdam
 
 __all__ = ["AdaptiveSum", "AdaptiveSumming", "adasum", "adasum_"]
@@ -237,7 +237,7 @@ class AdaptiveSum(Algorithm):
 
         Raises:
             IncompatibleError: The nodes differ in size, gradients are averaged over other ranks than the node's,
-                the model uses FSDP1 or native HSDP, the optimizer keeps a second copy of the weights, or the loss
+                the model uses FSDP1 or native HSDP, the optimizer keeps other weights in its state, or the loss
                 scaler does not agree over all ranks. Nothing was changed.
         """
         topology = self._topology(target)
@@ -295,11 +295,16 @@ def _one_node(topology: Topology) -> str | None:
 def _check_optimizer(optimizer: Optimizer) -> None:
     masters = any(has_master(p, group) for group in optimizer.param_groups for p in group["params"])
     late = isinstance(optimizer, LazyAdam) and any(group["exact"] for group in optimizer.param_groups)
-    if masters or late:
-        what = "keeps float32 master weights" if masters else "changes weights outside of its step (exact=True)"
+    rules = map(optimizer.rule_for, optimizer.param_groups) if isinstance(optimizer, UpdateRule) else ()
+    faults = {
+        "keeps float32 master weights": masters,
+        "changes weights outside of its step (exact=True)": late,
+        "computes the weights from its state": any(rule.keeps_weights for rule in rules),
+    }
+    if what := next((fault for fault, found in faults.items() if found), None):
         raise IncompatibleError(
-            f"{type(optimizer).__name__} {what}, which would undo the combined update; turn that off, or leave "
-            "AdaSum out."
+            f"{type(optimizer).__name__} {what}, which would undo the combined update; turn that off or take "
+            "another optimizer, or leave AdaSum out."
         )
 
 

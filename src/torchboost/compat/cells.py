@@ -492,9 +492,10 @@ class _CellScale(LossScaler):
         return {"scale": self._scale, "cell": self._cell.state_dict() if isinstance(self._cell, nn.Module) else {}}
 
     def _load_own_state(self, state: Mapping[str, Any]) -> None:
+        scale = self._checked(state["scale"])
         if isinstance(self._cell, nn.Module):
             self._cell.load_state_dict(state["cell"])
-        self._scale = float(state["scale"])
+        self._scale = scale
 
 
 def _scaler(sense: Any) -> Scaler:

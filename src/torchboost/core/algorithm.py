@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -36,6 +36,7 @@ __all__ = [
     "Traits",
     "attach_all",
     "attach_each",
+    "restored_on_error",
 ]
 
 
@@ -75,6 +76,18 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a checkpoint."""
         ...
+
+
+@contextmanager
+def restored_on_error(*parts: Any) -> Iterator[None]:
+    """Load the states from before the block into the parts again if the block raises. Each is :class:`Stateful`."""
+    before = [part.state_dict() for part in parts]
+    try:
+        yield
+    except BaseException:
+        for part, state in zip(parts, before, strict=True):
+            part.load_state_dict(state)
+        raise
 
 
 class Scaler(Stateful, Protocol):

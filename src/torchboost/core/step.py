@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchboost.core.algorithm import AttachedAlgorithms, MicroSteps, Target
+from torchboost.core.algorithm import AttachedAlgorithms, MicroSteps, Target, restored_on_error
 from torchboost.core.wrapping import unwrap
 from torchboost.errors import IncompatibleError, NoEffectWarning
 
@@ -279,7 +279,7 @@ class TrainStep:
         """Load the result of :meth:`state_dict`.
 
         Raises:
-            ValueError: The checkpoint belongs to a step with other parts. Nothing is loaded.
+            ValueError: The checkpoint belongs to a step with other parts, or is damaged. Nothing is loaded.
         """
         present = {"attached"} | {n for n in ("scaler", "accumulator") if getattr(self.target, n) is not None}
         if set(state) != present:
@@ -287,9 +287,18 @@ class TrainStep:
                 f"the checkpoint of the step holds {sorted(state)}, this step has {sorted(present)}; "
                 "build the step with the same scaler and accumulation before loading."
             )
-        self.attached.load_state_dict(state["attached"])
-        for name in sorted(present - {"attached"}):
-            getattr(self.target, name).load_state_dict(state[name])
+        scaler, accumulator = self.target.scaler, self.target.accumulator
+        before = self.attached.state_dict()
+        with restored_on_error(*(() if scaler is None else (scaler,))):
+            if scaler is not None:
+                scaler.load_state_dict(state["scaler"])
+            self.attached.load_state_dict(state["attached"])
+            try:
+                if accumulator is not None:  # it drops gradients, so it is last
+                    accumulator.load_state_dict(state["accumulator"])
+            except BaseException:
+                self.attached.load_state_dict(before)
+                raise
 
     def _forward_backward(self, inputs: tuple[Any, ...], accumulator: MicroSteps | None) -> None:
         optimizer = self.target.optimizer

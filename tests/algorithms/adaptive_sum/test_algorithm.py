@@ -119,6 +119,22 @@ def refusals() -> dict[str, str]:
     }
 
 
+def test_rules_whose_state_holds_weights_are_refused():
+    model = mlp()
+    first, *rest = model.parameters()
+    groups = [{"params": [first], "rule": "sgd"}, {"params": rest, "rule": "ftrl"}]
+    rules = {
+        "schedule-free": optim.ScheduleFreeAdamW(model.parameters()),
+        "FTRL": optim.FTRL(model.parameters()),
+        "one group": optim.MixedOptimizer(groups),
+    }
+    for optimizer in rules.values():
+        target = Target(model, optimizer, topology=Topology(world_size=2))
+        with pytest.raises(IncompatibleError, match="computes the weights from its state"):
+            AdaptiveSum().check(target)
+    AdaptiveSum().check(Target(model, optim.SGD(model.parameters()), topology=Topology(world_size=2)))
+
+
 @pytest.mark.dist
 @pytest.mark.filterwarnings("ignore")
 def test_what_cannot_work_is_refused_with_what_to_do_on_every_rank():

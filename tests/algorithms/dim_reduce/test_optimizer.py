@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -87,6 +88,28 @@ def test_a_state_of_another_subspace_is_refused() -> None:
     with pytest.raises(ValueError, match="subspace of 5 directions of 7 weights"):
         optimizer.load_state_dict({**before, "residual": torch.zeros(7)})
     assert torch.equal(optimizer.state_dict()["residual"], before["residual"])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("step", value) for value in (None, torch.zeros(4), torch.zeros(()), [0.0] * 5)),
+        ("matrix", torch.zeros(5, 4)),
+        ("gradient", torch.zeros(5, 1)),
+        ("residual", torch.zeros(99, 2)),
+    ],
+)
+def test_a_damaged_state_is_refused_and_nothing_changes(name: str, value: Any) -> None:
+    (_, optimizer), (model, trained) = start(), start()
+    train(model, trained, range(3))
+    before, saved = copy.deepcopy(optimizer.state_dict()), trained.state_dict()
+    if name == "residual":
+        saved["residual"] = value
+    else:
+        saved["inverse_hessian"][name] = value
+    with pytest.raises(ValueError, match=f"'{name}' of a subspace is damaged"):
+        optimizer.load_state_dict(saved)
+    assert repr(optimizer.state_dict()) == repr(before)
 
 
 def test_a_trial_that_fails_leaves_everything_as_it_was() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 
 from tests.support.models import TinyGPT, batch_for, mlp
 from tests.support.trajectories import snapshot
+from torchboost import DynamicLossScale
 from torchboost.algorithms.compile import Compile
 from torchboost.algorithms.grad_accumulation import Accumulator, GradAccumulation
 from torchboost.core.algorithm import Target, attach_all
@@ -280,6 +282,26 @@ def test_checkpoints_that_do_not_fit_are_refused() -> None:
             other.share(F.cross_entropy(model(x), y)).backward()
         ready.append(other.ready)
     assert ready == [False, True, False, True]
+
+
+@pytest.mark.parametrize(
+    "damage", [{"index": 3}, {"index": None}, {"weight": math.nan}, {"phase": "open"}, {"more": 1}]
+)
+def test_a_damaged_window_is_refused_and_nothing_changes(damage: dict[str, Any]) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    target = Target(model, optimizer, DynamicLossScale(2.0))
+    attached = attach_all(target, [GradAccumulation(steps=3)])
+    step = TrainStep(target, lambda x, y: F.cross_entropy(model(x), y), attached=attached)
+    step(*data(4))
+    saved = copy.deepcopy(step.state_dict())
+    step(*data(4))
+    before = copy.deepcopy(step.state_dict())
+    saved["accumulator"]["window"] |= damage
+    saved["scaler"]["state"][0] = 64.0
+    with pytest.raises(ValueError, match="the checkpoint's window is damaged"):
+        step.load_state_dict(saved)
+    assert repr(step.state_dict()) == repr(before)
 
 
 def test_the_target_has_one_accumulator_and_gives_it_back() -> None:

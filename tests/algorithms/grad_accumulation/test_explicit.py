@@ -86,6 +86,20 @@ def test_resume_at_every_call_is_bit_identical() -> None:
         assert run(model, accumulate, batches[stop:]) == run(again, resumed, batches[stop:]), stop
 
 
+def test_a_window_that_is_resumed_with_other_steps_takes_the_mean_of_all() -> None:
+    for before, after in ((4, 8), (8, 3)):
+        model, optimizer = linear()
+        accumulate, resumed = GradientAccumulation(before, optimizer), GradientAccumulation(after, optimizer)
+        for number in range(2):
+            accumulate(None, [torch.full((2, 4), float(number)), None])
+        resumed.load_state_dict(accumulate.state_dict())
+        for number in range(2, after):
+            resumed(None, [torch.full((2, 4), float(number)), None])
+        assert resumed.updated
+        moved = optimizer.state[model.weight]["momentum_buffer"]
+        torch.testing.assert_close(moved, torch.full((2, 4), sum(range(after)) / after))
+
+
 def test_bad_input_is_refused_and_changes_nothing() -> None:
     model, optimizer = linear()
     for steps in (0, True, 1.5, "2"):

@@ -372,6 +372,45 @@ def test_a_loop_that_does_not_scale_is_told_that_nothing_is_in_effect(way):
     boosted.remove()
 
 
+@pytest.mark.parametrize("unscaled", [False, True])
+def test_a_removal_between_backward_and_step_leaves_true_gradients(unscaled):
+    model, plain = deep(3), deep(3)
+    x = torch.randn(4, 8)
+    scaler = GroupGradScaler(model, ["0", "2"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler.scale(model(x).square().sum()).backward()
+    if unscaled:
+        scaler.unscale_(optimizer)
+    scaler.remove()
+    plain(x).square().sum().backward()
+    assert all_equal(gradients(model), gradients(plain))
+    scaler.step(optimizer)
+    scaler.update()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    assert all_equal(model.parameters(), plain.parameters())
+
+
+def test_a_removal_in_a_window_completes_the_mean_of_its_batches():
+    model = cnn()
+    plain = copy.deepcopy(model)
+    extra = {"loss_scale_group": {"groups": 2}, "grad_accumulation": {"steps": 4}}
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    boosted = torchboost.boost(model, optimizers[0], "O0", config={"extra": extra})
+    step, updated = boosted.step(F.cross_entropy), []
+    for seed in range(5):
+        if seed == 2:
+            boosted.remove()
+        x, y = data(model, seed)
+        step(x, y)
+        updated.append(step.updated)
+        (F.cross_entropy(plain(x), y) / (4 if seed < 4 else 1)).backward()
+        if seed > 2:
+            optimizers[1].step()
+            plain.zero_grad()
+    assert updated == [False, False, False, True, True]
+    assert all_equal(model.parameters(), plain.parameters())
+
+
 def test_a_second_scaler_on_a_model_is_refused_while_the_first_is_there():
     """Where their groups differ, each would take the other's borders for its own."""
     model, plain = deep(3), deep(3)

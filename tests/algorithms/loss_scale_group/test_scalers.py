@@ -6,6 +6,7 @@ import copy
 import io
 import math
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,16 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.support.models import batch_for, mlp
-from torchboost import DynamicLossScale, FixedLossScale, GroupLossScaleManager, ScaleRule, Target, TrainStep, optim
+from torchboost import (
+    DynamicLossScale,
+    FixedLossScale,
+    GroupGradScaler,
+    GroupLossScaleManager,
+    ScaleRule,
+    Target,
+    TrainStep,
+    optim,
+)
 from torchboost.algorithms.grad_accumulation import Accumulator
 from torchboost.algorithms.loss_scale_group.scalers import MovingScale
 from torchboost.errors import IncompatibleError
@@ -181,6 +191,31 @@ def test_a_checkpoint_of_another_scaler_is_refused_unchanged():
     with pytest.raises(ValueError, match="load it into the kind of scaler that saved it"):
         scaler.load_state_dict(FixedLossScale(2.0).state_dict())
     assert scaler.get_scale() == 64.0
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("state", value) for value in ([math.nan, 0], [0.0, 0], ["64", 0], [64.0, None], [64.0, -1], None)),
+        *(("alarm", value) for value in ([0, 0], ["0", 0, 0], 3)),
+        *(("in_use", value) for value in ([math.inf], [64.0, 64.0], ["64"], 64.0)),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_unchanged(key: str, value: Any):
+    scaler, group = DynamicLossScale(64.0), GroupGradScaler(mlp(), ["0", "2"])
+    before = scaler.state_dict()
+    with pytest.raises(ValueError, match="the checkpoint of the scaler is damaged"):
+        scaler.load_state_dict({**DynamicLossScale(2.0).state_dict(), key: value})
+    assert scaler.state_dict() == before
+    before, saved = group.state_dict(), copy.deepcopy(group.state_dict())
+    if key == "in_use":
+        saved["in_use"] = value
+    else:
+        saved["states" if key == "state" else "alarms"][-1] = value
+    saved["states"][0][0] = 2.0
+    with pytest.raises(ValueError, match="the checkpoint of the scaler is damaged"):
+        group.load_state_dict(saved)
+    assert group.state_dict() == before
 
 
 RULES = st.builds(

@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,9 +15,13 @@ from torchboost.errors import IncompatibleError
 from torchboost.optim import (
     SGD,
     Adam,
+    AdamOffload,
     Centralize,
     ClipNorm,
     Coalesce,
+    LazyAdam,
+    MixedOptimizer,
+    ScheduleFreeAdamW,
 )
 from torchboost.optim.rules.base import Batch, UpdateRule
 
@@ -121,6 +126,52 @@ def test_a_checkpoint_of_another_rule_is_refused_and_nothing_changes(other: Any)
     assert repr(optimizer.state_dict()) == repr(before)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("step", value) for value in ("3", None, float("nan"), -1.0, torch.ones(2))),
+        *(("exp_avg", value) for value in (None, [0.0], torch.zeros(()), torch.zeros(4, 3, dtype=torch.int64))),
+        ("exp_avg_sq", torch.zeros(4, 3, dtype=torch.complex64)),
+    ],
+)
+def test_a_damaged_entry_is_refused_and_nothing_changes(key: str, value: Any):
+    params = parameters([(4, 3), (2,)])
+    optimizer = Adam(params)
+    train(optimizer, params, [0])
+    saved, before = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(optimizer.state_dict())
+    saved["state"][0][key] = value
+    with pytest.raises(ValueError, match=rf"'{key}' of a parameter of shape \(4, 3\) is damaged"):
+        optimizer.load_state_dict(saved)
+    assert repr(optimizer.state_dict()) == repr(before)
+
+
+def test_a_sum_of_rates_that_is_no_number_is_refused():
+    params = parameters()
+    optimizer = ScheduleFreeAdamW(params)
+    train(optimizer, params, [0])
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0]["weight_sum"] = torch.tensor(float("nan"))
+    with pytest.raises(ValueError, match=r"'weight_sum' of a parameter .* is damaged"):
+        optimizer.load_state_dict(saved)
+
+
+def test_rows_with_steps_to_make_load_only_where_they_are_made():
+    table = nn.Embedding(4, 2, sparse=True)
+    written = LazyAdam(table.parameters(), exact=True)
+    for row in range(3):
+        written.zero_grad()
+        table(torch.tensor([row])).sum().backward()
+        written.step()
+    late = written.state_dict()
+    for optimizer in (Adam(table.parameters()), AdamOffload(table.parameters()), MixedOptimizer(table.parameters())):
+        with pytest.raises(ValueError, match=r"catch_up\(\)"):
+            optimizer.load_state_dict(late)
+        assert not optimizer.state
+    LazyAdam(table.parameters()).load_state_dict(late)
+    written.catch_up()
+    Adam(table.parameters()).load_state_dict(written.state_dict())
+
+
 def test_an_option_that_was_set_since_the_last_update_is_loaded():
     params = parameters()
     optimizer = Adam(params, lr=0.1)
@@ -204,6 +255,17 @@ def test_a_value_written_by_hand_is_honoured_until_that_of_the_schedule_is_back(
         resumed.load_state_dict(optimizer.state_dict())
         train(resumed, params, [0])
         assert resumed.param_groups[0][key] == 0.7, "the checkpoint says that it was written by hand"
+
+
+def test_a_value_of_any_type_written_by_hand_is_no_longer_the_schedules():
+    params = parameters()
+    optimizer = SGD(params, lr=[0.5, 0.4, 0.3])
+    optimizer.param_groups[0]["lr"] = np.float32(0.25)
+    train(optimizer, params, [0])
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    optimizer.param_groups[0]["lr"] = lambda update: 0.125
+    with pytest.raises(TypeError, match="lr: found <function"):
+        train(optimizer, params, [0])
 
 
 def test_another_schedule_takes_over_from_a_checkpoint():

@@ -364,6 +364,16 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_changes(key: str, value: An
     assert same(snapshot(optimizer), before)
 
 
+def test_missed_steps_with_amsgrad_need_its_moments():
+    module = embedding()
+    optimizer = LazyAdam(module.parameters(), lr=0.1, exact=True)
+    train(module, optimizer, batches(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0]["past"]["form"] = (False, True, False, True, False)
+    with pytest.raises(ValueError, match=r"'max_exp_avg_sq' of a parameter of shape \(12, 3\) is damaged"):
+        optimizer.load_state_dict(saved)
+
+
 def test_a_checkpoint_of_torchs_adam_goes_on_row_by_row():
     theirs, ours = embedding(sparse=False), embedding()
     stock = torch.optim.AdamW(theirs.parameters(), lr=0.1)

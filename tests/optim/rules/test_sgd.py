@@ -38,6 +38,14 @@ def test_sparse_gradients_without_momentum_equal_torch():
         assert not torch.equal(mine.weight, weight)
 
 
+def test_rows_of_a_master_are_written_into_the_weights():
+    table = embedding(torch.ones(5, 3).bfloat16())
+    optimizer = SGD(table.parameters(), lr=1e-3, master_weights=True)
+    for _ in range(8):
+        optimizer.step()
+    assert table.weight[:, 0].tolist() == [1.0, 1 - 2**-6, 1.0, 1 - 2**-7, 1.0]  # each step alone would be rounded away
+
+
 def test_sparse_gradients_where_the_rule_is_dense():
     for options in [{"momentum": 0.9}, {"weight_decay": 0.1}, {"fused": True}, {"foreach": True}]:
         table = embedding(torch.ones(5, 3))

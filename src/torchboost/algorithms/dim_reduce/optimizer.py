@@ -15,7 +15,7 @@ from torchboost.algorithms.dim_reduce.basis import DimReduceBasis
 from torchboost.core.arguments import check_number
 from torchboost.core.step import Replay
 from torchboost.core.torch_private import foreach
-from torchboost.errors import IncompatibleError
+from torchboost.errors import IncompatibleError, shown
 
 __all__ = ["Subspace", "check_line_search", "check_weights", "evaluated"]
 
@@ -178,22 +178,37 @@ class Subspace:
 
     def loading(self, state: Mapping[str, Any]) -> Callable[[], None]:
         """Check a checkpoint as :meth:`load_state_dict` does, and return the function that resumes from it."""
-        estimate, mark = state["inverse_hessian"], _on_host(state["mark"])
+        estimate, mark = state["inverse_hessian"], state["mark"]
         found, own = (len(estimate["matrix"]), len(state["residual"])), (self.basis.components, self.basis.length)
-        if found != own or (
-            mark is not None and ((mark - self.basis.fingerprint()).abs() > 1e-3 * (1 + mark.abs())).any()
-        ):
+        if found != own or not self._has_mark(mark):
             raise ValueError(
                 "the checkpoint holds a subspace of {} directions of {} weights, and this one has {} of {}, or other "
                 "directions; load it with the model and the files that its basis was made from.".format(*found, *own)
             )
-        estimate, accepted = {name: _on_host(value) for name, value in estimate.items()}, int(state["accepted"])
+        shapes = {"matrix": (own[0], own[0]), "step": own[:1], "gradient": own[:1], "residual": own[1:]}
+        vectors = {name: estimate.get(name) for name in self._inverse_hessian} | {"residual": state["residual"]}
+        for name, value in vectors.items():
+            none_yet = name == "gradient" and value is None
+            if not none_yet and not (isinstance(value, Tensor) and value.shape == shapes[name]):
+                raise ValueError(
+                    f"the checkpoint's {name!r} of a subspace is damaged: found {shown(value)}, needed is a tensor of "
+                    f"shape {shapes[name]}; load a whole file, or begin without it."
+                )
+        kept = {name: _on_host(vectors[name]) for name in self._inverse_hessian}
+        accepted = int(state["accepted"])
 
         def load() -> None:
-            self._inverse_hessian, self.accepted = estimate, accepted
-            self._residual.copy_(state["residual"])
+            self._inverse_hessian, self.accepted = kept, accepted
+            self._residual.copy_(vectors["residual"])
 
         return load
+
+    def _has_mark(self, mark: Tensor | None) -> bool:
+        """Whether a basis with this fingerprint has the directions of this one. The version before wrote none."""
+        if mark is None:
+            return True
+        theirs, own = mark.to("cpu", torch.float64), self.basis.fingerprint()
+        return theirs.shape == own.shape and not ((theirs - own).abs() > 1e-3 * (1 + theirs.abs())).any()
 
     def _check_alike(self, gradient: Tensor) -> None:
         """Check once that the ranks have the same gradient. Otherwise their weights would diverge."""

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
-from torchboost.core.arguments import is_integer
+from torchboost.core.arguments import is_integer, is_number
 from torchboost.core.torch_private import compiled_call, exchange_of_a_pass, inside_compiled
 from torchboost.core.wrapping import only_ddp, wrapper_of
-from torchboost.errors import IncompatibleError
+from torchboost.errors import IncompatibleError, shown
 
 __all__ = ["Accumulator", "GradAccumulation", "Window", "checked_steps"]
 
@@ -38,6 +38,23 @@ class Window:
     weight: float = 0.0
     counted: bool | None = None
     phase: Literal["between", "open", "shared", "broken"] = "between"
+
+    @classmethod
+    def saved(cls, entries: Any) -> Window:
+        """Return the window of a checkpoint.
+
+        Raises:
+            ValueError: It is damaged.
+        """
+        try:
+            window = cls(**entries)
+            counts = is_integer(window.length) and is_integer(window.index) and 0 <= window.index < window.length
+            sound = counts and is_number(window.weight) and 0 <= window.weight < math.inf
+        except TypeError:
+            sound, window = False, cls()
+        if not sound or window.counted not in (None, True, False) or window.phase != "between":
+            raise ValueError(f"the checkpoint's window is damaged: found {shown(entries)}; load another checkpoint.")
+        return window
 
     def checked(self, count: float | Tensor | None) -> float | None:
         """Return a count as a number, if it fits to those before."""
@@ -215,6 +232,11 @@ class Accumulator:
         self._ranks = _Ranks(model)
         self._model = model
 
+    @property
+    def begun(self) -> bool:
+        """Whether the window holds gradients and is not complete."""
+        return self._window.index > 0 and not self.ready
+
     @contextmanager
     def micro_step(self, *, last: bool = False) -> Iterator[None]:
         """Return the context of one forward and backward pass. Pass the loss through :meth:`share` inside it.
@@ -332,7 +354,7 @@ class Accumulator:
         A window that has begun keeps its length.
 
         Raises:
-            ValueError: The gradients belong to another model. Nothing was loaded.
+            ValueError: The gradients belong to another model, or the window is damaged. Nothing was loaded.
         """
         parameters = list(self._model.parameters())
         gradients = state_dict.get("gradients", [None] * len(parameters))
@@ -342,8 +364,10 @@ class Accumulator:
                 f"the checkpoint's {len(gradients)} gradients do not fit the {len(parameters)} parameters of this "
                 "model; load it with the model that it was saved from."
             )
-        self.ready, self._nominal = False, state_dict["nominal"]
-        self._window = Window(**(state_dict.get("window") or {}))
+        nominal, window = state_dict.get("nominal"), Window.saved(state_dict.get("window") or {})
+        if nominal is not None and not (is_number(nominal) and 0 < nominal < math.inf):
+            raise ValueError(f"the checkpoint of the accumulator is damaged: found {nominal!r} as nominal count.")
+        self.ready, self._nominal, self._window = False, nominal, window
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
 
@@ -452,14 +476,17 @@ class GradAccumulation(Algorithm):
         Accumulator(self.steps, target.model)
 
     def attach(self, target: Target) -> Attachment:
-        """Give the target its accumulator. After ``remove()`` every batch is a full window.
+        """Give the target its accumulator. After ``remove()`` a window that has begun is completed.
+
+        Every batch after it is a full window.
 
         The state is the accumulator's. :class:`~torchboost.core.step.TrainStep` saves it with the rest.
         """
         accumulator = target.accumulator = Accumulator(self.steps, target.model)
 
         def release() -> None:
-            target.accumulator = None
             accumulator.steps = 1
+            if not accumulator.begun:  # else it stays, so that a training step completes the mean
+                target.accumulator = None
 
         return Attachment(undo=release)

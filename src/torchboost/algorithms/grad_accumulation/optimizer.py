@@ -96,21 +96,22 @@ class GradientWindow:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the window, including the gradients of one that is not full."""
         window, sums = self._window, [None if total is None else total.clone() for total in self._sums]
-        return {"calls": window.index, "weight": window.weight, "counted": window.counted, "held": sums}
+        state = {"calls": window.index, "weight": window.weight, "counted": window.counted, "held": sums}
+        return {**state, "length": window.length}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from the result of :meth:`state_dict`.
+        """Resume from the result of :meth:`state_dict`. If ``steps`` differs, the window ends with the one here.
 
         Raises:
             ValueError: The window does not fit this optimizer or is too long. Nothing was loaded.
         """
-        calls = state["calls"]
+        calls, length = state["calls"], state.get("length", self.steps)  # the version before wrote no length
         if calls and calls >= self.steps:
             raise ValueError(
                 f"the checkpoint holds {calls} calls, but a window takes {self.steps}; build it with the steps that it "
                 "was saved with."
             )
-        sums, window = self._checked(state["held"]), Window(self.steps, calls, state["weight"], state["counted"])
+        sums, window = self._checked(state["held"]), Window(length, calls, state["weight"], state["counted"])
         self._sums = [
             None if g is None else g.to(p.device, copy=True) for g, p in zip(sums, self._parameters(), strict=True)
         ]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchboost.algorithms.loss_scale_group.borders import Ratios, ScaleBorders, has_borders
-from torchboost.algorithms.loss_scale_group.scalers import LossScaler, MovingScale, ScaleRule, check_scale
+from torchboost.algorithms.loss_scale_group.scalers import LossScaler, MovingScale, ScaleRule, check_scale, divide_
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import check_module
 from torchboost.core.wrapping import is_compiled, unwrap
@@ -148,14 +148,19 @@ class GroupScaler(LossScaler):
         states, alarms = zip(*(each.saved() for each in self._moving), strict=True)
         return {"names": list(self._names), "states": list(states), "alarms": list(alarms)}
 
-    def _load_own_state(self, state: Mapping[str, Any]) -> None:
+    def _check_kind(self, state: Mapping[str, Any]) -> None:
         if list(state["names"]) != list(self._names):
             raise ValueError(
                 f"the checkpoint holds the groups {list(state['names'])}, but this scaler has {list(self._names)}; "
                 "build it with the groups that it was saved with."
             )
+
+    def _load_own_state(self, state: Mapping[str, Any]) -> None:
+        saved = list(zip(self._moving, state["states"], state["alarms"], strict=True))
+        for each, entry, counts in saved:
+            each.check(entry, counts)
         self._in_use = None
-        for each, entry, counts in zip(self._moving, state["states"], state["alarms"], strict=True):
+        for each, entry, counts in saved:
             each.load(entry, counts)
         self._settle()
 
@@ -239,14 +244,19 @@ class GroupGradScaler(GroupScaler):
             pinned=all(id(param) in grouped for param in model.parameters()),
             agree=agree,
         )
+        self._rest = [param for param in model.parameters() if id(param) not in grouped]
         self._borders = ScaleBorders(modules, self.ratios)
 
     def __del__(self) -> None:
         if self._borders is not None:
-            self.remove()
+            self._borders.remove()
 
     def remove(self) -> None:
-        """Remove the borders. The scale is 1 from then on."""
+        """Remove the borders. The scale is 1 from then on, and gradients that are scaled are divided."""
+        if self._borders is not None and self._in_use is not None:
+            true = {id(p) for optimizer in self._overflows for group in optimizer.param_groups for p in group["params"]}
+            members = [[p for p in group if id(p) not in true] for group in (self._rest, *self._grouped())]
+            divide_(members, self._in_use)
         if self._borders is not None:
             self._borders.remove()
         self._borders = None

@@ -25,6 +25,7 @@ __all__ = [
     "MovingScale",
     "ScaleRule",
     "check_scale",
+    "divide_",
 ]
 
 Scaled = TypeVar("Scaled", Tensor, list[Tensor], tuple[Tensor, ...])
@@ -124,9 +125,19 @@ class MovingScale:
         """Return the scale and the counters for a checkpoint."""
         return [self.scale, self.clean], [self.overflows, self.in_a_row, int(self._warned)]
 
+    @staticmethod
+    def check(state: Sequence[Any], counts: Sequence[int]) -> None:
+        """Raise ``TypeError`` or ``ValueError`` unless :meth:`load` can resume from these."""
+        scale, clean = state[:2]  # older versions saved a third number
+        overflows, in_a_row, _ = counts
+        check_scale("the scale", scale)
+        for number in (clean, overflows, in_a_row):
+            if not is_integer(number) or number < 0:
+                raise ValueError(f"found {number!r} as a count of updates; it is an integer, at least 0.")
+
     def load(self, state: Sequence[Any], counts: Sequence[int]) -> None:
         """Resume from the result of :meth:`saved`."""
-        self.scale, self.clean = state[:2]  # older versions saved a third number
+        self.scale, self.clean = state[:2]
         self.overflows, self.in_a_row, warned = counts
         self._warned = bool(warned)
 
@@ -196,7 +207,7 @@ class LossScaler:
         members = self._members(optimizer)
         device = next(param for group in optimizer.param_groups for param in group["params"]).device
         total = torch.zeros(len(members), dtype=torch.float32, device=device)
-        for flags in _divided(members, self._in_use):
+        for flags in divide_(members, self._in_use):
             total += flags.to(device)
         if self.agree and several():
             dist.all_reduce(total, dist.ReduceOp.MAX)
@@ -242,7 +253,7 @@ class LossScaler:
         """Resume from the result of :meth:`state_dict`.
 
         Raises:
-            ValueError: The checkpoint is of another scaler. Nothing was loaded.
+            ValueError: The checkpoint is of another scaler, or damaged. Nothing was loaded.
         """
         entries = [*self._own_state(), "in_use"]
         if set(state_dict) != set(entries):
@@ -250,9 +261,19 @@ class LossScaler:
                 f"the checkpoint of the scaler holds {sorted(state_dict)}, a {type(self).__name__} needs "
                 f"{sorted(entries)}; load it into the kind of scaler that saved it."
             )
-        self._load_own_state(state_dict)
-        self._overflows, self._stepped = {}, set()
-        self._in_use = None if state_dict["in_use"] is None else list(state_dict["in_use"])
+        self._check_kind(state_dict)
+        try:
+            in_use = None if state_dict["in_use"] is None else list(state_dict["in_use"])
+            for scale in in_use or ():
+                check_scale("in_use", scale)
+            if in_use is not None and len(in_use) != len(self._applied()):
+                raise ValueError(f"found {len(in_use)} scales in use, needed are {len(self._applied())}.")
+            self._load_own_state(state_dict)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"the checkpoint of the scaler is damaged ({type(error).__name__}: {error}); load another one."
+            ) from error
+        self._overflows, self._stepped, self._in_use = {}, set(), in_use
         if self._in_use is not None:
             self._begun(self._in_use)
 
@@ -277,7 +298,11 @@ class LossScaler:
     def _own_state(self) -> dict[str, Any]:
         raise NotImplementedError
 
+    def _check_kind(self, state: Mapping[str, Any]) -> None:
+        """Raise ``ValueError`` if a checkpoint is of other scales."""
+
     def _load_own_state(self, state: Mapping[str, Any]) -> None:
+        """Resume from the result of :meth:`_own_state`. If it raises, nothing was loaded."""
         raise NotImplementedError
 
 
@@ -377,11 +402,12 @@ class DynamicLossScale(LossScaler):
         return {"state": state, "alarm": alarm}
 
     def _load_own_state(self, state: Mapping[str, Any]) -> None:
+        self._moving.check(state["state"], state["alarm"])
         self._moving.load(state["state"], state["alarm"])
 
 
 @torch.no_grad()
-def _divided(members: Sequence[Sequence[Tensor]], scales: Sequence[float]) -> list[Tensor]:
+def divide_(members: Sequence[Sequence[Tensor]], scales: Sequence[float]) -> list[Tensor]:
     """Divide the gradients of each member by its scale, in place: dense, sparse or sharded, in one pass.
 
     Returns:

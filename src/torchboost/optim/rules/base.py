@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -21,6 +20,7 @@ from torchboost.optim.pipeline import (
     check_transforms,
     transform_gradients,
 )
+from torchboost.optim.rules.loading import Saved, check_entry, check_number_entry, hide, in_order
 from torchboost.optim.rules.masters import (
     IN_CACHE,
     LOW_PRECISION,
@@ -80,6 +80,12 @@ class UpdateRule(Optimizer):
 
     real_only: bool = False
     """Whether complex parameters are refused."""
+
+    late: tuple[str, ...] = ()
+    """Entries of the state that are None until the first gradient."""
+
+    keeps_weights: bool = False
+    """Whether the state holds weights, from which an update computes the new ones."""
 
     numbers: tuple[str, ...] = ()
     """Entries of the state, other than ``"step"``, that are numbers and keep their precision when they are loaded."""
@@ -202,11 +208,16 @@ class UpdateRule(Optimizer):
             )
 
     def _check_state(self, param: Tensor, state: Mapping[str, Any]) -> None:
-        """Refuse a saved state that the rule cannot use. Called before anything is loaded. By default all pass.
+        """Refuse a saved state that the rule cannot use. Called before anything is loaded.
 
         Raises:
             ValueError: The state cannot be used.
         """
+        if "past" in state:
+            raise ValueError(
+                f"the checkpoint is of a LazyAdam whose rows have steps to make, which {type(self).__name__} cannot "
+                "do; load it into LazyAdam, call catch_up(), and save it again."
+            )
 
     @property
     def chain(self) -> tuple[GradientTransform, ...]:
@@ -323,7 +334,7 @@ class UpdateRule(Optimizer):
             states = {param: self.state[param] for param in group["params"] if param in self.state}
             for param, entries in states.items():
                 for key, value in entries.items():
-                    if isinstance(value, _Saved):
+                    if isinstance(value, Saved):
                         entries[key] = self._loaded(param, group, key, value.value)
             if schedules:  # torch's checkpoints do not count updates, except in Adam's state
                 counts = [int(entries.get("step", 0)) for entries in states.values()]
@@ -353,16 +364,16 @@ class UpdateRule(Optimizer):
         updates: with a list or function as ``lr``, set ``"updates"`` in the groups after loading it.
 
         Raises:
-            ValueError: The groups differ, a state is of another rule or does not have the shape of its parameter, or
+            ValueError: The groups differ, a state is of another rule or damaged, has not the shape of its parameter, or
                 moments are in 8 bits, as earlier versions could keep them. Nothing was changed.
         """
-        state_dict = _in_order(state_dict, self.param_groups)
+        state_dict = in_order(state_dict, self.param_groups)
         if len(state_dict["param_groups"]) == len(self.param_groups):  # torch refuses others
             rules = [self.rule_for(group) for group in self.param_groups]
             groups = [rule.adopted(saved) for rule, saved in zip(rules, state_dict["param_groups"], strict=True)]
             state_dict = {**state_dict, "param_groups": groups}
             _check_states(state_dict, rules, self.param_groups)
-        handle = self.register_load_state_dict_pre_hook(_hide)
+        handle = self.register_load_state_dict_pre_hook(hide)
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -515,38 +526,13 @@ def _untraced(optimizer: UpdateRule, closure: Callable[[], Any] | None) -> Any:
 
 def _by_hand(group: Mapping[str, Any], key: str) -> bool:
     """Whether the group's value differs from the one that the schedule wrote."""
-    if SET_BY_SCHEDULE + key not in group:  # of an older checkpoint
-        return False
-    value = group[key]
-    return isinstance(value, (int, float, Tensor)) and bool(value != group[SET_BY_SCHEDULE + key])
-
-
-def _in_order(state_dict: dict[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the state dict with its parameters in the order of ``groups``, if both sides have the same names.
-
-    torch pairs by position only, so a model whose layers were reordered would get the wrong moments.
-    """
-    names = {name for group in groups for name in group.get("param_names", ())}
-    saved_groups = state_dict["param_groups"]
-    indices: dict[str, int] = {}
-    for saved in saved_groups:
-        indices.update(zip(saved.get("param_names", ()), saved["params"], strict=False))
-    sizes = [len(group["params"]) for group in groups]
-    if indices.keys() != names or sizes != [len(saved["params"]) for saved in saved_groups]:
-        return state_dict
-    ordered = [
-        {**saved, "params": [indices[name] for name in group["param_names"]], "param_names": list(group["param_names"])}
-        if "param_names" in group
-        else saved
-        for group, saved in zip(groups, saved_groups, strict=True)
-    ]
-    return {**state_dict, "param_groups": ordered}
+    return SET_BY_SCHEDULE + key in group and bool(group[key] != group[SET_BY_SCHEDULE + key])  # not in older files
 
 
 def _check_states(
     state_dict: Mapping[str, Any], rules: Sequence[UpdateRule], groups: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Refuse saved states of another rule, in which zeros would replace the missing entries, and other shapes."""
+    """Refuse damaged states, and those of another rule, in which zeros would replace the missing entries."""
     position = 0
     for rule, group, saved in zip(rules, groups, state_dict["param_groups"], strict=True):
         names = rule.state_keys({**rule.defaults, **saved})
@@ -563,30 +549,11 @@ def _check_states(
                     f"the checkpoint holds {sorted(state)} of a parameter, but not {missing[0]!r}, so it was "
                     f"written by another rule than {type(rule).__name__}; load it with that rule, or begin without it."
                 )
-            for key in (*names, "master"):
-                value = state.get(key)
-                if isinstance(value, Tensor) and value.ndim and value.shape != param.shape:
-                    raise ValueError(
-                        f"the checkpoint's {key!r} of parameter {position} has shape {tuple(value.shape)}, "
-                        f"the parameter has {tuple(param.shape)}; give the parameters in the order of the checkpoint."
-                    )
+            for key in (key for key in (*names, "master") if key in state):
+                if key == "step" or key in rule.numbers:
+                    check_number_entry(param, key, state[key])
+                elif state[key] is not None or key not in rule.late:
+                    check_entry(param, key, state[key], position)
             if state:
                 rule._check_state(param, state)
             position += 1
-
-
-@dataclass(frozen=True)
-class _Saved:
-    """A state entry on its way through ``Optimizer.load_state_dict``, which casts and moves bare tensors itself."""
-
-    value: Any
-
-
-def _hide(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Wrap the entries of a state dict, as a hook before it is loaded."""
-    known = {index for group in state_dict["param_groups"] for index in group["params"]}
-    states = {
-        index: {key: _Saved(value) for key, value in state.items()} if index in known else state
-        for index, state in state_dict["state"].items()
-    }
-    return {**state_dict, "state": states}

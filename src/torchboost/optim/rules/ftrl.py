@@ -52,7 +52,7 @@ class FTRL(UpdateRule):
         >>> optimizer = FTRL(model.parameters(), lr=0.1, l1=1e-3)
     """
 
-    in_pieces = real_only = True
+    in_pieces = real_only = keeps_weights = True
 
     def __init__(
         self,

@@ -20,9 +20,10 @@ from typing_extensions import Unpack
 
 from torchboost.core.algorithm import Attachment
 from torchboost.core.torch_private import sparse_rows, sparse_values
-from torchboost.errors import IncompatibleError, shown
+from torchboost.errors import IncompatibleError
 from torchboost.optim.rules.adam import Adam
 from torchboost.optim.rules.base import Batch, UpdateRule
+from torchboost.optim.rules.loading import damaged, is_entry
 from torchboost.optim.rules.masters import LOW_PRECISION
 from torchboost.optim.rules.options import Common, rule_arguments
 
@@ -163,20 +164,17 @@ class LazyAdam(Adam):
             )
 
     def _check_state(self, param: Tensor, state: Mapping[str, Any]) -> None:
-        """Refuse a state with a wrong entry, or with a part of what missed steps need."""
-        step, last = state["step"], state.get("last_step")
-        sound = {
-            key: isinstance(state[key], Tensor) and state[key].shape == param.shape for key in MOMENTS if key in state
-        }
-        sound["step"] = isinstance(step, (int, float, Tensor))
-        if "last_step" in state or "past" in state:
-            sound["last_step"] = isinstance(last, Tensor) and last.shape == param.shape[:1]
-            sound["past"] = _is_past(state.get("past"))
-        for key in (key for key, is_sound in sound.items() if not is_sound):
-            raise ValueError(
-                f"the checkpoint's {key!r} of a parameter of shape {tuple(param.shape)} is damaged: found "
-                f"{shown(state.get(key))}; load a whole file, or begin without it."
-            )
+        """Refuse a state with a part of what missed steps need."""
+        last, past = state.get("last_step"), state.get("past")
+        if "last_step" not in state and "past" not in state:
+            return
+        if not isinstance(last, Tensor) or last.shape != param.shape[:1]:
+            raise damaged(param, "last_step", last)
+        if not _is_past(past):
+            raise damaged(param, "past", past)
+        for key in moments_of(past):
+            if not is_entry(param, state.get(key)):
+                raise damaged(param, key, state.get(key))
 
     @torch.no_grad()
     def catch_up(self) -> None:
@@ -261,10 +259,7 @@ class LazyAdam(Adam):
                 compact.states.append(state)
         super().update(group, compact)
         for i, rows in named:
-            worked, owner = batch.params[i], owners[id(batch.params[i])]
-            worked.index_copy_(0, rows, compact.params[i])
-            if owner is not worked:
-                owner.index_copy_(0, rows, compact.params[i].to(owner.dtype))
+            batch.params[i].index_copy_(0, rows, compact.params[i])
             state = batch.states[i]
             for key, value in compact.states[i].items():
                 if key != "step":
@@ -285,8 +280,7 @@ class LazyAdam(Adam):
             rows = rows.flatten().to(last.device, torch.int64)
             late = rows[last[rows] < step].unique()
         late = late[last[late].argsort()]
-        moments = MOMENTS if state["past"]["form"][FORM.index("amsgrad")] else MOMENTS[:2]
-        tables = {"weight": state.get("master", param)} | {key: state[key] for key in moments}
+        tables = {"weight": state.get("master", param)} | {key: state[key] for key in moments_of(state["past"])}
         # Narrow rows count as 32 wide: their missed steps take memory too, up to 32 at a time.
         width = max(32, param.numel() // max(1, len(last)))
         for part in late.split(max(1, BLOCK // width)):
@@ -334,6 +328,11 @@ def _is_past(past: Any) -> bool:
         isinstance(one, (tuple, list)) and len(one) == 6 and all(isinstance(value, (int, float)) for value in one)
         for one in lists[1]
     )
+
+
+def moments_of(past: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the entries that missed steps change."""
+    return MOMENTS if past["form"][FORM.index("amsgrad")] else MOMENTS[:2]
 
 
 def form_of(group: Mapping[str, Any]) -> tuple[bool, ...]:

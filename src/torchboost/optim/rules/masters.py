@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchboost.core.torch_private import foreach, memory_stamp
+from torchboost.core.torch_private import foreach, memory_stamp, sparse_rows
 from torchboost.errors import IncompatibleError
 from torchboost.optim.tensors import Batch
 
@@ -79,10 +79,14 @@ class Stamps:
         return torch.where(master.to(near.dtype) == near, master.float(), near.float())
 
     def write_back(self, group: Mapping[str, Any], batch: Batch) -> None:
-        """Round the masters of a batch into their parameters, except rows, which the rule writes itself."""
+        """Round the masters of a batch into their parameters: all entries, or the rows of a sparse gradient."""
         params = [param for param in group["params"] if param.grad is not None]
-        worked = zip(params, batch.params, batch.grads, strict=True)
-        pairs = [(param, master) for param, master, grad in worked if master is not param and not grad.is_sparse]
+        worked = [entry for entry in zip(params, batch.params, batch.grads, strict=True) if entry[1] is not entry[0]]
+        pairs = [(param, master) for param, master, grad in worked if not _has_rows(grad)]
+        for param, master, grad in worked:
+            if _has_rows(grad):
+                rows = sparse_rows(grad)
+                param.index_copy_(0, rows, master.index_select(0, rows).to(param.dtype))
         if pairs:
             foreach.copy_([local(param) for param, _ in pairs], [local(master) for _, master in pairs])
         for param in params:
@@ -114,6 +118,10 @@ def pieces(batch: Batch, limit: int | None = None) -> Iterator[Batch]:
         yield part
         part.grads.clear()  # before the next part is made
         start, entries = stop, 0
+
+
+def _has_rows(grad: Tensor) -> bool:
+    return grad.layout is torch.sparse_coo and grad.sparse_dim() == 1
 
 
 def local(tensor: Tensor) -> Tensor:

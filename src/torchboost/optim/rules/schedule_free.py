@@ -30,7 +30,7 @@ class _ScheduleFree(UpdateRule):
     """
 
     numbers = ("weight_sum", "largest_lr")
-    real_only = True
+    real_only = keeps_weights = True
 
     @property
     def title(self) -> str:

@@ -52,6 +52,7 @@ class SGD(UpdateRule):
     """
 
     kernel_unscales = True
+    late = ("momentum_buffer",)
 
     def __init__(
         self,
