@@ -442,3 +442,41 @@ def test_steps_are_timed_on_the_same_batches_that_no_contestant_has_seen_before(
     assert timed[0] == timed[1]
     assert len(set(timed[0])) == 6
     assert not any(set(timed[0]) & set(seen[:-6]) for seen in stepped)
+
+
+class Noting(nn.Linear):
+    """Notes the settings of the process in each pass, and whether the algorithm is on."""
+
+    seen: ClassVar[set[tuple[bool, int, str]]] = set()
+
+    def forward(self, input: Tensor) -> Tensor:
+        on = hasattr(self, "on")
+        Noting.seen.add((on, torch.get_num_threads(), torch.get_float32_matmul_precision()))
+        return super().forward(input)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfTheProcess(Algorithm):
+    """Changes settings of the whole process, as ``threads`` and ``matmul_precision`` do."""
+
+    name: ClassVar[str] = "of_the_process"
+
+    def attach(self, target: Target) -> Attachment:
+        target.model.on = True  # pyright: ignore[reportArgumentType]
+        torch.set_num_threads(2)
+        torch.set_float32_matmul_precision("high")
+        return Attachment()
+
+
+def test_a_contestant_that_changes_the_whole_process_changes_nothing_for_the_others():
+    Noting.seen.clear()
+
+    def make(seed: int) -> Parts:
+        model = Noting(2, 4)
+        batches = [(torch.randn(4, 2), torch.arange(4))] * 2
+        return Parts(model, sgd(model), F.cross_entropy, batches, lambda model: float(model(batches[0][0])[0, 0]))
+
+    factory = Factory(make=make, name="noting", title="noting")
+    benched(factory, "O1", "stock", pairs=4, seeds=2, planner=planner_of(OfTheProcess()))
+    assert Noting.seen == {(False, 1, "highest"), (True, 2, "high")}
+    assert (torch.get_num_threads(), torch.get_float32_matmul_precision()) == (1, "highest")

@@ -132,6 +132,12 @@ def test_a_candidate_gets_the_same_weights_and_batches_and_its_algorithms():
     torch.testing.assert_close(stock[0].weight, memory[0].weight, rtol=1e-3, atol=1e-4)
 
 
+def test_a_candidate_that_changes_the_whole_process_changes_nothing_for_the_runs_after_it():
+    before = torch.get_num_threads()
+    run = trained(make, Candidate(name="threads", extra={"threads": {"count": before + 1}}))
+    assert (run.failure, torch.get_num_threads()) == ("", before)
+
+
 def test_a_training_that_diverges_or_takes_too_long_ends_early_with_nan():
     def wild(seed: int) -> Any:
         parts = make(seed)

@@ -20,6 +20,7 @@ from torchboost.bench.schedules import without_effect
 from torchboost.bench.verdict import LEAST_PAIRS, stock_of
 from torchboost.config import BoostConfig
 from torchboost.core.forward import tensors_in
+from torchboost.core.hardware import ProcessSettings
 from torchboost.errors import IncompatibleError
 from torchboost.measure.evidence import AlgorithmRow, BenchReport, Contestant, Curve, Quality
 from torchboost.measure.machine import PeakMemory
@@ -227,7 +228,10 @@ class _Session:
         """Put new step times of all ``names`` into the report. Its curves are kept."""
         for known in self.report.contestants:
             self.check_version(known)
-        loops = {name: self.loop(name, 0, TIMING_SCHEDULE) for name in names}
+        settings, loops = {name: ProcessSettings() for name in names}, dict[str, Loop]()
+        for name in names:
+            with settings[name].in_force():
+                loops[name] = self.loop(name, 0, TIMING_SCHEDULE)
         every = itertools.chain.from_iterable(self.batches(loops[names[0]], 0, epoch) for epoch in itertools.count())
         warm, timed = list(itertools.islice(every, WARM_BATCHES)), _taken(every, pairs)
         other = next((batch for batch in timed if _shapes(batch) != _shapes(warm[0])), None)
@@ -239,6 +243,7 @@ class _Session:
         comparison = compare(
             steps["warm"],
             timed=steps["timed"],
+            around={name: kept.in_force for name, kept in settings.items()},
             baselines=[name for name in names if Recipe.parse(name).kind in ("stock", "hand")],
             pairs=pairs,
             clock=Clock.of(self.device),
@@ -320,7 +325,7 @@ class _Session:
         self.check_version(contestant)
         curve, clock = Curve(seed=seed, epochs=[], seconds=[], train_loss=[], metric=[]), Clock.of(self.device)
         losses: list[Tensor] = []
-        with PeakMemory(self.device) as peak:
+        with ProcessSettings().in_force(), PeakMemory(self.device) as peak:
             start, trained = clock(), 0.0
             loop = self.loop(name, seed, self.report.epochs * self.epoch.steps)
             setup = clock() - start

@@ -20,6 +20,7 @@ from torchboost.bench.contestants import averaged
 from torchboost.bench.factory import Parts, check_fresh, loop_body, made_by, metric_of, one_epoch, score_of
 from torchboost.bench.schedules import LEAST_STEPS, check_schedule, of_boosted
 from torchboost.core.algorithm import Algorithm
+from torchboost.core.hardware import ProcessSettings
 from torchboost.core.torch_private import compiled_graphs, forget_compiled
 from torchboost.errors import ConfigError, IncompatibleError, NoEffectWarning
 from torchboost.front import Boosted, boost
@@ -63,7 +64,7 @@ class Training:
     told: Callable[[Candidate, int], None] = lambda candidate, seed: None
 
     def __call__(self, candidate: Candidate, seed: int, watch: Watch = UNWATCHED, /) -> Run:
-        """Train once. The random generators are restored at the end.
+        """Train once. The random generators and the settings of the process are restored at the end.
 
         Compiled code of an earlier training is forgotten, so that each one pays for its own compilation. The compiler's
         cache on disk is kept. An error of a candidate is part of the run, as its ``failure``. An error of stock is
@@ -71,7 +72,7 @@ class Training:
         """
         started = time.perf_counter()
         forget_compiled()
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())), ProcessSettings().in_force():
             try:
                 with PeakMemory(self.device) as peak:
                     run = self._run(candidate, seed, watch)
