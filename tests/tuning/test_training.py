@@ -132,6 +132,25 @@ def test_a_candidate_gets_the_same_weights_and_batches_and_its_algorithms():
     torch.testing.assert_close(stock[0].weight, memory[0].weight, rtol=1e-3, atol=1e-4)
 
 
+def test_a_generator_draws_its_batches_from_the_seed():
+    drawn: list[Tensor] = []
+
+    def draw() -> Any:
+        for _ in range(3):
+            drawn.append(torch.rand(8, 4))
+            yield drawn[-1], torch.arange(8) % 2
+
+    def lazy(seed: int) -> Any:
+        model = nn.Linear(4, 2)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, draw(), lambda model: 0.5
+
+    for seed in (1, 1, 2):
+        trained(lazy, STOCK, seed, steps=3)
+        torch.rand(1)  # the runs do not depend on what the program draws
+    assert torch.equal(torch.stack(drawn[:3]), torch.stack(drawn[3:6]))
+    assert not torch.equal(torch.stack(drawn[:3]), torch.stack(drawn[6:]))
+
+
 def test_a_candidate_that_changes_the_whole_process_changes_nothing_for_the_runs_after_it():
     before = torch.get_num_threads()
     run = trained(make, Candidate(name="threads", extra={"threads": {"count": before + 1}}))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchboost.bench.contestants import Loop, Planner, Recipe, averaged, build_loop, version_of
-from torchboost.bench.factory import RETURNS, Epoch, Factory, check_seeds, one_epoch
+from torchboost.bench.factory import RETURNS, Epoch, Factory, check_seeds, generators_kept, one_epoch
 from torchboost.bench.schedules import without_effect
 from torchboost.bench.verdict import LEAST_PAIRS, stock_of
 from torchboost.config import BoostConfig
@@ -62,6 +62,7 @@ ENVIRONMENT = ("torch", "torchboost", "processor", "instructions", "device", "th
 
 
 @interrupts_kept()
+@generators_kept()
 def run_bench(
     factory: Factory,
     *,

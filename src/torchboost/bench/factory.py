@@ -8,6 +8,7 @@ import hashlib
 import importlib.util
 import inspect
 import math
+import random
 import re
 import sys
 import time
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -33,6 +35,8 @@ __all__ = [
     "check_seeds",
     "count_of",
     "function_at",
+    "generators_kept",
+    "kept",
     "loop_body",
     "made_by",
     "metric_of",
@@ -155,7 +159,7 @@ class Factory:
         check_fresh(parts, *self._last)
         self._last[:] = [parts]
         if isinstance(parts.batches, Iterator):
-            parts = parts._replace(batches=list(_ending(parts.batches, MOST_KEPT)))
+            parts = parts._replace(batches=kept(_ending(parts.batches, MOST_KEPT), seed))
         return parts
 
     def measured(self, parts: Parts) -> Epoch:
@@ -187,13 +191,13 @@ class Factory:
 
 
 def made_by(make: Callable[[int], object], seed: int) -> Parts:
-    """Call a factory with torch's generator seeded, and check what it returns.
+    """Call a factory with the generators of torch, NumPy and Python seeded, and check what it returns.
 
     Raises:
         FactoryError: The result is not what a factory returns.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with generators_kept():
+        _seed(seed)
         result = make(seed)
     if not isinstance(result, tuple) or not 4 <= len(result) <= 7:
         what = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
@@ -245,17 +249,49 @@ def check_seeds(trainings: Iterable[tuple[int, tuple[float | None, ...]]]) -> No
             )
 
 
-def one_epoch(batches: Iterable[Any], *, seed: int, epoch: int, device: torch.device) -> Iterator[tuple[Any, Any]]:
-    """Yield the pairs of an epoch on a device, in an order that depends on seed and epoch alone.
+@contextlib.contextmanager
+def generators_kept() -> Iterator[None]:
+    """Restore the random generators of torch, NumPy and Python at the end of the block."""
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
-    A shuffling loader draws its order from torch's global generator, which is therefore seeded.
+
+def _seed(number: int) -> None:
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number % 2**32)
+
+
+def kept(batches: Iterator[Any], seed: int) -> list[Any]:
+    """Return the batches of a generator, which draws them from the seed when it is read."""
+    with generators_kept():
+        _seed(_apart_from(seed))
+        return list(batches)
+
+
+def _apart_from(number: int) -> int:
+    """Return the seed of a stream of numbers other than that of ``number``, which weights or dropout are drawn from."""
+    return -1 - number
+
+
+def one_epoch(batches: Iterable[Any], *, seed: int, epoch: int, device: torch.device) -> Iterator[tuple[Any, Any]]:
+    """Yield the pairs of an epoch on a device, which depend on seed and epoch alone.
+
+    A loader draws its order, and its samples draw their augmentation, from the global generators of torch, NumPy and
+    Python, or from a generator of the loader. All of them are therefore seeded. What a model draws from torch's
+    generator between two batches does not change the next one.
 
     Raises:
         FactoryError: The loader yields no batch, or one is neither a pair nor a dict.
     """
-    torch.manual_seed(1_000_003 * seed + epoch)
     empty = True
-    for inputs, targets in map(_pair, batches):
+    for inputs, targets in map(_pair, _drawn_apart(batches, 1_000_003 * seed + epoch)):
         empty = False
         yield _on_device(inputs, device), _on_device(targets, device)
     if empty:
@@ -263,6 +299,35 @@ def one_epoch(batches: Iterable[Any], *, seed: int, epoch: int, device: torch.de
             f"the factory's batches gave nothing in pass {epoch + 1}; give an iterable that starts again in every "
             "pass, such as a list or a DataLoader."
         )
+
+
+def _drawn_apart(batches: Iterable[Any], number: int) -> Iterator[Any]:
+    _seed(number)
+    for generator in _generators_of(batches):
+        generator.manual_seed(number)
+    iterator, own, first = iter(batches), torch.Generator().manual_seed(_apart_from(number)).get_state(), True
+    while True:
+        meanwhile = torch.get_rng_state()
+        if not first:
+            torch.set_rng_state(own)
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            return
+        finally:
+            if not first:
+                own = torch.get_rng_state()
+                torch.set_rng_state(meanwhile)
+        first = False
+        yield batch
+
+
+def _generators_of(batches: Any) -> list[torch.Generator]:
+    """Return the generators that a loader and its samplers hold. They go on from one run to the next."""
+    groups = getattr(batches, "batch_sampler", None)
+    holders = (batches, groups, getattr(batches, "sampler", None), getattr(groups, "sampler", None))
+    held = [getattr(each, "generator", None) for each in holders]
+    return [generator for generator in held if isinstance(generator, torch.Generator)]
 
 
 def count_of(batches: Iterable[Any], seconds: float) -> int:

@@ -17,7 +17,17 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from torchboost.bench.contestants import averaged
-from torchboost.bench.factory import Parts, check_fresh, loop_body, made_by, metric_of, one_epoch, score_of
+from torchboost.bench.factory import (
+    Parts,
+    check_fresh,
+    generators_kept,
+    kept,
+    loop_body,
+    made_by,
+    metric_of,
+    one_epoch,
+    score_of,
+)
 from torchboost.bench.schedules import LEAST_STEPS, check_schedule, of_boosted
 from torchboost.core.algorithm import Algorithm
 from torchboost.core.hardware import ProcessSettings
@@ -72,7 +82,7 @@ class Training:
         """
         started = time.perf_counter()
         forget_compiled()
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())), ProcessSettings().in_force():
+        with generators_kept(), ProcessSettings().in_force():
             try:
                 with PeakMemory(self.device) as peak:
                     run = self._run(candidate, seed, watch)
@@ -179,7 +189,7 @@ def _batches(epoch: Iterable[Any], seed: int, device: torch.device, most: int) -
 
     A generator can be read only once, so its first ``most`` batches are kept.
     """
-    batches = list(islice(epoch, most)) if isinstance(epoch, Iterator) else epoch
+    batches = kept(islice(epoch, most), seed) if isinstance(epoch, Iterator) else epoch
     for number in count():
         yield from one_epoch(batches, seed=seed, epoch=number, device=device)
 
@@ -321,7 +331,7 @@ def data_of(make: Make) -> str:
         FactoryError: There is no batch, or it is neither a pair nor a dict.
     """
     digest = hashlib.sha256()
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+    with generators_kept():
         batch = next(one_epoch(made_by(make, 0).batches, seed=0, epoch=0, device=torch.device("cpu")))
     for value in _leaves(batch):
         told = f"{value.dtype} {tuple(value.shape)} {_size_of(value)}" if isinstance(value, Tensor) else repr(value)
