@@ -132,6 +132,30 @@ def test_a_candidate_gets_the_same_weights_and_batches_and_its_algorithms():
     torch.testing.assert_close(stock[0].weight, memory[0].weight, rtol=1e-3, atol=1e-4)
 
 
+def test_a_model_is_put_where_the_batches_go_and_into_training_mode():
+    """A factory may return it elsewhere, and in evaluation mode, as ``from_pretrained`` does: no trial is made there."""
+    places: list[torch.device] = []
+
+    class Moved(nn.Sequential):
+        def to(self, device: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+            places.append(device)
+            return super().to(device)
+
+    def elsewhere(seed: int) -> Any:
+        plain, _, *rest = make(seed)
+        moved.append(Moved(*plain).eval())
+        return moved[-1], torch.optim.SGD(moved[-1].parameters(), lr=0.05), *rest
+
+    moved: list[nn.Module] = []
+    device = torch.device("cpu")
+    reasons = try_levers(elsewhere, steps=2000, seconds=0.5, device=device).reasons
+    assert not [reason for reason in reasons.values() if "no training call of the model was seen" in reason]
+    looked_at([STOCK], elsewhere, STEPS, device=device)
+    trained(elsewhere)
+    assert places == [device] * 3
+    assert all(model.training for model in moved)
+
+
 def test_a_generator_draws_its_batches_from_the_seed():
     drawn: list[Tensor] = []
 
@@ -318,7 +342,7 @@ def test_a_training_that_learns_much_slower_than_the_best_is_stopped_at_a_third(
 
 
 def test_the_standard_recipes_have_the_levers_and_the_settings_of_the_levels():
-    kept, exact, left_out = try_levers(make, steps=2000, seconds=0.5)
+    kept, exact, left_out = try_levers(make, steps=2000, seconds=0.5, device=torch.device("cpu"))
     assert set(exact) <= set(kept) - {"autocast", "matmul_precision", "compile"}
     assert {*kept, *left_out} == {name for name, entry in REGISTRY.items() if entry.lever}
     assert all(left_out.values())

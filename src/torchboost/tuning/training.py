@@ -49,10 +49,14 @@ __all__ = [
     "fresh",
     "looked_at",
     "named_candidates",
+    "placed",
     "standard_recipes",
     "try_levers",
 ]
 
+Make = Callable[[int], object]
+
+_CPU = torch.device("cpu")
 UNWATCHED = Watch()
 """Nothing ends a training early, and its metric comes from ``evaluate``."""
 
@@ -64,7 +68,7 @@ class Training:
     Args:
         make: ``make(seed) -> (model, optimizer, loss, batches, evaluate[, schedule[, validate]])``.
         steps: Updates of a run of stock.
-        device: Where the batches go. The factory puts the model there.
+        device: Where model and batches go.
         told: Called with the candidate and the seed after every 20 steps.
     """
 
@@ -107,7 +111,7 @@ class Training:
     def _run(self, candidate: Candidate, seed: int, watch: Watch) -> Run:
         clock = Clock.of(self.device)
         began = clock()
-        parts = made_by(self.make, seed)
+        parts = placed(self.make, seed, self.device)
         model, optimizer, steps = parts.model, parts.optimizer, self.steps
         if candidate.section or any(value is not False for value in candidate.extra.values()):
             boosted = boosted_by(parts, candidate, steps)
@@ -117,7 +121,6 @@ class Training:
             loop_body(parts, model, optimizer, steps),
             _batches(parts.batches, seed, self.device, self.steps),
         )
-        model.train()
         first = loss = step(*next(batches))
         ready = clock()
         block, means, metric, too_slow, diverged, hopeless = [first], [], math.nan, False, False, False
@@ -158,6 +161,13 @@ class Training:
             too_slow=too_slow,
             hopeless=hopeless,
         )
+
+
+def placed(make: Make, seed: int, device: torch.device) -> Parts:
+    """Return the result of a factory with its model on a device, and in training mode."""
+    parts = made_by(make, seed)
+    parts.model.to(device).train()
+    return parts
 
 
 def boosted_by(parts: Parts, candidate: Candidate, steps: int) -> Boosted:
@@ -206,8 +216,6 @@ def _has_diverged(model: nn.Module) -> bool:
     states = (t.detach() for t in (*model.parameters(), *model.buffers()) if t.is_floating_point() or t.is_complex())
     return any(not bool(t.isfinite().all()) for t in states)
 
-
-Make = Callable[[int], object]
 
 LEVERS = tuple(name for name, entry in REGISTRY.items() if entry.lever)
 
@@ -258,18 +266,20 @@ class TriedLevers(NamedTuple):
     reasons: dict[str, str]
 
 
-def try_levers(make: Make, *, steps: int, seconds: float) -> TriedLevers:
+def try_levers(make: Make, *, steps: int, seconds: float, device: torch.device) -> TriedLevers:
     """Make the trial of :func:`torchboost.boost`, which takes one training step.
 
     Args:
         make: The factory.
         steps: Updates of the run over which the levers must pay.
         seconds: Length of the trial.
+        device: Where model and batches go.
     """
-    parts = made_by(make, 0)
+    parts = placed(make, 0, device)
     boosted = boost(parts.model, parts.optimizer, level="O1", total_steps=steps, calibrate=seconds)
-    batches = one_epoch(parts.batches, seed=0, epoch=0, device=next(parts.model.parameters()).device)
-    loop_body(parts, boosted.model, boosted.optimizer, steps)(*next(batches))
+    with generators_kept():
+        batches = one_epoch(parts.batches, seed=0, epoch=0, device=device)
+        loop_body(parts, boosted.model, boosted.optimizer, steps)(*next(batches))
     on = {one.name: one for one in boosted.attached.algorithms}
     kept = [name for name in LEVERS if name in on]
     exact = [name for name in kept if not on[name].rounding and not REGISTRY[name].once]
@@ -352,7 +362,9 @@ def _size_of(tensor: Tensor) -> str:
     return f"{float(real.double().abs().sum()):.12e}"
 
 
-def looked_at(candidates: Sequence[Candidate], make: Make, steps: int, levers: Sequence[str] = ()) -> list[Finding]:
+def looked_at(
+    candidates: Sequence[Candidate], make: Make, steps: int, levers: Sequence[str] = (), *, device: torch.device = _CPU
+) -> list[Finding]:
     """Return a finding for each candidate, with an outcome for those that are not trained.
 
     These are candidates of which an algorithm cannot work here, and candidates whose training would repeat an earlier
@@ -363,16 +375,16 @@ def looked_at(candidates: Sequence[Candidate], make: Make, steps: int, levers: S
         make: The factory.
         steps: Updates of a run of stock.
         levers: Those that a candidate may lack although it turns them on.
+        device: Where the model goes.
 
     Raises:
         ConfigError: The settings of a candidate are wrong.
     """
     known: dict[str, str] = {}
-    return [_looked_at(one, make, steps, known, levers) for one in candidates]
+    return [_looked_at(one, placed(make, 0, device), steps, known, levers) for one in candidates]
 
 
-def _looked_at(candidate: Candidate, make: Make, steps: int, known: dict[str, str], levers: Sequence[str]) -> Finding:
-    parts = made_by(make, 0)
+def _looked_at(candidate: Candidate, parts: Parts, steps: int, known: dict[str, str], levers: Sequence[str]) -> Finding:
     try:
         with warnings.catch_warnings():
             if candidate.recipe:  # such as a Muon without a matrix

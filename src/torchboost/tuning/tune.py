@@ -31,6 +31,7 @@ from torchboost.tuning.training import (
     fresh,
     looked_at,
     named_candidates,
+    placed,
     standard_recipes,
     try_levers,
 )
@@ -99,7 +100,7 @@ def tune(
             from their recipes, rates and lengths. The test is the same, with seeds that they have not used.
         seeds: Most seeds of a test, from 3 to 100.
         error: Probability of a wrong decision, in all attempts of the confirmation together.
-        device: Where the batches go.
+        device: Where the model is moved, and the batches.
         title: Of the report.
         out: JSON file of the resulting configuration. The report is saved next to it after every run. See
             :func:`report_path`.
@@ -283,7 +284,7 @@ class _Session:
             chosen = Candidate(name=STOCK, rate=rate, extra=dict.fromkeys(self.report.exact, True))
         self._note(race, findings, state="complete", extra=chosen.extra, recipe=chosen.section)
         if self.out is not None:
-            boosted = boosted_by(made_by(self.make, 0), chosen, self.report.total_steps)
+            boosted = boosted_by(placed(self.make, 0, self.device), chosen, self.report.total_steps)
             boosted.plan.save(self.out)
             boosted.remove()
         return self.report
@@ -298,7 +299,8 @@ class _Session:
         elif named is None:
             self.tell("trial of the switches", 0, 1)
             seconds = min(TRIAL_MOST, TRIAL_SHARE * self.report.budget_seconds)
-            levers, exact, left_out = try_levers(self.make, steps=self.report.total_steps, seconds=seconds)
+            steps, place = self.report.total_steps, self.device
+            levers, exact, left_out = try_levers(self.make, steps=steps, seconds=seconds, device=place)
             found = {"levers": levers, "exact": exact, "left_out": left_out}
             self.report = self.report.model_copy(update=found)
             recipes = standard_recipes(levers, made_by(self.make, 0).optimizer)
@@ -311,7 +313,8 @@ class _Session:
                 raise ValueError("prior: found other reports than those that this tuning began from; leave them out.")
             self.report = self.report.model_copy(update={"starts": starts})
         usable = [one for one in recipes if not (self.absolute and one.recipe.get("optimizer") == "muon")]
-        found = {one.candidate.name: one for one in looked_at(usable, self.make, self.report.steps, self.report.levers)}
+        looked = looked_at(usable, self.make, self.report.steps, self.report.levers, device=self.device)
+        found = {one.candidate.name: one for one in looked}
         return [found.get(one.name, Finding(candidate=one, outcome="not usable", reason=ABSOLUTE)) for one in recipes]
 
     def _notes(self) -> list[str]:
