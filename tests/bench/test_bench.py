@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -217,6 +218,17 @@ def test_an_interrupted_run_continues_where_it_stopped(tmp_path: Path, monkeypat
     assert joined.contestants[2].ratios[0].baseline == "stock"
 
 
+def test_more_rounds_are_timed_if_a_resumed_report_has_fewer(tmp_path: Path) -> None:
+    out, kept = tmp_path / "report.json", []
+    for pairs, rounds, few in ((2, 2, True), (6, 6, False), (3, 6, False)):
+        report = benched(None, "stock", "O1", pairs=pairs, seeds=1, out=out, resume=True)
+        assert [len(c.samples) for c in report.contestants] == [rounds] * 2
+        assert [r.pairs for r in by_name(report)["O1"].ratios] == [rounds]
+        assert (bench.FEW_ROUNDS in report.notes) is few
+        kept.append([c.curves for c in report.contestants])
+    assert kept[0] == kept[1] == kept[2]
+
+
 def test_a_report_of_something_else_is_not_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     factory, out = tiny(source="before"), tmp_path / "report.json"
     settings: dict[str, Any] = {"out": out, "epochs": 0}
@@ -226,6 +238,17 @@ def test_a_report_of_something_else_is_not_continued(tmp_path: Path, monkeypatch
         benched(factory, "stock", out=out, epochs=2, resume=True)
     with pytest.raises(ValueError, match="another version of the factory's file"):
         benched(replace(factory, source="after"), "stock", resume=True, **settings)
+
+    def remade(change: Callable[[Any], Parts]) -> Factory:
+        return replace(factory, make=lambda seed: change(factory.make(seed)))
+
+    slower = remade(lambda parts: parts._replace(optimizer=torch.optim.SGD(parts.model.parameters(), lr=0.2)))
+    doubled = remade(lambda parts: parts._replace(batches=[(2 * inputs, labels) for inputs, labels in BATCHES]))
+    varying = remade(lambda parts: parts._replace(batches=[(x * time.perf_counter(), y) for x, y in BATCHES]))
+    for other, said in ((slower, "other model or optimizer"), (doubled, r"other data \(data .*Restore what")):
+        with pytest.raises(ValueError, match=said):
+            benched(other, "stock", resume=True, **settings)
+    benched(varying, "stock", resume=True, **settings)  # no call of it has the data of another
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "OTHER")
     with pytest.raises(ValueError, match="instructions"):
         benched(factory, "stock", resume=True, **settings)
@@ -241,6 +264,7 @@ def test_contestants_are_checked_before_anything_is_built() -> None:
         (("stock", "stock"), {}, "each once"),
         ((), {}, "at least one"),
         (("stock",), {"seeds": -1}, "seeds=-1"),
+        (("hand", "O1"), {"decide": 60.0}, "--decide: found .* without stock"),
     ):
         with pytest.raises(ValueError, match=message):
             benched(factory, *names, **settings)

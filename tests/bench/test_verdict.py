@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.reports import contestant, report, winning_report
 from torchboost.bench.report.table import result_table
-from torchboost.bench.verdict import headline, summarise, target_of, verdicts
+from torchboost.bench.verdict import NO_STOCK, headline, summarise, target_of, verdicts
 from torchboost.measure.evidence import BenchReport, Contestant, Interval, Quality, Ratio
 
 STOCK = contestant("stock", "stock", 0.05)
@@ -68,6 +68,13 @@ def test_the_headline_names_the_fastest_that_keeps_its_metric_and_admits_what_is
         assert plain(answer.text).startswith(start)
         assert plain(answer.text).endswith(end)
     assert "turned on the same" not in headline(winning_report()).text
+
+
+def test_without_the_stock_loop_the_headline_does_not_say_that_nothing_pays() -> None:
+    hand = contestant("hand", "hand", 0.04)
+    fast = contestant("O1", "level", 0.02, hand=("hand", 0.04))
+    assert headline(report(hand, fast)) == ("open", NO_STOCK)
+    assert headline(report(hand, STOCK)).text == "Nothing measured here is worth turning on."
 
 
 def test_a_configuration_is_judged_by_its_whole_runs() -> None:

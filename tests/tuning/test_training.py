@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchboost import boost
+from torchboost.bench.digests import data_of, fingerprint_of
 from torchboost.bench.factory import made_by
 from torchboost.errors import ConfigError
 from torchboost.measure.machine import PeakMemory
@@ -23,8 +24,6 @@ from torchboost.tuning.report import Candidate, Finding, Run
 from torchboost.tuning.runs import Watch
 from torchboost.tuning.training import (
     Training,
-    data_of,
-    fingerprint_of,
     looked_at,
     named_candidates,
     standard_recipes,
@@ -133,7 +132,7 @@ def test_a_candidate_gets_the_same_weights_and_batches_and_its_algorithms():
 
 
 def test_a_model_is_put_where_the_batches_go_and_into_training_mode():
-    """A factory may return it elsewhere, and in evaluation mode, as ``from_pretrained`` does: no trial is made there."""
+    """A factory may return it elsewhere, and in evaluation mode as ``from_pretrained`` does: no trial is made there."""
     places: list[torch.device] = []
 
     class Moved(nn.Sequential):
@@ -342,7 +341,7 @@ def test_a_training_that_learns_much_slower_than_the_best_is_stopped_at_a_third(
 
 
 def test_the_standard_recipes_have_the_levers_and_the_settings_of_the_levels():
-    kept, exact, left_out = try_levers(make, steps=2000, seconds=0.5, device=torch.device("cpu"))
+    kept, exact, left_out = try_levers(make, steps=2000, seconds=0.5)
     assert set(exact) <= set(kept) - {"autocast", "matmul_precision", "compile"}
     assert {*kept, *left_out} == {name for name, entry in REGISTRY.items() if entry.lever}
     assert all(left_out.values())
@@ -504,11 +503,11 @@ def test_data_are_told_apart_by_their_first_batch():
             batches = [({"x": [change(inputs)]}, targets) for inputs, targets in make(0)[3]]
             return (*make(seed)[:3], batches)
 
-        return data_of(factory)
+        return data_of(made_by(factory, 0))
 
     before = torch.get_rng_state()
     same = changed(lambda inputs: inputs)
-    assert data_of(make) == data_of(make)
+    assert data_of(made_by(make, 0)) == data_of(made_by(make, 0))
     assert torch.equal(before, torch.get_rng_state())
     ways = (lambda x: x, lambda x: x + 1e-6, lambda x: x.half(), lambda x: x.flatten(), lambda x: x * 1j)
     assert [changed(way) == same for way in ways] == [True, False, False, False, False]

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from tests.tuning.test_training import make
+from tests.tuning.test_training import Loader, make
 from torchboost import boost, tune
 from torchboost.errors import IncompatibleError
 from torchboost.tuning import tune as tuning
@@ -209,6 +209,14 @@ def test_ctrl_c_inside_the_garbage_collector_ends_a_tuning(tmp_path, fake, monke
     assert TuneReport.load(report_path(tmp_path / "boost.json")).state == "interrupted"
 
 
+class Doubled(Loader):
+    """The same model on other data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs = 2 * self.inputs
+
+
 @pytest.mark.usefixtures("fake")
 def test_a_report_of_another_tuning_is_not_continued(tmp_path, monkeypatch):
     def other(seed: int) -> Any:
@@ -227,6 +235,10 @@ def test_a_report_of_another_tuning_is_not_continued(tmp_path, monkeypatch):
     ):
         with pytest.raises(ValueError, match=said):
             tuned(out, resume=True, **changes)
+    with monkeypatch.context() as patch:  # the factory reads another file
+        patch.setattr("tests.tuning.test_training.Loader", Doubled)
+        with pytest.raises(ValueError, match="was made with other data"):
+            tuned(out, resume=True)
     assert saved.source
     with monkeypatch.context() as patch:
         patch.setattr(tuning, "source_of", lambda make: "another")

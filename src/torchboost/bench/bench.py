@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from torchboost.bench.contestants import Loop, Planner, Recipe, averaged, build_loop, version_of
+from torchboost.bench.digests import check_unchanged, data_of, fingerprint_of
 from torchboost.bench.factory import RETURNS, Epoch, Factory, check_seeds, generators_kept, one_epoch
 from torchboost.bench.schedules import without_effect
 from torchboost.bench.verdict import LEAST_PAIRS, stock_of
@@ -95,7 +96,8 @@ def run_bench(
         total_steps: Length of the run that the levels plan for, by default the length of the curves.
         device: Where to train.
         out: File of the report. Saved after the timing and after every run.
-        resume: Continue the report in ``out`` and do not repeat its measurements.
+        resume: Continue the report in ``out`` and do not repeat its measurements. If a contestant is new, or if there
+            are fewer rounds than ``pairs``, all are timed again.
         decide: Seconds for everything. Seeds are added until a sequential test has decided about the metric of every
             level, or the time is over. ``seeds`` is then ignored. Contestants that promise nothing get two seeds.
             The drops of the factory must be known.
@@ -105,7 +107,8 @@ def run_bench(
     Raises:
         IncompatibleError: The factory's schedule cannot drive the optimizer of a configuration.
         ValueError: Contestants are unknown or repeated, the report in ``out`` belongs to another measurement,
-            ``decide`` is given for a metric of unknown units, or ``epochs`` for a factory without a metric.
+            ``decide`` is given for a metric of unknown units or without stock, or ``epochs`` for a factory without a
+            metric.
         KeyboardInterrupt: Passed on. The report in ``out`` holds all complete runs.
     """
     start = time.monotonic()
@@ -116,11 +119,16 @@ def run_bench(
         raise ValueError(f"found seeds={seeds}, epochs={epochs}; neither may be negative.")
     if decide is not None and factory.drops is None:
         raise ValueError(UNITS_UNKNOWN)
+    if decide is not None and STOCK not in recipes:
+        raise ValueError(
+            f"--decide: found {list(contestants)} without stock, which every level is compared with; add it."
+        )
     tell: Progress = (lambda phase, done, total, note="": None) if progress is None else progress
     tell("data", 0, 1, factory.title)
     parts = factory.build(0)
     if epochs and parts.evaluate is None:
         raise ValueError(f"--epochs: found {epochs}, but the factory has no evaluate; needed: {RETURNS}.")
+    data, fingerprint = data_of(parts), fingerprint_of(parts)
     epoch, model = factory.measured(parts), factory.model_name or type(parts.model).__name__
     tell("data", 1, 1, factory.title)
     epochs = 0 if parts.evaluate is None else factory.epochs if epochs is None else epochs
@@ -137,6 +145,8 @@ def run_bench(
         environment=environment(device),
         contestants=[],
         source=factory.source,
+        fingerprint=fingerprint,
+        data=data,
     )
     del parts
     session = _Session(
@@ -153,7 +163,8 @@ def run_bench(
         session.take_up()
     session.check_recipes(recipes)
     names = [contestant.name for contestant in session.report.contestants]
-    if not recipes.keys() <= set(names):
+    rounds = min((len(contestant.samples) for contestant in session.report.contestants), default=0)
+    if not recipes.keys() <= set(names) or rounds < pairs:
         session.time(list(dict.fromkeys([*names, *contestants])), pairs)
         session.save()
     session.train(contestants, seeds, None if decide is None else start + decide)
@@ -220,6 +231,7 @@ class _Session:
         saved = BenchReport.load(path)
         names = ("workload", "model", "parameters", "batch", "metric_name", "epochs", "train_samples")
         check_same(path, saved, now, names, "was measured with")
+        check_unchanged(path, saved, now, lambda: self.factory.build(0))
         self.report = saved
         note = f"continued at commit {now.environment.commit or 'unknown'}"
         if saved.environment.commit != now.environment.commit and note not in saved.notes:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-import re
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from torchboost.bench.contestants import averaged
+from torchboost.bench.digests import fingerprint_of
 from torchboost.bench.factory import (
     Parts,
     check_fresh,
@@ -44,8 +43,6 @@ from torchboost.tuning.runs import Watch
 __all__ = [
     "Training",
     "boosted_by",
-    "data_of",
-    "fingerprint_of",
     "fresh",
     "looked_at",
     "named_candidates",
@@ -266,7 +263,7 @@ class TriedLevers(NamedTuple):
     reasons: dict[str, str]
 
 
-def try_levers(make: Make, *, steps: int, seconds: float, device: torch.device) -> TriedLevers:
+def try_levers(make: Make, *, steps: int, seconds: float, device: torch.device = _CPU) -> TriedLevers:
     """Make the trial of :func:`torchboost.boost`, which takes one training step.
 
     Args:
@@ -316,50 +313,6 @@ def fresh(make: Make) -> Parts:
     parts = made_by(make, 0)
     check_fresh(parts, made_by(make, 0))
     return parts
-
-
-def fingerprint_of(parts: Parts) -> str:
-    """Return a text that tells trainings apart by the optimizer's settings, the modules, the start weights and buffers.
-
-    It sees no change of the loss, the data or ``evaluate``.
-    """
-    digest = hashlib.sha256(re.sub(r"0x[0-9a-f]+", "", repr(parts.model)).encode())
-    for group in parts.optimizer.param_groups:
-        digest.update(repr(sorted((key, str(value)) for key, value in group.items() if key != "params")).encode())
-    digest.update(type(parts.optimizer).__name__.encode())
-    for tensor in (*parts.model.parameters(), *parts.model.buffers()):
-        digest.update(_size_of(tensor.detach()).encode())
-    return digest.hexdigest()[:16]
-
-
-def data_of(make: Make) -> str:
-    """Return a text that tells data apart by the first batch of seed 0: its shapes, types and sums.
-
-    Data that a factory draws at random, without the seed, differ in every call.
-
-    Raises:
-        FactoryError: There is no batch, or it is neither a pair nor a dict.
-    """
-    digest = hashlib.sha256()
-    with generators_kept():
-        batch = next(one_epoch(made_by(make, 0).batches, seed=0, epoch=0, device=torch.device("cpu")))
-    for value in _leaves(batch):
-        told = f"{value.dtype} {tuple(value.shape)} {_size_of(value)}" if isinstance(value, Tensor) else repr(value)
-        digest.update(re.sub(r"0x[0-9a-f]+", "", told).encode())
-    return digest.hexdigest()[:16]
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, (Mapping, tuple, list)):
-        for each in value.values() if isinstance(value, Mapping) else value:
-            yield from _leaves(each)
-    else:
-        yield value
-
-
-def _size_of(tensor: Tensor) -> str:
-    real = tensor.abs() if tensor.is_complex() else tensor
-    return f"{float(real.double().abs().sum()):.12e}"
 
 
 def looked_at(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from torchboost.bench.bench import check_same
+from torchboost.bench.digests import check_unchanged, data_of, fingerprint_of
 from torchboost.bench.factory import count_of, made_by, source_of
 from torchboost.bench.schedules import ABSOLUTE, LEAST_STEPS, schedule_sets_rates
 from torchboost.core.arguments import check_count, check_number, is_number, seconds_of
@@ -26,8 +27,6 @@ from torchboost.tuning.search import Search
 from torchboost.tuning.training import (
     Training,
     boosted_by,
-    data_of,
-    fingerprint_of,
     fresh,
     looked_at,
     named_candidates,
@@ -169,7 +168,7 @@ def tune(
         rate_search=rate == "search",
         environment=environment(device),
         fingerprint=fingerprint_of(parts),
-        data=data_of(make),
+        data=data_of(made_by(make, 0)),
         lr=max(float(group["lr"]) for group in parts.optimizer.param_groups),
         source=source_of(make),
         prior=[one.title for one in earlier],
@@ -235,6 +234,7 @@ class _Session:
         saved = TuneReport.load(path)
         names = ("title", "model", "parameters", "drop", "steps", "total_steps", "most_seeds", "error", "rate_search")
         check_same(path, saved, now, (*names, "fingerprint"), "was made with")
+        check_unchanged(path, saved, now, lambda: made_by(self.make, 0))
         if self.earlier:
             check_same(path, saved, now, ("prior", "fresh_seed"), "was made with")
         aside = saved.spent_seconds - sum(run.wall_seconds for run in saved.runs)
