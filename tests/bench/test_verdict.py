@@ -90,6 +90,13 @@ def test_a_configuration_is_judged_by_its_whole_runs() -> None:
     slow = [curve.model_copy(update={"seconds": [2 * s for s in curve.seconds]}) for curve in STOCK.curves]
     whole = report(STOCK, tuned.model_copy(update={"curves": slow}))
     assert headline(whole).tone == "bad"
+    # Two runs that happen to be faster show nothing: their range is not an interval of 95 %.
+    both = zip(STOCK.curves[:2], (0.9, 0.98), strict=True)
+    chance = [curve.model_copy(update={"seconds": [s * factor for s in curve.seconds]}) for curve, factor in both]
+    whole = report(STOCK, tuned.model_copy(update={"curves": chance}))
+    (said,) = [each for each in sentences(whole, "boost.json") if "whole run" in each[1]]
+    assert said[0] == "open"
+    assert headline(whole).tone == "bad"
 
 
 def test_speed_is_good_bad_or_open() -> None:
@@ -196,6 +203,10 @@ def test_a_metric_in_its_own_units_where_lower_is_better() -> None:
     assert any("cannot rule out -0.03. Allowed: 0.02." in text for _, text in texts)
     promise = "O1 promises to be no slower than stock and to lose at most 0.02: neither shown nor refuted by this run."
     assert ("open", promise) in texts
+    # "+0.1" next to a metric of which lower is better would read as worse
+    table = result_table(lower(contestant("stock", "stock", 0.05, 1.7), bits, metric="bits per character"))
+    assert "better than stock by" in table.headings
+    assert "difference to stock" not in table.headings
 
 
 def test_a_metric_of_unknown_units_is_neither_kept_nor_missed() -> None:

@@ -39,6 +39,7 @@ __all__ = [
     "kept",
     "loop_body",
     "made_by",
+    "mapped",
     "metric_of",
     "one_epoch",
     "outputs_of",
@@ -293,7 +294,7 @@ def one_epoch(batches: Iterable[Any], *, seed: int, epoch: int, device: torch.de
     empty = True
     for inputs, targets in map(_pair, _drawn_apart(batches, 1_000_003 * seed + epoch)):
         empty = False
-        yield _on_device(inputs, device), _on_device(targets, device)
+        yield mapped((inputs, targets), lambda tensor: tensor.to(device))
     if empty:
         raise FactoryError(
             f"the factory's batches gave nothing in pass {epoch + 1}; give an iterable that starts again in every "
@@ -473,14 +474,14 @@ def _pair(batch: Any) -> tuple[Any, Any]:
     )
 
 
-def _on_device(value: Any, device: torch.device | str) -> Any:
-    """Return a tensor on a device, also within lists, tuples and dicts, and any other value unchanged."""
+def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Change a tensor, or those within lists, tuples and dicts. Any other value is returned as it is."""
     if isinstance(value, Tensor):
-        return value.to(device)
+        return change(value)
     if isinstance(value, Mapping):
-        return {key: _on_device(each, device) for key, each in value.items()}
+        return {key: mapped(each, change) for key, each in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_on_device(each, device) for each in value)
+        return type(value)(mapped(each, change) for each in value)
     return value
 
 

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 from torchboost.bench.factory import ACCURACY_DROPS
 from torchboost.bench.report import wording
 from torchboost.measure.evidence import BenchReport, Contestant, Interval, Ratio
-from torchboost.measure.statistics import mean_of, paired_difference, paired_ratio
+from torchboost.measure.statistics import mean_of, mean_ratio, paired_difference
 from torchboost.sheet import percent
 
 __all__ = [
@@ -175,7 +175,7 @@ def _run_ratio(contestant: Contestant, baseline: Contestant) -> Interval | None:
     seeds = [seed for seed in ours if seed in theirs]
     if len(seeds) < 2:
         return None
-    return paired_ratio([theirs[seed] for seed in seeds], [ours[seed] for seed in seeds])
+    return mean_ratio([theirs[seed] for seed in seeds], [ours[seed] for seed in seeds])
 
 
 def _diverged(contestant: Contestant) -> bool:
