@@ -124,6 +124,9 @@ def test_notes_say_how_the_search_was_made(tmp_path, fake):
     assert plain.rate is not None
     assert fixed.rate is None
     assert any("has no validate" in note for note in plain.notes)
+    large = [note for report in (plain, tuned(drop=0.5)) for note in report.notes if "the accepted drop" in note]
+    assert len(large) == 1
+    assert "0.5, is more than a quarter of stock's metric, 0.9" in large[0]
     assert any("kept as it is, as asked" in note for note in fixed.notes)
     validated = tuned(factory=lambda seed: (*make(seed), lambda model: 0.5))
     assert not any("validate" in note for note in validated.notes)

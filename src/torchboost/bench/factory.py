@@ -324,7 +324,7 @@ def _drawn_apart(batches: Iterable[Any], number: int) -> Iterator[Any]:
 
 
 def _generators_of(batches: Any) -> list[torch.Generator]:
-    """Return the generators that a loader and its samplers hold. They go on from one run to the next."""
+    """Return the generators that a loader and its samplers hold. They continue from one run to the next."""
     groups = getattr(batches, "batch_sampler", None)
     holders = (batches, groups, getattr(batches, "sampler", None), getattr(groups, "sampler", None))
     held = [getattr(each, "generator", None) for each in holders]

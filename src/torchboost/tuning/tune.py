@@ -377,9 +377,9 @@ def _check_same_recipes(saved: list[Candidate], now: list[Candidate]) -> None:
 def _plan(report: TuneReport, recipes: int) -> str:
     """Return which runs will be made, in words."""
     return (
-        f"{recipes} recipes within {report.budget_seconds / 2:.0f} s, first stock and then by what they promise: 3 to "
-        "7 runs of half length each for its rate, up to 10 for its length; then pairs of whole runs with up to "
-        f"{report.most_seeds} fresh seeds"
+        f"{recipes} recipes that may lose {report.drop:g} of the metric, within {report.budget_seconds / 2:.0f} s, "
+        "first stock and then by what they promise: 3 to 7 runs of half length each for its rate, up to 10 for its "
+        f"length; then pairs of whole runs with up to {report.most_seeds} fresh seeds"
     )
 
 
