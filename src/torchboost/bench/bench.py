@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchboost.bench.contestants import Loop, Planner, Recipe, averaged, build_loop, version_of
 from torchboost.bench.digests import check_unchanged, data_of, fingerprint_of
-from torchboost.bench.factory import RETURNS, Epoch, Factory, check_seeds, generators_kept, one_epoch
+from torchboost.bench.factory import RETURNS, Epoch, Factory, check_seeds, one_epoch, streams_restored
 from torchboost.bench.schedules import without_effect
 from torchboost.bench.verdict import LEAST_PAIRS, stock_of
 from torchboost.config import BoostConfig
@@ -63,7 +63,7 @@ ENVIRONMENT = ("torch", "torchboost", "processor", "instructions", "device", "th
 
 
 @interrupts_kept()
-@generators_kept()
+@streams_restored()
 def run_bench(
     factory: Factory,
     *,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchboost.bench.factory import Parts, generators_kept, one_epoch
+from torchboost.bench.factory import Parts, one_epoch, streams_restored
 
 __all__ = ["check_unchanged", "data_of", "fingerprint_of"]
 
@@ -37,7 +37,7 @@ def data_of(parts: Parts) -> str:
         FactoryError: There is no batch, or it is neither a pair nor a dict.
     """
     digest = hashlib.sha256()
-    with generators_kept():
+    with streams_restored():
         batch = next(one_epoch(parts.batches, seed=0, epoch=0, device=torch.device("cpu")))
     for value in _leaves(batch):
         told = f"{value.dtype} {tuple(value.shape)} {_size_of(value)}" if isinstance(value, Tensor) else repr(value)

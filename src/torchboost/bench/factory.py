@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from torchboost.core.step import ClosureOptimizer
 from torchboost.errors import FactoryError
+from torchboost.graph.copies import generators_kept
 
 __all__ = [
     "Epoch",
@@ -35,7 +36,6 @@ __all__ = [
     "check_seeds",
     "count_of",
     "function_at",
-    "generators_kept",
     "kept",
     "loop_body",
     "made_by",
@@ -45,6 +45,7 @@ __all__ = [
     "outputs_of",
     "score_of",
     "source_of",
+    "streams_restored",
 ]
 
 SECONDS_OF_AN_EPOCH = 60.0
@@ -197,7 +198,7 @@ def made_by(make: Callable[[int], object], seed: int) -> Parts:
     Raises:
         FactoryError: The result is not what a factory returns.
     """
-    with generators_kept():
+    with streams_restored():
         _seed(seed)
         result = make(seed)
     if not isinstance(result, tuple) or not 4 <= len(result) <= 7:
@@ -251,15 +252,13 @@ def check_seeds(trainings: Iterable[tuple[int, tuple[float | None, ...]]]) -> No
 
 
 @contextlib.contextmanager
-def generators_kept() -> Iterator[None]:
+def streams_restored() -> Iterator[None]:
     """Restore the random generators of torch, NumPy and Python at the end of the block."""
-    python, numpy = random.getstate(), np.random.get_state()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    numpy, count = np.random.get_state(), torch.cuda.device_count() if torch.cuda.is_initialized() else 0
     try:
-        with torch.random.fork_rng(devices=devices):
+        with generators_kept([torch.device("cuda", number) for number in range(count)]):
             yield
     finally:
-        random.setstate(python)
         np.random.set_state(numpy)
 
 
@@ -271,7 +270,7 @@ def _seed(number: int) -> None:
 
 def kept(batches: Iterator[Any], seed: int) -> list[Any]:
     """Return the batches of a generator, which draws them from the seed when it is read."""
-    with generators_kept():
+    with streams_restored():
         _seed(_apart_from(seed))
         return list(batches)
 

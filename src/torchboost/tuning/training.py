@@ -19,13 +19,13 @@ from torchboost.bench.digests import fingerprint_of
 from torchboost.bench.factory import (
     Parts,
     check_fresh,
-    generators_kept,
     kept,
     loop_body,
     made_by,
     metric_of,
     one_epoch,
     score_of,
+    streams_restored,
 )
 from torchboost.bench.schedules import LEAST_STEPS, check_schedule, of_boosted
 from torchboost.core.algorithm import Algorithm
@@ -83,7 +83,7 @@ class Training:
         """
         started = time.perf_counter()
         forget_compiled()
-        with generators_kept(), ProcessSettings().in_force():
+        with streams_restored(), ProcessSettings().in_force():
             try:
                 with PeakMemory(self.device) as peak:
                     run = self._run(candidate, seed, watch)
@@ -274,7 +274,7 @@ def try_levers(make: Make, *, steps: int, seconds: float, device: torch.device =
     """
     parts = placed(make, 0, device)
     boosted = boost(parts.model, parts.optimizer, level="O1", total_steps=steps, calibrate=seconds)
-    with generators_kept():
+    with streams_restored():
         batches = one_epoch(parts.batches, seed=0, epoch=0, device=device)
         loop_body(parts, boosted.model, boosted.optimizer, steps)(*next(batches))
     on = {one.name: one for one in boosted.attached.algorithms}
