@@ -27,6 +27,7 @@ from options import Options, run_each
 from torch import nn
 
 from torchboost.bench.bench import check_same
+from torchboost.bench.digests import fingerprint_of
 from torchboost.bench.factory import Factory, made_by
 from torchboost.bench.report import wording
 from torchboost.bench.report.table import Table
@@ -39,7 +40,7 @@ from torchboost.tuning.race import Race
 from torchboost.tuning.report import STOCK, Candidate, Finding, TuneReport
 from torchboost.tuning.runs import Runs
 from torchboost.tuning.search import Search
-from torchboost.tuning.training import Training, fingerprint_of, try_levers
+from torchboost.tuning.training import Training, try_levers
 from torchboost.workloads.data import Images, cifar10
 from torchboost.workloads.named import Workload, find_workload
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
@@ -84,6 +85,9 @@ class Guard:
         TypeError: An argument has the wrong type.
         ValueError: An argument is out of range, or ``reference`` is not finite, shorter than a block, or only zeros.
 
+    Warns:
+        UserWarning: ``reference`` is of a longer run than this one.
+
     Example:
         >>> import torch, torchboost
         >>> model = torch.nn.Linear(4, 2)
@@ -122,6 +126,13 @@ class Guard:
         check_count("block", block, of="steps in a block")
         self._boosted, self._tolerance, self._block = boosted, tolerance, block
         self._reference = None if isinstance(reference, str) else _checked(reference, block)
+        if self._reference is not None and boosted.steps is not None and len(self._reference) > boosted.steps:
+            warnings.warn(
+                f"reference: found {len(self._reference):,} losses, and this run has {boosted.steps:,} updates; a "
+                "longer run learns later, which hides harm. Give the losses of a run of this length.",
+                UserWarning,
+                stacklevel=2,
+            )
         self._scale = 1.0 if self._reference is None else sum(map(abs, self._reference)) / len(self._reference)
         self._log = _LOG.warning if log is None else log
         self._state = _State(ChangeTest(error / 2))

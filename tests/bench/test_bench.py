@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -217,6 +218,17 @@ def test_an_interrupted_run_continues_where_it_stopped(tmp_path: Path, monkeypat
     assert joined.contestants[2].ratios[0].baseline == "stock"
 
 
+def test_more_rounds_are_timed_if_a_resumed_report_has_fewer(tmp_path: Path) -> None:
+    out, kept = tmp_path / "report.json", []
+    for pairs, rounds, few in ((2, 2, True), (6, 6, False), (3, 6, False)):
+        report = benched(None, "stock", "O1", pairs=pairs, seeds=1, out=out, resume=True)
+        assert [len(c.samples) for c in report.contestants] == [rounds] * 2
+        assert [r.pairs for r in by_name(report)["O1"].ratios] == [rounds]
+        assert (bench.FEW_ROUNDS in report.notes) is few
+        kept.append([c.curves for c in report.contestants])
+    assert kept[0] == kept[1] == kept[2]
+
+
 def test_a_report_of_something_else_is_not_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     factory, out = tiny(source="before"), tmp_path / "report.json"
     settings: dict[str, Any] = {"out": out, "epochs": 0}
@@ -226,6 +238,17 @@ def test_a_report_of_something_else_is_not_continued(tmp_path: Path, monkeypatch
         benched(factory, "stock", out=out, epochs=2, resume=True)
     with pytest.raises(ValueError, match="another version of the factory's file"):
         benched(replace(factory, source="after"), "stock", resume=True, **settings)
+
+    def remade(change: Callable[[Any], Parts]) -> Factory:
+        return replace(factory, make=lambda seed: change(factory.make(seed)))
+
+    slower = remade(lambda parts: parts._replace(optimizer=torch.optim.SGD(parts.model.parameters(), lr=0.2)))
+    doubled = remade(lambda parts: parts._replace(batches=[(2 * inputs, labels) for inputs, labels in BATCHES]))
+    varying = remade(lambda parts: parts._replace(batches=[(x * time.perf_counter(), y) for x, y in BATCHES]))
+    for other, said in ((slower, "other model or optimizer"), (doubled, r"other data \(data .*Restore what")):
+        with pytest.raises(ValueError, match=said):
+            benched(other, "stock", resume=True, **settings)
+    benched(varying, "stock", resume=True, **settings)  # no call of it has the data of another
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "OTHER")
     with pytest.raises(ValueError, match="instructions"):
         benched(factory, "stock", resume=True, **settings)
@@ -241,6 +264,7 @@ def test_contestants_are_checked_before_anything_is_built() -> None:
         (("stock", "stock"), {}, "each once"),
         ((), {}, "at least one"),
         (("stock",), {"seeds": -1}, "seeds=-1"),
+        (("hand", "O1"), {"decide": 60.0}, "--decide: found .* without stock"),
     ):
         with pytest.raises(ValueError, match=message):
             benched(factory, *names, **settings)
@@ -442,3 +466,41 @@ def test_steps_are_timed_on_the_same_batches_that_no_contestant_has_seen_before(
     assert timed[0] == timed[1]
     assert len(set(timed[0])) == 6
     assert not any(set(timed[0]) & set(seen[:-6]) for seen in stepped)
+
+
+class Noting(nn.Linear):
+    """Notes the settings of the process in each pass, and whether the algorithm is on."""
+
+    seen: ClassVar[set[tuple[bool, int, str]]] = set()
+
+    def forward(self, input: Tensor) -> Tensor:
+        on = hasattr(self, "on")
+        Noting.seen.add((on, torch.get_num_threads(), torch.get_float32_matmul_precision()))
+        return super().forward(input)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfTheProcess(Algorithm):
+    """Changes settings of the whole process, as ``threads`` and ``matmul_precision`` do."""
+
+    name: ClassVar[str] = "of_the_process"
+
+    def attach(self, target: Target) -> Attachment:
+        target.model.on = True  # pyright: ignore[reportArgumentType]
+        torch.set_num_threads(2)
+        torch.set_float32_matmul_precision("high")
+        return Attachment()
+
+
+def test_a_contestant_that_changes_the_whole_process_changes_nothing_for_the_others():
+    Noting.seen.clear()
+
+    def make(seed: int) -> Parts:
+        model = Noting(2, 4)
+        batches = [(torch.randn(4, 2), torch.arange(4))] * 2
+        return Parts(model, sgd(model), F.cross_entropy, batches, lambda model: float(model(batches[0][0])[0, 0]))
+
+    factory = Factory(make=make, name="noting", title="noting")
+    benched(factory, "O1", "stock", pairs=4, seeds=2, planner=planner_of(OfTheProcess()))
+    assert Noting.seen == {(False, 1, "highest"), (True, 2, "high")}
+    assert (torch.get_num_threads(), torch.get_float32_matmul_precision()) == (1, "highest")

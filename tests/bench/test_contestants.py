@@ -81,6 +81,27 @@ def test_the_hand_loop_computes_the_same_and_in_bfloat16_only_where_that_is_fast
     torch.testing.assert_close(weights("hand"), weights("stock"), rtol=1e-3, atol=1e-5)
 
 
+def test_the_hand_loop_takes_every_form_of_inputs_with_convolutions() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = network()
+
+        def forward(self, images: Tensor, scale: Tensor) -> Tensor:
+            seen.append(images.is_contiguous(memory_format=torch.channels_last))
+            return self.layers(images) * scale[:, None]
+
+    def make(seed: int) -> Parts:
+        model = Named()
+        images, labels = BATCHES[0]
+        return Parts(model, sgd(model), F.cross_entropy, [({"images": images, "scale": torch.ones(8)}, labels)])
+
+    seen: list[bool] = []
+    loop = build_loop(Recipe.parse("hand"), replace(tiny(), make=make), seed=1, steps=8)
+    loop.step(*loop.parts.batches[0])  # pyright: ignore[reportIndexIssue]
+    assert seen == [True]
+
+
 def test_the_hand_loop_keeps_the_groups_of_the_user_and_is_fused_where_that_exists() -> None:
     for kind, fused in ((torch.optim.SGD, True), (torch.optim.Rprop, False)):
 

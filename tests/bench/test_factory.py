@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import random
 import sys
 import textwrap
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +17,17 @@ from torchboost import Target
 from torchboost.algorithms import DimReduction
 from torchboost.bench import factory as module
 from torchboost.bench.contestants import Recipe, build_loop
-from torchboost.bench.factory import Epoch, Factory, function_at, loop_body, metric_of, one_epoch, score_of, source_of
+from torchboost.bench.factory import (
+    Epoch,
+    Factory,
+    function_at,
+    loop_body,
+    made_by,
+    metric_of,
+    one_epoch,
+    score_of,
+    source_of,
+)
 from torchboost.core import attach_all
 from torchboost.errors import FactoryError
 
@@ -182,6 +195,63 @@ def test_the_batches_of_a_generator_are_there_in_every_epoch(at):
     assert [len(list(one_epoch(batches, seed=0, epoch=e, device=CPU))) for e in range(3)] == [4, 4, 4]
     with pytest.raises(FactoryError, match="gave nothing in pass 2"):
         list(one_epoch(iter([]), seed=0, epoch=1, device=CPU))
+
+
+def lines_of(batches: Any, epoch: int = 0, *, draws: int = 0) -> list[list[float]]:
+    """The inputs of an epoch, if the model draws random numbers between two batches."""
+    lines = []
+    for inputs, _ in one_epoch(batches, seed=1, epoch=epoch, device=CPU):
+        lines.append(inputs.flatten().tolist())
+        torch.rand(draws)
+    return lines
+
+
+class Augmented(torch.utils.data.Dataset[Any]):
+    """Samples that draw from all generators when they are read."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([index, torch.rand(()), random.random(), np.random.rand()]), 0
+
+
+def test_every_contestant_gets_the_same_batches():
+    """Whatever was drawn before, and whatever the model draws meanwhile."""
+    own = torch.Generator()
+    loader = functools.partial(torch.utils.data.DataLoader, Augmented(), batch_size=2)
+    for batches in (
+        loader(shuffle=True),
+        loader(shuffle=True, generator=own),
+        loader(sampler=torch.utils.data.RandomSampler(range(6), generator=own)),
+        loader(shuffle=True, num_workers=1),
+    ):
+        first = lines_of(batches)
+        assert lines_of(batches, draws=3) == first
+        assert lines_of(batches, epoch=1) != first
+
+
+def test_a_generator_draws_its_batches_from_the_seed():
+    def make(seed: int) -> Any:
+        model = torch.nn.Linear(4, 2)
+        batches = ((torch.rand(2, 4) + random.random() + np.random.rand(), torch.tensor([0, 1])) for _ in range(3))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1), torch.nn.functional.cross_entropy, batches
+
+    factory = Factory(make=make, name="drawn", title="drawn")
+    first, again, other = (torch.stack([x for x, _ in factory.build(seed).batches]) for seed in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_the_weights_depend_on_the_seed_alone():
+    def make(seed: int) -> Any:
+        model = torch.nn.Linear(2, 2)
+        torch.nn.init.constant_(model.weight, random.random() + np.random.rand())
+        return model, torch.optim.SGD(model.parameters(), lr=0.1), torch.nn.functional.mse_loss, []
+
+    first, again, other = (made_by(make, seed).model.weight for seed in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
 
 
 def test_what_does_not_fit_is_named(at):

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.reports import contestant, report, winning_report
 from torchboost.bench.report.table import result_table
-from torchboost.bench.verdict import headline, summarise, target_of, verdicts
+from torchboost.bench.verdict import NO_STOCK, headline, summarise, target_of, verdicts
 from torchboost.measure.evidence import BenchReport, Contestant, Interval, Quality, Ratio
 
 STOCK = contestant("stock", "stock", 0.05)
@@ -70,6 +70,13 @@ def test_the_headline_names_the_fastest_that_keeps_its_metric_and_admits_what_is
     assert "turned on the same" not in headline(winning_report()).text
 
 
+def test_without_the_stock_loop_the_headline_does_not_say_that_nothing_pays() -> None:
+    hand = contestant("hand", "hand", 0.04)
+    fast = contestant("O1", "level", 0.02, hand=("hand", 0.04))
+    assert headline(report(hand, fast)) == ("open", NO_STOCK)
+    assert headline(report(hand, STOCK)).text == "Nothing measured here is worth turning on."
+
+
 def test_a_configuration_is_judged_by_its_whole_runs() -> None:
     """Its steps are slower than those of stock. It needs fewer of them."""
     tuned = contestant("boost.json", "config", 0.06, 0.97, stock=0.05, hand=("hand", 0.04))
@@ -82,6 +89,13 @@ def test_a_configuration_is_judged_by_its_whole_runs() -> None:
     assert not any("promises" in text for _, text in said)
     slow = [curve.model_copy(update={"seconds": [2 * s for s in curve.seconds]}) for curve in STOCK.curves]
     whole = report(STOCK, tuned.model_copy(update={"curves": slow}))
+    assert headline(whole).tone == "bad"
+    # Two runs that happen to be faster show nothing: their range is not an interval of 95 %.
+    both = zip(STOCK.curves[:2], (0.9, 0.98), strict=True)
+    chance = [curve.model_copy(update={"seconds": [s * factor for s in curve.seconds]}) for curve, factor in both]
+    whole = report(STOCK, tuned.model_copy(update={"curves": chance}))
+    (said,) = [each for each in sentences(whole, "boost.json") if "whole run" in each[1]]
+    assert said[0] == "open"
     assert headline(whole).tone == "bad"
 
 
@@ -189,6 +203,10 @@ def test_a_metric_in_its_own_units_where_lower_is_better() -> None:
     assert any("cannot rule out -0.03. Allowed: 0.02." in text for _, text in texts)
     promise = "O1 promises to be no slower than stock and to lose at most 0.02: neither shown nor refuted by this run."
     assert ("open", promise) in texts
+    # "+0.1" next to a metric of which lower is better would read as worse
+    table = result_table(lower(contestant("stock", "stock", 0.05, 1.7), bits, metric="bits per character"))
+    assert "better than stock by" in table.headings
+    assert "difference to stock" not in table.headings
 
 
 def test_a_metric_of_unknown_units_is_neither_kept_nor_missed() -> None:

@@ -65,6 +65,7 @@ def test_defaults_and_what_is_written(pretend, tmp_path):
     result = run("text", "--train-limit", "40", "--json", "--no-html", "--out", str(other))
     found = json.loads(result.stdout)  # alone on standard output
     assert (found["html"], found["report"]) == (None, str(other / "report.json"))
+    assert found["notes"] == winning_report().notes
     assert [path.name for path in other.iterdir()] == ["report.json"]
     assert asked[1]["factory"].name == "text-gpt"
 
@@ -79,12 +80,17 @@ def test_errors_before_anything_runs(tmp_path):
         ("none.py:make", "--data", "x"): "builds model and data",
         ("digits", "--decide", "5x"): "--decide: found '5x'",
         ("digits", "--accuracy"): "--accuracy: leave it out",
+        ("digits", "--train-limit", "10"): "found 10 training samples, and a batch has 64; raise --train-limit",
+        ("digits", "--contestants", "hand,O1", "--decide", "60s"): "without stock",
     }.items():
         result = run(*words, "--out", str(tmp_path))
         assert result.exit_code == 1
         assert result.stderr.startswith("Error: ")
         assert said in result.stderr
         assert "Traceback" not in result.output
+    (tmp_path / "file").touch()
+    result = run("digits", "--out", str(tmp_path / "file"))
+    assert (result.exit_code, "a file; give a folder" in result.stderr) == (1, True)
     (tmp_path / "report.json").write_text('{"format": 1, "tit')
     result = run("digits", "--out", str(tmp_path), "--resume", "--pairs", "1")
     assert result.exit_code == 1

@@ -35,6 +35,7 @@ def drawn(draw: np.random.Generator, seeds: int, drop: float) -> Goal:
         return Goal(draw.standard_normal(seeds).tolist(), drop=drop)
 
 
+@pytest.mark.filterwarnings("ignore:metric. the first evaluation")  # by chance
 @pytest.mark.parametrize("seeds", [3, 8])
 def test_a_run_that_never_gets_there_hardly_ever_ends(seeds: int):
     """Its level stays at stock minus the drop, where a single comparison per evaluation would soon be wrong."""
@@ -63,6 +64,7 @@ def test_a_run_that_gets_there_ends_soon_and_not_before():
         assert not any(place is not None and place < crossed for place in ended)
 
 
+@pytest.mark.filterwarnings("ignore:metric. the first evaluation")
 def test_a_dip_or_an_early_outlier_does_not_blind_the_goal():
     noise = 0.0005 * np.random.default_rng(0).standard_normal(100)
     for before in ([0.92] * 3 + [0.6] * 20, [0.95, 0.1], [1e160, 1e160, 0.1]):
@@ -185,3 +187,16 @@ def test_a_metric_that_is_not_finite_discards_the_evidence():
     assert late is not None
     assert late >= 2 * place - 1
     assert end(Goal(FINALS, drop=0.005), [math.inf] * 60) is None
+
+
+def test_other_units_and_the_wrong_direction_are_said_at_the_first_evaluation():
+    """Both would end a run that has learned nothing after eight evaluations."""
+    for like, first, lower in ((FINALS, 10.0, False), ([0.31, 0.3, 0.32], 2.3, False), ([31.0, 30.0, 32.0], 0.9, True)):
+        goal = Goal(like, drop=0.1 * like[0], higher_is_better=not lower)
+        with pytest.warns(UserWarning, match=r"is far (higher|lower), and so better, than all finals.*give both"):
+            goal.update(first)
+        goal.update(first)  # once
+    goal = Goal(FINALS, drop=0.005)
+    goal.update(0.1)
+    goal.update(0.99)
+    Goal(FINALS, drop=0.005).update(0.917)  # a run that goes on from a good one

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchboost import boost
+from torchboost.bench.digests import data_of, fingerprint_of
 from torchboost.bench.factory import made_by
 from torchboost.errors import ConfigError
 from torchboost.measure.machine import PeakMemory
@@ -23,8 +24,6 @@ from torchboost.tuning.report import Candidate, Finding, Run
 from torchboost.tuning.runs import Watch
 from torchboost.tuning.training import (
     Training,
-    data_of,
-    fingerprint_of,
     looked_at,
     named_candidates,
     standard_recipes,
@@ -130,6 +129,55 @@ def test_a_candidate_gets_the_same_weights_and_batches_and_its_algorithms():
     assert not stock[0].weight.is_contiguous(memory_format=torch.channels_last)
     assert memory[0].weight.is_contiguous(memory_format=torch.channels_last)
     torch.testing.assert_close(stock[0].weight, memory[0].weight, rtol=1e-3, atol=1e-4)
+
+
+def test_a_model_is_put_where_the_batches_go_and_into_training_mode():
+    """A factory may return it elsewhere, and in evaluation mode as ``from_pretrained`` does: no trial is made there."""
+    places: list[torch.device] = []
+
+    class Moved(nn.Sequential):
+        def to(self, device: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+            places.append(device)
+            return super().to(device)
+
+    def elsewhere(seed: int) -> Any:
+        plain, _, *rest = make(seed)
+        moved.append(Moved(*plain).eval())
+        return moved[-1], torch.optim.SGD(moved[-1].parameters(), lr=0.05), *rest
+
+    moved: list[nn.Module] = []
+    device = torch.device("cpu")
+    reasons = try_levers(elsewhere, steps=2000, seconds=0.5, device=device).reasons
+    assert not [reason for reason in reasons.values() if "no training call of the model was seen" in reason]
+    looked_at([STOCK], elsewhere, STEPS, device=device)
+    trained(elsewhere)
+    assert places == [device] * 3
+    assert all(model.training for model in moved)
+
+
+def test_a_generator_draws_its_batches_from_the_seed():
+    drawn: list[Tensor] = []
+
+    def draw() -> Any:
+        for _ in range(3):
+            drawn.append(torch.rand(8, 4))
+            yield drawn[-1], torch.arange(8) % 2
+
+    def lazy(seed: int) -> Any:
+        model = nn.Linear(4, 2)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, draw(), lambda model: 0.5
+
+    for seed in (1, 1, 2):
+        trained(lazy, STOCK, seed, steps=3)
+        torch.rand(1)  # the runs do not depend on what the program draws
+    assert torch.equal(torch.stack(drawn[:3]), torch.stack(drawn[3:6]))
+    assert not torch.equal(torch.stack(drawn[:3]), torch.stack(drawn[6:]))
+
+
+def test_a_candidate_that_changes_the_whole_process_changes_nothing_for_the_runs_after_it():
+    before = torch.get_num_threads()
+    run = trained(make, Candidate(name="threads", extra={"threads": {"count": before + 1}}))
+    assert (run.failure, torch.get_num_threads()) == ("", before)
 
 
 def test_a_training_that_diverges_or_takes_too_long_ends_early_with_nan():
@@ -455,11 +503,11 @@ def test_data_are_told_apart_by_their_first_batch():
             batches = [({"x": [change(inputs)]}, targets) for inputs, targets in make(0)[3]]
             return (*make(seed)[:3], batches)
 
-        return data_of(factory)
+        return data_of(made_by(factory, 0))
 
     before = torch.get_rng_state()
     same = changed(lambda inputs: inputs)
-    assert data_of(make) == data_of(make)
+    assert data_of(made_by(make, 0)) == data_of(made_by(make, 0))
     assert torch.equal(before, torch.get_rng_state())
     ways = (lambda x: x, lambda x: x + 1e-6, lambda x: x.half(), lambda x: x.flatten(), lambda x: x * 1j)
     assert [changed(way) == same for way in ways] == [True, False, False, False, False]

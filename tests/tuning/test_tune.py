@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from tests.tuning.test_training import make
+from tests.tuning.test_training import Loader, make
 from torchboost import boost, tune
 from torchboost.errors import IncompatibleError
 from torchboost.registry import LEVELS
@@ -126,6 +126,9 @@ def test_notes_say_how_the_search_was_made(tmp_path, fake):
     assert plain.rate is not None
     assert fixed.rate is None
     assert any("has no validate" in note for note in plain.notes)
+    large = [note for report in (plain, tuned(drop=0.5)) for note in report.notes if "the accepted drop" in note]
+    assert len(large) == 1
+    assert "0.5, is more than a quarter of stock's metric, 0.9" in large[0]
     assert any("kept as it is, as asked" in note for note in fixed.notes)
     validated = tuned(factory=lambda seed: (*make(seed), lambda model: 0.5))
     assert not any("validate" in note for note in validated.notes)
@@ -243,6 +246,14 @@ def test_ctrl_c_inside_the_garbage_collector_ends_a_tuning(tmp_path, fake, monke
     assert TuneReport.load(report_path(tmp_path / "boost.json")).state == "interrupted"
 
 
+class Doubled(Loader):
+    """The same model on other data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs = 2 * self.inputs
+
+
 @pytest.mark.usefixtures("fake")
 def test_a_report_of_another_tuning_is_not_continued(tmp_path, monkeypatch):
     def other(seed: int) -> Any:
@@ -261,6 +272,10 @@ def test_a_report_of_another_tuning_is_not_continued(tmp_path, monkeypatch):
     ):
         with pytest.raises(ValueError, match=said):
             tuned(out, resume=True, **changes)
+    with monkeypatch.context() as patch:  # the factory reads another file
+        patch.setattr("tests.tuning.test_training.Loader", Doubled)
+        with pytest.raises(ValueError, match="was made with other data"):
+            tuned(out, resume=True)
     assert saved.source
     with monkeypatch.context() as patch:
         patch.setattr(tuning, "source_of", lambda make: "another")

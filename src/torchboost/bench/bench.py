@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from torchboost.bench.contestants import Loop, Planner, Recipe, averaged, build_loop, version_of
-from torchboost.bench.factory import RETURNS, Epoch, Factory, check_seeds, one_epoch
+from torchboost.bench.digests import check_unchanged, data_of, fingerprint_of
+from torchboost.bench.factory import RETURNS, Epoch, Factory, check_seeds, one_epoch, streams_restored
 from torchboost.bench.schedules import without_effect
 from torchboost.bench.verdict import LEAST_PAIRS, stock_of
 from torchboost.config import BoostConfig
 from torchboost.core.forward import tensors_in
+from torchboost.core.hardware import ProcessSettings
 from torchboost.errors import IncompatibleError
 from torchboost.measure.evidence import AlgorithmRow, BenchReport, Contestant, Curve, Quality
 from torchboost.measure.machine import PeakMemory
@@ -61,6 +63,7 @@ ENVIRONMENT = ("torch", "torchboost", "processor", "instructions", "device", "th
 
 
 @interrupts_kept()
+@streams_restored()
 def run_bench(
     factory: Factory,
     *,
@@ -93,7 +96,8 @@ def run_bench(
         total_steps: Length of the run that the levels plan for, by default the length of the curves.
         device: Where to train.
         out: File of the report. Saved after the timing and after every run.
-        resume: Continue the report in ``out`` and do not repeat its measurements.
+        resume: Continue the report in ``out`` and do not repeat its measurements. If a contestant is new, or if there
+            are fewer rounds than ``pairs``, all are timed again.
         decide: Seconds for everything. Seeds are added until a sequential test has decided about the metric of every
             level, or the time is over. ``seeds`` is then ignored. Contestants that promise nothing get two seeds.
             The drops of the factory must be known.
@@ -103,7 +107,8 @@ def run_bench(
     Raises:
         IncompatibleError: The factory's schedule cannot drive the optimizer of a configuration.
         ValueError: Contestants are unknown or repeated, the report in ``out`` belongs to another measurement,
-            ``decide`` is given for a metric of unknown units, or ``epochs`` for a factory without a metric.
+            ``decide`` is given for a metric of unknown units or without stock, or ``epochs`` for a factory without a
+            metric.
         KeyboardInterrupt: Passed on. The report in ``out`` holds all complete runs.
     """
     start = time.monotonic()
@@ -114,11 +119,16 @@ def run_bench(
         raise ValueError(f"found seeds={seeds}, epochs={epochs}; neither may be negative.")
     if decide is not None and factory.drops is None:
         raise ValueError(UNITS_UNKNOWN)
+    if decide is not None and STOCK not in recipes:
+        raise ValueError(
+            f"--decide: found {list(contestants)} without stock, which every level is compared with; add it."
+        )
     tell: Progress = (lambda phase, done, total, note="": None) if progress is None else progress
     tell("data", 0, 1, factory.title)
     parts = factory.build(0)
     if epochs and parts.evaluate is None:
         raise ValueError(f"--epochs: found {epochs}, but the factory has no evaluate; needed: {RETURNS}.")
+    data, fingerprint = data_of(parts), fingerprint_of(parts)
     epoch, model = factory.measured(parts), factory.model_name or type(parts.model).__name__
     tell("data", 1, 1, factory.title)
     epochs = 0 if parts.evaluate is None else factory.epochs if epochs is None else epochs
@@ -135,6 +145,8 @@ def run_bench(
         environment=environment(device),
         contestants=[],
         source=factory.source,
+        fingerprint=fingerprint,
+        data=data,
     )
     del parts
     session = _Session(
@@ -151,7 +163,8 @@ def run_bench(
         session.take_up()
     session.check_recipes(recipes)
     names = [contestant.name for contestant in session.report.contestants]
-    if not recipes.keys() <= set(names):
+    rounds = min((len(contestant.samples) for contestant in session.report.contestants), default=0)
+    if not recipes.keys() <= set(names) or rounds < pairs:
         session.time(list(dict.fromkeys([*names, *contestants])), pairs)
         session.save()
     session.train(contestants, seeds, None if decide is None else start + decide)
@@ -218,6 +231,7 @@ class _Session:
         saved = BenchReport.load(path)
         names = ("workload", "model", "parameters", "batch", "metric_name", "epochs", "train_samples")
         check_same(path, saved, now, names, "was measured with")
+        check_unchanged(path, saved, now, lambda: self.factory.build(0))
         self.report = saved
         note = f"continued at commit {now.environment.commit or 'unknown'}"
         if saved.environment.commit != now.environment.commit and note not in saved.notes:
@@ -227,7 +241,10 @@ class _Session:
         """Put new step times of all ``names`` into the report. Its curves are kept."""
         for known in self.report.contestants:
             self.check_version(known)
-        loops = {name: self.loop(name, 0, TIMING_SCHEDULE) for name in names}
+        settings, loops = {name: ProcessSettings() for name in names}, dict[str, Loop]()
+        for name in names:
+            with settings[name].in_force():
+                loops[name] = self.loop(name, 0, TIMING_SCHEDULE)
         every = itertools.chain.from_iterable(self.batches(loops[names[0]], 0, epoch) for epoch in itertools.count())
         warm, timed = list(itertools.islice(every, WARM_BATCHES)), _taken(every, pairs)
         other = next((batch for batch in timed if _shapes(batch) != _shapes(warm[0])), None)
@@ -239,6 +256,7 @@ class _Session:
         comparison = compare(
             steps["warm"],
             timed=steps["timed"],
+            around={name: kept.in_force for name, kept in settings.items()},
             baselines=[name for name in names if Recipe.parse(name).kind in ("stock", "hand")],
             pairs=pairs,
             clock=Clock.of(self.device),
@@ -320,7 +338,7 @@ class _Session:
         self.check_version(contestant)
         curve, clock = Curve(seed=seed, epochs=[], seconds=[], train_loss=[], metric=[]), Clock.of(self.device)
         losses: list[Tensor] = []
-        with PeakMemory(self.device) as peak:
+        with ProcessSettings().in_force(), PeakMemory(self.device) as peak:
             start, trained = clock(), 0.0
             loop = self.loop(name, seed, self.report.epochs * self.epoch.steps)
             setup = clock() - start

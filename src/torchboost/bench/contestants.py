@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchboost.algorithms.grad_accumulation import GradAccumulation
-from torchboost.bench.factory import Factory, Parts, loop_body
+from torchboost.bench.factory import Factory, Parts, loop_body, mapped
 from torchboost.bench.schedules import LEAST_STEPS, of_boosted
 from torchboost.config import BoostConfig
 from torchboost.core.algorithm import Target
@@ -233,7 +233,7 @@ def build_loop(
 
     def by_hand_body(inputs: Any, targets: Any) -> Tensor:
         inputs = inputs if shorten is None else shorten(inputs)
-        return body(inputs.contiguous(memory_format=torch.channels_last) if channels_last else inputs, targets)
+        return body(mapped(inputs, _channels_last) if channels_last else inputs, targets)
 
     options = {
         "batches padded to their longest sequence": shorten is not None,
@@ -244,6 +244,10 @@ def build_loop(
     done += [name for name, on in options.items() if on]
     step = by_hand_body if channels_last or shorten is not None else body
     return Loop(parts=parts, step=step, steps=steps, predict=target.model, by_hand=done, boosted=plan)
+
+
+def _channels_last(tensor: Tensor) -> Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
 
 
 def version_of(name: str) -> str:

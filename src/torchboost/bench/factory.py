@@ -8,6 +8,7 @@ import hashlib
 import importlib.util
 import inspect
 import math
+import random
 import re
 import sys
 import time
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -24,6 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from torchboost.core.step import ClosureOptimizer
 from torchboost.errors import FactoryError
+from torchboost.graph.copies import generators_kept
 
 __all__ = [
     "Epoch",
@@ -33,13 +36,16 @@ __all__ = [
     "check_seeds",
     "count_of",
     "function_at",
+    "kept",
     "loop_body",
     "made_by",
+    "mapped",
     "metric_of",
     "one_epoch",
     "outputs_of",
     "score_of",
     "source_of",
+    "streams_restored",
 ]
 
 SECONDS_OF_AN_EPOCH = 60.0
@@ -155,7 +161,7 @@ class Factory:
         check_fresh(parts, *self._last)
         self._last[:] = [parts]
         if isinstance(parts.batches, Iterator):
-            parts = parts._replace(batches=list(_ending(parts.batches, MOST_KEPT)))
+            parts = parts._replace(batches=kept(_ending(parts.batches, MOST_KEPT), seed))
         return parts
 
     def measured(self, parts: Parts) -> Epoch:
@@ -187,13 +193,13 @@ class Factory:
 
 
 def made_by(make: Callable[[int], object], seed: int) -> Parts:
-    """Call a factory with torch's generator seeded, and check what it returns.
+    """Call a factory with the generators of torch, NumPy and Python seeded, and check what it returns.
 
     Raises:
         FactoryError: The result is not what a factory returns.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with streams_restored():
+        _seed(seed)
         result = make(seed)
     if not isinstance(result, tuple) or not 4 <= len(result) <= 7:
         what = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
@@ -245,24 +251,83 @@ def check_seeds(trainings: Iterable[tuple[int, tuple[float | None, ...]]]) -> No
             )
 
 
-def one_epoch(batches: Iterable[Any], *, seed: int, epoch: int, device: torch.device) -> Iterator[tuple[Any, Any]]:
-    """Yield the pairs of an epoch on a device, in an order that depends on seed and epoch alone.
+@contextlib.contextmanager
+def streams_restored() -> Iterator[None]:
+    """Restore the random generators of torch, NumPy and Python at the end of the block."""
+    numpy, count = np.random.get_state(), torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+    try:
+        with generators_kept([torch.device("cuda", number) for number in range(count)]):
+            yield
+    finally:
+        np.random.set_state(numpy)
 
-    A shuffling loader draws its order from torch's global generator, which is therefore seeded.
+
+def _seed(number: int) -> None:
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number % 2**32)
+
+
+def kept(batches: Iterator[Any], seed: int) -> list[Any]:
+    """Return the batches of a generator, which draws them from the seed when it is read."""
+    with streams_restored():
+        _seed(_apart_from(seed))
+        return list(batches)
+
+
+def _apart_from(number: int) -> int:
+    """Return the seed of a stream of numbers other than that of ``number``, which weights or dropout are drawn from."""
+    return -1 - number
+
+
+def one_epoch(batches: Iterable[Any], *, seed: int, epoch: int, device: torch.device) -> Iterator[tuple[Any, Any]]:
+    """Yield the pairs of an epoch on a device, which depend on seed and epoch alone.
+
+    A loader draws its order, and its samples draw their augmentation, from the global generators of torch, NumPy and
+    Python, or from a generator of the loader. All of them are therefore seeded. What a model draws from torch's
+    generator between two batches does not change the next one.
 
     Raises:
         FactoryError: The loader yields no batch, or one is neither a pair nor a dict.
     """
-    torch.manual_seed(1_000_003 * seed + epoch)
     empty = True
-    for inputs, targets in map(_pair, batches):
+    for inputs, targets in map(_pair, _drawn_apart(batches, 1_000_003 * seed + epoch)):
         empty = False
-        yield _on_device(inputs, device), _on_device(targets, device)
+        yield mapped((inputs, targets), lambda tensor: tensor.to(device))
     if empty:
         raise FactoryError(
             f"the factory's batches gave nothing in pass {epoch + 1}; give an iterable that starts again in every "
             "pass, such as a list or a DataLoader."
         )
+
+
+def _drawn_apart(batches: Iterable[Any], number: int) -> Iterator[Any]:
+    _seed(number)
+    for generator in _generators_of(batches):
+        generator.manual_seed(number)
+    iterator, own, first = iter(batches), torch.Generator().manual_seed(_apart_from(number)).get_state(), True
+    while True:
+        meanwhile = torch.get_rng_state()
+        if not first:
+            torch.set_rng_state(own)
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            return
+        finally:
+            if not first:
+                own = torch.get_rng_state()
+                torch.set_rng_state(meanwhile)
+        first = False
+        yield batch
+
+
+def _generators_of(batches: Any) -> list[torch.Generator]:
+    """Return the generators that a loader and its samplers hold. They continue from one run to the next."""
+    groups = getattr(batches, "batch_sampler", None)
+    holders = (batches, groups, getattr(batches, "sampler", None), getattr(groups, "sampler", None))
+    held = [getattr(each, "generator", None) for each in holders]
+    return [generator for generator in held if isinstance(generator, torch.Generator)]
 
 
 def count_of(batches: Iterable[Any], seconds: float) -> int:
@@ -408,14 +473,14 @@ def _pair(batch: Any) -> tuple[Any, Any]:
     )
 
 
-def _on_device(value: Any, device: torch.device | str) -> Any:
-    """Return a tensor on a device, also within lists, tuples and dicts, and any other value unchanged."""
+def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Change a tensor, or those within lists, tuples and dicts. Any other value is returned as it is."""
     if isinstance(value, Tensor):
-        return value.to(device)
+        return change(value)
     if isinstance(value, Mapping):
-        return {key: _on_device(each, device) for key, each in value.items()}
+        return {key: mapped(each, change) for key, each in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_on_device(each, device) for each in value)
+        return type(value)(mapped(each, change) for each in value)
     return value
 
 

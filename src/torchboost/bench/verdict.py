@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 from torchboost.bench.factory import ACCURACY_DROPS
 from torchboost.bench.report import wording
 from torchboost.measure.evidence import BenchReport, Contestant, Interval, Ratio
-from torchboost.measure.statistics import mean_of, paired_difference, paired_ratio
+from torchboost.measure.statistics import mean_of, mean_ratio, paired_difference
 from torchboost.sheet import percent
 
 __all__ = [
@@ -44,6 +44,8 @@ LEAST_PAIRS = 6
 
 BEHIND_HAND = 0.05
 """How much slower than the best loop by hand the levels may be."""
+
+NO_STOCK = "The stock loop was not measured, so no gain is known: add stock to --contestants."
 
 COARSE = 0.2
 """A headline gives both ends of a ratio if its interval is wider than this share of the ratio."""
@@ -173,7 +175,7 @@ def _run_ratio(contestant: Contestant, baseline: Contestant) -> Interval | None:
     seeds = [seed for seed in ours if seed in theirs]
     if len(seeds) < 2:
         return None
-    return paired_ratio([theirs[seed] for seed in seeds], [ours[seed] for seed in seeds])
+    return mean_ratio([theirs[seed] for seed in seeds], [ours[seed] for seed in seeds])
 
 
 def _diverged(contestant: Contestant) -> bool:
@@ -357,8 +359,10 @@ def headline(report: BenchReport) -> Sentence:
     """Return the headline.
 
     Of the contestants that are measurably faster, it names the fastest that kept its metric, otherwise the fastest
-    whose metric is undecided. If there is none, it says that nothing paid.
+    whose metric is undecided. If there is none, it says that nothing paid, or that nothing was compared with stock.
     """
+    if stock_of(report) is None:
+        return Sentence("open", NO_STOCK)
     share, metric = wording.is_share(report), report.metric_name
     paying: dict[Tone, list[Summary]] = {"good": [], "open": [], "bad": []}
     for summary in summarise(report):

@@ -140,7 +140,16 @@ def bench(
     from torchboost.bench.bench import run_bench
     from torchboost.bench.contestants import Recipe
     from torchboost.bench.report.page import bench_page, write_page
-    from torchboost.cli.shared import Display, answer_only, chosen, loaded, show, usable_device, user_errors
+    from torchboost.cli.shared import (
+        Display,
+        answer_only,
+        chosen,
+        loaded,
+        show,
+        usable_device,
+        usable_folder,
+        user_errors,
+    )
     from torchboost.core.arguments import seconds_of
     from torchboost.measure.evidence import BenchReport
 
@@ -160,6 +169,7 @@ def bench(
                     f"--out: {path} exists; continue it with --resume, overwrite it with --force, or choose "
                     "another folder."
                 )
+            usable_folder(out)
             report = run_bench(
                 loaded(choice, data, train_limit, place),
                 contestants=names,

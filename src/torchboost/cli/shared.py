@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import sysconfig
 import traceback
@@ -50,6 +51,7 @@ __all__ = [
     "show",
     "summary_of",
     "usable_device",
+    "usable_folder",
     "user_errors",
 ]
 
@@ -81,6 +83,15 @@ def usable_device(device: str) -> torch.device:
     if fault is not None:
         raise ValueError(f"--device: {device!r} cannot be used here: {fault}")
     return place
+
+
+def usable_folder(folder: Path) -> None:
+    """Create a folder for reports, or raise ``ValueError`` unless files can be written there."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--out: found {folder}, a file; give a folder.")
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"--out: {folder} cannot be written to; choose another folder.")
 
 
 def names_file(source: str) -> bool:
@@ -306,7 +317,7 @@ def summary_of(report: BenchReport | TuneReport) -> dict[str, Any]:
     if isinstance(report, TuneReport):
         return {"headline": answer(report), **report.model_dump(mode="json")}
     sentences = {name: [sentence._asdict() for sentence in group] for name, group in verdicts(report).items()}
-    return {"title": report.title, "headline": headline(report).text, "verdicts": sentences}
+    return {"title": report.title, "headline": headline(report).text, "verdicts": sentences, "notes": report.notes}
 
 
 class Display:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from torchboost.measure.machine import PAYS, Kind, half_speed
 
 __all__ = [
     "HalfPrecision",
+    "ProcessSettings",
     "cpu_quota",
     "device_fault",
     "half_precision",
@@ -108,6 +111,49 @@ def matmul_backends() -> dict[str, Any]:
     """Return the holders of the precision of float32 matrix products, by their names in ``torch.backends``."""
     mkldnn: Any = torch.backends.mkldnn
     return {"cuda.matmul": torch.backends.cuda.matmul, "mkldnn.matmul": mkldnn.matmul}
+
+
+class ProcessSettings:
+    """Settings of torch that hold for the whole process, kept for one of several trainings that share it.
+
+    These are the number of CPU threads and the precision of float32 matrix products. Switches such as ``threads``
+    change them, and the other trainings would follow.
+    """
+
+    def __init__(self) -> None:
+        self._kept = _settings()
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Set them for the block, keep what it changes, and restore at its end what was set before it."""
+        before = _settings()
+        _set(self._kept)
+        try:
+            yield
+        finally:
+            self._kept = _settings()
+            _set(before)
+
+
+def _settings() -> tuple[int, str | None, dict[str, str]]:
+    try:
+        products = torch.get_float32_matmul_precision()
+    except RuntimeError:  # backends were set one by one
+        products = None
+    return torch.get_num_threads(), products, {name: b.fp32_precision for name, b in matmul_backends().items()}
+
+
+def _set(wanted: tuple[int, str | None, dict[str, str]]) -> None:
+    threads, products, by_backend = wanted
+    now = _settings()
+    if threads != now[0]:
+        torch.set_num_threads(threads)
+    if now[1:] == wanted[1:]:
+        return
+    if products is not None:
+        torch.set_float32_matmul_precision(products)
+    for name, backend in matmul_backends().items():
+        backend.fp32_precision = by_backend[name]
 
 
 def unsafe_channels_last(model: nn.Module) -> str | None:

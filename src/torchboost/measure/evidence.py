@@ -177,7 +177,8 @@ class BenchReport(SavedRecord):
     """The result of one benchmark: several contestants on one workload in one process.
 
     ``metric_name`` is "metric" for the metric of a user, whose units are not known. ``source`` tells apart the versions
-    of the user's file that defines the workload.
+    of the user's file that defines the workload, ``fingerprint`` models and optimizers, and ``data`` the first batches,
+    all of seed 0. Earlier files do not have the last two.
     """
 
     format: Literal[1] = 1
@@ -194,3 +195,5 @@ class BenchReport(SavedRecord):
     contestants: list[Contestant]
     notes: list[str] = []
     source: str = ""
+    fingerprint: str = ""
+    data: str = ""

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib import metadata
@@ -140,6 +140,7 @@ def compare(
     *,
     baselines: Sequence[str],
     timed: Mapping[str, Callable[[], object]] | None = None,
+    around: Mapping[str, Callable[[], AbstractContextManager[None]]] | None = None,
     pairs: int = 20,
     calls: int = 1,
     warmup: Warmup | None = None,
@@ -158,6 +159,7 @@ def compare(
         baselines: Names that the others are compared with.
         timed: Name -> the callable to time once the contestant is warm, such as a step on batches that it has not seen.
             By default the same.
+        around: Name -> makes the context of its calls, which is not timed. By default none.
         pairs: Number of rounds.
         calls: Calls per sample. Use a whole cycle if steps differ, and several calls for very short steps.
         warmup: The rule by which a contestant counts as warm.
@@ -180,7 +182,8 @@ def compare(
     warm, unsettled = {}, []
     for done, (name, call) in enumerate(contestants.items()):
         tell("warm-up", done, len(contestants), name)
-        warm[name], settled = _warm_up(call, warmup if warmup is not None else Warmup(), clock)
+        with (around or {}).get(name, nullcontext)():
+            warm[name], settled = _warm_up(call, warmup if warmup is not None else Warmup(), clock)
         if not settled:
             unsettled.append(name)
     tell("warm-up", len(contestants), len(contestants))
@@ -196,7 +199,8 @@ def compare(
             tell("timing", done, pairs)
             gc.collect(0)
             for name in order:
-                samples[name].append(_sample((timed or contestants)[name], calls, clock))
+                with (around or {}).get(name, nullcontext)():
+                    samples[name].append(_sample((timed or contestants)[name], calls, clock))
     tell("timing", pairs, pairs)
     return Comparison(
         samples=samples,

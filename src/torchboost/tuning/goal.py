@@ -73,7 +73,8 @@ class Goal:
         FileNotFoundError: There is no such file.
 
     Warns:
-        UserWarning: The finals differ so much that even a run which is as good as their mean cannot be shown to be.
+        UserWarning: The finals differ so much that even a run which is as good as their mean cannot be shown to be. Or
+            the first evaluation is far better than all of them, as with other units or the wrong direction.
 
     Example:
         >>> import torchboost
@@ -112,7 +113,7 @@ class Goal:
                 f"{source} says that {_better(direction)} values of the metric are better, and higher_is_better is "
                 f"{higher_is_better}; leave it out, and give update() the metric as it is in the report."
             )
-        self._sign = -1.0 if False in (direction, higher_is_better) else 1.0
+        self._sign, self._drop = -1.0 if False in (direction, higher_is_better) else 1.0, drop
         self._log = _LOG.info if log is None else log
         self.finals = _checked(like, source)
         mean, spread = statistics.fmean(self.finals), max(statistics.stdev(self.finals), LEAST_SPREAD * drop)
@@ -158,6 +159,14 @@ class Goal:
         if not math.isfinite(value):
             state.test, state.counts = ChangeTest(state.test.error / 2, every=EVERY), False
             return state.reached
+        if state.evaluations == 1 and self._is_strange(value):
+            warnings.warn(
+                f"metric: the first evaluation, {value:.4g}, is far {_better(self._sign > 0)}, and so better, than all "
+                f"finals of stock, {min(self.finals):.4g} to {max(self.finals):.4g}; give both in the same units, and "
+                "pass higher_is_better=False if lower is better.",
+                UserWarning,
+                stacklevel=2,
+            )
         excess = self._sign * (value - self.target)
         shown, state.counts = state.counts and state.test.add(excess), excess > 0
         if shown and state.counts and not state.reached:
@@ -168,6 +177,12 @@ class Goal:
                 f"{'above' if self._sign > 0 else 'below'} {self.target:.4g}."
             )
         return state.reached
+
+    def _is_strange(self, first: float) -> bool:
+        """Whether the first evaluation is better than the best of the finals by more than they differ and the drop."""
+        low, high = min(self.finals), max(self.finals)
+        excess = first - high if self._sign > 0 else low - first
+        return excess > max(high - low, self._drop)
 
     def figures(self) -> dict[str, float]:
         """Return the state for a log: target, evidence, and whether the goal is reached."""

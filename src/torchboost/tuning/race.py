@@ -32,6 +32,9 @@ LEAST_SEEDS = 3
 """Fewest seeds of a test. Without time for them an attempt is not begun. Nothing is set aside for later attempts: a few
 seeds for each of them would decide nothing."""
 
+LARGE = 0.25
+"""A drop of more than this share of the metric was perhaps meant in other units."""
+
 OWN_SEEDS = 3
 """If stock's best rate is another than the user's, they are compared with so many fresh seeds."""
 
@@ -80,7 +83,7 @@ class Race:
                 break
         self._conclude(chosen)
         self._compare_rates(part, decides=chosen is None)
-        self._note_constant()
+        self._note_metric()
         return chosen
 
     def _affordable(self, plan: Candidate) -> int:
@@ -230,12 +233,18 @@ class Race:
             kept = decides and better
             self.search.rate = Rate(best=best.rate, change=known, seeds=len(changes), fresh=True, kept=kept)
 
-    def _note_constant(self) -> None:
+    def _note_metric(self) -> None:
         metrics = [run.metric for one, run in self.search.runs.of(STOCK) if one.label == self.search.stock.label]
         if len(metrics) > 2 and len(set(metrics)) == 1:
             self.notes.append(
                 f"the metric of stock was {metrics[0]:g} for all {len(metrics)} seeds; if it does not depend on the "
                 "training, it cannot show a loss"
+            )
+        if metrics and self.search.drop > LARGE * abs(statistics.fmean(metrics)):
+            self.notes.append(
+                f"the accepted drop, {self.search.drop:g}, is more than a quarter of stock's metric, "
+                f"{statistics.fmean(metrics):.4g}; it is in the units of the metric, in which half a point of an "
+                "accuracy is 0.005"
             )
 
 

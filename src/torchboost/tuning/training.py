@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-import re
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,9 +15,21 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from torchboost.bench.contestants import averaged
-from torchboost.bench.factory import Parts, check_fresh, loop_body, made_by, metric_of, one_epoch, score_of
+from torchboost.bench.digests import fingerprint_of
+from torchboost.bench.factory import (
+    Parts,
+    check_fresh,
+    kept,
+    loop_body,
+    made_by,
+    metric_of,
+    one_epoch,
+    score_of,
+    streams_restored,
+)
 from torchboost.bench.schedules import LEAST_STEPS, check_schedule, of_boosted
 from torchboost.core.algorithm import Algorithm
+from torchboost.core.hardware import ProcessSettings
 from torchboost.core.torch_private import compiled_graphs, forget_compiled
 from torchboost.errors import ConfigError, IncompatibleError, NoEffectWarning
 from torchboost.front import Boosted, boost
@@ -33,15 +43,17 @@ from torchboost.tuning.runs import Watch
 __all__ = [
     "Training",
     "boosted_by",
-    "data_of",
-    "fingerprint_of",
     "fresh",
     "looked_at",
     "named_candidates",
+    "placed",
     "standard_recipes",
     "try_levers",
 ]
 
+Make = Callable[[int], object]
+
+_CPU = torch.device("cpu")
 UNWATCHED = Watch()
 """Nothing ends a training early, and its metric comes from ``evaluate``."""
 
@@ -53,7 +65,7 @@ class Training:
     Args:
         make: ``make(seed) -> (model, optimizer, loss, batches, evaluate[, schedule[, validate]])``.
         steps: Updates of a run of stock.
-        device: Where the batches go. The factory puts the model there.
+        device: Where model and batches go.
         told: Called with the candidate and the seed after every 20 steps.
     """
 
@@ -63,7 +75,7 @@ class Training:
     told: Callable[[Candidate, int], None] = lambda candidate, seed: None
 
     def __call__(self, candidate: Candidate, seed: int, watch: Watch = UNWATCHED, /) -> Run:
-        """Train once. The random generators are restored at the end.
+        """Train once. The random generators and the settings of the process are restored at the end.
 
         Compiled code of an earlier training is forgotten, so that each one pays for its own compilation. The compiler's
         cache on disk is kept. An error of a candidate is part of the run, as its ``failure``. An error of stock is
@@ -71,7 +83,7 @@ class Training:
         """
         started = time.perf_counter()
         forget_compiled()
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        with streams_restored(), ProcessSettings().in_force():
             try:
                 with PeakMemory(self.device) as peak:
                     run = self._run(candidate, seed, watch)
@@ -96,7 +108,7 @@ class Training:
     def _run(self, candidate: Candidate, seed: int, watch: Watch) -> Run:
         clock = Clock.of(self.device)
         began = clock()
-        parts = made_by(self.make, seed)
+        parts = placed(self.make, seed, self.device)
         model, optimizer, steps = parts.model, parts.optimizer, self.steps
         if candidate.section or any(value is not False for value in candidate.extra.values()):
             boosted = boosted_by(parts, candidate, steps)
@@ -106,7 +118,6 @@ class Training:
             loop_body(parts, model, optimizer, steps),
             _batches(parts.batches, seed, self.device, self.steps),
         )
-        model.train()
         first = loss = step(*next(batches))
         ready = clock()
         block, means, metric, too_slow, diverged, hopeless = [first], [], math.nan, False, False, False
@@ -149,6 +160,13 @@ class Training:
         )
 
 
+def placed(make: Make, seed: int, device: torch.device) -> Parts:
+    """Return the result of a factory with its model on a device, and in training mode."""
+    parts = made_by(make, seed)
+    parts.model.to(device).train()
+    return parts
+
+
 def boosted_by(parts: Parts, candidate: Candidate, steps: int) -> Boosted:
     """Boost model and optimizer with the choices of a candidate and nothing else.
 
@@ -178,7 +196,7 @@ def _batches(epoch: Iterable[Any], seed: int, device: torch.device, most: int) -
 
     A generator can be read only once, so its first ``most`` batches are kept.
     """
-    batches = list(islice(epoch, most)) if isinstance(epoch, Iterator) else epoch
+    batches = kept(islice(epoch, most), seed) if isinstance(epoch, Iterator) else epoch
     for number in count():
         yield from one_epoch(batches, seed=seed, epoch=number, device=device)
 
@@ -195,8 +213,6 @@ def _has_diverged(model: nn.Module) -> bool:
     states = (t.detach() for t in (*model.parameters(), *model.buffers()) if t.is_floating_point() or t.is_complex())
     return any(not bool(t.isfinite().all()) for t in states)
 
-
-Make = Callable[[int], object]
 
 LEVERS = tuple(name for name, entry in REGISTRY.items() if entry.lever)
 
@@ -247,18 +263,20 @@ class TriedLevers(NamedTuple):
     reasons: dict[str, str]
 
 
-def try_levers(make: Make, *, steps: int, seconds: float) -> TriedLevers:
+def try_levers(make: Make, *, steps: int, seconds: float, device: torch.device = _CPU) -> TriedLevers:
     """Make the trial of :func:`torchboost.boost`, which takes one training step.
 
     Args:
         make: The factory.
         steps: Updates of the run over which the levers must pay.
         seconds: Length of the trial.
+        device: Where model and batches go.
     """
-    parts = made_by(make, 0)
+    parts = placed(make, 0, device)
     boosted = boost(parts.model, parts.optimizer, level="O1", total_steps=steps, calibrate=seconds)
-    batches = one_epoch(parts.batches, seed=0, epoch=0, device=next(parts.model.parameters()).device)
-    loop_body(parts, boosted.model, boosted.optimizer, steps)(*next(batches))
+    with streams_restored():
+        batches = one_epoch(parts.batches, seed=0, epoch=0, device=device)
+        loop_body(parts, boosted.model, boosted.optimizer, steps)(*next(batches))
     on = {one.name: one for one in boosted.attached.algorithms}
     kept = [name for name in LEVERS if name in on]
     exact = [name for name in kept if not on[name].rounding and not REGISTRY[name].once]
@@ -297,51 +315,9 @@ def fresh(make: Make) -> Parts:
     return parts
 
 
-def fingerprint_of(parts: Parts) -> str:
-    """Return a text that tells trainings apart by the optimizer's settings, the modules, the start weights and buffers.
-
-    It sees no change of the loss, the data or ``evaluate``.
-    """
-    digest = hashlib.sha256(re.sub(r"0x[0-9a-f]+", "", repr(parts.model)).encode())
-    for group in parts.optimizer.param_groups:
-        digest.update(repr(sorted((key, str(value)) for key, value in group.items() if key != "params")).encode())
-    digest.update(type(parts.optimizer).__name__.encode())
-    for tensor in (*parts.model.parameters(), *parts.model.buffers()):
-        digest.update(_size_of(tensor.detach()).encode())
-    return digest.hexdigest()[:16]
-
-
-def data_of(make: Make) -> str:
-    """Return a text that tells data apart by the first batch of seed 0: its shapes, types and sums.
-
-    Data that a factory draws at random, without the seed, differ in every call.
-
-    Raises:
-        FactoryError: There is no batch, or it is neither a pair nor a dict.
-    """
-    digest = hashlib.sha256()
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        batch = next(one_epoch(made_by(make, 0).batches, seed=0, epoch=0, device=torch.device("cpu")))
-    for value in _leaves(batch):
-        told = f"{value.dtype} {tuple(value.shape)} {_size_of(value)}" if isinstance(value, Tensor) else repr(value)
-        digest.update(re.sub(r"0x[0-9a-f]+", "", told).encode())
-    return digest.hexdigest()[:16]
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, (Mapping, tuple, list)):
-        for each in value.values() if isinstance(value, Mapping) else value:
-            yield from _leaves(each)
-    else:
-        yield value
-
-
-def _size_of(tensor: Tensor) -> str:
-    real = tensor.abs() if tensor.is_complex() else tensor
-    return f"{float(real.double().abs().sum()):.12e}"
-
-
-def looked_at(candidates: Sequence[Candidate], make: Make, steps: int, levers: Sequence[str] = ()) -> list[Finding]:
+def looked_at(
+    candidates: Sequence[Candidate], make: Make, steps: int, levers: Sequence[str] = (), *, device: torch.device = _CPU
+) -> list[Finding]:
     """Return a finding for each candidate, with an outcome for those that are not trained.
 
     These are candidates of which an algorithm cannot work here, and candidates whose training would repeat an earlier
@@ -352,16 +328,16 @@ def looked_at(candidates: Sequence[Candidate], make: Make, steps: int, levers: S
         make: The factory.
         steps: Updates of a run of stock.
         levers: Those that a candidate may lack although it turns them on.
+        device: Where the model goes.
 
     Raises:
         ConfigError: The settings of a candidate are wrong.
     """
     known: dict[str, str] = {}
-    return [_looked_at(one, make, steps, known, levers) for one in candidates]
+    return [_looked_at(one, placed(make, 0, device), steps, known, levers) for one in candidates]
 
 
-def _looked_at(candidate: Candidate, make: Make, steps: int, known: dict[str, str], levers: Sequence[str]) -> Finding:
-    parts = made_by(make, 0)
+def _looked_at(candidate: Candidate, parts: Parts, steps: int, known: dict[str, str], levers: Sequence[str]) -> Finding:
     try:
         with warnings.catch_warnings():
             if candidate.recipe:  # such as a Muon without a matrix

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from torchboost.bench.bench import check_same
+from torchboost.bench.digests import check_unchanged, data_of, fingerprint_of
 from torchboost.bench.factory import count_of, made_by, source_of
 from torchboost.bench.schedules import ABSOLUTE, LEAST_STEPS, schedule_sets_rates
 from torchboost.core.arguments import check_count, check_number, is_number, seconds_of
@@ -26,11 +27,10 @@ from torchboost.tuning.search import Search
 from torchboost.tuning.training import (
     Training,
     boosted_by,
-    data_of,
-    fingerprint_of,
     fresh,
     looked_at,
     named_candidates,
+    placed,
     standard_recipes,
     try_levers,
 )
@@ -99,7 +99,7 @@ def tune(
             from their recipes, rates and lengths. The test is the same, with seeds that they have not used.
         seeds: Most seeds of a test, from 3 to 100.
         error: Probability of a wrong decision, in all attempts of the confirmation together.
-        device: Where the batches go.
+        device: Where the model is moved, and the batches.
         title: Of the report.
         out: JSON file of the resulting configuration. The report is saved next to it after every run. See
             :func:`report_path`.
@@ -168,7 +168,7 @@ def tune(
         rate_search=rate == "search",
         environment=environment(device),
         fingerprint=fingerprint_of(parts),
-        data=data_of(make),
+        data=data_of(made_by(make, 0)),
         lr=max(float(group["lr"]) for group in parts.optimizer.param_groups),
         source=source_of(make),
         prior=[one.title for one in earlier],
@@ -234,6 +234,7 @@ class _Session:
         saved = TuneReport.load(path)
         names = ("title", "model", "parameters", "drop", "steps", "total_steps", "most_seeds", "error", "rate_search")
         check_same(path, saved, now, (*names, "fingerprint"), "was made with")
+        check_unchanged(path, saved, now, lambda: made_by(self.make, 0))
         if self.earlier:
             check_same(path, saved, now, ("prior", "fresh_seed"), "was made with")
         aside = saved.spent_seconds - sum(run.wall_seconds for run in saved.runs)
@@ -283,7 +284,7 @@ class _Session:
             chosen = Candidate(name=STOCK, rate=rate, extra=dict.fromkeys(self.report.exact, True))
         self._note(race, findings, state="complete", extra=chosen.extra, recipe=chosen.section)
         if self.out is not None:
-            boosted = boosted_by(made_by(self.make, 0), chosen, self.report.total_steps)
+            boosted = boosted_by(placed(self.make, 0, self.device), chosen, self.report.total_steps)
             boosted.plan.save(self.out)
             boosted.remove()
         return self.report
@@ -299,7 +300,8 @@ class _Session:
         elif named is None:
             self.tell("trial of the switches", 0, 1)
             seconds = min(TRIAL_MOST, TRIAL_SHARE * self.report.budget_seconds)
-            levers, exact, left_out = try_levers(self.make, steps=self.report.total_steps, seconds=seconds)
+            steps, place = self.report.total_steps, self.device
+            levers, exact, left_out = try_levers(self.make, steps=steps, seconds=seconds, device=place)
             found = {"levers": levers, "exact": exact, "left_out": left_out}
             self.report = self.report.model_copy(update=found)
             recipes = standard_recipes(levers, made_by(self.make, 0).optimizer)
@@ -312,7 +314,8 @@ class _Session:
                 raise ValueError("prior: found other reports than those that this tuning began from; leave them out.")
             self.report = self.report.model_copy(update={"starts": starts})
         usable = [one for one in recipes if not (self.absolute and one.recipe.get("optimizer") == "muon")]
-        found = {one.candidate.name: one for one in looked_at(usable, self.make, self.report.steps, self.report.levers)}
+        looked = looked_at(usable, self.make, self.report.steps, self.report.levers, device=self.device)
+        found = {one.candidate.name: one for one in looked}
         return [found.get(one.name, Finding(candidate=one, outcome="not usable", reason=ABSOLUTE)) for one in recipes]
 
     def _notes(self) -> list[str]:
@@ -377,9 +380,9 @@ def _check_same_recipes(saved: list[Candidate], now: list[Candidate]) -> None:
 def _plan(report: TuneReport, recipes: int) -> str:
     """Return which runs will be made, in words."""
     return (
-        f"{recipes} recipes within {report.budget_seconds / 2:.0f} s, first stock and then by what they promise: 3 to "
-        "7 runs of half length each for its rate, up to 10 for its length; then pairs of whole runs with up to "
-        f"{report.most_seeds} fresh seeds"
+        f"{recipes} recipes that may lose {report.drop:g} of the metric, within {report.budget_seconds / 2:.0f} s, "
+        "first stock and then by what they promise: 3 to 7 runs of half length each for its rate, up to 10 for its "
+        f"length; then pairs of whole runs with up to {report.most_seeds} fresh seeds"
     )
 
 

@@ -87,8 +87,16 @@ class Workload:
             data: Its data, on ``device``. If they have no part for validation, the last tenth of the training data
                 becomes it.
             device: Device of the model.
+
+        Raises:
+            ValueError: The data are fewer than a batch.
         """
         data = data.held_out()
+        if data.samples < self.batch:
+            raise ValueError(
+                f"{self.name}: found {data.samples} training samples, and a batch has {self.batch}; raise "
+                "--train-limit, or give more data."
+            )
 
         def make(seed: int) -> Parts:
             model = self.model(data, seed).to(device)

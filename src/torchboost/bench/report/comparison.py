@@ -16,7 +16,7 @@ __all__ = ["Compared", "compared", "comparison_table", "differing", "remarks"]
 
 MACHINE = ("processor", "instructions", "cores", "threads", "device", "platform", "torch", "python", "torchboost")
 METRIC = ("metric_name", "metric_higher_is_better")
-TRAINING = ("workload", "model", "parameters", "batch", "epochs", "train_samples", *METRIC, "source")
+TRAINING = ("workload", "model", "parameters", "batch", "epochs", "train_samples", *METRIC, "source", "data")
 
 
 class Compared(Record):

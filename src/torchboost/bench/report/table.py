@@ -53,7 +53,7 @@ def result_table(report: BenchReport) -> Table:
         "against stock": lambda s: ratio_text(s.stock),
         "against best hand": lambda s: ratio_text(s.hand),
         report.metric_name: lambda s: NOTHING if s.final is None else wording.measure(s.final, share=share),
-        "difference to stock": difference,
+        "difference to stock" if report.metric_higher_is_better else "better than stock by": difference,
         "whole run": lambda s: NOTHING if s.run_seconds is None else wording.seconds(s.run_seconds),
         "time to target": lambda s: NOTHING if s.seconds_to_target is None else wording.seconds(s.seconds_to_target),
         "set-up": lambda s: wording.seconds(s.contestant.warmup_seconds) if s.contestant.warmup_seconds else NOTHING,

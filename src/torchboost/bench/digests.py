@@ -1,0 +1,81 @@
+"""Digests of a factory's training, by which a report that is continued sees that something else has changed."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchboost.bench.factory import Parts, one_epoch, streams_restored
+
+__all__ = ["check_unchanged", "data_of", "fingerprint_of"]
+
+
+def fingerprint_of(parts: Parts) -> str:
+    """Return a text that tells trainings apart by the optimizer's settings, the modules, the start weights and buffers.
+
+    It sees no change of the loss, the data or ``evaluate``.
+    """
+    digest = hashlib.sha256(re.sub(r"0x[0-9a-f]+", "", repr(parts.model)).encode())
+    for group in parts.optimizer.param_groups:
+        digest.update(repr(sorted((key, str(value)) for key, value in group.items() if key != "params")).encode())
+    digest.update(type(parts.optimizer).__name__.encode())
+    for tensor in (*parts.model.parameters(), *parts.model.buffers()):
+        digest.update(_size_of(tensor.detach()).encode())
+    return digest.hexdigest()[:16]
+
+
+def data_of(parts: Parts) -> str:
+    """Return a text that tells data apart by the first batch of seed 0: its shapes, types and sums.
+
+    Raises:
+        FactoryError: There is no batch, or it is neither a pair nor a dict.
+    """
+    digest = hashlib.sha256()
+    with streams_restored():
+        batch = next(one_epoch(parts.batches, seed=0, epoch=0, device=torch.device("cpu")))
+    for value in _leaves(batch):
+        told = f"{value.dtype} {tuple(value.shape)} {_size_of(value)}" if isinstance(value, Tensor) else repr(value)
+        digest.update(re.sub(r"0x[0-9a-f]+", "", told).encode())
+    return digest.hexdigest()[:16]
+
+
+def check_unchanged(path: Path, saved: Any, now: Any, again: Callable[[], Parts]) -> None:
+    """Check that two reports are of the same start weights, optimizer and data.
+
+    What differs in every call of the factory, since it does not depend on the seed, is not compared.
+
+    Args:
+        path: File of the saved report.
+        saved: A report with ``fingerprint`` and ``data``, which are empty in those of earlier versions.
+        now: The report that would be made.
+        again: Calls the factory with the seed 0 once more.
+
+    Raises:
+        ValueError: They differ.
+    """
+    for name, what, digest in (("fingerprint", "model or optimizer", fingerprint_of), ("data", "data", data_of)):
+        before, after = getattr(saved, name), getattr(now, name)
+        if before and before != after and digest(again()) == after:
+            raise ValueError(
+                f"{path} was made with other {what} ({name} {before}, and now {after}); runs of both cannot be mixed. "
+                "Restore what the factory reads and imports, save to another file, or do not resume."
+            )
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, (Mapping, tuple, list)):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _leaves(each)
+    else:
+        yield value
+
+
+def _size_of(tensor: Tensor) -> str:
+    real = tensor.abs() if tensor.is_complex() else tensor
+    return f"{float(real.double().abs().sum()):.12e}"
