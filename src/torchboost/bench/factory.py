@@ -8,6 +8,7 @@ import hashlib
 import importlib.util
 import inspect
 import math
+import pickle
 import re
 import sys
 import time
@@ -38,12 +39,17 @@ __all__ = [
     "metric_of",
     "one_epoch",
     "outputs_of",
+    "packed",
     "score_of",
     "source_of",
+    "unpacked",
 ]
 
 SECONDS_OF_AN_EPOCH = 60.0
 """Time in which the batches of an epoch must be read, if they have no length: they may be endless."""
+LOADED = "torchboost_factory_"
+"""Begins the names of modules that :func:`function_at` has loaded."""
+
 MOST_KEPT = 100_000
 """Batches of a generator that are kept for further epochs."""
 
@@ -458,7 +464,7 @@ def function_at(source: str) -> Callable[[int], object]:
     path = Path(file)
     if not path.is_file():
         raise ValueError(f"found no file at {file or source!r}; needed: a workload's name, or path/to/train.py:make.")
-    spec = importlib.util.spec_from_file_location(f"torchboost_factory_{path.stem}", path)
+    spec = importlib.util.spec_from_file_location(f"{LOADED}{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{file!r} is not a Python file; needed: path/to/train.py:make.")
     module = importlib.util.module_from_spec(spec)
@@ -479,3 +485,26 @@ def function_at(source: str) -> Callable[[int], object]:
         names = ", ".join(n for n, v in vars(module).items() if callable(v) and not n.startswith("_")) or "none"
         raise ValueError(f"{file} does not define a function {name!r}; it defines: {names}.")
     return function
+
+
+def packed(make: Callable[[int], object]) -> tuple[str, bytes]:
+    """Return what another process needs to have a factory: see :func:`unpacked`.
+
+    Raises:
+        AttributeError, TypeError, pickle.PicklingError: It is not defined at the top level of a module.
+    """
+    function: Any = make
+    while isinstance(function, functools.partial):
+        function = function.func
+    module = getattr(function, "__module__", None) or ""
+    loaded = module.startswith(LOADED) and module in sys.modules
+    source = f"{sys.modules[module].__file__}:{getattr(function, '__qualname__', '')}" if loaded else ""
+    return source, pickle.dumps(make)
+
+
+def unpacked(sent: tuple[str, bytes]) -> Callable[[int], object]:
+    """Return the factory of :func:`packed`. If :func:`function_at` loaded its file, it is loaded again."""
+    source, content = sent
+    if source:
+        function_at(source)
+    return pickle.loads(content)

@@ -13,7 +13,7 @@ from torchboost.sheet import percent
 from torchboost.tuning.report import STOCK, Candidate, Finding, Outcome, Rate, Run, Start
 from torchboost.tuning.runs import HALF, EndedError, RecipeEndedError, Runs
 
-__all__ = ["LEAST_GAIN", "MULTIPLES", "SHARES", "Search", "best_rate", "memory_ratio", "next_multiple", "next_share"]
+__all__ = ["LEAST_GAIN", "MULTIPLES", "SHARES", "Search", "best_rate", "memory_ratio", "next_multiples", "next_share"]
 
 LEAST_GAIN = 1.03
 """A gain of less than 3 % is not worth the complexity."""
@@ -109,9 +109,9 @@ class Search:
         self._aim()
         first = max(FIRST, 1 + sum(self._start(recipe).share is not None for recipe in self.recipes[1:]))
         for wave in (self.recipes[:first], self.recipes[first:]):
-            for recipe in wave:
-                if recipe.name != self.levers.name:
-                    self._tune(recipe)
+            untried = [recipe for recipe in wave if recipe.name != self.levers.name]
+            for place, recipe in enumerate(untried, start=1):
+                self._tune(recipe, untried[place:])
             found = (self.findings[recipe.name] for recipe in wave)
             for finding in sorted((one for one in found if one.outcome is None), key=self._promise):
                 self._shorten(finding)
@@ -119,16 +119,17 @@ class Search:
             if any(self.runs.seconds(plan, plan.share) <= HALF * whole for plan in self.plans()):
                 self.runs.limit = FOUND * self.runs.budget
 
-    def _tune(self, recipe: Candidate) -> None:
-        """Find the best rate of a recipe at half of the steps. If that reaches the target, it is a plan at once."""
+    def _tune(self, recipe: Candidate, others: Sequence[Candidate] = ()) -> None:
+        """Find the best rate of a recipe at half of the steps. If that reaches the target, it is a plan at once.
+
+        The first rates of the ``others`` will be tried next.
+        """
         scores: dict[float, float] = {}
-        grid = MULTIPLES if self.rates or "lr" in recipe.recipe else (1.0,)
-        start = self._start(recipe).rate
-        if recipe.recipe.get("optimizer") == "muon":  # the rest of the weights is trained as stock trains it best
-            recipe = recipe.model_copy(update={"recipe": {**recipe.recipe, "rate": self.levers.rate}})
+        recipe = self._based(recipe)
         try:
-            while (multiple := next_multiple(scores, grid, start)) is not None:
-                scores[multiple] = self.runs.score(recipe.at(multiple, HALF), SEEDS[0])
+            while wanted := self._rates(recipe, scores):
+                later = [*wanted[1:], *(one for other in others for one in self._rates(self._based(other), {}))]
+                scores[wanted[0].rate] = self.runs.score(wanted[0], SEEDS[0], [(one, SEEDS[0]) for one in later])
                 best = best_rate(scores)
                 self.findings[recipe.name] = Finding(candidate=recipe.at(best), rates=dict(scores))
                 if scores[best] >= self.target - SLACK * self.drop and self._slower(recipe) * HALF * LEAST_GAIN <= 1:
@@ -147,6 +148,17 @@ class Search:
                 reason = f"at half of the steps it ends {lost} from stock, in {slower:.2f} times the time"
                 self.end(recipe.name, "no gain", reason)
 
+    def _based(self, recipe: Candidate) -> Candidate:
+        """Return a recipe at the rates from which it is searched. Muon trains the other weights as stock does best."""
+        if recipe.recipe.get("optimizer") != "muon":
+            return recipe
+        return recipe.model_copy(update={"recipe": {**recipe.recipe, "rate": self.levers.rate}})
+
+    def _rates(self, recipe: Candidate, scores: Mapping[float, float]) -> list[Candidate]:
+        """Return a recipe at the rates that are tried next, given the metric at those that were tried."""
+        grid = MULTIPLES if self.rates or "lr" in recipe.recipe else (1.0,)
+        return [recipe.at(multiple, HALF) for multiple in next_multiples(scores, grid, self._start(recipe).rate)]
+
     def _start(self, recipe: Candidate) -> Start:
         return self.starts.get(recipe.name, Start())
 
@@ -161,8 +173,8 @@ class Search:
         finding = self.findings[self.levers.name]
         if finding.outcome is not None:
             raise EndedError(f"{self.levers.name}: {finding.reason}")
-        multiples = dict.fromkeys((1.0, finding.candidate.rate))
-        means = {multiple: self._mean(self.recipes[0].at(multiple)) for multiple in multiples}
+        plans = [self.recipes[0].at(multiple) for multiple in dict.fromkeys((1.0, finding.candidate.rate))]
+        means = {plan.rate: self._mean(plan, plans) for plan in plans}
         best = best_rate(means)
         if means[best] == -math.inf:
             raise EndedError(f"{self.levers.name}: its training diverged at full length")
@@ -213,12 +225,16 @@ class Search:
         """Take a recipe off the plans."""
         self.findings[name] = self.findings[name].model_copy(update={"change": None})
 
-    def _mean(self, plan: Candidate) -> float:
-        """Return the mean metric of the seeds. Minus infinity, after one of them, if the target is out of reach."""
-        first = self.runs.score(plan, SEEDS[0])
+    def _mean(self, plan: Candidate, plans: Sequence[Candidate] = ()) -> float:
+        """Return the mean metric of the seeds. Minus infinity, after one of them, if the target is out of reach.
+
+        Those of other ``plans`` will be asked for next.
+        """
+        later = [(one, seed) for one in (plan, *plans) for seed in SEEDS]
+        first = self.runs.score(plan, SEEDS[0], later)
         if first < self.target - HOPELESS * self.drop:
             return -math.inf
-        return statistics.fmean([first, *(self.runs.score(plan, seed) for seed in SEEDS[1:])])
+        return statistics.fmean([first, *(self.runs.score(plan, seed, later) for seed in SEEDS[1:])])
 
     def _note(self, finding: Finding, plan: Candidate) -> None:
         """Note that a plan keeps the metric, and what it saves."""
@@ -240,10 +256,10 @@ def best_rate(scores: Mapping[float, float]) -> float:
     return max(scores, key=lambda multiple: (scores[multiple], -abs(math.log(multiple)), multiple))
 
 
-def next_multiple(
+def next_multiples(
     scores: Mapping[float, float], grid: Sequence[float] = MULTIPLES, start: float | None = None
-) -> float | None:
-    """Return the multiple that is tried next: one of the grid, or if the best is at an edge, one beyond it.
+) -> list[float]:
+    """Return the multiples that are tried next: those of the grid, or if the best is at an edge, one beyond it.
 
     Args:
         scores: The metric at the multiples that were tried.
@@ -261,12 +277,12 @@ def next_multiple(
             wanted = near
     left = [multiple for multiple in wanted if multiple not in scores]
     if left:
-        return left[0]
+        return left
     best = best_rate(scores)
     beyond = scores.keys() - {*grid, *near}
     if len(grid) < 2 or len(beyond) >= MORE_MULTIPLES or scores[best] == -math.inf:
-        return None
-    return next((multiple for multiple in (best / 2, best * 2) if multiple not in scores), None)
+        return []
+    return [multiple for multiple in (best / 2, best * 2) if multiple not in scores][:1]
 
 
 def next_share(shares: Sequence[float], passed: Mapping[float, bool], start: float | None = None) -> float | None:
