@@ -128,7 +128,7 @@ class Workers:
     def __call__(self, jobs: Sequence[Job]) -> Iterator[Run]:
         """Train at the same time, one job per process at most, and yield the runs as they end.
 
-        Each is charged with the seconds since the one before it.
+        Each is charged with the seconds since the one before it. If one fails, the others are finished first.
 
         Raises:
             FactoryError: A training of stock raised an error. The text has its traceback.
@@ -136,19 +136,26 @@ class Workers:
         """
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()  # a process shares this GPU
-        last, waiting = time.perf_counter(), dict[Connection, str]()
+        last, waiting, failures = time.perf_counter(), dict[Connection, str](), list[Exception]()
         for connection, job in zip(self._open, jobs, strict=False):
             candidate, seed, _ = job
             self._training.told(candidate, seed)
-            connection.send(job)
+            with contextlib.suppress(OSError):  # if the process is gone, no answer comes either
+                connection.send(job)
             waiting[connection] = f"in the run of {candidate.label}, seed {seed}"
         while waiting:
             for connection in wait(list(waiting)):
                 assert isinstance(connection, Connection)
-                run = self._received(connection, waiting.pop(connection))
+                try:
+                    run = self._received(connection, waiting.pop(connection))
+                except (FactoryError, IncompatibleError) as error:
+                    failures.append(error)
+                    continue
                 assert run is not None
                 before, last = last, time.perf_counter()
                 yield run.model_copy(update={"charged_seconds": last - before})
+        if failures:
+            raise failures[0]
 
     def _received(self, connection: Connection, when: str) -> Run | None:
         try:
@@ -195,11 +202,13 @@ def _serve(connection: Connection, sent: tuple[str, bytes], steps: int, device: 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the first process, which ends this one
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
-    with contextlib.redirect_stdout(sys.stderr), contextlib.suppress(EOFError):  # only the answer is on standard output
+    # Standard output is for the answer. The first process closes the connection at the end.
+    with contextlib.redirect_stdout(sys.stderr), contextlib.suppress(EOFError, OSError):
         try:
             training = Training(make=unpacked(sent), steps=steps, device=device)
         except Exception as error:
-            return connection.send(IMPORTABLE.format(f"{type(error).__name__}: {error}"))
+            connection.send(IMPORTABLE.format(f"{type(error).__name__}: {error}"))
+            return
         connection.send(None)
         while True:
             connection.send(_run_or_error(training, connection.recv()))
