@@ -53,6 +53,11 @@ LOADED = "torchboost_factory_"
 MOST_KEPT = 100_000
 """Batches of a generator that are kept for further epochs."""
 
+IMPORTABLE = (
+    "a process of its own cannot load the factory: {}. Define it at the top level of a file, such as train.py:make, or "
+    "leave processes out."
+)
+
 RETURNS = "(model, optimizer, loss, batches), and after them, if you like, evaluate, schedule and validate"
 
 Metric = Literal["accuracy", "bits per character", "metric"]
@@ -491,20 +496,28 @@ def packed(make: Callable[[int], object]) -> tuple[str, bytes]:
     """Return what another process needs to have a factory: see :func:`unpacked`.
 
     Raises:
-        AttributeError, TypeError, pickle.PicklingError: It is not defined at the top level of a module.
+        FactoryError: It is not defined at the top level of a module.
     """
     function: Any = make
     while isinstance(function, functools.partial):
         function = function.func
     module = getattr(function, "__module__", None) or ""
-    loaded = module.startswith(LOADED) and module in sys.modules
-    source = f"{sys.modules[module].__file__}:{getattr(function, '__qualname__', '')}" if loaded else ""
-    return source, pickle.dumps(make)
+    try:
+        source = f"{sys.modules[module].__file__}:{function.__qualname__}" if module.startswith(LOADED) else ""
+        return source, pickle.dumps(make)
+    except (AttributeError, KeyError, TypeError, pickle.PicklingError) as error:
+        raise FactoryError(IMPORTABLE.format(error)) from error
 
 
 def unpacked(sent: tuple[str, bytes]) -> Callable[[int], object]:
-    """Return the factory of :func:`packed`. If :func:`function_at` loaded its file, it is loaded again."""
-    source, content = sent
-    if source:
-        function_at(source)
-    return pickle.loads(content)
+    """Return the factory of :func:`packed`. If :func:`function_at` loaded its file, it is loaded again.
+
+    Raises:
+        FactoryError: This process cannot load it.
+    """
+    try:
+        if sent[0]:
+            function_at(sent[0])
+        return pickle.loads(sent[1])
+    except Exception as error:
+        raise FactoryError(IMPORTABLE.format(f"{type(error).__name__}: {error}")) from error

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import pickle
 import signal
 import sys
 import threading
@@ -33,11 +32,6 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 GRACE = 10.0
 """Seconds in which a process that has nothing to do ends by itself."""
-
-IMPORTABLE = (
-    "a process of its own cannot load the factory: {}. Define it at the top level of a file, such as train.py:make, or "
-    "leave processes out."
-)
 
 
 class Shares(NamedTuple):
@@ -101,11 +95,7 @@ class Workers:
             FactoryError: They cannot load the factory.
         """
         training = self._training
-        try:
-            sent = packed(training.make)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise FactoryError(IMPORTABLE.format(error)) from error
-        given = (sent, training.steps, training.device, self._share.threads)
+        given = (packed(training.make), training.steps, training.device, self._share.threads)
         context = multiprocessing.get_context("spawn")
         try:
             for gpu in self._share.gpus or [None] * self._processes:
@@ -144,8 +134,8 @@ class Workers:
                 connection.send(job)
             waiting[connection] = f"in the run of {candidate.label}, seed {seed}"
         while waiting:
-            for connection in wait(list(waiting)):
-                assert isinstance(connection, Connection)
+            ready = wait(list(waiting))
+            for connection in [one for one in waiting if one in ready]:
                 try:
                     run = self._received(connection, waiting.pop(connection))
                 except (FactoryError, IncompatibleError) as error:
@@ -173,7 +163,7 @@ class Workers:
         return answer
 
     def _end(self, grace: float) -> None:
-        """End the processes: those that have nothing to do by themselves, all others at once."""
+        """End the processes. They have so many seconds to do so by themselves."""
         for connection in self._open:
             connection.close()
         for process in self._open.values():
@@ -186,15 +176,13 @@ class Workers:
 @contextlib.contextmanager
 def _seeing(gpu: str | None) -> Iterator[None]:
     """Let a process that is started see this GPU alone. Its modules may ask for one when they are imported."""
-    before = os.environ.get(VISIBLE)
-    if gpu is not None:
-        os.environ[VISIBLE] = gpu
+    before = {name: value for name, value in os.environ.items() if name == VISIBLE}
+    os.environ.update({} if gpu is None else {VISIBLE: gpu})
     try:
         yield
     finally:
-        if gpu is not None:
-            os.environ.pop(VISIBLE)
-            os.environ.update({} if before is None else {VISIBLE: before})
+        os.environ.pop(VISIBLE, None)
+        os.environ.update(before)
 
 
 def _serve(connection: Connection, sent: tuple[str, bytes], steps: int, device: torch.device, threads: int) -> None:
@@ -206,8 +194,8 @@ def _serve(connection: Connection, sent: tuple[str, bytes], steps: int, device: 
     with contextlib.redirect_stdout(sys.stderr), contextlib.suppress(EOFError, OSError):
         try:
             training = Training(make=unpacked(sent), steps=steps, device=device)
-        except Exception as error:
-            connection.send(IMPORTABLE.format(f"{type(error).__name__}: {error}"))
+        except FactoryError as error:
+            connection.send(str(error))
             return
         connection.send(None)
         while True:
