@@ -33,6 +33,15 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 GRACE = 10.0
 """Seconds in which a process that has nothing to do ends by itself."""
 
+AT_START = (
+    "as it started. Define make in a file, and let a script call tune under `if __name__ == '__main__':`, or leave "
+    "processes out."
+)
+IN_A_RUN = (
+    "in the run of {}, seed {}. A negative code is a signal, and -9 often means that memory ran out. Finished runs are "
+    "in the report: continue with resume=True (--resume), if need be with fewer processes."
+)
+
 
 class Shares(NamedTuple):
     """The part of the machine that each process gets.
@@ -106,7 +115,7 @@ class Workers:
                 self._open[ours] = process
                 theirs.close()
             for connection in self._open:
-                self._received(connection, "as it started. A script must call tune under `if __name__ == '__main__':`")
+                self._received(connection, AT_START)
         except BaseException:
             self._end(0.0)
             raise
@@ -132,7 +141,7 @@ class Workers:
             self._training.told(candidate, seed)
             with contextlib.suppress(OSError):  # if the process is gone, no answer comes either
                 connection.send(job)
-            waiting[connection] = f"in the run of {candidate.label}, seed {seed}"
+            waiting[connection] = IN_A_RUN.format(candidate.label, seed)
         while waiting:
             ready = wait(list(waiting))
             for connection in [one for one in waiting if one in ready]:
@@ -147,17 +156,13 @@ class Workers:
         if failures:
             raise failures[0]
 
-    def _received(self, connection: Connection, when: str) -> Run | None:
+    def _received(self, connection: Connection, if_ended: str) -> Run | None:
         try:
             answer: Run | str | None = connection.recv()
         except (EOFError, OSError) as error:
             process = self._open[connection]
             process.join(GRACE)
-            raise IncompatibleError(
-                f"a process of the tuning ended with exit code {process.exitcode} {when}. A negative code is a signal, "
-                "and -9 often means that memory ran out. Finished runs are in the report: continue with resume=True "
-                "(--resume), if need be with fewer processes."
-            ) from error
+            raise IncompatibleError(f"a process ended with exit code {process.exitcode} {if_ended}") from error
         if isinstance(answer, str):
             raise FactoryError(answer)
         return answer
