@@ -151,10 +151,10 @@ def tune(
         raise ValueError(f"error: found {error!r}; give a number from {LEAST_ERROR} to below {MOST_ERROR}.")
     if rate not in ("search", "fixed"):
         raise ValueError(f"rate: found {rate!r}; give 'search' or 'fixed'.")
+    share = shares(processes, torch.device(device))
     started, seconds, path = time.perf_counter(), seconds_of(budget), None if out is None else Path(out)
     if path is not None:
         _check_free(path, resume)
-    share = shares(processes, torch.device(device))
     earlier = reports_of(prior)
     parts = fresh(make)
     if parts.evaluate is None:
