@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 from typer.testing import CliRunner
@@ -100,6 +101,7 @@ def test_mistakes_are_one_line_and_nothing_of_others_is_overwritten(factory, tmp
         ("digits", "--budget", "soon"): "budget: found 'soon'",
         ("digits", "--drop", "0"): "drop: found 0.0",
         ("digits", "--steps", "4", "--epochs", "1"): "found epochs=1 and steps=4; give one of them",
+        (factory, "--processes", "9999"): "processes: found 9999; give at most",
         ("digits", "--rate", "fast"): "rate: found 'fast'",
         ("digits", "--device", "toaster"): "--device",
         (factory, "--out", str(tmp_path)): "a folder; give a file",
@@ -198,3 +200,48 @@ def test_ctrl_c_at_any_moment_leaves_a_report_that_is_resumed(tmp_path):
     assert len({(run.name, run.seed) for run in final.runs}) == len(final.runs)
     assert final.spent_seconds <= 66
     assert interrupted >= 5
+
+
+ENDLESS = FACTORY.replace("def make", "def plain") + textwrap.dedent(
+    """
+    import time
+    from pathlib import Path
+
+    def make(seed):
+        *parts, evaluate = plain(seed)
+
+        def first_alone(model):
+            ended = Path(__file__).with_name("ended")
+            while ended.exists():
+                time.sleep(0.05)
+            ended.touch()
+            return evaluate(model)
+
+        return *parts, first_alone
+    """
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
+def test_processes_end_with_the_command_and_the_report_has_what_was_finished(tmp_path, ending):
+    """Two runs of two processes that would never end. The pipe is closed when the last process is gone."""
+    report, file = tmp_path / "boost.report.json", tmp_path / "endless.py"
+    file.write_text(ENDLESS, encoding="utf-8")
+    program = "import torchboost.tuning.workers as workers; workers.usable_cores = lambda: 2; "
+    program += "from torchboost.cli import main; main()"
+    options = ["--processes", "2", "--budget", "200s", "--drop", "1", "--out", str(tmp_path / "boost.json")]
+    command = [sys.executable, "-c", program, "tune", f"{file}:make", *options]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        while process.poll() is None and not (report.exists() and TuneReport.load(report).runs):
+            time.sleep(0.1)
+        time.sleep(1.0)  # the next two are begun
+        process.send_signal(ending)
+        _, said = process.communicate(timeout=120)
+    assert process.returncode == (130 if ending == signal.SIGINT else -ending), said
+    saved = TuneReport.load(report)
+    assert len(saved.runs) == 1
+    assert saved.runs[0].charged_seconds is not None
+    if ending == signal.SIGINT:
+        assert (saved.state, "Traceback" in said) == ("interrupted", False)
+        assert "holds 1 finished runs; repeat the command with --resume" in said

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,10 @@ import numpy as np
 
 from torchboost.tuning.race import Race
 from torchboost.tuning.report import FRESH_SEED, STOCK, Candidate, Run, Start
-from torchboost.tuning.runs import Runs, Watch
+from torchboost.tuning.runs import Job, Runs, Watch
 from torchboost.tuning.search import Search
 
-__all__ = ["POINT", "Effect", "Planted", "race"]
+__all__ = ["POINT", "Effect", "Planted", "at_once", "race"]
 
 POINT = 0.01
 NOTHING: Mapping[str, Any] = {}
@@ -81,6 +81,18 @@ class Planted:
             wall_seconds=time + 0.5,
         )
         return run.model_copy(update=dict(self.change(candidate, seed, run)))
+
+
+def at_once(train: Callable[[Candidate, int, Watch], Run]) -> Callable[[Sequence[Job]], Iterator[Run]]:
+    """Return what trains several runs at the same time: together they take as long as the longest of them."""
+
+    def made(jobs: Sequence[Job]) -> Iterator[Run]:
+        before = 0.0
+        for run in sorted((train(*job) for job in jobs), key=lambda run: run.wall_seconds):
+            yield run.model_copy(update={"charged_seconds": run.wall_seconds - before})
+            before = run.wall_seconds
+
+    return made
 
 
 def race(

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.planted import POINT, Effect, Planted, race
+from tests.support.planted import POINT, Effect, Planted, at_once, race
 from torchboost.errors import FactoryError
 from torchboost.tuning.race import Race
 from torchboost.tuning.report import FRESH_SEED, STOCK, Candidate, Run
+from torchboost.tuning.runs import Watch
 
 NO_NUMBER = {"metric": math.nan}
 FAST = Effect(time=0.7)
@@ -315,3 +316,73 @@ def test_a_plan_that_was_not_tested_is_not_said_to_be_slower_if_it_is_faster():
         assert [one.candidate.name for one in ended.whole] == ["a", "a", "levers: fast"]
         untested = ended.search.findings["b"]
         assert (untested.outcome, untested.reason) == ("not chosen", "other plans were tested")
+
+
+SEVERAL = [
+    {"a": Effect(needed=0.5, points=1.0, time=0.6), "b": Effect(best=4.0, time=0.8)},
+    {STOCK: Effect(best=0.25), "a": FAST},
+    {STOCK: Effect(best=0.25), "a": Effect(points=-2.0, time=0.7)},
+    {"a": Effect(needed=0.5, points=1.0, time=0.6, fresh=-5.0)},
+]
+
+
+def known(ended: Race) -> Any:
+    """All that a race has found out."""
+    search = ended.search
+    return search.findings, search.rate, ended.whole, list(search.runs.asked)
+
+
+@pytest.mark.parametrize("effects", SEVERAL)
+def test_several_processes_decide_the_same_in_less_time(effects):
+    alone, chosen = decided(Planted(effects, noise=0.1), "ab")
+    spent = [alone.search.runs.spent]
+    for processes in (2, 4):
+        train = Planted(effects, noise=0.1)
+        ended, same = decided(train, "ab", at_once=at_once(train), processes=processes)
+        assert (same, known(ended)) == (chosen, known(alone))
+        assert len(train.trained) == len(set(train.trained))
+        runs = ended.search.runs
+        assert set(runs.made) == {*runs.asked, *runs.ahead}
+        assert runs.spent == pytest.approx(sum(run.charge for run in runs.made.values()))
+        spent.append(runs.spent)
+    assert spent[1] < 0.75 * spent[0]
+    assert spent[2] < 0.85 * spent[1]
+
+
+def test_several_processes_reach_further_within_a_budget():
+    effects = {"a": Effect(needed=0.5, points=1.0, time=0.6)}
+    for processes, wanted in ((1, None), (2, "a")):
+        train = Planted(effects, noise=0.1)
+        several = {"at_once": at_once(train), "processes": processes} if processes > 1 else {}
+        ended, chosen = decided(train, budget=80.0, **several)
+        assert (None if chosen is None else chosen.name) == wanted
+        assert ended.search.runs.spent <= 80.0
+
+
+def test_a_tuning_is_continued_with_any_number_of_processes():
+    effects = SEVERAL[1]
+    alone, chosen = decided(Planted(effects, noise=0.1), budget=600.0)
+
+    def part(made: dict[Any, Run], processes: int, most: float) -> tuple[Race, Candidate | None]:
+        def train(candidate: Candidate, seed: int, watch: Watch) -> Run:
+            if len(trained) >= most:
+                raise KeyboardInterrupt
+            trained.append((candidate.label, seed))
+            return planted(candidate, seed, watch)
+
+        trained, planted = list[tuple[str, int]](), Planted(effects, noise=0.1)
+        several = {"at_once": at_once(train), "processes": processes} if processes > 1 else {}
+        ended = race(train, "a", budget=600.0, made=made, **several)
+        try:
+            return ended, ended.decide()
+        finally:
+            assert not set(trained) & before
+
+    for numbers in ((1, 3, 1), (4, 1, 2), (2, 2, 2)):
+        made, before = dict[Any, Run](), set[tuple[str, int]]()
+        for processes in numbers[:-1]:
+            with pytest.raises(KeyboardInterrupt):
+                part(made, processes, 9)
+            before = set(made)
+        ended, same = part(made, numbers[-1], math.inf)
+        assert (same, known(ended)) == (chosen, known(alone))

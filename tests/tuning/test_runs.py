@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.planted import Effect, Planted
+from tests.support.planted import Effect, Planted, at_once
 from torchboost.errors import FactoryError
 from torchboost.tuning.report import FRESH_SEED, STOCK, Candidate
 from torchboost.tuning.runs import EndedError, RecipeEndedError, Runs
@@ -124,3 +124,49 @@ def test_what_becomes_of_a_training_that_did_not_end():
         with pytest.raises(RecipeEndedError) as ended:
             made.score(OTHER, 0)
         assert ended.value.outcome == outcome
+
+
+def test_what_does_not_depend_on_each_other_is_made_at_the_same_time():
+    train, told = Planted({"b": Effect(time=2.0)}), []
+    made = runs(train, at_once=at_once(train), processes=2, told=lambda: told.append(1))
+    made.score(HALF, 0)
+    slow = Candidate(name="b", extra={"b": True}, share=0.5)
+    made.score(OTHER, 0, [(OTHER, 0), (slow, 0), (OTHER, 1)])
+    assert train.trained == [(HALF.label, 0), (OTHER.label, 0), (slow.label, 0)]
+    assert (len(told), made.spent) == (3, pytest.approx(5.5 + 10.5))
+    assert made.wall_seconds(OTHER) == 5.5  # without the seconds in which it was not trained
+    # One that was not asked for decides nothing: it is no rival, and has no times.
+    assert [made.of("b"), list(made.asked)] == [[], [(HALF.label, 0), (OTHER.label, 0)]]
+    made.score(slow, 0, [(OTHER, 1)])
+    assert (len(train.trained), made.spent) == (3, pytest.approx(16.0))
+    # A report of two processes is continued by one, with the same time.
+    again = Planted()
+    resumed = runs(again, made=dict(made.made))
+    resumed.score(HALF, 0)
+    resumed.score(OTHER, 0, [(slow, 0), (OTHER, 1)])
+    assert (again.trained, resumed.spent) == ([], pytest.approx(16.0))
+
+
+def test_what_is_made_ahead_fits_into_the_budget_too():
+    train = Planted()
+    made = runs(train, at_once=at_once(train), processes=3)
+    made.score(HALF, 0)
+    made.limit = made.spent + 6.0
+    made.score(OTHER, 0, [(OTHER.at(1.0), 0), (OTHER, 1)])
+    assert train.trained[1:] == [(OTHER.label, 0), (OTHER.label, 1)]
+    with pytest.raises(EndedError, match="does not allow another run"):
+        made.score(OTHER, 2, [(OTHER, 1)])
+
+
+def test_an_error_of_one_leaves_the_runs_that_were_finished():
+    def failing(jobs: Any) -> Any:
+        yield from at_once(train)(jobs)
+        raise FactoryError("boom")
+
+    train, told = Planted(), []
+    made = runs(train, at_once=at_once(train), processes=3, told=lambda: told.append(1))
+    made.score(HALF, 0)
+    made.at_once = failing
+    with pytest.raises(FactoryError, match="boom"):
+        made.score(OTHER, 0, [(OTHER, 1)])
+    assert (len(made.made), len(told)) == (3, 3)

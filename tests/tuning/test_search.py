@@ -10,9 +10,13 @@ import pytest
 
 from tests.support.planted import POINT, Effect, Planted, race
 from torchboost.tuning.report import STOCK, Candidate, Run, Start
-from torchboost.tuning.search import MULTIPLES, SHARES, Search, best_rate, next_multiple, next_share
+from torchboost.tuning.search import MULTIPLES, SHARES, Search, best_rate, next_multiples, next_share
 
 NO_NUMBER = {"metric": math.nan}
+
+
+def next_multiple(*given: Any, **more: Any) -> float | None:
+    return next(iter(next_multiples(*given, **more)), None)
 
 
 def searched(train: Planted, names: str = "", **more: Any) -> Search:

@@ -8,7 +8,7 @@ import math
 import signal
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -21,11 +21,13 @@ from torchboost import boost, tune
 from torchboost.errors import IncompatibleError
 from torchboost.registry import LEVELS
 from torchboost.tuning import tune as tuning
+from torchboost.tuning import workers
 from torchboost.tuning.report import STOCK, Candidate, Run, TuneReport, headline
 from torchboost.tuning.results import RESULTS, result_rows, results_in
-from torchboost.tuning.runs import Watch
+from torchboost.tuning.runs import Job, Watch
 from torchboost.tuning.training import TriedLevers
 from torchboost.tuning.tune import report_path
+from torchboost.tuning.workers import Shares
 
 CANDIDATES = {"memory": {"channels_last": True}, "norms": {"gradient_centralization": True}}
 
@@ -230,6 +232,49 @@ def test_a_tuning_begins_where_an_earlier_one_ended(tmp_path, fake):
     assert "nothing was taken from 'a model', in which no recipe was searched" in none.notes
 
 
+class FakeWorkers:
+    """Two processes of which each takes 0.1 s longer than the last."""
+
+    def __init__(self, training: Fake, processes: int, share: Shares) -> None:
+        self.training = training
+        assert (processes, share, torch.get_num_threads()) == (2, Shares(1, ()), 1)
+
+    def __enter__(self) -> FakeWorkers:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def __call__(self, jobs: Sequence[Job]) -> Iterator[Run]:
+        for job in jobs:
+            yield self.training(*job).model_copy(update={"charged_seconds": 0.1})
+
+
+def test_a_tuning_of_several_processes_is_the_same_and_is_continued_by_one(tmp_path, fake, monkeypatch):
+    monkeypatch.setattr(workers, "usable_cores", lambda: 2)
+    monkeypatch.setattr(tuning, "Workers", None)
+    alone = tuned()
+    monkeypatch.setattr(tuning, "Workers", FakeWorkers)
+    began = time.perf_counter()
+    out, note = tmp_path / "boost.json", "several runs were made at the same time (threads of each: 1)"
+    for processes in (2, 1, 2):
+        fake.trained.clear()
+        fake.stop = 4
+        with pytest.raises(KeyboardInterrupt):
+            tuned(out, processes=processes, resume=True)
+        saved = TuneReport.load(report_path(out))
+        before = saved.spent_seconds - sum(0.1 if run.charged_seconds else run.wall_seconds for run in saved.runs)
+        assert 0 <= before <= time.perf_counter() - began  # the rest is that of the trial, which is counted once
+    assert len(saved.runs) == 12
+    fake.stop = None
+    report = tuned(out, processes=2, resume=True)
+    assert (report.extra, report.recipe, report.rate) == (alone.extra, alone.recipe, alone.rate)
+    assert (report.findings, report.whole) == (alone.findings, alone.whole)
+    assert {run.charged_seconds for run in report.runs} == {None, 0.1}
+    assert {(run.name, run.seed) for run in report.runs} >= {(run.name, run.seed) for run in alone.runs}
+    for one, told in ((alone, False), (report, True), (tuned(out, resume=True), True)):
+        assert any(said.startswith(note) for said in one.notes) is told
+
+
 def test_ctrl_c_inside_the_garbage_collector_ends_a_tuning(tmp_path, fake, monkeypatch):
     def collected(self: Fake, *_: Any) -> None:
         part = Fake(steps=0)  # with a cycle
@@ -306,6 +351,8 @@ def test_arguments_are_checked_before_any_run(tmp_path):
         ({"rate": "slow"}, "rate: found 'slow'; give 'search' or 'fixed'"),
         ({"seeds": 2}, "seeds: found 2; give a number from 3 to 100"),
         ({"total_steps": 3}, "total_steps: found 3; the runs that are made have 12 steps"),
+        ({"processes": 0}, "processes: found 0"),
+        ({"processes": 10_000}, r"processes: found 10000; give at most \d+, one for each core"),
         ({"total_steps": "x"}, "total_steps: found 'x'"),
         ({"candidates": {"x": {}}}, "candidates: found 'x'"),
         ({"title": 5}, "title\n"),

@@ -8,6 +8,7 @@ import hashlib
 import importlib.util
 import inspect
 import math
+import pickle
 import random
 import re
 import sys
@@ -43,15 +44,25 @@ __all__ = [
     "metric_of",
     "one_epoch",
     "outputs_of",
+    "packed",
     "score_of",
     "source_of",
     "streams_restored",
+    "unpacked",
 ]
 
 SECONDS_OF_AN_EPOCH = 60.0
 """Time in which the batches of an epoch must be read, if they have no length: they may be endless."""
+LOADED = "torchboost_factory_"
+"""Begins the names of modules that :func:`function_at` has loaded."""
+
 MOST_KEPT = 100_000
 """Batches of a generator that are kept for further epochs."""
+
+IMPORTABLE = (
+    "a process of its own cannot load the factory: {}. Define it at the top level of a file, such as train.py:make, or "
+    "leave processes out."
+)
 
 RETURNS = "(model, optimizer, loss, batches), and after them, if you like, evaluate, schedule and validate"
 
@@ -523,7 +534,7 @@ def function_at(source: str) -> Callable[[int], object]:
     path = Path(file)
     if not path.is_file():
         raise ValueError(f"found no file at {file or source!r}; needed: a workload's name, or path/to/train.py:make.")
-    spec = importlib.util.spec_from_file_location(f"torchboost_factory_{path.stem}", path)
+    spec = importlib.util.spec_from_file_location(f"{LOADED}{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{file!r} is not a Python file; needed: path/to/train.py:make.")
     module = importlib.util.module_from_spec(spec)
@@ -544,3 +555,34 @@ def function_at(source: str) -> Callable[[int], object]:
         names = ", ".join(n for n, v in vars(module).items() if callable(v) and not n.startswith("_")) or "none"
         raise ValueError(f"{file} does not define a function {name!r}; it defines: {names}.")
     return function
+
+
+def packed(make: Callable[[int], object]) -> tuple[str, bytes]:
+    """Return what another process needs to have a factory: see :func:`unpacked`.
+
+    Raises:
+        FactoryError: It is not defined at the top level of a module.
+    """
+    function: Any = make
+    while isinstance(function, functools.partial):
+        function = function.func
+    module = getattr(function, "__module__", None) or ""
+    try:
+        source = f"{sys.modules[module].__file__}:{function.__qualname__}" if module.startswith(LOADED) else ""
+        return source, pickle.dumps(make)
+    except (AttributeError, KeyError, TypeError, pickle.PicklingError) as error:
+        raise FactoryError(IMPORTABLE.format(error)) from error
+
+
+def unpacked(sent: tuple[str, bytes]) -> Callable[[int], object]:
+    """Return the factory of :func:`packed`. If :func:`function_at` loaded its file, it is loaded again.
+
+    Raises:
+        FactoryError: This process cannot load it.
+    """
+    try:
+        if sent[0]:
+            function_at(sent[0])
+        return pickle.loads(sent[1])
+    except Exception as error:
+        raise FactoryError(IMPORTABLE.format(f"{type(error).__name__}: {error}")) from error

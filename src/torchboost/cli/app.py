@@ -219,6 +219,9 @@ def tune(
         typer.Option(help="Begin from this report of a similar training. May be repeated; the last one counts."),
     ] = None,
     seeds: Annotated[int, typer.Option(min=3, max=100, help="Most seeds of a test.")] = 12,
+    processes: Annotated[
+        int, typer.Option(min=1, help="Runs made at the same time, each on a GPU or on a part of the threads.")
+    ] = 1,
     data: Data = None,
     train_limit: TrainLimit = None,
     device: Device = "auto",
@@ -263,6 +266,7 @@ def tune(
                 title=workload,
                 out=out,
                 resume=resume,
+                processes=processes,
                 progress=progress,
             )
         except KeyboardInterrupt:

@@ -89,10 +89,10 @@ class Race:
     def _affordable(self, plan: Candidate) -> int:
         """Return for how many fresh seeds of a plan and of stock, at its best rate and the user's, there is time."""
         left, each = self.search.runs.budget - self.search.runs.spent, self._seconds(plan, 1)
-        return int(left / each) if each else self.most
+        return int(left * self.search.runs.processes / each) if each else self.most
 
     def _seconds(self, plan: Candidate, pairs: int) -> float:
-        """Return the seconds of so many pairs. Runs of stock that were made cost nothing."""
+        """Return the seconds of so many pairs, one run after the other. Runs of stock that were made cost nothing."""
         runs, seeds = self.search.runs, range(self.fresh, self.fresh + pairs)
         stocks = {one.label: one for one in (self.search.stock, Candidate(name=STOCK))}.values()
         new = [one for one in stocks for seed in seeds if (one.label, seed) not in runs.asked]
@@ -123,7 +123,8 @@ class Race:
         outcome: Outcome = "kept"
         reason, runs = "", self.search.runs
         try:
-            if runs.spent + self._seconds(plan, LEAST_SEEDS) > runs.limit:
+            begun = (plan.label, self.fresh) in runs.made  # before an interruption
+            if not begun and runs.spent + self._seconds(plan, LEAST_SEEDS) / runs.processes > runs.limit:
                 raise EndedError(f"the budget of {runs.budget:.0f} s does not allow {LEAST_SEEDS} more pairs of runs")
             for multiple in dict.fromkeys((self.search.stock.rate, 1.0)):
                 outcome, reason = self._compared(plan, Candidate(name=STOCK, rate=multiple), error)
@@ -142,10 +143,11 @@ class Race:
         is_best = stock.rate == self.search.stock.rate
         look = test.look([])
         for seed in range(self.fresh, self.fresh + self.most):
-            baseline = runs.run(stock, seed)
+            later = [(one, number) for number in range(seed, self.fresh + self.most) for one in (stock, plan)]
+            baseline = runs.run(stock, seed, later)
             if not is_best and not math.isfinite(baseline.metric):
                 return "kept", "it keeps the metric; stock at your rate diverges"
-            runs.score(plan, seed)
+            runs.score(plan, seed, later)
             pairs.append((baseline, runs.made[plan.label, seed]))
             look = test.look([ours.metric - other.metric for other, ours in pairs])
             saves = self._saves(plan, pairs, error)
@@ -216,11 +218,13 @@ class Race:
             return
         test = SequentialTest(margin=self.search.drop, most=self.most, error=error, planned=self.planned)
         changes, look, sound = list[float](), test.look([]), True
+        last = self.fresh + (self.most if decides else OWN_SEEDS)
         try:
             for seed in range(self.fresh, self.fresh + self.most):
                 if len(changes) >= OWN_SEEDS and (look.decided or not decides):
                     break
-                first, second = (self.search.runs.run(one, seed).metric for one in (best, own))
+                later = [(one, number) for number in range(seed, last) for one in (best, own)]
+                first, second = (self.search.runs.run(one, seed, later).metric for one in (best, own))
                 changes.append(first - second)
                 sound = sound and math.isfinite(first)
                 look = test.look(changes)

@@ -127,7 +127,9 @@ class Run(Record):
             comes from ``validate``, if the factory has it, and with the seeds of the confirmation from ``evaluate``.
         setup_seconds: Construction, the first step, and compilation.
         seconds: Training after the first step, without evaluation.
-        wall_seconds: Everything, for the budget.
+        wall_seconds: Everything.
+        charged_seconds: What it added to the time of the tuning, if it was made in a process that works with others.
+            None if that is ``wall_seconds``.
         losses: The mean training loss of each complete block of 20 steps.
         peak_bytes: How far the memory rose. None if the system does not tell.
         first_loss: The loss of the first step. None if the training failed.
@@ -144,6 +146,7 @@ class Run(Record):
     setup_seconds: float
     seconds: float
     wall_seconds: float
+    charged_seconds: float | None = None
     losses: list[float] = Field(default_factory=list)
     peak_bytes: int | None = None
     first_loss: float | None = None
@@ -151,6 +154,11 @@ class Run(Record):
     failure: str = ""
     too_slow: bool = False
     hopeless: bool = False
+
+    @property
+    def charge(self) -> float:
+        """Its seconds of the budget."""
+        return self.wall_seconds if self.charged_seconds is None else self.charged_seconds
 
     def projected(self, total_steps: int) -> float:
         """Return the seconds of a run of another number of steps. Set-up is paid once."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torchboost.bench.factory import check_seeds
@@ -12,7 +12,7 @@ from torchboost.calibration.choice import in_seconds
 from torchboost.errors import FactoryError
 from torchboost.tuning.report import FRESH_SEED, STOCK, Candidate, Outcome, Run
 
-__all__ = ["HALF", "EndedError", "RecipeEndedError", "Runs", "Watch"]
+__all__ = ["HALF", "EndedError", "Job", "RecipeEndedError", "Runs", "Watch"]
 
 HALF = 0.5
 """Rates are compared at this share of the steps, with the schedule fitted to it."""
@@ -58,6 +58,10 @@ class Watch:
     losses: Sequence[float] = ()
 
 
+Job = tuple[Candidate, int, Watch]
+"""A training: the candidate, the seed, and how it is watched."""
+
+
 @dataclass(kw_only=True)
 class Runs:
     """Makes each requested run once, and keeps the budget.
@@ -73,6 +77,10 @@ class Runs:
         made: Runs, by label and seed. At first the runs of an earlier session.
         told: Called after every run that was made.
         limit: Seconds that may be spent at present.
+        at_once: Trains at the same time, if there are processes for it, and returns the runs as they end.
+        processes: How many trainings it makes at the same time.
+        asked: The requested runs, which alone decide.
+        ahead: Those that were made for a later request, if there is one. They count in the budget.
     """
 
     train: Callable[[Candidate, int, Watch], Run]
@@ -82,14 +90,17 @@ class Runs:
     made: dict[tuple[str, int], Run] = field(default_factory=dict)
     told: Callable[[], None] = lambda: None
     limit: float = math.inf
+    at_once: Callable[[Sequence[Job]], Iterable[Run]] | None = None
+    processes: int = 1
     asked: dict[tuple[str, int], Candidate] = field(default_factory=dict, init=False)
+    ahead: dict[tuple[str, int], Candidate] = field(default_factory=dict, init=False)
 
     @property
     def spent(self) -> float:
         """Seconds of the requested runs so far, and of all other work."""
-        return self.aside + sum(self.made[key].wall_seconds for key in self.asked)
+        return self.aside + sum(self.made[key].charge for key in {**self.asked, **self.ahead})
 
-    def score(self, candidate: Candidate, seed: int) -> float:
+    def score(self, candidate: Candidate, seed: int, then: Iterable[tuple[Candidate, int]] = ()) -> float:
         """Train, and return the metric. Minus infinity if the training diverged, or was stopped as hopeless.
 
         Raises:
@@ -97,7 +108,7 @@ class Runs:
             RecipeEndedError: It failed, or its steps took too long.
             FactoryError: Stock cannot be compared: it diverges, or it ignores its seed.
         """
-        run = self.run(candidate, seed)
+        run = self.run(candidate, seed, then)
         if run.failure:
             raise RecipeEndedError("not usable", f"its training raised {run.failure}")
         if run.too_slow:
@@ -105,23 +116,46 @@ class Runs:
             raise RecipeEndedError("no gain", reason)
         return run.metric if math.isfinite(run.metric) else -math.inf
 
-    def run(self, candidate: Candidate, seed: int) -> Run:
-        """Train, whatever becomes of it."""
+    def run(self, candidate: Candidate, seed: int, then: Iterable[tuple[Candidate, int]] = ()) -> Run:
+        """Train, whatever becomes of it.
+
+        Args:
+            candidate: What is trained.
+            seed: Of weights and data.
+            then: What will be asked for next, whatever this run shows. It is trained at the same time, if there are
+                processes and seconds for it.
+        """
         key, is_first = (candidate.label, seed), not self.asked
+        later = {(one.label, number): one for one, number in then}
         new = key not in self.made
         if new:
             if self.spent + self.wall_seconds(candidate) > self.limit:
                 aside = self.budget - self.limit
                 rest = f"; {aside:.0f} s are set aside for what follows" if aside > 0 else ""
                 raise EndedError(f"the budget of {self.budget:.0f} s does not allow another run{rest}")
-            self.made[key] = self.train(candidate, seed, self._watch(candidate, seed))
+            if self.at_once is None:
+                self.made[key] = self.train(candidate, seed, self._watch(candidate, seed))
+            else:
+                self._make_at_once({key: candidate, **later}, self.at_once)
+        charged = (one for one in later if one in self.made and self.made[one].charged_seconds is not None)
+        self.ahead.update((one, later[one]) for one in charged)
         self.asked[key] = candidate
         if is_first and new:  # a tuning that is continued has shown that it has the time
             self._check_first(key)
         self._check_seeds(candidate)
-        if new:
+        if new and self.at_once is None:
             self.told()
         return self.made[key]
+
+    def _make_at_once(
+        self, wanted: dict[tuple[str, int], Candidate], at_once: Callable[[Sequence[Job]], Iterable[Run]]
+    ) -> None:
+        """Train the first of the wanted runs, and with it those for which there are processes and seconds."""
+        new = [(key, one) for key, one in wanted.items() if key not in self.made][: self.processes]
+        fitting = [(key, one) for key, one in new if self.spent + self.wall_seconds(one) <= self.limit]
+        for run in at_once([(one, seed, self._watch(one, seed)) for (_, seed), one in fitting]):
+            self.made[run.name, run.seed] = run
+            self.told()
 
     def of(self, name: str) -> list[tuple[Candidate, Run]]:
         """Return the runs of a recipe that came to their end."""
@@ -165,7 +199,7 @@ class Runs:
         """Refuse a training of stock that diverges, and a budget that leaves no time for a decision."""
         run = self.made[key]
         if run.too_slow or self.aside + LEAST_RUNS * run.wall_seconds / HALF > self.budget:
-            before, self.aside = self.aside, self.aside + run.wall_seconds
+            before, self.aside = self.aside, self.aside + run.charge
             del self.made[key], self.asked[key]
             raise EndedError(self._too_short(before, run))
         if not math.isfinite(run.metric):

@@ -13,7 +13,7 @@ from torchboost.sheet import percent
 from torchboost.tuning.report import STOCK, Candidate, Finding, Outcome, Rate, Run, Start
 from torchboost.tuning.runs import HALF, EndedError, RecipeEndedError, Runs
 
-__all__ = ["LEAST_GAIN", "MULTIPLES", "SHARES", "Search", "best_rate", "memory_ratio", "next_multiple", "next_share"]
+__all__ = ["LEAST_GAIN", "MULTIPLES", "SHARES", "Search", "best_rate", "memory_ratio", "next_multiples", "next_share"]
 
 LEAST_GAIN = 1.03
 """A gain of less than 3 % is not worth the complexity."""
@@ -108,14 +108,16 @@ class Search:
         self._tune(self.recipes[0])
         self._aim()
         first = max(FIRST, 1 + sum(self._start(recipe).share is not None for recipe in self.recipes[1:]))
-        for recipe in self.recipes[1:first]:
-            self._tune(recipe)
+        self._tune_all(self.recipes[1:first])
         self._build_up([recipe for recipe in self.recipes[first:] if not recipe.recipe])
         self._shorten_all()
         others = [recipe for recipe in self.recipes[first:] if self.findings[recipe.name].outcome is None]
-        for recipe in others:
-            self._tune(recipe)
+        self._tune_all(others)
         self._shorten_all([recipe.name for recipe in others])
+
+    def _tune_all(self, recipes: Sequence[Candidate]) -> None:
+        for place, recipe in enumerate(recipes, start=1):
+            self._tune(recipe, recipes[place:])
 
     def _build_up(self, recipes: Sequence[Candidate]) -> None:
         """Add algorithms to the recipe that promises most, if it has another optimizer, as long as it gets better.
@@ -125,26 +127,33 @@ class Search:
         best = min(self._open(), key=self._promise, default=None)
         if best is None or not best.candidate.recipe:
             return
-        for recipe in recipes:
+        for place, recipe in enumerate(recipes):
             base = best.candidate
-            added = {name: value for name, value in recipe.extra.items() if name not in self.recipes[0].extra}
-            if added.keys() & base.extra.keys():
+            plan, *later = [self._added(base, one) for one in recipes[place:]]
+            if plan is None:
                 self.end(recipe.name, "not chosen", f"{base.name} promises more")
                 continue
-            name = f"{base.name} {'and' if base.base else 'with'} {recipe.name}"
-            plan = base.model_copy(update={"name": name, "extra": {**base.extra, **added}, "base": base.name})
             try:
-                score = self.runs.score(plan.at(base.rate, HALF), SEEDS[0])
+                score = self.runs.score(plan, SEEDS[0], [(one, SEEDS[0]) for one in later if one is not None])
             except RecipeEndedError:
                 continue  # it is tried without the other optimizer
             self.end(recipe.name, "not chosen", f"it was tried together with {base.name}, which promises more")
-            self.findings[name] = Finding(candidate=plan.at(base.rate), rates={base.rate: score})
-            if self._promise(self.findings[name]) * LEAST_GAIN > self._promise(best):
-                self.end(name, "no gain", f"at half of the steps it promises no more than {base.name}")
+            self.findings[plan.name] = Finding(candidate=plan.at(base.rate), rates={base.rate: score})
+            if self._promise(self.findings[plan.name]) * LEAST_GAIN > self._promise(best):
+                self.end(plan.name, "no gain", f"at half of the steps it promises no more than {base.name}")
                 continue
-            self.starts = {**self.starts, name: Start(rate=base.rate)}
-            self._tune(plan.at(1.0))
-            best = self.findings[name] if self.findings[name].outcome is None else best
+            self.starts = {**self.starts, plan.name: Start(rate=base.rate)}
+            self._tune(plan)
+            best = self.findings[plan.name] if self.findings[plan.name].outcome is None else best
+
+    def _added(self, base: Candidate, recipe: Candidate) -> Candidate | None:
+        """Return a recipe with the algorithms of another one, at half of the steps. None if it sets them already."""
+        added = {name: value for name, value in recipe.extra.items() if name not in self.recipes[0].extra}
+        if added.keys() & base.extra.keys():
+            return None
+        name = f"{base.name} {'and' if base.base else 'with'} {recipe.name}"
+        plan = base.model_copy(update={"name": name, "extra": {**base.extra, **added}, "base": base.name})
+        return plan.at(base.rate, HALF)
 
     def _open(self, names: Collection[str] | None = None) -> list[Finding]:
         """Return what was found about recipes whose rates were searched, and that are still in the race."""
@@ -158,16 +167,17 @@ class Search:
         if any(self.runs.seconds(plan, plan.share) <= HALF * whole for plan in self.plans()):
             self.runs.limit = FOUND * self.runs.budget
 
-    def _tune(self, recipe: Candidate) -> None:
-        """Find the best rate of a recipe at half of the steps. If that reaches the target, it is a plan at once."""
+    def _tune(self, recipe: Candidate, others: Sequence[Candidate] = ()) -> None:
+        """Find the best rate of a recipe at half of the steps. If that reaches the target, it is a plan at once.
+
+        The first rates of the ``others`` will be tried next.
+        """
         scores: dict[float, float] = {}
-        grid = MULTIPLES if self.rates or "lr" in recipe.recipe else (1.0,)
-        start = self._start(recipe).rate
-        if recipe.recipe.get("optimizer") == "muon":  # the rest of the weights is trained as stock trains it best
-            recipe = recipe.model_copy(update={"recipe": {**recipe.recipe, "rate": self.levers.rate}})
+        recipe = self._based(recipe)
         try:
-            while (multiple := next_multiple(scores, grid, start, self.drop)) is not None:
-                scores[multiple] = self.runs.score(recipe.at(multiple, HALF), SEEDS[0])
+            while wanted := self._rates(recipe, scores):
+                later = [*wanted[1:], *(one for other in others for one in self._rates(self._based(other), {}))]
+                scores[wanted[0].rate] = self.runs.score(wanted[0], SEEDS[0], [(one, SEEDS[0]) for one in later])
                 best = best_rate(scores)
                 self.findings[recipe.name] = Finding(candidate=recipe.at(best), rates=dict(scores))
                 if scores[best] >= self.target - SLACK * self.drop and self._slower(recipe) * HALF * LEAST_GAIN <= 1:
@@ -185,6 +195,18 @@ class Search:
                 lost = wording.difference(behind, share=False)
                 reason = f"at half of the steps it ends {lost} from stock, in {slower:.2f} times the time"
                 self.end(recipe.name, "no gain", reason)
+
+    def _based(self, recipe: Candidate) -> Candidate:
+        """Return a recipe at the rates from which it is searched. Muon trains the other weights as stock does best."""
+        if recipe.recipe.get("optimizer") != "muon":
+            return recipe
+        return recipe.model_copy(update={"recipe": {**recipe.recipe, "rate": self.levers.rate}})
+
+    def _rates(self, recipe: Candidate, scores: Mapping[float, float]) -> list[Candidate]:
+        """Return a recipe at the rates that are tried next, given the metric at those that were tried."""
+        grid = MULTIPLES if self.rates or "lr" in recipe.recipe else (1.0,)
+        wanted = next_multiples(scores, grid, self._start(recipe).rate, self.drop)
+        return [recipe.at(multiple, HALF) for multiple in wanted]
 
     def _start(self, recipe: Candidate) -> Start:
         return self.starts.get(recipe.name, Start())
@@ -204,8 +226,9 @@ class Search:
         if finding.outcome is not None:
             raise EndedError(f"{self.levers.name}: {finding.reason}")
         means: dict[float, float] = {}
-        for multiple in dict.fromkeys((finding.candidate.rate, 1.0)):
-            means[multiple] = self._mean(self.recipes[0].at(multiple))
+        plans = [self.recipes[0].at(multiple) for multiple in dict.fromkeys((finding.candidate.rate, 1.0))]
+        for plan in plans:
+            means[plan.rate] = self._mean(plan, plans)
             self.target = max(means.values())
         best = best_rate(means)
         if means[best] == -math.inf:
@@ -264,12 +287,16 @@ class Search:
         """Take a recipe off the plans."""
         self.findings[name] = self.findings[name].model_copy(update={"change": None})
 
-    def _mean(self, plan: Candidate) -> float:
-        """Return the mean metric of the seeds. Minus infinity, after one of them, if the target is out of reach."""
-        first = self.runs.score(plan, SEEDS[0])
+    def _mean(self, plan: Candidate, plans: Sequence[Candidate] = ()) -> float:
+        """Return the mean metric of the seeds. Minus infinity, after one of them, if the target is out of reach.
+
+        Those of other ``plans`` will be asked for next.
+        """
+        later = [(one, seed) for one in (plan, *plans) for seed in SEEDS]
+        first = self.runs.score(plan, SEEDS[0], later)
         if first < self.target - HOPELESS * self.drop:
             return -math.inf
-        return statistics.fmean([first, *(self.runs.score(plan, seed) for seed in SEEDS[1:])])
+        return statistics.fmean([first, *(self.runs.score(plan, seed, later) for seed in SEEDS[1:])])
 
     def _note(self, finding: Finding, plan: Candidate) -> None:
         """Note that a plan keeps the metric, and what it saves."""
@@ -291,13 +318,13 @@ def best_rate(scores: Mapping[float, float]) -> float:
     return max(scores, key=lambda multiple: (scores[multiple], -abs(math.log(multiple)), multiple))
 
 
-def next_multiple(
+def next_multiples(
     scores: Mapping[float, float],
     grid: Sequence[float] = MULTIPLES,
     start: float | None = None,
     tolerance: float = 0.0,
-) -> float | None:
-    """Return the multiple that is tried next: one of the grid, or if the best is at an edge, one beyond it.
+) -> list[float]:
+    """Return the multiples that are tried next: those of the grid, or if the best is at an edge, one beyond it.
 
     The search also goes on beyond an edge that is hardly worse than the best, since chance may have made it so.
 
@@ -318,14 +345,14 @@ def next_multiple(
             wanted = near
     left = [multiple for multiple in wanted if multiple not in scores]
     if left:
-        return left[0]
+        return left
     best = best_rate(scores)
     more = scores.keys() - {*grid, *near}
     if len(grid) < 2 or len(more) >= MORE_MULTIPLES or scores[best] == -math.inf:
-        return None
+        return []
     edges = {min(scores): 0.5, max(scores): 2.0}
     beyond = [edge * step for edge, step in edges.items() if scores[edge] >= scores[best] - tolerance]
-    return next((multiple for multiple in (best / 2, best * 2, *beyond) if multiple not in scores), None)
+    return [multiple for multiple in (best / 2, best * 2, *beyond) if multiple not in scores][:1]
 
 
 def next_share(shares: Sequence[float], passed: Mapping[float, bool], start: float | None = None) -> float | None:

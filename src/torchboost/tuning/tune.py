@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from torchboost.algorithms.threads import compute_with_threads
 from torchboost.bench.bench import check_same
 from torchboost.bench.digests import check_unchanged, data_of, fingerprint_of
 from torchboost.bench.factory import count_of, made_by, source_of
@@ -34,6 +35,7 @@ from torchboost.tuning.training import (
     standard_recipes,
     try_levers,
 )
+from torchboost.tuning.workers import Shares, Workers, shares
 
 __all__ = ["report_path", "tune"]
 
@@ -64,6 +66,7 @@ def tune(
     title: str = "a model",
     out: str | Path | None = None,
     resume: bool = False,
+    processes: int = 1,
     progress: Progress | None = None,
 ) -> TuneReport:
     """Find the plan that reaches the metric of stock at its best rate in the least time, and test it with fresh seeds.
@@ -76,7 +79,9 @@ def tune(
     of ``error``. So whatever the search found, the probability that something which costs more than ``drop`` is turned
     on is at most ``error``.
 
-    Everything runs in this process. Of a training on several ranks, tune the part of one rank.
+    Of a training on several ranks, tune the part of one rank. With several ``processes``, runs that do not depend on
+    each other are made at the same time. The budget is still the time that passes. Each process builds the training
+    for itself, so memory and data are needed once for each.
 
     The answer is valid for runs like those that were made: ``epochs`` passes over the factory's batches, or ``steps``
     updates. A drop that only shows later in a longer run cannot be seen.
@@ -104,12 +109,19 @@ def tune(
         out: JSON file of the resulting configuration. The report is saved next to it after every run. See
             :func:`report_path`.
         resume: Continue the report that is there. The runs in it are not repeated.
+        processes: Runs that are made at the same time, each in a process. On ``"cuda"`` each of them gets a GPU, and on
+            a CPU an equal part of the threads. By default all runs are made one after the other, in this process.
+            Otherwise ``make`` must be defined at the top level of a module, and a script must call ``tune`` under
+            ``if __name__ == "__main__":``. A report can be continued with another number, on a CPU if the threads of a
+            run stay the same.
         progress: Called with the seconds that were spent.
 
     Raises:
         FactoryError: The factory returns something else or has no ``evaluate``, or the stock loop cannot be compared:
-            it diverges, or has the same losses and metric for two seeds.
-        IncompatibleError: ``torch.distributed`` has several ranks, or :func:`torchboost.boost` cannot take the pair.
+            it diverges, or has the same losses and metric for two seeds. With several ``processes`` also: they
+            cannot load ``make``, or the training of stock raised an error in one of them, which the text has.
+        IncompatibleError: ``torch.distributed`` has several ranks, :func:`torchboost.boost` cannot take the pair, or a
+            process was ended from outside.
         TypeError: An argument has the wrong type.
         ValueError: An argument is out of range, the report belongs to another tuning, or the file of a report was
             changed after it was written.
@@ -129,6 +141,7 @@ def tune(
         check_count("steps", steps, of="updates of a run")
         if epochs is not None:
             raise ValueError(f"found epochs={epochs} and steps={steps}; give one of them.")
+    check_count("processes", processes, of="processes")
     check_count("seeds", seeds, of="seeds per comparison")
     if not LEAST_SEEDS <= seeds <= MOST_SEEDS:
         raise ValueError(f"seeds: found {seeds}; give a number from {LEAST_SEEDS} to {MOST_SEEDS}.")
@@ -138,6 +151,7 @@ def tune(
         raise ValueError(f"error: found {error!r}; give a number from {LEAST_ERROR} to below {MOST_ERROR}.")
     if rate not in ("search", "fixed"):
         raise ValueError(f"rate: found {rate!r}; give 'search' or 'fixed'.")
+    share = shares(processes, torch.device(device))
     started, seconds, path = time.perf_counter(), seconds_of(budget), None if out is None else Path(out)
     if path is not None:
         _check_free(path, resume)
@@ -166,7 +180,7 @@ def tune(
         most_seeds=seeds,
         error=error,
         rate_search=rate == "search",
-        environment=environment(device),
+        environment=environment(device).model_copy(update={"threads": share.threads}),
         fingerprint=fingerprint_of(parts),
         data=data_of(made_by(make, 0)),
         lr=max(float(group["lr"]) for group in parts.optimizer.param_groups),
@@ -183,6 +197,8 @@ def tune(
         report=report,
         earlier=earlier,
         absolute=schedule_sets_rates(make, steps),
+        processes=processes,
+        share=share,
     )
     del parts  # a model less in memory during the runs
     if resume:
@@ -206,7 +222,7 @@ def report_path(out: str | Path) -> Path:
 class _Session:
     """A tuning under way: the request, reports of earlier ones, and the report as far as it came.
 
-    ``absolute`` is whether the schedule sets its own rates.
+    ``absolute`` is whether the schedule sets its own rates, and ``share`` what each process gets of the machine.
     """
 
     started: float
@@ -217,6 +233,8 @@ class _Session:
     report: TuneReport
     earlier: Sequence[TuneReport]
     absolute: bool
+    processes: int
+    share: Shares
 
     def tell(self, phase: str, done: float, total: float, note: str = "") -> None:
         """Tell the progress in whole seconds."""
@@ -237,17 +255,25 @@ class _Session:
         check_unchanged(path, saved, now, lambda: made_by(self.make, 0))
         if self.earlier:
             check_same(path, saved, now, ("prior", "fresh_seed"), "was made with")
-        aside = saved.spent_seconds - sum(run.wall_seconds for run in saved.runs)
+        aside = saved.spent_seconds - sum(run.charge for run in saved.runs)
         self.started -= max(0.0, aside)
         update = {"budget_seconds": now.budget_seconds, "state": "running", "whole": [], "notes": [], "rate": None}
         self.report = saved.model_copy(update=update)
 
     @interrupts_kept()
     def run(self, extras: Mapping[str, Mapping[str, Any]] | None) -> TuneReport:
+        training = Training(make=self.make, steps=self.report.steps, device=self.device, told=self._training)
+        if self.processes == 1:
+            return self._run(extras, training, None)
+        with compute_with_threads(self.share.threads), Workers(training, self.processes, self.share) as workers:
+            return self._run(extras, training, workers)
+
+    def _run(
+        self, extras: Mapping[str, Mapping[str, Any]] | None, training: Training, workers: Workers | None
+    ) -> TuneReport:
         findings = self._findings(extras)
         if findings[0].outcome is not None:
             raise IncompatibleError(f"{findings[0].candidate.name}: {findings[0].reason}")
-        training = Training(make=self.make, steps=self.report.steps, device=self.device, told=self._training)
         runs = Runs(
             train=training,
             budget=self.report.budget_seconds,
@@ -255,6 +281,8 @@ class _Session:
             aside=time.perf_counter() - self.started,
             made={(run.name, run.seed): run for run in self.report.runs},
             told=lambda: self._note(race, findings),
+            at_once=workers,
+            processes=self.processes,
         )
         recipes = [finding.candidate for finding in findings if finding.outcome is None]
         search = Search(
@@ -328,6 +356,9 @@ class _Session:
             f"the learning rate was not searched, because {ABSOLUTE}": self.report.rate_search and self.absolute,
             "the factory has no validate, so the search chose by evaluate, and only the seeds of the confirmation are "
             "fresh": made_by(self.make, 0).validate is None,
+            f"several runs were made at the same time (threads of each: {self.report.environment.threads}); the times "
+            "are those of such runs": self.processes > 1
+            or any(run.charged_seconds is not None for run in self.report.runs),
         }
         return [note for note, holds in said.items() if holds]
 
@@ -349,7 +380,7 @@ class _Session:
                 "rate": search.rate,
                 "planned": race.planned,
                 "runs": list(runs.made.values()),
-                "spent_seconds": runs.aside + sum(run.wall_seconds for run in runs.made.values()),
+                "spent_seconds": runs.aside + sum(run.charge for run in runs.made.values()),
                 "notes": list(race.notes),
                 **update,
             }
