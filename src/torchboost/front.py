@@ -46,8 +46,6 @@ from torchboost.plan import Plan
 from torchboost.registry import Facts, Host, Loop
 from torchboost.tasks import Task, with_task
 
-__all__ = ["Boosted", "boost", "boosted_of", "prepare"]
-
 _LONG_RUN = 1_000_000
 """A run of so many steps repays the start-up cost of every algorithm."""
 

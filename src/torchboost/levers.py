@@ -44,8 +44,6 @@ from torchboost.registry import REGISTRY
 from torchboost.sheet import Explanation, Row, percent
 from torchboost.tokens.call import PartialForward
 
-__all__ = ["Levers"]
-
 _LOG = logging.getLogger("torchboost")
 
 State = Literal["waiting", "decided", "removed"]

@@ -28,8 +28,6 @@ from torchboost.measure.stopwatch import package_version, processor_name
 from torchboost.registry import LEVELS, REGISTRY, Entry, Facts, Loop, build, place
 from torchboost.sheet import Explanation, Row
 
-__all__ = ["Dropped", "Plan", "own_settings", "resolve", "run_length", "why_idle"]
-
 LENGTH = "total_steps"
 """A fact about the run, not a choice: the written value always counts."""
 SWITCHES = tuple(name for name in BoostSwitches.model_fields if name != "mode")

@@ -41,8 +41,6 @@ from torchboost.errors import ConfigError, nearest, shown
 from torchboost.graph.norms import was_trained
 from torchboost.graph.removed_norm import RemovedNorm
 
-__all__ = ["LEVELS", "REGISTRY", "Entry", "Facts", "Host", "Loop", "build", "place"]
-
 Loop = Literal["own", "transformers", "lightning", "accelerate"]
 
 

@@ -37,20 +37,6 @@ from torchboost.plan import Plan, own_settings
 from torchboost.registry import REGISTRY
 from torchboost.sheet import percent
 
-__all__ = [
-    "UNSEEN",
-    "WORTH_A_WORD",
-    "Calibrate",
-    "Calibration",
-    "changes_model",
-    "decide",
-    "deciding_ranks",
-    "device_of",
-    "obstacle_to_passes",
-    "resolved",
-    "tell",
-]
-
 Calibrate = bool | float | Literal["auto"]
 """``"auto"`` or True: a trial within 1 % of the run and 60 s, but within 40 steps if these are at most 4 % of the run.
 False: none. A number: its seconds."""

@@ -29,8 +29,6 @@ from torchboost.calibration.trial import Contestant
 from torchboost.core.algorithm import Algorithm, Target, attach_all
 from torchboost.registry import REGISTRY
 
-__all__ = ["Certificate", "Finding", "allowed", "verified"]
-
 _STEPS_OF_ROUNDING = 64
 _ATTEMPTS = 2
 """A rounding that moves a ReLU or a maximum to its other side changes gradients by more than its size. If a comparison

@@ -26,8 +26,6 @@ from torchboost.errors import IncompatibleError
 from torchboost.tokens.call import NOTHING_READS
 from torchboost.tokens.rows import Rows
 
-__all__ = ["Pass", "Passes", "distance", "noise", "on_real_inputs", "relative", "reshard"]
-
 _LOG = logging.getLogger("torchboost")
 
 Change = Callable[[Tensor], None]

@@ -34,8 +34,6 @@ from torchboost.core.torch_private import (
 )
 from torchboost.graph.copies import accelerators, generator_states, set_generator_states
 
-__all__ = ["Damage", "Snapshot", "Streams", "plain", "streams_kept"]
-
 _HOPS = 3
 """Objects that are not modules are followed so far: an attribute of an attribute of a module's attribute."""
 _MOST_OBJECTS = 200_000

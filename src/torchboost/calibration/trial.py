@@ -21,8 +21,6 @@ from torchboost.core.wrapping import hookable
 from torchboost.errors import IncompatibleError
 from torchboost.measure.stopwatch import Clock, collector_off
 
-__all__ = ["Contestant", "Reduce", "Trial", "free_bytes", "needed_bytes", "obstacle_to_updates", "optimizer_over"]
-
 Reduce = Callable[[list[float]], list[float]]
 """Return for each number the largest one of all ranks. Infinity stands for a step that failed."""
 

@@ -36,8 +36,6 @@ from torchboost.measure.statistics import paired_ratio
 from torchboost.measure.stopwatch import Clock, collector_off
 from torchboost.sheet import Sheet, percent
 
-__all__ = ["Waste", "WasteReport", "padded_share", "waste_of"]
-
 NOTABLE = 0.1
 """Share of a step from which on waste is worth a line."""
 _ROUNDS = (5, 5, 10, 20, 40, 80)

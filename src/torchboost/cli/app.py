@@ -13,8 +13,6 @@ import typer
 from torchboost import __version__
 from torchboost.cli.options import Csv, Data, Device, Html, Json, TrainLimit
 
-__all__ = ["app"]
-
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -278,7 +276,8 @@ def results(
     csv: Csv = False,
 ) -> None:
     """List the tunings that were made, and compare what they found."""
-    from torchboost.cli.shared import print_csv, print_json, print_table, user_errors
+    from torchboost.bench.report.table import print_table
+    from torchboost.cli.shared import print_csv, print_json, user_errors
     from torchboost.tuning.results import (
         RESULTS,
         data_of_results,
@@ -318,7 +317,8 @@ def compare(
 ) -> None:
     """Show two reports side by side: what changed, by how much, and whether machine or versions did."""
     from torchboost.bench.report.comparison import compared, comparison_table, remarks
-    from torchboost.cli.shared import print_csv, print_json, print_table, saved_report, user_errors
+    from torchboost.bench.report.table import print_table
+    from torchboost.cli.shared import print_csv, print_json, saved_report, user_errors
     from torchboost.measure.evidence import BenchReport
 
     with user_errors():

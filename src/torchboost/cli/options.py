@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["Csv", "Data", "Device", "Html", "Json", "TrainLimit"]
-
 
 def _one_format(context: typer.Context, asked: bool) -> bool:
     if asked and (context.params.get("json") or context.params.get("csv")):

@@ -12,13 +12,13 @@ import torch
 import typer
 
 from torchboost.bench.factory import Factory
+from torchboost.bench.report.table import print_table
 from torchboost.cli.shared import (
     Display,
     answer_only,
     fail,
     print_csv,
     print_json,
-    print_table,
     usable_device,
     user_errors,
 )
@@ -29,8 +29,6 @@ from torchboost.front import boost
 from torchboost.plan import Plan
 from torchboost.registry import LEVELS, REGISTRY, Facts
 from torchboost.sheet import Row
-
-__all__ = ["show_levels", "show_plan", "show_plan_of_model"]
 
 
 def show_levels(*, json: bool, csv: bool) -> None:

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ValidationError
 import torchboost
 from torchboost.bench.factory import Factory
 from torchboost.bench.report.page import bench_page
-from torchboost.bench.report.table import print_report, print_table
+from torchboost.bench.report.table import print_report
 from torchboost.bench.verdict import headline, summarise, verdicts
 from torchboost.core.hardware import device_fault
 from torchboost.errors import ConfigError, FactoryError, IncompatibleError, RankDisagreementError
@@ -32,26 +32,6 @@ from torchboost.measure.evidence import BenchReport
 from torchboost.tuning.report import TuneReport, cost, tune_page
 from torchboost.tuning.report import headline as answer
 from torchboost.workloads.named import Workload, find_workload
-
-__all__ = [
-    "EXTRAS",
-    "Display",
-    "answer_only",
-    "chosen",
-    "fail",
-    "loaded",
-    "names_file",
-    "page_of",
-    "print_csv",
-    "print_json",
-    "print_table",
-    "print_tuning",
-    "saved_report",
-    "show",
-    "summary_of",
-    "usable_device",
-    "user_errors",
-]
 
 EXTRAS = {
     "cli": ("typer", "jinja2"),

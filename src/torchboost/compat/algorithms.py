@@ -22,8 +22,6 @@ from torchboost.core.step import Replay
 from torchboost.distributed.topology import NodeGroups, Topology
 from torchboost.errors import IncompatibleError
 
-__all__ = ["AdaSum", "DimReduce", "GradientAccumulation", "LessBN"]
-
 
 class LessBN(nn.Module):
     """A network with fewer BatchNorm layers. See :func:`torchboost.less_bn` for which ones are removed.

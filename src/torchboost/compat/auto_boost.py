@@ -19,8 +19,6 @@ from torchboost.inference import fast_copy
 from torchboost.plan import Plan
 from torchboost.registry import Host, Loop
 
-__all__ = ["AutoBoost"]
-
 
 class AutoBoost:
     """Make training faster within the accuracy that a level promises. Objects are independent of each other.

@@ -32,8 +32,6 @@ from torchboost.core.wrapping import unwrap
 from torchboost.errors import IncompatibleError
 from torchboost.front import boosted_of
 
-__all__ = ["BoostTrainOneStepCell", "BoostTrainOneStepWithLossScaleCell", "GroupLossScaleManager", "WithLoss"]
-
 _FIRST = 2.0**16
 """The initial scale of an update cell that does not define one, the same as ``GradScaler``'s."""
 

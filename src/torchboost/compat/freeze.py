@@ -18,8 +18,6 @@ from torchboost.core.arguments import check_optimizer, check_pair, check_sens
 from torchboost.errors import NoEffectWarning
 from torchboost.optim.wrapping_optimizer import WrappingOptimizer
 
-__all__ = ["FreezeOpt", "GradientFreeze", "freeze_cell"]
-
 _PATTERNS = get_args(Pattern)[:3]
 """MindSpore's types 0 and 1, and type 2, which MindSpore does not have."""
 _DEFAULT_GROUPS = 10

@@ -22,23 +22,6 @@ from torchboost.core.wrapping import hookable, wrapper_of
 from torchboost.distributed.topology import Topology
 from torchboost.errors import IncompatibleError
 
-__all__ = [
-    "LEVERS",
-    "Algorithm",
-    "AlreadyOn",
-    "AttachedAlgorithms",
-    "Attachment",
-    "Form",
-    "MicroSteps",
-    "Removable",
-    "Scaler",
-    "Target",
-    "Traits",
-    "attach_all",
-    "attach_each",
-]
-
-
 LEVERS = "levers"
 """The key in the state of :class:`AttachedAlgorithms` that says which speed levers were on."""
 

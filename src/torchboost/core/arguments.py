@@ -17,24 +17,6 @@ from torch.optim import Optimizer
 
 from torchboost.errors import NoEffectWarning
 
-__all__ = [
-    "check_apart",
-    "check_count",
-    "check_loss_fn",
-    "check_module",
-    "check_number",
-    "check_optimizer",
-    "check_pair",
-    "check_scaler",
-    "check_sens",
-    "check_shapes",
-    "in_words",
-    "is_integer",
-    "is_number",
-    "seconds_of",
-    "warn_of_foreign_parameters",
-]
-
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 _SCALER = ("scale", "unscale_", "step", "update", "get_scale")
 

@@ -34,18 +34,6 @@ from torchboost.core.torch_private import (
 from torchboost.core.wrapping import unwrap
 from torchboost.errors import NoEffectWarning
 
-__all__ = [
-    "ForwardWatch",
-    "cover_forward",
-    "intercept",
-    "is_our_hook",
-    "own_forward",
-    "plain_hook",
-    "tensors_in",
-    "uncovered",
-    "with_tensors",
-]
-
 Forward = Callable[..., Any]
 """Takes the module as its first argument, like a function in a class."""
 Around = Callable[[Forward, nn.Module, tuple[Any, ...], dict[str, Any]], Any]

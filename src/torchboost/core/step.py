@@ -18,16 +18,6 @@ from torchboost.core.algorithm import AttachedAlgorithms, MicroSteps, Target
 from torchboost.core.wrapping import unwrap
 from torchboost.errors import IncompatibleError, NoEffectWarning
 
-__all__ = [
-    "ClosureOptimizer",
-    "Replay",
-    "StepOutput",
-    "TrainStep",
-    "after_closure",
-    "learns_nothing",
-    "needs_closure",
-]
-
 _NAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _SHOWN = 5
 """Most parameter names that a warning lists."""

@@ -15,21 +15,6 @@ from torchboost.core.torch_private import calls_hooks, compiled_call, inside_com
 from torchboost.distributed.topology import Topology
 from torchboost.errors import IncompatibleError
 
-__all__ = [
-    "already_wrapped",
-    "check_mesh",
-    "check_ranks",
-    "compiled_parts",
-    "data_parallel",
-    "hookable",
-    "is_compiled",
-    "living",
-    "only_ddp",
-    "sharded_units",
-    "unwrap",
-    "wrapper_of",
-]
-
 Kind = TypeVar("Kind")
 
 

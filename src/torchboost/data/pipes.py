@@ -35,8 +35,6 @@ from torchboost.data.draws import Draws, is_own
 from torchboost.data.sameness import parts_of, same, shares_memory
 from torchboost.data.sending import Packed
 
-__all__ = ["OWN", "Pipe", "Stock", "Variant"]
-
 TWICE = 2
 """The first batches that each worker loads a second time, to see whether both are equal."""
 

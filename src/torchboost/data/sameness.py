@@ -11,8 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["bytes_of", "can_be_pinned", "parts_of", "same", "shares_memory"]
-
 _PLAIN = (str, bytes, bytearray, int, bool, float, complex, type(None))
 Array = Tensor | np.ndarray
 

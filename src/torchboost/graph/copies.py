@@ -24,20 +24,6 @@ from torchboost.core.torch_private import (
     parameter_slots,
 )
 
-__all__ = [
-    "ReachesOriginal",
-    "accelerators",
-    "copies_of",
-    "full_precision",
-    "generator_states",
-    "generators_kept",
-    "is_large",
-    "memory",
-    "set_generator_states",
-    "twin",
-    "undisturbed",
-]
-
 
 def twin(model: nn.Module) -> nn.Module:
     """Return a deep copy in eval mode that computes the same as the forward of ``model`` itself.

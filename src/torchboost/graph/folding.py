@@ -26,8 +26,6 @@ from torchboost.graph.removed_norm import fused_weights, put_removed_norm
 from torchboost.graph.surgery import changing, held_elsewhere
 from torchboost.graph.trace import evaluate, first_run, trace, trace_paths, trace_run
 
-__all__ = ["FoldReport", "fold_batch_norms", "fold_pairs", "largest_difference", "plan_folds", "shared_weights"]
-
 _Region = tuple[nn.Module, list[Dataflow]]
 
 _STOCK_FORWARDS = (

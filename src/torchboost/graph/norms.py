@@ -29,18 +29,6 @@ from torchboost.core.torch_private import (
 )
 from torchboost.graph.flow import Dataflow, Node
 
-__all__ = [
-    "WEIGHTED",
-    "NormalizedLinear",
-    "ResidualBlock",
-    "is_customised",
-    "norm_tail",
-    "plain_stacks",
-    "rescale_layers",
-    "residual_blocks",
-    "was_trained",
-]
-
 _STOCK_NORMS = (AnyBatchNorm.forward, SyncBatchNorm.forward)
 _STATE = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
 

@@ -22,8 +22,6 @@ from torchboost.core.torch_private import (
 from torchboost.graph.norms import norm_tail
 from torchboost.graph.surgery import replace_module
 
-__all__ = ["RemovedNorm", "fused_weights", "put_removed_norm", "show_bias"]
-
 _COPYING = 4
 """The protocol of ``copy``, and the lowest one of ``pickle`` itself. ``torch.save`` takes 2."""
 

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from torchboost.workloads.data import EXTRA, Documents
 
-__all__ = ["PACKAGES", "docstrings"]
-
 PACKAGES = ("python", "sklearn", "sympy", "torch")
 """The classes: packages that torch or the extra ``workloads`` install, and Python's standard library."""
 

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["GPT", "VGG", "BasicBlock", "Bottleneck", "ResNet", "TextClassifier"]
-
 
 class BasicBlock(nn.Module):
     """Two 3 x 3 convolutions and a shortcut."""

@@ -22,8 +22,6 @@ from torchboost.workloads.docstrings import docstrings
 from torchboost.workloads.models import GPT, VGG, BasicBlock, Bottleneck, ResNet, TextClassifier
 from torchboost.workloads.pieces import pieces
 
-__all__ = ["WORKLOADS", "Workload", "accuracy", "bits_per_character", "find_workload", "one_cycle"]
-
 Predict = Callable[[Tensor], Tensor]
 Data = Labelled | Text
 
