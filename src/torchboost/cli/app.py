@@ -11,7 +11,6 @@ from typing import Annotated
 import typer
 
 from torchboost import __version__
-from torchboost.cli.options import Csv, Data, Device, Html, Json, TrainLimit
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -23,6 +22,20 @@ NAMES = "digits, cifar10, text, docstrings, pieces"
 POINT = 0.01
 MOST_COMPARED = 6
 """Reports whose recipes are shown side by side."""
+
+
+def _one_format(context: typer.Context, asked: bool) -> bool:
+    if asked and (context.params.get("json") or context.params.get("csv")):
+        raise typer.BadParameter("found --json and --csv; give one of them.")
+    return asked
+
+
+Json = Annotated[bool, typer.Option("--json", callback=_one_format, help="Answer in JSON.")]
+Csv = Annotated[bool, typer.Option("--csv", callback=_one_format, help="Answer in CSV, with plain numbers.")]
+Html = Annotated[bool, typer.Option("--html/--no-html", help="Write a page next to the report.")]
+Data = Annotated[Path | None, typer.Option(help="Path of the data, for workloads that need it.")]
+TrainLimit = Annotated[int | None, typer.Option(min=1, help="Use only so many training samples.")]
+Device = Annotated[str, typer.Option(help="Where to train: auto (a GPU if there is one), cpu, cuda, cuda:1, ...")]
 
 
 def _print_version(asked: bool) -> None:
