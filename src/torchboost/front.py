@@ -26,7 +26,6 @@ from torchboost.core.arguments import (
     check_loss_fn,
     check_module,
     check_pair,
-    check_scaler,
     check_shapes,
     in_words,
     warn_of_foreign_parameters,
@@ -500,7 +499,6 @@ def attach(
         raise ValueError("optimizer: found an empty list; give the optimizers that train the model.")
     for one in optimizers:
         check_pair(model, one, name=name)
-    check_scaler(scaler)
     calibrate = resolved(calibrate)
     plan = Plan.of(level, config, host.facts(model), total_steps=total_steps)
     if plan.algorithms:
@@ -562,9 +560,9 @@ def _held(optimizers: Iterable[Optimizer]) -> set[int]:
     return {id(param) for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]}
 
 
-def _check_one_model(earlier: Boosted | None, model: nn.Module, name: str) -> None:
+def _check_one_model(earlier: Boosted, model: nn.Module, name: str) -> None:
     """Refuse an optimizer that another model was boosted with. One of them may be a part of the other."""
-    if earlier is None or earlier.model in set(model.modules()) or model in set(earlier.model.modules()):
+    if earlier.model in set(model.modules()) or model in set(earlier.model.modules()):
         return
     raise IncompatibleError(
         f"the optimizer of this {name} was boosted with another model, a {type(earlier.model).__name__}; give each its "
