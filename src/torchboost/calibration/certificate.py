@@ -123,7 +123,7 @@ class Certificate:
             self._plain = self._first()
         self._sized += self._plain.outputs
         self._norms = _distances(self._plain, None)
-        self._whole = _norm(self._norms.gradients)
+        self._whole = math.hypot(*self._norms.gradients)
         response = _distances(self._plain, self._changed(noise(self._size, 0)))
         self._responses = [(1.0, response)]
         if max(self._relative(response), self._of_outputs(response)) > _LARGE:
@@ -196,7 +196,7 @@ class Certificate:
         return ""
 
     def _relative(self, distances: _Distances) -> float:
-        return _norm(distances.gradients) / self._whole if self._whole else 0.0
+        return math.hypot(*distances.gradients) / self._whole if self._whole else 0.0
 
     def _of_outputs(self, distances: _Distances) -> float:
         pairs = zip(distances.outputs, self._norms.outputs, strict=True)
@@ -240,10 +240,6 @@ def _distances(plain: Pass, other: Pass | None) -> _Distances:
         [distance(a, b) for a, b in zip(plain.outputs, outputs, strict=True)],
         [0.0 if a is None else distance(a, b) for a, b in zip(plain.gradients, gradients, strict=True)],
     )
-
-
-def _norm(values: Sequence[float]) -> float:
-    return math.sqrt(math.fsum(value * value for value in values)) if all(map(math.isfinite, values)) else math.inf
 
 
 @contextmanager

@@ -162,7 +162,8 @@ class Passes:
         with self._forward(), _WithoutDropout() if self.without_dropout else nullcontext():
             outputs = self.model(*args, **kwargs)
         tensors = [tensor for tensor in tensors_in(outputs) if tensor.is_floating_point() or tensor.is_complex()]
-        ends = _differentiable(tensors)
+        ends = [tensor for tensor in tensors if tensor.requires_grad]
+        ends = [tensor for tensor in ends if tensor.numel() == 1][:1] or ends  # the loss, if the model returns one
         if not ends:
             raise IncompatibleError("no output of the model depends on its parameters, so there is no backward pass")
         if self._seeds is None or [s.shape for s in self._seeds] != [e.shape for e in ends]:
@@ -354,13 +355,6 @@ class _WithoutDropout(TorchFunctionMode):
             if "dropout_p" in kwargs:
                 kwargs = {**kwargs, "dropout_p": 0.0}
         return func(*args, **kwargs)
-
-
-def _differentiable(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return the loss if the model returns one, otherwise the outputs through which gradients flow back."""
-    ends = [tensor for tensor in outputs if tensor.requires_grad]
-    losses = [tensor for tensor in ends if tensor.numel() == 1]
-    return losses[:1] if losses else ends
 
 
 def _computed(tensor: Tensor, like: Tensor | None = None) -> Tensor:

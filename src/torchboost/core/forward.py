@@ -356,8 +356,8 @@ def _record(value: Any, inner: Callable[[Any], Any]) -> Any:
     fields = {
         field.name: getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)
     }
-    if not torch.compiler.is_compiling():
-        fields |= _attributes(value)
+    if not torch.compiler.is_compiling() and not isinstance(value, MutableMapping):
+        fields |= getattr(value, "__dict__", {})  # attributes that are not fields, such as those of __post_init__
     changed = {name: inner(entry) for name, entry in fields.items()}
     changed = {name: entry for name, entry in changed.items() if entry is not fields[name]}
     if not changed:
@@ -371,11 +371,6 @@ def _record(value: Any, inner: Callable[[Any], Any]) -> Any:
         except dataclasses.FrozenInstanceError:
             object.__setattr__(copied, name, entry)
     return copied
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    """Return the attributes of a dataclass that are not fields, such as attributes set by ``__post_init__``."""
-    return {} if isinstance(value, MutableMapping) else getattr(value, "__dict__", {})
 
 
 def _filled(value: Any, items: Iterable[tuple[Any, Any]], inner: Callable[[Any], Any]) -> Any:

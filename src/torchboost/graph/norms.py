@@ -30,7 +30,7 @@ from torchboost.core.torch_private import (
 from torchboost.graph.flow import Dataflow, Node
 
 _STOCK_NORMS = (AnyBatchNorm.forward, SyncBatchNorm.forward)
-_STATE = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
+NORM_TENSORS = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 
 
 def norm_tail(norm: nn.Module) -> tuple[str, ...] | None:
@@ -45,7 +45,7 @@ def norm_tail(norm: nn.Module) -> tuple[str, ...] | None:
     """
     if not isinstance(norm, AnyBatchNorm) or is_customised(norm):
         return None
-    if {*parameter_slots(norm), *buffer_slots(norm)} != _STATE:
+    if {*parameter_slots(norm), *buffer_slots(norm)} != {*NORM_TENSORS}:
         return None
     if type(norm).forward in _STOCK_NORMS:
         return ()
