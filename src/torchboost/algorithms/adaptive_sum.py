@@ -30,8 +30,6 @@ from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.optim.rules.base import has_master
 from torchboost.optim.rules.lazy_adam import LazyAdam
 
-__all__ = ["AdaptiveSum", "AdaptiveSumming", "adasum", "adasum_"]
-
 _CHUNK = 1 << 18  # numbers converted to float64 at a time: 2 MiB, which fits in the cache
 
 

@@ -24,16 +24,6 @@ from torchboost.core.wrapping import hookable
 from torchboost.errors import IncompatibleError
 from torchboost.optim.tensors import values_of, writable
 
-__all__ = [
-    "GradientPipeline",
-    "GradientTransform",
-    "Gradients",
-    "check_gradients",
-    "check_transforms",
-    "refuse_sparse",
-    "transform_gradients",
-]
-
 
 @dataclass(slots=True)
 class Gradients:

@@ -21,8 +21,6 @@ from torchboost.core.wrapping import wrapper_of
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.sheet import percent
 
-__all__ = ["FastPrefix", "FastPrefixReport", "check_cacheable"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FastPrefixReport:

@@ -19,8 +19,6 @@ from torchboost.optim.rules.rmsprop import RMSProp
 from torchboost.optim.rules.sgd import SGD, Momentum
 from torchboost.optim.rules.trust_ratio import Lamb
 
-__all__ = ["GROUP_RULES", "MixedOptimizer"]
-
 GROUP_RULES: dict[str, type[UpdateRule]] = {
     "adam": Adam,
     "adamw": AdamW,
