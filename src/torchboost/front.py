@@ -190,9 +190,7 @@ class Boosted:
                 arguments. If it is given, the fastest form on this machine is chosen by measurement.
 
         Raises:
-            TypeError: The model cannot be copied, or the copy would compute with tensors of the model, to which a
-                function leads, such as a lambda that holds it. Without ``sample`` the first call of the copy raises it.
-            ValueError: The model does not run on ``sample``, or computes NaN or infinities.
+            TypeError, ValueError: See there.
 
         Warns:
             UserWarning: Once, if a schedule-free optimizer is in training mode, so that the copy is not of its average.

@@ -117,8 +117,7 @@ def plan_folds(model: nn.Module, *, flow: Dataflow, sample: Any = None) -> dict[
     fixes their number must come before.
 
     Hooks, a ``forward`` set on an instance, parametrizations, shared weights, modules that run twice, and norms that
-    plain attributes outside the module tree hold are refused. Limits: arguments without a default are assumed to be
-    tensors, and Python attributes that the forward reads are assumed not to change.
+    plain attributes outside the module tree hold are refused. Limits: those of :func:`fold_batch_norms`.
 
     Args:
         model: Bare, in any mode. Its forward in eval mode is examined. It is not changed.
