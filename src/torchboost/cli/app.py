@@ -81,12 +81,11 @@ def explain(
 ) -> None:
     """Show what a level turns on for this machine, a configuration or a model, what it omits, and why."""
     from torchboost.cli.plans import show_plan, show_plan_of_model
-    from torchboost.cli.shared import names_file
+    from torchboost.cli.shared import fail, names_file
 
     if source is not None and names_file(source):
         if nodes != 1 or convolutions is not None:
-            typer.echo("Error: --nodes and --convolutions: leave them out; the model and the process tell.", err=True)
-            raise typer.Exit(1)
+            fail("--nodes and --convolutions: leave them out; the model and the process tell.")
         show_plan_of_model(source, level, total_steps=total_steps, device=device, json=json)
     else:
         show_plan(
@@ -331,7 +330,7 @@ def compare(
     """Show two reports side by side: what changed, by how much, and whether machine or versions did."""
     from torchboost.bench.report.comparison import compared, comparison_table, remarks
     from torchboost.bench.report.table import print_table
-    from torchboost.cli.shared import print_csv, print_json, saved_report, user_errors
+    from torchboost.cli.shared import fail, print_csv, print_json, saved_report, user_errors
     from torchboost.measure.evidence import BenchReport
 
     with user_errors():
@@ -341,8 +340,7 @@ def compare(
         results([first, second], json=json, csv=csv)
         return
     if len(benches) == 1:
-        typer.echo("Error: one is a report of bench and the other one of tune; give two of the same command.", err=True)
-        raise typer.Exit(1)
+        fail("one is a report of bench and the other one of tune; give two of the same command.")
     rows = compared(*benches)
     if json:
         print_json({"contestants": [row.model_dump(mode="json") for row in rows], "remarks": remarks(*benches)})
@@ -365,12 +363,14 @@ def report(
     csv: Csv = False,
 ) -> None:
     """Show a saved report as a table or as an HTML page."""
-    from torchboost.bench.report.page import write_page
-    from torchboost.cli.shared import page_of, saved_report, show, user_errors
+    from torchboost.bench.report.page import bench_page, write_page
+    from torchboost.cli.shared import saved_report, show, user_errors
+    from torchboost.tuning.report import TuneReport, tune_page
 
     with user_errors():
         loaded = saved_report(source)
-        page = write_page(page_of(loaded), html) if html is not None else None
+        text = tune_page(loaded) if isinstance(loaded, TuneReport) else bench_page(loaded)
+        page = write_page(text, html) if html is not None else None
     if page is not None and not (json or csv):
         typer.echo(f"wrote {page}")
     else:

@@ -186,7 +186,6 @@ class TextClassifier(nn.Module):
         layers: Encoder layers, each with its norms first.
         heads: Attention heads per layer.
         width: Size of a word's vector, a multiple of ``heads``.
-        dropout: Probability of dropout.
     """
 
     def __init__(
@@ -198,12 +197,11 @@ class TextClassifier(nn.Module):
         layers: int = 2,
         heads: int = 4,
         width: int = 128,
-        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.words = nn.Embedding(vocabulary, width, padding_idx=0)
         self.positions = nn.Embedding(context, width)
-        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout, batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, batch_first=True, norm_first=True)
         self.encoder = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
         self.head = nn.Linear(width, classes)
         for embedding in (self.words, self.positions):
