@@ -100,12 +100,7 @@ class Facts:
 
     @classmethod
     def measure(
-        cls,
-        model: nn.Module | None = None,
-        *,
-        total_steps: int | None = None,
-        loop: Loop = "own",
-        precision: str = "",
+        cls, model: nn.Module | None = None, *, total_steps: int | None = None, loop: Loop = "own", precision: str = ""
     ) -> Facts:
         """Look at the process group, the hardware and, if given, the model.
 

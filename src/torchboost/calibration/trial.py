@@ -180,10 +180,7 @@ class Trial:
     def _step_seconds(self, contestant: Contestant, within: float) -> float:
         """Time one step. Only the step is interrupted, never the change of levers before it."""
         self._activate(contestant)
-        with (
-            self._passes.prepared(),
-            time_limit(within) if self._interrupt and within < math.inf else nullcontext(),
-        ):
+        with self._passes.prepared(), time_limit(within) if self._interrupt and within < math.inf else nullcontext():
             return contestant.step(self._clock)
 
 

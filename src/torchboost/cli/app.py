@@ -12,11 +12,7 @@ import typer
 
 from torchboost import __version__
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 NAMES = "digits, cifar10, text, docstrings, pieces"
 POINT = 0.01

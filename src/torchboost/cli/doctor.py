@@ -24,14 +24,7 @@ from torchboost.bench.factory import Factory, Parts, one_epoch, outputs_of
 from torchboost.bench.report.table import print_table
 from torchboost.calibration.choice import in_a_line
 from torchboost.calibration.waste import waste_of
-from torchboost.cli.shared import (
-    EXTRAS,
-    Display,
-    answer_only,
-    print_json,
-    usable_device,
-    user_errors,
-)
+from torchboost.cli.shared import EXTRAS, Display, answer_only, print_json, usable_device, user_errors
 from torchboost.core.algorithm import Target
 from torchboost.core.hardware import half_precision
 from torchboost.core.torch_private import compiler_follows_flags
@@ -143,12 +136,7 @@ def measure_machine(progress: Progress) -> dict[str, Any]:
 
 
 def measure_step(
-    parts: Parts,
-    *,
-    steps: int,
-    device: torch.device,
-    progress: Progress | None = None,
-    clock: Clock | None = None,
+    parts: Parts, *, steps: int, device: torch.device, progress: Progress | None = None, clock: Clock | None = None
 ) -> dict[str, Any]:
     """Train the first steps of a factory's training, time their parts, and say what they mean.
 

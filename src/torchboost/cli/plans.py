@@ -13,15 +13,7 @@ import typer
 
 from torchboost.bench.factory import Factory
 from torchboost.bench.report.table import print_table
-from torchboost.cli.shared import (
-    Display,
-    answer_only,
-    fail,
-    print_csv,
-    print_json,
-    usable_device,
-    user_errors,
-)
+from torchboost.cli.shared import Display, answer_only, fail, print_csv, print_json, usable_device, user_errors
 from torchboost.config import BoostConfig, ConfigSource
 from torchboost.core.hardware import device_fault, half_precision
 from torchboost.errors import ConfigError

@@ -53,12 +53,7 @@ class LessBN(nn.Module):
     """
 
     def __init__(
-        self,
-        network: nn.Module,
-        fn_flag: bool = False,
-        *,
-        optimizer: Optimizer | None = None,
-        **settings: Any,
+        self, network: nn.Module, fn_flag: bool = False, *, optimizer: Optimizer | None = None, **settings: Any
     ) -> None:
         super().__init__()
         chosen: dict[str, Any] = {"keep": "last", **settings}

@@ -16,13 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torchboost.core.forward import is_our_hook, tensors_in
-from torchboost.core.torch_private import (
-    DispatchMode,
-    beneath_compiled,
-    buffer_slots,
-    module_hooks,
-    parameter_slots,
-)
+from torchboost.core.torch_private import DispatchMode, beneath_compiled, buffer_slots, module_hooks, parameter_slots
 
 
 def twin(model: nn.Module) -> nn.Module:

@@ -251,10 +251,7 @@ def _layer_before(flow: Dataflow, norm: AnyBatchNorm, shared: set[Tensor]) -> nn
 
 
 def fold_pairs(
-    model: nn.Module,
-    folds: Mapping[Any, nn.Module],
-    sample: Any = None,
-    optimizers: Sequence[Optimizer] = (),
+    model: nn.Module, folds: Mapping[Any, nn.Module], sample: Any = None, optimizers: Sequence[Optimizer] = ()
 ) -> float | None:
     """Fold each BatchNorm into its layer and compare the outputs in eval mode.
 

@@ -61,12 +61,7 @@ class RemovedNorm(nn.Module):
     __jit_unused_properties__ = ("layer",)
 
     def __init__(
-        self,
-        norm: nn.Module,
-        *,
-        copies: bool = True,
-        layer: nn.Module | None = None,
-        near: nn.Module | None = None,
+        self, norm: nn.Module, *, copies: bool = True, layer: nn.Module | None = None, near: nn.Module | None = None
     ) -> None:
         super().__init__()
         tail = norm_tail(norm)

@@ -85,11 +85,7 @@ def prepare(
     if accelerator.device_placement:
         model.to(accelerator.device)
     mixed = accelerator.mixed_precision
-    host = Host(
-        loop="accelerate",
-        precision="" if mixed == "no" else mixed,
-        forward=lambda: accelerator.autocast(),
-    )
+    host = Host(loop="accelerate", precision="" if mixed == "no" else mixed, forward=lambda: accelerator.autocast())
     prepared: tuple[Any, ...] = (model, optimizer)
     if accelerator.is_fsdp2:
         plan = Plan.of(level, config, host.facts(model), total_steps=total_steps)

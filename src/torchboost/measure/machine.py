@@ -19,14 +19,7 @@ from torch import Tensor
 
 from torchboost.measure.stopwatch import Clock
 
-__all__ = [
-    "PAYS",
-    "Kind",
-    "PeakMemory",
-    "Products",
-    "half_speed",
-    "products",
-]
+__all__ = ["PAYS", "Kind", "PeakMemory", "Products", "half_speed", "products"]
 
 Kind = Literal["matrix product", "convolution"]
 

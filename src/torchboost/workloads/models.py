@@ -189,14 +189,7 @@ class TextClassifier(nn.Module):
     """
 
     def __init__(
-        self,
-        vocabulary: int,
-        classes: int,
-        *,
-        context: int = 128,
-        layers: int = 2,
-        heads: int = 4,
-        width: int = 128,
+        self, vocabulary: int, classes: int, *, context: int = 128, layers: int = 2, heads: int = 4, width: int = 128
     ) -> None:
         super().__init__()
         self.words = nn.Embedding(vocabulary, width, padding_idx=0)

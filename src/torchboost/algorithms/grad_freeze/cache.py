@@ -122,12 +122,7 @@ class FastPrefix(Attachment):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        budget_bytes: int,
-        *,
-        by_content: bool = False,
-        dtype: torch.dtype | None = None,
+        self, model: nn.Module, budget_bytes: int, *, by_content: bool = False, dtype: torch.dtype | None = None
     ) -> None:
         check_cacheable(model)
         self._model, self._budget, self._dtype = model, budget_bytes, dtype

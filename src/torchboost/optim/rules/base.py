@@ -21,15 +21,7 @@ from torchboost.optim.pipeline import (
     check_transforms,
     transform_gradients,
 )
-from torchboost.optim.rules.masters import (
-    IN_CACHE,
-    LOW_PRECISION,
-    Stamps,
-    check_narrow,
-    has_master,
-    pieces,
-    widened,
-)
+from torchboost.optim.rules.masters import IN_CACHE, LOW_PRECISION, Stamps, check_narrow, has_master, pieces, widened
 from torchboost.optim.rules.options import (
     Nonfinite,
     Schedule,

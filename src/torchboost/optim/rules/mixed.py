@@ -65,13 +65,7 @@ class MixedOptimizer(UpdateRule):
     kept = (*UpdateRule.kept, "_rules")
 
     def __init__(
-        self,
-        params: Any,
-        rule: str = "adamw",
-        *,
-        lr: Any = None,
-        weight_decay: Any = None,
-        **common: Unpack[Common],
+        self, params: Any, rule: str = "adamw", *, lr: Any = None, weight_decay: Any = None, **common: Unpack[Common]
     ) -> None:
         self._rules: dict[str, UpdateRule] = {}
         self._named(rule)
