@@ -246,12 +246,6 @@ def _partial_unproven(facts: Facts) -> str | None:
     return f"its gain is not measured on {facts.device} yet; ask for it by its name in extra"
 
 
-def _tf32_unproven(facts: Facts) -> str | None:
-    if facts.device != "cuda":
-        return "TF32 is a precision of CUDA devices"
-    return "its gain is not measured on cuda yet; ask for it with extra.matmul_precision"
-
-
 _ACCUMULATES = {
     "transformers": "TrainingArguments(gradient_accumulation_steps=...)",
     "lightning": "Trainer(accumulate_grad_batches=...)",
@@ -408,7 +402,11 @@ _ENTRIES = (
         algorithm=MatmulPrecision,
         summary="computes float32 matrix products in TF32",
         unusable=_cast_by_the_trainer,
-        unproven=_tf32_unproven,
+        unproven=lambda facts: (
+            "its gain is not measured on cuda yet; ask for it with extra.matmul_precision"
+            if facts.device == "cuda"
+            else "TF32 is a precision of CUDA devices"
+        ),
         lever=True,
     ),
     Entry(

@@ -57,7 +57,6 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a checkpoint."""
-        ...
 
 
 class Scaler(Stateful, Protocol):
@@ -73,7 +72,6 @@ class Scaler(Stateful, Protocol):
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the gradients by the scale, in place, and look for overflow."""
-        ...
 
     def step(self, optimizer: Optimizer, *args: Any) -> float | None:
         """Step the optimizer unless a gradient overflowed."""
@@ -81,7 +79,6 @@ class Scaler(Stateful, Protocol):
 
     def update(self) -> None:
         """Choose the scale of the next step."""
-        ...
 
     def get_scale(self) -> float:
         """Return the scale."""
@@ -155,7 +152,6 @@ class Removable(Protocol):
 
     def remove(self) -> None:
         """Undo the registration."""
-        ...
 
 
 class Attachment:
