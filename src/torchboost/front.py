@@ -6,7 +6,7 @@ import inspect
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -32,7 +32,7 @@ from torchboost.core.arguments import (
 )
 from torchboost.core.step import TrainStep
 from torchboost.core.torch_private import step_post_hooks
-from torchboost.core.wrapping import already_wrapped, hookable, wrapper_of
+from torchboost.core.wrapping import already_wrapped, hookable, parameters_of, wrapper_of
 from torchboost.errors import ConfigError, IncompatibleError, NoEffectWarning
 from torchboost.graph.trace import shared_traces
 from torchboost.inference import fast_copy
@@ -542,8 +542,9 @@ def _warn_of_other_parameters(before: Boosted, target: Target, caller: str) -> N
     """Warn if an earlier boost goes and an optimizer of it holds other parameters. The loop may step it too."""
     if before.levers.state == "removed" or (not len(before.attached) and not before.levers.due):
         return
-    now, earlier, later = _held(target.optimizers), in_words(before._all_given), in_words(target.optimizers)
-    left = [name for name, one in zip(earlier, before._all_given, strict=True) if _held([one]).isdisjoint(now)]
+    earlier, later = in_words(before._all_given), in_words(target.optimizers)
+    held = set(parameters_of(*target.optimizers))
+    left = [name for name, one in zip(earlier, before._all_given, strict=True) if held.isdisjoint(parameters_of(one))]
     if left:
         warnings.warn(
             f"the boost of this model with {' and '.join(earlier)} is removed by the one with {' and '.join(later)}, "
@@ -552,10 +553,6 @@ def _warn_of_other_parameters(before: Boosted, target: Target, caller: str) -> N
             NoEffectWarning,
             stacklevel=4,
         )
-
-
-def _held(optimizers: Iterable[Optimizer]) -> set[int]:
-    return {id(param) for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]}
 
 
 def _check_one_model(earlier: Boosted, model: nn.Module, name: str) -> None:

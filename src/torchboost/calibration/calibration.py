@@ -29,7 +29,7 @@ from torchboost.core.torch_private import (
     in_forward_of_fsdp2,
     overrides_dispatch,
 )
-from torchboost.core.wrapping import sharded_units, unwrap
+from torchboost.core.wrapping import parameters_of, sharded_units, unwrap
 from torchboost.distributed.agreement import Agreement, ranks_of_shards
 from torchboost.distributed.topology import Topology
 from torchboost.errors import RankDisagreementError
@@ -452,8 +452,7 @@ def deciding_ranks(calibration: Calibration, target: Target) -> list[int] | None
     if Topology.current().world_size == 1:
         return None
     if calibration.sharded:
-        parameters = [p for optimizer in target.optimizers for group in optimizer.param_groups for p in group["params"]]
-        return ranks_of_shards(parameters)  # the model's may be whole
+        return ranks_of_shards(parameters_of(*target.optimizers))  # the model's may be whole
     ddp = active_ddp()
     if ddp is None or unwrap(ddp) is not target.model:
         return []

@@ -388,12 +388,10 @@ def _difference_of_updates(
     streams.restore()
     for (_, before, _), (_, after, _) in zip(plain.copies, boosted.copies, strict=True):
         for (start, one), (_, two) in zip(before, after, strict=True):
-            base, first, second = (tensor.detach().double() for tensor in (start, one, two))
-            moved, distance = float(torch.linalg.vector_norm(first - base)), float(torch.dist(second, first))
-            rounding = 4 * torch.finfo(start.dtype).eps * float(torch.linalg.vector_norm(base))
+            base, first, second = (tensor.detach() for tensor in (start, one, two))
+            moved, rounding = distance(base, first), 4 * torch.finfo(start.dtype).eps * distance(base)
             if math.isfinite(moved):
-                excess = distance / max(_UPDATE * moved + rounding, 1e-30) if math.isfinite(distance) else math.inf
-                worst = max(worst, excess)
+                worst = max(worst, distance(first, second) / max(_UPDATE * moved + rounding, 1e-30))
     return worst
 
 

@@ -20,7 +20,7 @@ from torchboost.calibration.watch import Call, uninterrupted
 from torchboost.core.algorithm import Target
 from torchboost.core.forward import tensors_in, with_tensors
 from torchboost.core.torch_private import end_pass, is_reentrant_checkpoint, version
-from torchboost.core.wrapping import sharded_units
+from torchboost.core.wrapping import parameters_of, sharded_units
 from torchboost.distributed.agreement import ranks_of_shards
 from torchboost.errors import IncompatibleError
 from torchboost.tokens.call import NOTHING_READS
@@ -308,9 +308,8 @@ def on_real_inputs(
 ) -> Iterator[Passes]:
     """Yield passes of the plain model of a pair on a call. At the end everything is restored."""
     model = target.model
-    inside = {id(p) for p in model.parameters()}
-    groups = [group for optimizer in target.optimizers for group in optimizer.param_groups]
-    outside = [p for group in groups for p in group["params"] if id(p) not in inside]
+    inside = set(model.parameters())
+    outside = [parameter for parameter in parameters_of(*target.optimizers) if parameter not in inside]
     modules = [v for optimizer in target.optimizers for v in vars(optimizer).values() if isinstance(v, nn.Module)]
     with streams_kept(model), plain(model):
         snapshot = Snapshot(model, (call, modules), outside)

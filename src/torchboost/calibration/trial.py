@@ -17,7 +17,7 @@ from torchboost.calibration.watch import TimeUp, time_limit
 from torchboost.core.algorithm import Algorithm, AttachedAlgorithms, Target, attach_all
 from torchboost.core.step import ClosureOptimizer, needs_closure
 from torchboost.core.torch_private import hooks_of_optimizer, local_shard
-from torchboost.core.wrapping import hookable
+from torchboost.core.wrapping import hookable, parameters_of
 from torchboost.errors import IncompatibleError
 from torchboost.measure.stopwatch import Clock, collector_off
 
@@ -288,7 +288,7 @@ def optimizer_over(
         TypeError: It cannot be copied.
     """
     inner = hookable(optimizer)
-    all_parameters = [p for group in inner.param_groups for p in group["params"]]
+    all_parameters = parameters_of(inner)
     trained = {id(p) for p in parameters}
     chosen = [p for p in all_parameters if id(p) in trained]
     entries = sum(p.numel() for p in chosen)

@@ -31,7 +31,7 @@ from torchboost.core.torch_private import (
     set_compiled_call,
     state_without_hooks,
 )
-from torchboost.core.wrapping import unwrap
+from torchboost.core.wrapping import parameters_of, unwrap
 from torchboost.errors import NoEffectWarning
 
 Forward = Callable[..., Any]
@@ -300,7 +300,7 @@ class ForwardWatch(Attachment):
 
 def _moves(optimizer: Optimizer) -> bool:
     """Whether a gradient is nonzero. torch's checkpoint functions step with zeros to create the optimizer's state."""
-    grads = (param.grad for group in optimizer.param_groups for param in group["params"])
+    grads = (param.grad for param in parameters_of(optimizer))
     return any(bool((grad.coalesce().values() if grad.is_sparse else grad).any()) for grad in grads if grad is not None)
 
 
