@@ -19,19 +19,6 @@ from typing_extensions import Self
 
 from torchboost.errors import ConfigError, nearest, shown
 
-__all__ = [
-    "BoostConfig",
-    "BoostSwitches",
-    "CommonSection",
-    "ConfigSource",
-    "DimReduceSection",
-    "GradAccumulationSection",
-    "GradFreezeSection",
-    "LessBNSection",
-    "RecipeSection",
-    "naming_file",
-]
-
 _SWITCH = "true or false"
 _MOST = 2**53
 """Largest integer that is exact as a floating point number. Shares of integers are computed in floating point."""

@@ -13,8 +13,6 @@ from torchboost.algorithms.gradient_centralization import GradientCentralization
 from torchboost.algorithms.less_bn import LessBn
 from torchboost.core.algorithm import Attachment
 
-__all__ = ["O1_HAD", "check_against_o1", "watch_for_o1"]
-
 O1_HAD: Mapping[str, Any] = {LessBn.name: {"keep": "narrowest", "keep_every": 1}, GradientCentralization.name: {}}
 """The algorithms that O1 had in addition to the switches, with their settings."""
 

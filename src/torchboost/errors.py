@@ -8,17 +8,6 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-__all__ = [
-    "ConfigError",
-    "FactoryError",
-    "IncompatibleError",
-    "NoEffectWarning",
-    "RankDisagreementError",
-    "ScaleCollapseWarning",
-    "nearest",
-    "shown",
-]
-
 
 class ConfigError(ValueError):
     """A configuration cannot be used.

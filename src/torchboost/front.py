@@ -6,7 +6,7 @@ import inspect
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -26,14 +26,13 @@ from torchboost.core.arguments import (
     check_loss_fn,
     check_module,
     check_pair,
-    check_scaler,
     check_shapes,
     in_words,
     warn_of_foreign_parameters,
 )
 from torchboost.core.step import TrainStep
 from torchboost.core.torch_private import step_post_hooks
-from torchboost.core.wrapping import already_wrapped, hookable, wrapper_of
+from torchboost.core.wrapping import already_wrapped, hookable, parameters_of, wrapper_of
 from torchboost.errors import ConfigError, IncompatibleError, NoEffectWarning
 from torchboost.graph.trace import shared_traces
 from torchboost.inference import fast_copy
@@ -45,8 +44,6 @@ from torchboost.optim.rules.schedule_free import warn_of_training_weights
 from torchboost.plan import Plan
 from torchboost.registry import Facts, Host, Loop
 from torchboost.tasks import Task, with_task
-
-__all__ = ["Boosted", "boost", "boosted_of", "prepare"]
 
 _LONG_RUN = 1_000_000
 """A run of so many steps repays the start-up cost of every algorithm."""
@@ -193,9 +190,7 @@ class Boosted:
                 arguments. If it is given, the fastest form on this machine is chosen by measurement.
 
         Raises:
-            TypeError: The model cannot be copied, or the copy would compute with tensors of the model, to which a
-                function leads, such as a lambda that holds it. Without ``sample`` the first call of the copy raises it.
-            ValueError: The model does not run on ``sample``, or computes NaN or infinities.
+            TypeError, ValueError: See there.
 
         Warns:
             UserWarning: Once, if a schedule-free optimizer is in training mode, so that the copy is not of its average.
@@ -502,7 +497,6 @@ def attach(
         raise ValueError("optimizer: found an empty list; give the optimizers that train the model.")
     for one in optimizers:
         check_pair(model, one, name=name)
-    check_scaler(scaler)
     calibrate = resolved(calibrate)
     plan = Plan.of(level, config, host.facts(model), total_steps=total_steps)
     if plan.algorithms:
@@ -548,8 +542,9 @@ def _warn_of_other_parameters(before: Boosted, target: Target, caller: str) -> N
     """Warn if an earlier boost goes and an optimizer of it holds other parameters. The loop may step it too."""
     if before.levers.state == "removed" or (not len(before.attached) and not before.levers.due):
         return
-    now, earlier, later = _held(target.optimizers), in_words(before._all_given), in_words(target.optimizers)
-    left = [name for name, one in zip(earlier, before._all_given, strict=True) if _held([one]).isdisjoint(now)]
+    earlier, later = in_words(before._all_given), in_words(target.optimizers)
+    held = set(parameters_of(*target.optimizers))
+    left = [name for name, one in zip(earlier, before._all_given, strict=True) if held.isdisjoint(parameters_of(one))]
     if left:
         warnings.warn(
             f"the boost of this model with {' and '.join(earlier)} is removed by the one with {' and '.join(later)}, "
@@ -560,13 +555,9 @@ def _warn_of_other_parameters(before: Boosted, target: Target, caller: str) -> N
         )
 
 
-def _held(optimizers: Iterable[Optimizer]) -> set[int]:
-    return {id(param) for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]}
-
-
-def _check_one_model(earlier: Boosted | None, model: nn.Module, name: str) -> None:
+def _check_one_model(earlier: Boosted, model: nn.Module, name: str) -> None:
     """Refuse an optimizer that another model was boosted with. One of them may be a part of the other."""
-    if earlier is None or earlier.model in set(model.modules()) or model in set(earlier.model.modules()):
+    if earlier.model in set(model.modules()) or model in set(earlier.model.modules()):
         return
     raise IncompatibleError(
         f"the optimizer of this {name} was boosted with another model, a {type(earlier.model).__name__}; give each its "

@@ -21,8 +21,6 @@ from torchboost.distributed.agreement import mean_over_ranks
 from torchboost.front import Boosted
 from torchboost.measure.statistics import ChangeTest
 
-__all__ = ["Guard", "checked_state"]
-
 T = TypeVar("T")
 
 _LOG = logging.getLogger("torchboost")

@@ -25,8 +25,6 @@ from torchboost.graph.surgery import replace_module
 from torchboost.graph.trace import Arguments, call, evaluate
 from torchboost.measure.stopwatch import Clock, Warmup, compare
 
-__all__ = ["fast_copy", "fastest"]
-
 _TOLERANCE = 1e-4
 
 

@@ -45,8 +45,6 @@ from torchboost.registry import REGISTRY
 from torchboost.sheet import Explanation, Row, percent
 from torchboost.tokens.call import PartialForward
 
-__all__ = ["Levers"]
-
 _LOG = logging.getLogger("torchboost")
 
 State = Literal["waiting", "decided", "removed"]
@@ -184,7 +182,9 @@ class Levers:
     def _told(self, row: Row, shared: str) -> Row:
         """Return a row of the plan with the details of this run, but for a reason that it shares with others."""
         if row.name in self._waiting and row.name not in self.withdrawn:
-            reason = self._why_idle(row.name)
+            lever = next(lever for lever in self.asked.levers if lever.name == row.name)
+            pair = self._target.model, [hookable(one) for one in self._target.optimizers]
+            reason = why_idle(lever, *pair)  # for this pair as it is now. The first call asks again
             if isinstance(reason, AlreadyOn):
                 return row._replace(state="was on before", did=str(reason))
             if reason is not None:
@@ -204,11 +204,6 @@ class Levers:
         remark = self.remarks.get(row.name)
         did = f"{did}; not in effect: {remark}" if remark else did
         return row._replace(did=did, exact=self.checks.get(row.name, row.exact))
-
-    def _why_idle(self, name: str) -> str | None:
-        """Return why a lever that waits would change nothing for this pair as it is now. The first call asks again."""
-        lever = next(lever for lever in self.asked.levers if lever.name == name)
-        return why_idle(lever, self._target.model, [hookable(one) for one in self._target.optimizers])
 
     def _ask(self) -> str:
         """Return the line that the user would type next. Empty if there is none."""

@@ -28,8 +28,6 @@ from torchboost.measure.stopwatch import package_version, processor_name
 from torchboost.registry import LEVELS, REGISTRY, Entry, Facts, Loop, build, place
 from torchboost.sheet import Explanation, Row
 
-__all__ = ["Dropped", "Plan", "own_settings", "resolve", "run_length", "why_idle"]
-
 LENGTH = "total_steps"
 """A fact about the run, not a choice: the written value always counts."""
 SWITCHES = tuple(name for name in BoostSwitches.model_fields if name != "mode")
@@ -112,8 +110,7 @@ class Plan:
             ConfigError: A level, section, key or setting is unknown, or a value has the wrong type or is out of range.
             ValueError: ``loop`` is unknown.
         """
-        loaded = BoostConfig() if config is None else BoostConfig.load(config)
-        _check_level(level)
+        loaded = BoostConfig.load(config)
         facts = facts if facts is not None else Facts.measure()
         if loop is not None:
             facts = replace(facts, loop=loop)
@@ -361,11 +358,6 @@ def _of_each(reasons: Sequence[str | None], optimizers: Sequence[Optimizer]) -> 
     return "; ".join(f"{name}: {reason}" for name, reason in named if reason is not None)
 
 
-def _check_level(level: Any) -> None:
-    if not isinstance(level, str) or level not in LEVELS:
-        raise ConfigError("level", found=repr(level), allowed=", ".join(LEVELS), hint=nearest(str(level), LEVELS))
-
-
 def resolve(config: BoostConfig, level: str, facts: Facts) -> Plan:
     """Turn a level, a configuration and facts into a plan. A pure function: the same inputs give the same plan.
 
@@ -381,7 +373,8 @@ def resolve(config: BoostConfig, level: str, facts: Facts) -> Plan:
         ConfigError: The level is unknown, a name or setting under ``extra`` is unknown, or a setting has the wrong type
             or is out of range.
     """
-    _check_level(level)
+    if not isinstance(level, str) or level not in LEVELS:
+        raise ConfigError("level", found=repr(level), allowed=", ".join(LEVELS), hint=nearest(str(level), LEVELS))
     for name in config.extra:
         if name not in REGISTRY:
             allowed, hint = ", ".join(REGISTRY), nearest(name, REGISTRY)

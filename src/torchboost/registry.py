@@ -41,8 +41,6 @@ from torchboost.errors import ConfigError, nearest, shown
 from torchboost.graph.norms import was_trained
 from torchboost.graph.removed_norm import RemovedNorm
 
-__all__ = ["LEVELS", "REGISTRY", "Entry", "Facts", "Host", "Loop", "build", "place"]
-
 Loop = Literal["own", "transformers", "lightning", "accelerate"]
 
 
@@ -102,12 +100,7 @@ class Facts:
 
     @classmethod
     def measure(
-        cls,
-        model: nn.Module | None = None,
-        *,
-        total_steps: int | None = None,
-        loop: Loop = "own",
-        precision: str = "",
+        cls, model: nn.Module | None = None, *, total_steps: int | None = None, loop: Loop = "own", precision: str = ""
     ) -> Facts:
         """Look at the process group, the hardware and, if given, the model.
 
@@ -251,12 +244,6 @@ def _partial_unproven(facts: Facts) -> str | None:
     if facts.device == "cpu":
         return None
     return f"its gain is not measured on {facts.device} yet; ask for it by its name in extra"
-
-
-def _tf32_unproven(facts: Facts) -> str | None:
-    if facts.device != "cuda":
-        return "TF32 is a precision of CUDA devices"
-    return "its gain is not measured on cuda yet; ask for it with extra.matmul_precision"
 
 
 _ACCUMULATES = {
@@ -417,7 +404,11 @@ _ENTRIES = (
         algorithm=MatmulPrecision,
         summary="computes float32 matrix products in TF32",
         unusable=_cast_by_the_trainer,
-        unproven=_tf32_unproven,
+        unproven=lambda facts: (
+            "its gain is not measured on cuda yet; ask for it with extra.matmul_precision"
+            if facts.device == "cuda"
+            else "TF32 is a precision of CUDA devices"
+        ),
         lever=True,
     ),
     Entry(

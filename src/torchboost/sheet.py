@@ -9,8 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["Explanation", "Row", "Sheet", "percent"]
-
 _WIDTH = 120
 """Characters of a line."""
 _LEAST = 40

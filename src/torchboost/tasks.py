@@ -13,8 +13,6 @@ from torchboost.core.arguments import check_module
 from torchboost.errors import ConfigError, nearest
 from torchboost.graph.blocks import blocks_of
 
-__all__ = ["Task", "fine_tuning", "with_task"]
-
 Task = Literal["fine_tune"]
 
 MEBIBYTES = 1024

@@ -11,6 +11,7 @@ import typer
 
 from tests.support.reports import winning_report
 from torchboost.bench.factory import Factory
+from torchboost.bench.report.table import print_table
 from torchboost.cli import shared
 from torchboost.errors import ConfigError, IncompatibleError
 
@@ -45,7 +46,7 @@ def test_tables_fit_the_terminal_and_json_is_ascii(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "9")
     for terminal, expected in ((False, "1.00  1.00 (0.90 to 1.10)"), (True, "1.00  1.00")):
         monkeypatch.setattr("sys.stdout.isatty", lambda terminal=terminal: terminal, raising=False)
-        shared.print_table(["a", "b"], [["1.00", "1.00 (0.90 to 1.10)"]])
+        print_table(["a", "b"], [["1.00", "1.00 (0.90 to 1.10)"]])
         assert capsys.readouterr().out.splitlines()[-1] == expected
     summary = shared.summary_of(winning_report())
     assert summary["headline"].startswith("O2 trains")

@@ -23,14 +23,12 @@ from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import is_integer
-from torchboost.core.wrapping import check_mesh, check_ranks, data_parallel, unwrap
+from torchboost.core.wrapping import check_mesh, check_ranks, data_parallel, parameters_of, unwrap
 from torchboost.distributed.agreement import bit_sum, local_part
 from torchboost.distributed.topology import NodeGroups, Topology
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.optim.rules.base import UpdateRule, has_master
 from torchboost.optim.rules.lazy_adam import LazyAdam
-
-__all__ = ["AdaptiveSum", "AdaptiveSumming", "adasum", "adasum_"]
 
 _CHUNK = 1 << 18  # numbers converted to float64 at a time: 2 MiB, which fits in the cache
 
@@ -123,7 +121,7 @@ class AdaptiveSumming(Attachment):
     @torch.no_grad()
     def _keep(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._compare_once(optimizer)
-        parameters = [param for param in _parameters(optimizer) if param.requires_grad or param.grad is not None]
+        parameters = [param for param in parameters_of(optimizer) if param.requires_grad or param.grad is not None]
         # A group that was added later lies behind the others.
         places = [self._places.setdefault(param, len(self._places)) for param in parameters]
         self._moving = sorted(zip(places, parameters, strict=True), key=lambda entry: entry[0])
@@ -169,7 +167,7 @@ class AdaptiveSumming(Attachment):
         if self._compared:
             return
         assert self._groups is not None
-        params = _parameters(optimizer)
+        params = parameters_of(optimizer)
         low = torch.stack([bit_sum(param) for param in params])
         high = low.clone()
         sharded = any(hasattr(param, "device_mesh") for param in params)
@@ -244,7 +242,7 @@ class AdaptiveSum(Algorithm):
         topology.check_full()
         if topology.nodes == 1:
             return
-        params = [*target.model.parameters(), *_parameters(target.optimizer)]
+        params = [*target.model.parameters(), *parameters_of(target.optimizer)]
         devices = sorted({str(param.device) for param in params})
         if len(devices) > 1 or not all(param.is_floating_point() for param in params):
             problem = f"lie on {', '.join(devices)}" if len(devices) > 1 else "are not all real numbers"
@@ -272,7 +270,7 @@ class AdaptiveSum(Algorithm):
         """
         topology = self._topology(target)
         points = self.split_groups if isinstance(self.split_groups, tuple) else ()
-        parameters = dict.fromkeys([*unwrap(target.model).parameters(), *_parameters(target.optimizer)])
+        parameters = dict.fromkeys([*unwrap(target.model).parameters(), *parameters_of(target.optimizer)])
         if (reason := _one_node(topology)) is not None:
             warnings.warn(f"adasum: {reason}.", NoEffectWarning, stacklevel=2)
         groups = None if reason is not None else NodeGroups.of(topology)
@@ -315,11 +313,6 @@ def _check_scaler(scaler: Any) -> None:
             f"a {type(scaler).__name__} may skip the step on one node while the others wait for it; use "
             "torchboost.DynamicLossScale(), whose ranks agree on overflows."
         )
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters of an optimizer, in the order of its groups."""
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _untraced(hook: Callable[..., None]) -> Callable[..., None]:

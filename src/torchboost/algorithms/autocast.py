@@ -42,8 +42,6 @@ from torchboost.errors import IncompatibleError, NoEffectWarning, nearest
 from torchboost.graph.copies import is_large, undisturbed
 from torchboost.graph.norms import NormalizedLinear
 
-__all__ = ["Autocast", "Heads", "autocast_forward", "find_heads", "guessed_heads"]
-
 _NAMES = {torch.bfloat16: ("BFloat16", "bfloat16"), torch.float16: ("Half", "float16")}
 _HALF = tuple(_NAMES)
 _PLAIN = (bool, int, float, str, type(None))

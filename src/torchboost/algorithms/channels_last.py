@@ -28,8 +28,6 @@ from torchboost.optim.rules.base import UpdateRule
 from torchboost.optim.tensors import aligned
 from torchboost.optim.wrapping_optimizer import WrappingOptimizer, change_entries
 
-__all__ = ["ChannelsLast", "to_channels_last"]
-
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _BEFORE = WeakTensorKeyDictionary()
 """The strides of each kernel before it was converted: the optimizer may not exist yet."""

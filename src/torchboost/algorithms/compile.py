@@ -34,8 +34,6 @@ from torchboost.core.torch_private import (
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.errors import IncompatibleError, NoEffectWarning
 
-__all__ = ["Compile", "Compiled"]
-
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
 

@@ -15,8 +15,6 @@ from torchboost.core.wrapping import hookable
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.optim.fusing import Fusion, fused_class, obstacle
 
-__all__ = ["FusedOptimizer", "fuse_optimizer"]
-
 
 def fuse_optimizer(optimizer: Optimizer) -> Attachment:
     """Let SGD, Adam, AdamW or Adagrad, torch's or ours, update all parameters in one kernel.

@@ -18,8 +18,6 @@ from torchboost.graph.norms import NormalizedLinear
 from torchboost.optim.pipeline import GradientPipeline
 from torchboost.optim.transforms import Centralize, has_rows
 
-__all__ = ["GradientCentralization", "centralizable", "centralize_gradients", "depthwise_and_normalized"]
-
 
 def centralize_gradients(optimizer: Optimizer, *, skip: Collection[Tensor] = ()) -> Attachment:
     """Subtract from each kernel's gradient its mean over all but the first axis, before every step.

@@ -42,8 +42,6 @@ from torchboost.graph.surgery import (
 )
 from torchboost.graph.trace import trace
 
-__all__ = ["LessBn", "LessBnReport", "less_bn"]
-
 Keep = Literal["last", "narrowest"]
 Init = Literal["unit_variance", "keep"]
 _MOST_IN_BRANCH = 3

@@ -15,8 +15,6 @@ from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.hardware import matmul_backends
 from torchboost.errors import NoEffectWarning
 
-__all__ = ["MatmulPrecision", "lower_matmul_precision"]
-
 Precision = Literal["high", "medium"]
 _ROUNDING = {"high": 2.0**-11, "medium": 2.0**-8}
 

@@ -21,8 +21,6 @@ from torchboost.tokens.layout import Layout
 from torchboost.tokens.operations import PaddedRows
 from torchboost.tokens.rows import BATCH, FLAT, TOKEN, Rows
 
-__all__ = ["SparseHead", "sparse_head_forward"]
-
 
 def sparse_head_forward(model: nn.Module) -> Attachment:
     """Compute the output head of a language model at the positions that have a label, in training.

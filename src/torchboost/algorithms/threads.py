@@ -17,8 +17,6 @@ from torchboost.core.arguments import check_count
 from torchboost.core.hardware import cpu_quota
 from torchboost.distributed.topology import Topology
 
-__all__ = ["Threads", "compute_with_threads"]
-
 _SYSTEM = Path("/")
 _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 

@@ -19,8 +19,6 @@ from torchboost.tokens.call import PartialCall, PartialForward
 from torchboost.tokens.entrance import Entrance, Pair, has_mask, layouts_of, may_mask
 from torchboost.tokens.rows import MissingRows
 
-__all__ = ["Unpad", "marks_padding", "masks_among", "unpad_forward"]
-
 _PAIRS: tuple[Pair, ...] = (
     ("attention_mask", "input_ids"),
     ("attention_mask", "inputs_embeds"),

@@ -29,27 +29,13 @@ from torchboost.core.torch_private import (
     in_forward_of_fsdp2,
     overrides_dispatch,
 )
-from torchboost.core.wrapping import sharded_units, unwrap
+from torchboost.core.wrapping import parameters_of, sharded_units, unwrap
 from torchboost.distributed.agreement import Agreement, ranks_of_shards
 from torchboost.distributed.topology import Topology
 from torchboost.errors import RankDisagreementError
 from torchboost.plan import Plan, own_settings
 from torchboost.registry import REGISTRY
 from torchboost.sheet import percent
-
-__all__ = [
-    "UNSEEN",
-    "WORTH_A_WORD",
-    "Calibrate",
-    "Calibration",
-    "changes_model",
-    "decide",
-    "deciding_ranks",
-    "device_of",
-    "obstacle_to_passes",
-    "resolved",
-    "tell",
-]
 
 Calibrate = bool | float | Literal["auto"]
 """``"auto"`` or True: a trial within 1 % of the run and 60 s, but within 40 steps if these are at most 4 % of the run.
@@ -466,8 +452,7 @@ def deciding_ranks(calibration: Calibration, target: Target) -> list[int] | None
     if Topology.current().world_size == 1:
         return None
     if calibration.sharded:
-        parameters = [p for optimizer in target.optimizers for group in optimizer.param_groups for p in group["params"]]
-        return ranks_of_shards(parameters)  # the model's may be whole
+        return ranks_of_shards(parameters_of(*target.optimizers))  # the model's may be whole
     ddp = active_ddp()
     if ddp is None or unwrap(ddp) is not target.model:
         return []

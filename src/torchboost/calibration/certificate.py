@@ -29,8 +29,6 @@ from torchboost.calibration.trial import Contestant
 from torchboost.core.algorithm import Algorithm, Target, attach_all
 from torchboost.registry import REGISTRY
 
-__all__ = ["Certificate", "Finding", "allowed", "verified"]
-
 _STEPS_OF_ROUNDING = 64
 _ATTEMPTS = 2
 """A rounding that moves a ReLU or a maximum to its other side changes gradients by more than its size. If a comparison
@@ -125,7 +123,7 @@ class Certificate:
             self._plain = self._first()
         self._sized += self._plain.outputs
         self._norms = _distances(self._plain, None)
-        self._whole = _norm(self._norms.gradients)
+        self._whole = math.hypot(*self._norms.gradients)
         response = _distances(self._plain, self._changed(noise(self._size, 0)))
         self._responses = [(1.0, response)]
         if max(self._relative(response), self._of_outputs(response)) > _LARGE:
@@ -198,7 +196,7 @@ class Certificate:
         return ""
 
     def _relative(self, distances: _Distances) -> float:
-        return _norm(distances.gradients) / self._whole if self._whole else 0.0
+        return math.hypot(*distances.gradients) / self._whole if self._whole else 0.0
 
     def _of_outputs(self, distances: _Distances) -> float:
         pairs = zip(distances.outputs, self._norms.outputs, strict=True)
@@ -242,10 +240,6 @@ def _distances(plain: Pass, other: Pass | None) -> _Distances:
         [distance(a, b) for a, b in zip(plain.outputs, outputs, strict=True)],
         [0.0 if a is None else distance(a, b) for a, b in zip(plain.gradients, gradients, strict=True)],
     )
-
-
-def _norm(values: Sequence[float]) -> float:
-    return math.sqrt(math.fsum(value * value for value in values)) if all(map(math.isfinite, values)) else math.inf
 
 
 @contextmanager
@@ -394,12 +388,10 @@ def _difference_of_updates(
     streams.restore()
     for (_, before, _), (_, after, _) in zip(plain.copies, boosted.copies, strict=True):
         for (start, one), (_, two) in zip(before, after, strict=True):
-            base, first, second = (tensor.detach().double() for tensor in (start, one, two))
-            moved, distance = float(torch.linalg.vector_norm(first - base)), float(torch.dist(second, first))
-            rounding = 4 * torch.finfo(start.dtype).eps * float(torch.linalg.vector_norm(base))
+            base, first, second = (tensor.detach() for tensor in (start, one, two))
+            moved, rounding = distance(base, first), 4 * torch.finfo(start.dtype).eps * distance(base)
             if math.isfinite(moved):
-                excess = distance / max(_UPDATE * moved + rounding, 1e-30) if math.isfinite(distance) else math.inf
-                worst = max(worst, excess)
+                worst = max(worst, distance(first, second) / max(_UPDATE * moved + rounding, 1e-30))
     return worst
 
 

@@ -14,8 +14,6 @@ from torchboost.core.algorithm import Algorithm
 from torchboost.measure.evidence import Interval
 from torchboost.measure.stopwatch import device_name, package_version, processor_name
 
-__all__ = ["SEEMS_FASTER", "WASTE", "Choice", "Source", "Verdict", "in_a_line", "in_seconds", "machine_of"]
-
 WASTE = "boosted.waste(*inputs), or boosted.waste(**batch) for a dict,"
 """The call that measures a batch, as the loop calls the model."""
 

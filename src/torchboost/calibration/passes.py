@@ -20,13 +20,11 @@ from torchboost.calibration.watch import Call, uninterrupted
 from torchboost.core.algorithm import Target
 from torchboost.core.forward import tensors_in, with_tensors
 from torchboost.core.torch_private import end_pass, is_reentrant_checkpoint, version
-from torchboost.core.wrapping import sharded_units
+from torchboost.core.wrapping import parameters_of, sharded_units
 from torchboost.distributed.agreement import ranks_of_shards
 from torchboost.errors import IncompatibleError
 from torchboost.tokens.call import NOTHING_READS
 from torchboost.tokens.rows import Rows
-
-__all__ = ["Pass", "Passes", "distance", "noise", "on_real_inputs", "relative", "reshard"]
 
 _LOG = logging.getLogger("torchboost")
 
@@ -164,7 +162,8 @@ class Passes:
         with self._forward(), _WithoutDropout() if self.without_dropout else nullcontext():
             outputs = self.model(*args, **kwargs)
         tensors = [tensor for tensor in tensors_in(outputs) if tensor.is_floating_point() or tensor.is_complex()]
-        ends = _differentiable(tensors)
+        ends = [tensor for tensor in tensors if tensor.requires_grad]
+        ends = [tensor for tensor in ends if tensor.numel() == 1][:1] or ends  # the loss, if the model returns one
         if not ends:
             raise IncompatibleError("no output of the model depends on its parameters, so there is no backward pass")
         if self._seeds is None or [s.shape for s in self._seeds] != [e.shape for e in ends]:
@@ -309,9 +308,8 @@ def on_real_inputs(
 ) -> Iterator[Passes]:
     """Yield passes of the plain model of a pair on a call. At the end everything is restored."""
     model = target.model
-    inside = {id(p) for p in model.parameters()}
-    groups = [group for optimizer in target.optimizers for group in optimizer.param_groups]
-    outside = [p for group in groups for p in group["params"] if id(p) not in inside]
+    inside = set(model.parameters())
+    outside = [parameter for parameter in parameters_of(*target.optimizers) if parameter not in inside]
     modules = [v for optimizer in target.optimizers for v in vars(optimizer).values() if isinstance(v, nn.Module)]
     with streams_kept(model), plain(model):
         snapshot = Snapshot(model, (call, modules), outside)
@@ -356,13 +354,6 @@ class _WithoutDropout(TorchFunctionMode):
             if "dropout_p" in kwargs:
                 kwargs = {**kwargs, "dropout_p": 0.0}
         return func(*args, **kwargs)
-
-
-def _differentiable(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return the loss if the model returns one, otherwise the outputs through which gradients flow back."""
-    ends = [tensor for tensor in outputs if tensor.requires_grad]
-    losses = [tensor for tensor in ends if tensor.numel() == 1]
-    return losses[:1] if losses else ends
 
 
 def _computed(tensor: Tensor, like: Tensor | None = None) -> Tensor:

@@ -22,18 +22,6 @@ from torchboost.core.algorithm import Attachment
 from torchboost.core.forward import cover_forward, tensors_in
 from torchboost.core.torch_private import DispatchMode, has_saved_tensor_hooks, is_view
 
-__all__ = [
-    "HostWaits",
-    "Kept",
-    "Padded",
-    "Seen",
-    "UselessMask",
-    "each_end",
-    "same",
-    "seen_in",
-    "without_argument",
-]
-
 _EQUAL = 1e-4
 """Relative difference up to which two passes computed the same."""
 _MOST_MASKS = 64

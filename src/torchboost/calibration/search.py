@@ -12,8 +12,6 @@ from torchboost.measure.evidence import Interval
 from torchboost.measure.statistics import exact_median
 from torchboost.sheet import percent
 
-__all__ = ["SET_ASIDE", "Price", "search"]
-
 _LOOKS = (7, 11, 15, 20, 28, 40, 60, 90)
 """Numbers of pairs at which a lever may be decided."""
 _ENOUGH = 40

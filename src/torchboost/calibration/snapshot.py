@@ -34,8 +34,6 @@ from torchboost.core.torch_private import (
 )
 from torchboost.graph.copies import accelerators, generator_states, set_generator_states
 
-__all__ = ["Damage", "Snapshot", "Streams", "plain", "streams_kept"]
-
 _HOPS = 3
 """Objects that are not modules are followed so far: an attribute of an attribute of a module's attribute."""
 _MOST_OBJECTS = 200_000
@@ -111,7 +109,7 @@ class _Entries:
             that have set other names, which are not touched.
     """
 
-    def __init__(self, owner: Any, read: Callable[[Any], Any], write: Callable[[Any, Any], None]) -> None:
+    def __init__(self, owner: Any, read: Callable[[Any], Any], write: Callable[[Any, Any], object]) -> None:
         self._owner, self._read, self._write, self.entries = owner, read, write, read(owner)
         self.moved: list[Any] | None = None
         self.swapped = False
@@ -291,7 +289,7 @@ class Snapshot:
         elif isinstance(value, np.ndarray):
             if value.flags.writeable and self._copied_bytes + value.nbytes <= _MOST_BYTES:
                 self._copied_bytes += value.nbytes
-                self._hold(value, lambda each: each.copy(), _write_array)
+                self._hold(value, lambda each: each.copy(), lambda each, new: each.__setitem__(..., new))
             self._follow(value.ravel().tolist() if value.dtype.hasobject else (), hops)
 
     def _follow_code(self, value: Any, hops: int) -> None:
@@ -326,7 +324,7 @@ class Snapshot:
                 self._follow_globals(inner, variables, hops)
 
     def _hold(
-        self, owner: Any, read: Callable[[Any], Any], write: Callable[[Any, Any], None], hops: int | None = None
+        self, owner: Any, read: Callable[[Any], Any], write: Callable[[Any, Any], object], hops: int | None = None
     ) -> None:
         """Keep the entries of an owner, and follow them if ``hops`` says from how far away."""
         kept = _Entries(owner, read, write)
@@ -356,34 +354,19 @@ def _write_dict(owner: dict[Any, Any], entries: dict[Any, Any]) -> None:
         kind.__setitem__(owner, key, value)
 
 
-def _read_ordered(owner: OrderedDict[Any, Any]) -> list[tuple[Any, Any]]:
-    return [(key, dict.__getitem__(owner, key)) for key in OrderedDict.__iter__(owner)]  # its order is its own
-
-
-def _write_set(owner: set[Any], entries: set[Any]) -> None:
-    set.clear(owner)
-    set.update(owner, entries)
-
-
-def _write_deque(owner: deque[Any], entries: list[Any]) -> None:
-    deque.clear(owner)
-    deque.extend(owner, entries)
-
-
-def _write_array(owner: Any, entries: Any) -> None:
-    owner[...] = entries
-
-
 def _sliced(kind: Any) -> _Way:
     return lambda owner: kind.__getitem__(owner, slice(None)), lambda o, new: kind.__setitem__(o, slice(None), new)
 
 
-_Way = tuple[Callable[[Any], Any], Callable[[Any, Any], None]]
+_Way = tuple[Callable[[Any], Any], Callable[[Any, Any], object]]
 _WAYS: dict[type, _Way] = {
-    OrderedDict: (_read_ordered, lambda owner, entries: _write_dict(owner, dict(entries))),
+    OrderedDict: (  # its order is its own
+        lambda owner: [(key, dict.__getitem__(owner, key)) for key in OrderedDict.__iter__(owner)],
+        lambda owner, entries: _write_dict(owner, dict(entries)),
+    ),
     dict: (lambda owner: dict(dict.items(owner)), _write_dict),
-    set: (lambda owner: set(set.__iter__(owner)), _write_set),
-    deque: (lambda owner: list(deque.__iter__(owner)), _write_deque),
+    set: (lambda owner: set(set.__iter__(owner)), lambda o, new: (set.clear(o), set.update(o, new))),
+    deque: (lambda owner: list(deque.__iter__(owner)), lambda o, new: (deque.clear(o), deque.extend(o, new))),
     **{kind: _sliced(kind) for kind in (list, bytearray, array.array)},
 }
 """Container -> how it is read and written, past the overrides of subclasses."""

@@ -17,11 +17,9 @@ from torchboost.calibration.watch import TimeUp, time_limit
 from torchboost.core.algorithm import Algorithm, AttachedAlgorithms, Target, attach_all
 from torchboost.core.step import ClosureOptimizer, needs_closure
 from torchboost.core.torch_private import hooks_of_optimizer, local_shard
-from torchboost.core.wrapping import hookable
+from torchboost.core.wrapping import hookable, parameters_of
 from torchboost.errors import IncompatibleError
 from torchboost.measure.stopwatch import Clock, collector_off
-
-__all__ = ["Contestant", "Reduce", "Trial", "free_bytes", "needed_bytes", "obstacle_to_updates", "optimizer_over"]
 
 Reduce = Callable[[list[float]], list[float]]
 """Return for each number the largest one of all ranks. Infinity stands for a step that failed."""
@@ -182,10 +180,7 @@ class Trial:
     def _step_seconds(self, contestant: Contestant, within: float) -> float:
         """Time one step. Only the step is interrupted, never the change of levers before it."""
         self._activate(contestant)
-        with (
-            self._passes.prepared(),
-            time_limit(within) if self._interrupt and within < math.inf else nullcontext(),
-        ):
+        with self._passes.prepared(), time_limit(within) if self._interrupt and within < math.inf else nullcontext():
             return contestant.step(self._clock)
 
 
@@ -293,7 +288,7 @@ def optimizer_over(
         TypeError: It cannot be copied.
     """
     inner = hookable(optimizer)
-    all_parameters = [p for group in inner.param_groups for p in group["params"]]
+    all_parameters = parameters_of(inner)
     trained = {id(p) for p in parameters}
     chosen = [p for p in all_parameters if id(p) in trained]
     entries = sum(p.numel() for p in chosen)

@@ -36,8 +36,6 @@ from torchboost.measure.statistics import paired_ratio
 from torchboost.measure.stopwatch import Clock, collector_off
 from torchboost.sheet import Sheet, percent
 
-__all__ = ["Waste", "WasteReport", "padded_share", "waste_of"]
-
 NOTABLE = 0.1
 """Share of a step from which on waste is worth a line."""
 _ROUNDS = (5, 5, 10, 20, 40, 80)
@@ -67,8 +65,8 @@ class Waste:
     """
 
     kind: str
-    seconds: float | None
-    share: float | None
+    seconds: float | None = None
+    share: float | None = None
     found: str
     remedy: str = ""
 
@@ -119,13 +117,8 @@ class WasteReport:
         factor = self.step_seconds / whole if whole else 1.0
         kinds = [w if w.share is None else replace(w, share=w.share * factor) for w in self.kinds]
         share = seconds / whole if whole else 0.0
-        waiting = Waste(
-            kind="waiting for data",
-            seconds=seconds,
-            share=share,
-            found=found,
-            remedy=remedy if share > 0.01 else "",
-        )
+        remedy = remedy if share > 0.01 else ""
+        waiting = Waste(kind="waiting for data", seconds=seconds, share=share, found=found, remedy=remedy)
         return WasteReport(step_seconds=whole, kinds=(waiting, *kinds))
 
     @property
@@ -267,7 +260,7 @@ def _guarded(kind: str, measure: Callable[[], Waste]) -> Waste:
     try:
         return measure()
     except Exception as error:  # one kind must not hide the others
-        return Waste(kind=kind, seconds=None, share=None, found=f"not measured: {in_a_line(error)}")
+        return Waste(kind=kind, found=f"not measured: {in_a_line(error)}")
 
 
 def _none(kind: str, why: str) -> Waste:
@@ -282,7 +275,7 @@ def _padding(bench: _Bench, seen: Seen) -> Waste:
         return _none(kind, "the model has no embedding and no attention of torch")
     if not seen.padded:
         text = "no mask seen among the arguments of the model or of its parts; whether forward makes one is not known"
-        return Waste(kind=kind, seconds=None, share=None, found=text)
+        return Waste(kind=kind, found=text)
     first = seen.padded[0]
     detail = f"{percent(1 - float(first.mask.float().mean()))} of the positions are padding"
     columns = 1 - float(first.mask.any(0).float().mean())
@@ -409,8 +402,6 @@ def _waits(bench: _Bench) -> Waste:
     where = ", ".join(f"{place} ({count})" for place, count in mode.places.most_common(3))
     return Waste(
         kind=kind,
-        seconds=None,
-        share=None,
         found=f"operators for which the host waits: {mode.places.total()} in a step, most often at {where}; their time "
         "is not known, since a step needs the numbers",
         remedy="compute with tensors instead of .item(), and with torch.where instead of an index of booleans",

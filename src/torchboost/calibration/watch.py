@@ -24,8 +24,6 @@ from torchboost.core.torch_private import (
     is_tracing,
 )
 
-__all__ = ["Call", "Gate", "TimeUp", "is_training_call", "shapes_of", "time_limit", "uninterrupted"]
-
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and named arguments of a training call."""
 

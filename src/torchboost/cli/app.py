@@ -11,20 +11,27 @@ from typing import Annotated
 import typer
 
 from torchboost import __version__
-from torchboost.cli.options import Csv, Data, Device, Html, Json, TrainLimit
 
-__all__ = ["app"]
-
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 NAMES = "digits, cifar10, text, docstrings, pieces"
 POINT = 0.01
 MOST_COMPARED = 6
 """Reports whose recipes are shown side by side."""
+
+
+def _one_format(context: typer.Context, asked: bool) -> bool:
+    if asked and (context.params.get("json") or context.params.get("csv")):
+        raise typer.BadParameter("found --json and --csv; give one of them.")
+    return asked
+
+
+Json = Annotated[bool, typer.Option("--json", callback=_one_format, help="Answer in JSON.")]
+Csv = Annotated[bool, typer.Option("--csv", callback=_one_format, help="Answer in CSV, with plain numbers.")]
+Html = Annotated[bool, typer.Option("--html/--no-html", help="Write a page next to the report.")]
+Data = Annotated[Path | None, typer.Option(help="Path of the data, for workloads that need it.")]
+TrainLimit = Annotated[int | None, typer.Option(min=1, help="Use only so many training samples.")]
+Device = Annotated[str, typer.Option(help="Where to train: auto (a GPU if there is one), cpu, cuda, cuda:1, ...")]
 
 
 def _print_version(asked: bool) -> None:
@@ -70,12 +77,11 @@ def explain(
 ) -> None:
     """Show what a level turns on for this machine, a configuration or a model, what it omits, and why."""
     from torchboost.cli.plans import show_plan, show_plan_of_model
-    from torchboost.cli.shared import names_file
+    from torchboost.cli.shared import fail, names_file
 
     if source is not None and names_file(source):
         if nodes != 1 or convolutions is not None:
-            typer.echo("Error: --nodes and --convolutions: leave them out; the model and the process tell.", err=True)
-            raise typer.Exit(1)
+            fail("--nodes and --convolutions: leave them out; the model and the process tell.")
         show_plan_of_model(source, level, total_steps=total_steps, device=device, json=json)
     else:
         show_plan(
@@ -292,7 +298,8 @@ def results(
     csv: Csv = False,
 ) -> None:
     """List the tunings that were made, and compare what they found."""
-    from torchboost.cli.shared import print_csv, print_json, print_table, user_errors
+    from torchboost.bench.report.table import print_table
+    from torchboost.cli.shared import print_csv, print_json, user_errors
     from torchboost.tuning.results import (
         RESULTS,
         data_of_results,
@@ -332,7 +339,8 @@ def compare(
 ) -> None:
     """Show two reports side by side: what changed, by how much, and whether machine or versions did."""
     from torchboost.bench.report.comparison import compared, comparison_table, remarks
-    from torchboost.cli.shared import print_csv, print_json, print_table, saved_report, user_errors
+    from torchboost.bench.report.table import print_table
+    from torchboost.cli.shared import fail, print_csv, print_json, saved_report, user_errors
     from torchboost.measure.evidence import BenchReport
 
     with user_errors():
@@ -342,8 +350,7 @@ def compare(
         results([first, second], json=json, csv=csv)
         return
     if len(benches) == 1:
-        typer.echo("Error: one is a report of bench and the other one of tune; give two of the same command.", err=True)
-        raise typer.Exit(1)
+        fail("one is a report of bench and the other one of tune; give two of the same command.")
     rows = compared(*benches)
     if json:
         print_json({"contestants": [row.model_dump(mode="json") for row in rows], "remarks": remarks(*benches)})
@@ -366,12 +373,14 @@ def report(
     csv: Csv = False,
 ) -> None:
     """Show a saved report as a table or as an HTML page."""
-    from torchboost.bench.report.page import write_page
-    from torchboost.cli.shared import page_of, saved_report, show, user_errors
+    from torchboost.bench.report.page import bench_page, write_page
+    from torchboost.cli.shared import saved_report, show, user_errors
+    from torchboost.tuning.report import TuneReport, tune_page
 
     with user_errors():
         loaded = saved_report(source)
-        page = write_page(page_of(loaded), html) if html is not None else None
+        text = tune_page(loaded) if isinstance(loaded, TuneReport) else bench_page(loaded)
+        page = write_page(text, html) if html is not None else None
     if page is not None and not (json or csv):
         typer.echo(f"wrote {page}")
     else:

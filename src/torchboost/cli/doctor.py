@@ -21,25 +21,16 @@ from torch.utils.collect_env import get_env_info
 from torch.utils.data import DataLoader
 
 from torchboost.bench.factory import Factory, Parts, one_epoch, outputs_of
+from torchboost.bench.report.table import print_table
 from torchboost.calibration.choice import in_a_line
 from torchboost.calibration.waste import waste_of
-from torchboost.cli.shared import (
-    EXTRAS,
-    Display,
-    answer_only,
-    print_json,
-    print_table,
-    usable_device,
-    user_errors,
-)
+from torchboost.cli.shared import EXTRAS, Display, answer_only, print_json, usable_device, user_errors
 from torchboost.core.algorithm import Target
 from torchboost.core.hardware import half_precision
 from torchboost.core.torch_private import compiler_follows_flags
 from torchboost.measure.machine import Kind, products
 from torchboost.measure.stopwatch import Clock, Progress, package_version
 from torchboost.sheet import percent
-
-__all__ = ["cpp_compiler", "examine", "measure_machine", "measure_step", "measure_waste", "show_doctor", "verdict"]
 
 SECONDS = 3.0
 """Time limit of a kind of product. A machine that is not busy needs a tenth of it."""
@@ -145,12 +136,7 @@ def measure_machine(progress: Progress) -> dict[str, Any]:
 
 
 def measure_step(
-    parts: Parts,
-    *,
-    steps: int,
-    device: torch.device,
-    progress: Progress | None = None,
-    clock: Clock | None = None,
+    parts: Parts, *, steps: int, device: torch.device, progress: Progress | None = None, clock: Clock | None = None
 ) -> dict[str, Any]:
     """Train the first steps of a factory's training, time their parts, and say what they mean.
 

@@ -12,16 +12,8 @@ import torch
 import typer
 
 from torchboost.bench.factory import Factory
-from torchboost.cli.shared import (
-    Display,
-    answer_only,
-    fail,
-    print_csv,
-    print_json,
-    print_table,
-    usable_device,
-    user_errors,
-)
+from torchboost.bench.report.table import print_table
+from torchboost.cli.shared import Display, answer_only, fail, print_csv, print_json, usable_device, user_errors
 from torchboost.config import BoostConfig, ConfigSource
 from torchboost.core.hardware import device_fault, half_precision
 from torchboost.errors import ConfigError
@@ -29,8 +21,6 @@ from torchboost.front import boost
 from torchboost.plan import Plan
 from torchboost.registry import LEVELS, REGISTRY, Facts
 from torchboost.sheet import Row
-
-__all__ = ["show_levels", "show_plan", "show_plan_of_model"]
 
 
 def show_levels(*, json: bool, csv: bool) -> None:

@@ -24,36 +24,14 @@ from pydantic import BaseModel, ValidationError
 
 import torchboost
 from torchboost.bench.factory import Factory
-from torchboost.bench.report.page import bench_page
-from torchboost.bench.report.table import print_report, print_table
+from torchboost.bench.report.table import print_report
 from torchboost.bench.verdict import headline, summarise, verdicts
 from torchboost.core.hardware import device_fault
 from torchboost.errors import ConfigError, FactoryError, IncompatibleError, RankDisagreementError
 from torchboost.measure.evidence import BenchReport
-from torchboost.tuning.report import TuneReport, cost, tune_page
+from torchboost.tuning.report import TuneReport, cost
 from torchboost.tuning.report import headline as answer
 from torchboost.workloads.named import Workload, find_workload
-
-__all__ = [
-    "EXTRAS",
-    "Display",
-    "answer_only",
-    "chosen",
-    "fail",
-    "loaded",
-    "names_file",
-    "page_of",
-    "print_csv",
-    "print_json",
-    "print_table",
-    "print_tuning",
-    "saved_report",
-    "show",
-    "summary_of",
-    "usable_device",
-    "usable_folder",
-    "user_errors",
-]
 
 EXTRAS = {
     "cli": ("typer", "jinja2"),
@@ -231,11 +209,6 @@ def saved_report(path: Path) -> BenchReport | TuneReport:
     return (TuneReport if is_tuning else BenchReport).load(path)
 
 
-def page_of(report: BenchReport | TuneReport) -> str:
-    """Return the HTML page of a report."""
-    return tune_page(report) if isinstance(report, TuneReport) else bench_page(report)
-
-
 def show(report: BenchReport | TuneReport, /, *, json: bool, csv: bool, **files: Path | None) -> None:
     """Print a report, with ``json`` also the paths of the files that it went to."""
     if json:
@@ -245,7 +218,7 @@ def show(report: BenchReport | TuneReport, /, *, json: bool, csv: bool, **files:
     elif csv:
         print_csv(report.findings if isinstance(report, TuneReport) else _figures(report))
     elif isinstance(report, TuneReport):
-        print_tuning(report)
+        typer.echo(str(replace(report.sheet, before=tuple(filter(None, (answer(report), cost(report)))))))
     else:
         print_report(report)
 
@@ -305,11 +278,6 @@ def _columns(name: str, value: Any) -> dict[str, Any]:
         return {} if value is None else {name: value}
     parts = [_columns(f"{name}.{key}" if name else str(key), each) for key, each in value.items()]
     return {key: each for part in parts for key, each in part.items()}
-
-
-def print_tuning(report: TuneReport) -> None:
-    """Print a tuning: the answer, what became of each candidate, and for which runs it holds."""
-    typer.echo(str(replace(report.sheet, before=tuple(filter(None, (answer(report), cost(report)))))))
 
 
 def summary_of(report: BenchReport | TuneReport) -> dict[str, Any]:

@@ -3,8 +3,6 @@
 The names are listed in ``__init__.pyi`` and load on first use.
 """
 
-from __future__ import annotations
-
 import lazy_loader
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

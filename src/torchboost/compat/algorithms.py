@@ -22,8 +22,6 @@ from torchboost.core.step import Replay
 from torchboost.distributed.topology import NodeGroups, Topology
 from torchboost.errors import IncompatibleError
 
-__all__ = ["AdaSum", "DimReduce", "GradientAccumulation", "LessBN"]
-
 
 class LessBN(nn.Module):
     """A network with fewer BatchNorm layers. See :func:`torchboost.less_bn` for which ones are removed.
@@ -55,12 +53,7 @@ class LessBN(nn.Module):
     """
 
     def __init__(
-        self,
-        network: nn.Module,
-        fn_flag: bool = False,
-        *,
-        optimizer: Optimizer | None = None,
-        **settings: Any,
+        self, network: nn.Module, fn_flag: bool = False, *, optimizer: Optimizer | None = None, **settings: Any
     ) -> None:
         super().__init__()
         chosen: dict[str, Any] = {"keep": "last", **settings}

@@ -19,24 +19,17 @@ from torchboost.inference import fast_copy
 from torchboost.plan import Plan
 from torchboost.registry import Host, Loop
 
-__all__ = ["AutoBoost"]
-
 
 class AutoBoost:
     """Make training faster within the accuracy that a level promises. Objects are independent of each other.
 
     Args:
-        level: ``"O0"`` changes nothing. ``"O1"`` changes neither the network nor the update rule, and keeps the
-            accuracy within 0.5 points. ``"O2"`` also changes these, with the accuracy at most 3 points lower.
-            ``docs/levels.md`` lists what each level turns on, with the measurements.
+        level: ``"O0"``, ``"O1"`` or ``"O2"``. See :func:`torchboost.boost`, also for the arguments by name.
         boost_config_dict: A dict, a path to a JSON file, JSON text, or empty.
-        total_steps: Number of updates in the whole run. Gradient freezing and compilation need it. In a run of fewer
-            than 1,000 ``"O2"`` turns on the same as ``"O1"``. None counts as a long run.
-        loop: The owner of the training loop: ``"own"``, which includes the training cells, or the trainer
-            ``"transformers"``, ``"lightning"`` or ``"accelerate"``. Trainers accumulate gradients and scale the loss
-            themselves, so accumulation and loss scaling are skipped, and the reason names the trainer's setting.
-        calibrate: Whether the first training call measures which speed levers pay. See :func:`torchboost.boost`.
-        verify: Whether it compares the speed levers with a plain step. See :func:`torchboost.boost`.
+        total_steps: Number of updates in the whole run.
+        loop: The owner of the training loop. ``"own"`` includes the training cells.
+        calibrate: Whether the first training call measures which speed levers pay.
+        verify: Whether it compares the speed levers with a plain step.
 
     Raises:
         ConfigError: A level, mode, section or key is unknown, or a value has the wrong type or is out of range. A
@@ -89,12 +82,9 @@ class AutoBoost:
     ) -> tuple[nn.Module, Optimizer]:
         """Boost a pair in place and return it. The training loop does not change.
 
-        Afterwards ``.plan`` lists the algorithms chosen for this pair, and ``.attached`` holds the attachments:
-        ``remove()`` removes them (BatchNorm layers that were removed do not come back), and ``state_dict()`` belongs in
-        the checkpoint. A second call for the same network, on this object or another one that still exists, first
-        removes its attachments, so that a second phase of training begins like the first. ``.scaler`` is the scaler of
-        the loop: the given one, or the scaler of group loss scaling, which your own loop must use like a
-        ``GradScaler``.
+        It does what :func:`torchboost.boost` does. Afterwards ``.plan``, ``.attached`` and ``.scaler`` are as of
+        :class:`torchboost.Boosted`. A second call for the same network, on this object or another one that still
+        exists, first removes its attachments, so that a second phase of training begins like the first.
 
         The returned optimizer is the given one, with two exceptions. With gradient accumulation it is an
         :class:`~torchboost.algorithms.grad_accumulation.optimizer.AccumulatingOptimizer` around the given one, which
@@ -122,18 +112,8 @@ class AutoBoost:
     def network_auto_process_eval(self, network: nn.Module, *, sample: Any = None) -> nn.Module:
         """Return a fast copy for inference. ``network`` itself is not changed and can continue to train.
 
-        Every BatchNorm that certainly follows a convolution or a linear layer in every call is folded into it, and
-        kernels are stored channels-last. See :func:`~torchboost.inference.fast_copy`. The copy is in eval mode,
-        consists of torch's modules and the network's own, and computes in the precision of its parameters. In float32
-        its outputs equal the outputs of ``network.eval()`` within 1e-4 of the largest output. This is checked on
-        ``sample``, or at the first call of the copy with the inputs of that call. If the check fails, the copy is not
-        folded, and a warning is issued.
-
-        With ``sample``, the plain, the folded and the channels-last form are timed and the fastest is returned. A
-        sample also allows more layers to be folded, because it shows which arguments are passed.
-
-        Cost: one copy of the parameters, two until the check. If the configuration turns nothing on (level O0, mode
-        disable_all), the copy is in eval mode and shares all tensors with ``network``, so it follows the training.
+        See :func:`~torchboost.inference.fast_copy`. If the configuration turns nothing on (level O0, mode disable_all),
+        the copy is in eval mode and shares all tensors with ``network``, so it follows the training.
 
         Args:
             network: Wrapped or not.
@@ -141,12 +121,8 @@ class AutoBoost:
                 keyword arguments.
 
         Raises:
-            TypeError: ``network`` is not a module, or it cannot be copied. See :func:`torchboost.inference.fast_copy`.
-            ValueError: The network does not run on ``sample``, or it computes NaN or infinities, for example because it
-                diverged.
-
-        Warns:
-            NoEffectWarning: Folding changed the outputs. Without ``sample`` the first call of the copy warns.
+            TypeError: ``network`` is not a module, or it cannot be copied.
+            ValueError: The network does not run on ``sample``, or it computes NaN or infinities.
         """
         check_module(network, "network")
         if not self.plan.algorithms and (self.level == "O0" or self._config.boost.mode != "auto"):

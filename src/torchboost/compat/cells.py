@@ -19,20 +19,11 @@ from torchboost.algorithms.loss_scale_group.scalers import FixedLossScale, LossS
 from torchboost.compat.algorithms import GradientAccumulation
 from torchboost.compat.elsewhere import counterpart
 from torchboost.core.algorithm import Scaler, Target
-from torchboost.core.arguments import (
-    check_loss_fn,
-    check_module,
-    check_number,
-    check_pair,
-    check_sens,
-    is_integer,
-)
+from torchboost.core.arguments import check_loss_fn, check_module, check_number, check_pair, check_sens, is_integer
 from torchboost.core.step import ClosureOptimizer, StepOutput, TrainStep
 from torchboost.core.wrapping import unwrap
 from torchboost.errors import IncompatibleError
 from torchboost.front import boosted_of
-
-__all__ = ["BoostTrainOneStepCell", "BoostTrainOneStepWithLossScaleCell", "GroupLossScaleManager", "WithLoss"]
 
 _FIRST = 2.0**16
 """The initial scale of an update cell that does not define one, the same as ``GradScaler``'s."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-__all__ = ["counterpart"]
-
 _STEP = "a training step: torchboost.boost(model, optimizer).step(loss_fn), or torchboost.BoostTrainOneStepCell"
 
 _ELSEWHERE: Mapping[str, str] = MappingProxyType(

@@ -15,10 +15,9 @@ from torchboost.algorithms.grad_freeze.algorithm import GradFreeze, Pattern, fre
 from torchboost.algorithms.grad_freeze.freezer import Freezing, Prefix
 from torchboost.algorithms.grad_freeze.schedule import length_of, period_of, repeated
 from torchboost.core.arguments import check_optimizer, check_pair, check_sens
+from torchboost.core.wrapping import parameters_of
 from torchboost.errors import NoEffectWarning
 from torchboost.optim.wrapping_optimizer import WrappingOptimizer
-
-__all__ = ["FreezeOpt", "GradientFreeze", "freeze_cell"]
 
 _PATTERNS = get_args(Pattern)[:3]
 """MindSpore's types 0 and 1, and type 2, which MindSpore does not have."""
@@ -162,7 +161,7 @@ class FreezeOpt(WrappingOptimizer):
         check_optimizer(opt, "opt")
         if train_strategy is not None and train_parameter_groups is None:
             raise ValueError("train_strategy: found one without train_parameter_groups; its indices need groups.")
-        parameters = [p for group in opt.param_groups for p in group["params"]]
+        parameters = parameters_of(opt)
         lists = train_parameter_groups
         groups = _split(parameters, None) if lists is None else _explicit(lists)
         strangers = len({p for group in groups for p in group}.difference(parameters))

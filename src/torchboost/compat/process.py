@@ -16,8 +16,6 @@ from torchboost.optim.rules.base import UpdateRule
 from torchboost.optim.transforms import CENTRALIZE, Centralize, wish
 from torchboost.optim.wrapping_optimizer import described_groups, regrouped
 
-__all__ = ["OptimizerProcess", "ParameterProcess"]
-
 ParamGroup = dict[str, Any]
 
 ORDER = "order_params"

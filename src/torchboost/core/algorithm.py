@@ -22,24 +22,6 @@ from torchboost.core.wrapping import hookable, wrapper_of
 from torchboost.distributed.topology import Topology
 from torchboost.errors import IncompatibleError
 
-__all__ = [
-    "LEVERS",
-    "Algorithm",
-    "AlreadyOn",
-    "AttachedAlgorithms",
-    "Attachment",
-    "Form",
-    "MicroSteps",
-    "Removable",
-    "Scaler",
-    "Target",
-    "Traits",
-    "attach_all",
-    "attach_each",
-    "restored_on_error",
-]
-
-
 LEVERS = "levers"
 """The key in the state of :class:`AttachedAlgorithms` that says which speed levers were on."""
 
@@ -75,7 +57,6 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a checkpoint."""
-        ...
 
 
 @contextmanager
@@ -103,7 +84,6 @@ class Scaler(Stateful, Protocol):
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the gradients by the scale, in place, and look for overflow."""
-        ...
 
     def step(self, optimizer: Optimizer, *args: Any) -> float | None:
         """Step the optimizer unless a gradient overflowed."""
@@ -111,7 +91,6 @@ class Scaler(Stateful, Protocol):
 
     def update(self) -> None:
         """Choose the scale of the next step."""
-        ...
 
     def get_scale(self) -> float:
         """Return the scale."""
@@ -185,7 +164,6 @@ class Removable(Protocol):
 
     def remove(self) -> None:
         """Undo the registration."""
-        ...
 
 
 class Attachment:

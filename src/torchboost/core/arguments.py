@@ -15,25 +15,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from torchboost.core.wrapping import parameters_of
 from torchboost.errors import NoEffectWarning
-
-__all__ = [
-    "check_apart",
-    "check_count",
-    "check_loss_fn",
-    "check_module",
-    "check_number",
-    "check_optimizer",
-    "check_pair",
-    "check_scaler",
-    "check_sens",
-    "check_shapes",
-    "in_words",
-    "is_integer",
-    "is_number",
-    "seconds_of",
-    "warn_of_foreign_parameters",
-]
 
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 _SCALER = ("scale", "unscale_", "step", "update", "get_scale")
@@ -60,8 +43,8 @@ def check_pair(model: Any, optimizer: Any, *, name: str = "model") -> None:
     """
     check_module(model, name)
     check_optimizer(optimizer)
-    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    if held.isdisjoint(id(param) for param in model.parameters()):
+    held = set(parameters_of(optimizer))
+    if held.isdisjoint(model.parameters()):
         raise ValueError(
             f"none of the {len(held)} parameters of the optimizer belongs to the {name}, a {type(model).__name__}; "
             f"build the optimizer from the current parameters of this {name}, after fully_shard if that shards it."
@@ -78,7 +61,7 @@ def warn_of_foreign_parameters(model: nn.Module, optimizer: Optimizer) -> None:
 
 def check_apart(optimizers: Sequence[Optimizer]) -> None:
     """Raise ``ValueError`` if two of the optimizers hold the same parameter."""
-    held = [{id(param) for group in optimizer.param_groups for param in group["params"]} for optimizer in optimizers]
+    held = [set(parameters_of(optimizer)) for optimizer in optimizers]
     for (i, one), (j, other) in itertools.combinations(enumerate(held), 2):
         if one & other:
             raise ValueError(

@@ -7,8 +7,6 @@ import os
 import secrets
 from pathlib import Path
 
-__all__ = ["PARTIAL", "write_whole"]
-
 PARTIAL = ".torchboost-partial-"
 """How the names of unfinished files begin. One is left if the process is killed while it writes."""
 

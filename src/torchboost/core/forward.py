@@ -31,20 +31,8 @@ from torchboost.core.torch_private import (
     set_compiled_call,
     state_without_hooks,
 )
-from torchboost.core.wrapping import unwrap
+from torchboost.core.wrapping import parameters_of, unwrap
 from torchboost.errors import NoEffectWarning
-
-__all__ = [
-    "ForwardWatch",
-    "cover_forward",
-    "intercept",
-    "is_our_hook",
-    "own_forward",
-    "plain_hook",
-    "tensors_in",
-    "uncovered",
-    "with_tensors",
-]
 
 Forward = Callable[..., Any]
 """Takes the module as its first argument, like a function in a class."""
@@ -312,7 +300,7 @@ class ForwardWatch(Attachment):
 
 def _moves(optimizer: Optimizer) -> bool:
     """Whether a gradient is nonzero. torch's checkpoint functions step with zeros to create the optimizer's state."""
-    grads = (param.grad for group in optimizer.param_groups for param in group["params"])
+    grads = (param.grad for param in parameters_of(optimizer))
     return any(bool((grad.coalesce().values() if grad.is_sparse else grad).any()) for grad in grads if grad is not None)
 
 
@@ -368,8 +356,8 @@ def _record(value: Any, inner: Callable[[Any], Any]) -> Any:
     fields = {
         field.name: getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)
     }
-    if not torch.compiler.is_compiling():
-        fields |= _attributes(value)
+    if not torch.compiler.is_compiling() and not isinstance(value, MutableMapping):
+        fields |= getattr(value, "__dict__", {})  # attributes that are not fields, such as those of __post_init__
     changed = {name: inner(entry) for name, entry in fields.items()}
     changed = {name: entry for name, entry in changed.items() if entry is not fields[name]}
     if not changed:
@@ -383,11 +371,6 @@ def _record(value: Any, inner: Callable[[Any], Any]) -> Any:
         except dataclasses.FrozenInstanceError:
             object.__setattr__(copied, name, entry)
     return copied
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    """Return the attributes of a dataclass that are not fields, such as attributes set by ``__post_init__``."""
-    return {} if isinstance(value, MutableMapping) else getattr(value, "__dict__", {})
 
 
 def _filled(value: Any, items: Iterable[tuple[Any, Any]], inner: Callable[[Any], Any]) -> Any:

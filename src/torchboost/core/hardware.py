@@ -17,18 +17,6 @@ from torch import nn
 from torchboost.core.torch_private import AnyConv
 from torchboost.measure.machine import PAYS, Kind, half_speed
 
-__all__ = [
-    "HalfPrecision",
-    "ProcessSettings",
-    "cpu_quota",
-    "device_fault",
-    "half_precision",
-    "is_on_cpu",
-    "matmul_backends",
-    "unsafe_channels_last",
-    "usable_cores",
-]
-
 _GROUPS = Path("/sys/fs/cgroup")
 _BLOCK = 16
 """Channels that one AVX-512 register holds. AVX2 kernels fail below 8."""

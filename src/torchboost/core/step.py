@@ -15,18 +15,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchboost.core.algorithm import AttachedAlgorithms, MicroSteps, Target, restored_on_error
-from torchboost.core.wrapping import unwrap
+from torchboost.core.wrapping import parameters_of, unwrap
 from torchboost.errors import IncompatibleError, NoEffectWarning
-
-__all__ = [
-    "ClosureOptimizer",
-    "Replay",
-    "StepOutput",
-    "TrainStep",
-    "after_closure",
-    "learns_nothing",
-    "needs_closure",
-]
 
 _NAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _SHOWN = 5
@@ -303,8 +293,7 @@ class TrainStep:
     def _forward_backward(self, inputs: tuple[Any, ...], accumulator: MicroSteps | None) -> None:
         optimizer = self.target.optimizer
         if isinstance(optimizer, ClosureOptimizer):
-            parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-            device = next((parameter.device for parameter in parameters), torch.device("cpu"))
+            device = next((parameter.device for parameter in parameters_of(optimizer)), torch.device("cpu"))
             self._replay = Replay(lambda: self._checked_loss(inputs)[0], device)
             loss, count = self._replay.first(), None
         else:
@@ -358,10 +347,9 @@ class TrainStep:
 
 def _announce_untrained(target: Target) -> None:
     """Warn about trainable parameters that the optimizer does not hold, such as parameters newer than the optimizer."""
-    groups = [group for optimizer in (target.optimizer, *target.others) for group in optimizer.param_groups]
-    held = {id(param) for group in groups for param in group["params"]}
+    held = set(parameters_of(target.optimizer, *target.others))
     trained = [(name, param) for name, param in unwrap(target.model).named_parameters() if param.requires_grad]
-    missing = [name for name, param in trained if id(param) not in held]
+    missing = [name for name, param in trained if param not in held]
     if not missing or len(missing) == len(trained):
         return
     more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
@@ -379,5 +367,5 @@ def learns_nothing(optimizer: Optimizer) -> bool:
     rates = [group.get("lr", 1.0) for group in optimizer.param_groups]
     if any((isinstance(rate, Tensor) and rate.device.type != "cpu") or rate != 0 for rate in rates):
         return False  # do not wait for a rate on an accelerator
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    gradients = [parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None]
     return bool(gradients) and not any(bool(gradient.any()) for gradient in gradients)

@@ -7,28 +7,13 @@ import sys
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from torchboost.core.torch_private import calls_hooks, compiled_call, inside_compiled
 from torchboost.distributed.topology import Topology
 from torchboost.errors import IncompatibleError
-
-__all__ = [
-    "already_wrapped",
-    "check_mesh",
-    "check_ranks",
-    "compiled_parts",
-    "data_parallel",
-    "hookable",
-    "is_compiled",
-    "living",
-    "only_ddp",
-    "sharded_units",
-    "unwrap",
-    "wrapper_of",
-]
 
 Kind = TypeVar("Kind")
 
@@ -52,6 +37,11 @@ def hookable(optimizer: Optimizer) -> Optimizer:
             )
         optimizer = inside[0]
     return optimizer
+
+
+def parameters_of(*optimizers: Optimizer) -> list[Tensor]:
+    """Return the parameters that optimizers hold, in the order of their groups."""
+    return [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
 
 
 def wrapper_of(model: nn.Module) -> str | None:

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["KINDS", "Draws", "generators_behind", "is_of_process", "is_own", "state_of"]
-
 KINDS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator, torch.Generator)
 """Types of generators that an object can hold."""
 

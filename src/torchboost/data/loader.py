@@ -25,8 +25,6 @@ from torchboost.data.sending import Packed, Unfit, pack
 from torchboost.data.trial import LEAST_WAIT, SHARE, Race, Reading, Trial, Window
 from torchboost.sheet import percent
 
-__all__ = ["Loader", "loader"]
-
 PATIENCE = 30.0
 """Seconds after which a batch that does not come counts as lost, in addition to 20 times the wait for one."""
 _EVERY = 64

@@ -35,8 +35,6 @@ from torchboost.data.draws import Draws, is_own
 from torchboost.data.sameness import parts_of, same, shares_memory
 from torchboost.data.sending import Packed
 
-__all__ = ["OWN", "Pipe", "Stock", "Variant"]
-
 TWICE = 2
 """The first batches that each worker loads a second time, to see whether both are equal."""
 
@@ -124,8 +122,10 @@ class Stock:
 
     def _most(self) -> float:
         """Return how many indices can be taken early: the end is left to the loop, since samplers may draw there."""
+        innermost = self._innermost()
+        draws_at_the_end = isinstance(innermost, RandomSampler) and innermost.generator is not None
         try:
-            return len(self._sampler) - int(_draws_at_the_end(self._innermost()))
+            return len(self._sampler) - int(draws_at_the_end)
         except (TypeError, NotImplementedError):
             return float("inf")
 
@@ -159,10 +159,6 @@ def _is_drawn_at_once(innermost: Any, sampler: Any, iterator: Any) -> bool:
         own = innermost.generator is None
         return own or (not innermost.replacement and innermost.num_samples <= len(innermost.data_source))
     return any(rule is known.__iter__ for known in _DRAWN_AT_ONCE)
-
-
-def _draws_at_the_end(innermost: Any) -> bool:
-    return isinstance(innermost, RandomSampler) and innermost.generator is not None
 
 
 class _Feed(Sampler[Any]):

@@ -11,8 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["bytes_of", "can_be_pinned", "parts_of", "same", "shares_memory"]
-
 _PLAIN = (str, bytes, bytearray, int, bool, float, complex, type(None))
 Array = Tensor | np.ndarray
 
@@ -84,13 +82,9 @@ def shares_memory(first: Any, second: Any) -> bool:
 
 
 def _addresses(batch: Any) -> set[int]:
-    return {_address(array) for array in parts_of(batch)[1] if _is_dense(array) and array.nbytes}
-
-
-def _address(array: Array) -> int:
-    if isinstance(array, np.ndarray):
-        return array.__array_interface__["data"][0]
-    return array.untyped_storage().data_ptr()
+    arrays = [array for array in parts_of(batch)[1] if _is_dense(array) and array.nbytes]
+    of_numpy = {array.__array_interface__["data"][0] for array in arrays if isinstance(array, np.ndarray)}
+    return of_numpy | {array.untyped_storage().data_ptr() for array in arrays if isinstance(array, Tensor)}
 
 
 def _is_dense(array: Array) -> bool:

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from torchboost.data.draws import KINDS, generators_behind, is_of_process, state_of
 
-__all__ = ["Packed", "Unfit", "pack"]
-
 MOST_BYTES = 256 * 2**20
 """Bytes of the structure of a data set, which every worker gets a copy of."""
 MOST_HASHED = 64 * 2**20

@@ -12,8 +12,6 @@ from torchboost.data.pipes import OWN, TWICE, Variant
 from torchboost.measure.evidence import Interval
 from torchboost.measure.statistics import exact_median
 
-__all__ = ["Race", "Reading", "Trial", "Window"]
-
 SHARE = 0.05
 """Least share of waiting at which anything is tried."""
 LEAST_WAIT = 0.0005

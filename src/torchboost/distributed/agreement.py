@@ -18,18 +18,6 @@ from torchboost.core.torch_private import lazy_gloo
 from torchboost.distributed.topology import part
 from torchboost.errors import RankDisagreementError
 
-__all__ = [
-    "Agreement",
-    "bit_sum",
-    "first_holder",
-    "from_first_rank",
-    "local_part",
-    "mean_over_ranks",
-    "own_store",
-    "ranks_of_shards",
-    "several",
-]
-
 T = TypeVar("T")
 
 _POLL = 0.02

@@ -26,11 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -163,7 +159,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, *
     bare = model.module if isinstance(model, DistributedDataParallel) else model
     weights = _weights_of(metadata, bare)
     _check_model(metadata, weights)
-    writers = _writers(metadata)
+    writers = sorted(int(place[1]) for place in (metadata.planner_data or {}).values() if place[0] == "parts")
     # On another number of ranks all read the parts of all, to compare them.
     ranks = [Topology.current().rank] if len(writers) == Topology.current().world_size else writers
     wrote: dict[str, Any] = {"parts": dict.fromkeys(map(str, ranks))}
@@ -429,11 +425,6 @@ def _match_groups(state: dict[str, Any], names: list[str], optimizer: Optimizer)
         )
     for group, order in zip(state["param_groups"], here, strict=True):
         group["params"] = order
-
-
-def _writers(metadata: Metadata) -> list[int]:
-    """Return the ranks that wrote the checkpoint."""
-    return sorted(int(place[1]) for place in (metadata.planner_data or {}).values() if place[0] == "parts")
 
 
 def _common(by_rank: Mapping[int, Mapping[str, Any]]) -> Mapping[str, Any]:

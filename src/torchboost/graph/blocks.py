@@ -12,8 +12,6 @@ from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.graph.flow import Dataflow
 from torchboost.graph.trace import trace
 
-__all__ = ["Block", "blocks_of", "group_starts"]
-
 _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _STACK = 4
 """A container of this many layers is a stack that is cut between layers. Residual bodies have up to three."""

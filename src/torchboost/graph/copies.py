@@ -16,27 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torchboost.core.forward import is_our_hook, tensors_in
-from torchboost.core.torch_private import (
-    DispatchMode,
-    beneath_compiled,
-    buffer_slots,
-    module_hooks,
-    parameter_slots,
-)
-
-__all__ = [
-    "ReachesOriginal",
-    "accelerators",
-    "copies_of",
-    "full_precision",
-    "generator_states",
-    "generators_kept",
-    "is_large",
-    "memory",
-    "set_generator_states",
-    "twin",
-    "undisturbed",
-]
+from torchboost.core.torch_private import DispatchMode, beneath_compiled, buffer_slots, module_hooks, parameter_slots
 
 
 def twin(model: nn.Module) -> nn.Module:

@@ -11,8 +11,6 @@ from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
-__all__ = ["Branches", "Dataflow", "Kind", "Node", "Traced"]
-
 Kind = Literal["input", "module", "add", "other", "output"]
 Traced = Literal["fx", "run", "structure", "-"]
 """By a symbolic trace, in one run, or not at all, because that failed or was not needed: then there are no nodes."""

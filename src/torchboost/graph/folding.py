@@ -26,8 +26,6 @@ from torchboost.graph.removed_norm import fused_weights, put_removed_norm
 from torchboost.graph.surgery import changing, held_elsewhere
 from torchboost.graph.trace import evaluate, first_run, trace, trace_paths, trace_run
 
-__all__ = ["FoldReport", "fold_batch_norms", "fold_pairs", "largest_difference", "plan_folds", "shared_weights"]
-
 _Region = tuple[nn.Module, list[Dataflow]]
 
 _STOCK_FORWARDS = (
@@ -119,8 +117,7 @@ def plan_folds(model: nn.Module, *, flow: Dataflow, sample: Any = None) -> dict[
     fixes their number must come before.
 
     Hooks, a ``forward`` set on an instance, parametrizations, shared weights, modules that run twice, and norms that
-    plain attributes outside the module tree hold are refused. Limits: arguments without a default are assumed to be
-    tensors, and Python attributes that the forward reads are assumed not to change.
+    plain attributes outside the module tree hold are refused. Limits: those of :func:`fold_batch_norms`.
 
     Args:
         model: Bare, in any mode. Its forward in eval mode is examined. It is not changed.
@@ -254,10 +251,7 @@ def _layer_before(flow: Dataflow, norm: AnyBatchNorm, shared: set[Tensor]) -> nn
 
 
 def fold_pairs(
-    model: nn.Module,
-    folds: Mapping[Any, nn.Module],
-    sample: Any = None,
-    optimizers: Sequence[Optimizer] = (),
+    model: nn.Module, folds: Mapping[Any, nn.Module], sample: Any = None, optimizers: Sequence[Optimizer] = ()
 ) -> float | None:
     """Fold each BatchNorm into its layer and compare the outputs in eval mode.
 

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from torchboost.graph.copies import memory
 
-__all__ = ["Marks", "OutputTrail", "Parts", "agreed_parts", "parts_of_gates"]
-
 Spot = tuple[int, int]
 """The number of a parameter, and one of its axes."""
 Rows = Mapping[Spot, Tensor]

@@ -16,8 +16,6 @@ from torchboost.graph.copies import ReachesOriginal, full_precision, memory, und
 from torchboost.graph.fused_matrices import Marks, OutputTrail, Parts
 from torchboost.graph.trace import Arguments, call, first_run
 
-__all__ = ["Place", "Use", "matrix_uses"]
-
 Place = Literal["input", "hidden", "output", "lookup", "other", "not reached"]
 """A matrix multiplied with the model's input, with activations, or for the output. A table of rows. Anything else. A
 parameter that the pass did not use."""

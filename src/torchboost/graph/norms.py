@@ -29,20 +29,8 @@ from torchboost.core.torch_private import (
 )
 from torchboost.graph.flow import Dataflow, Node
 
-__all__ = [
-    "WEIGHTED",
-    "NormalizedLinear",
-    "ResidualBlock",
-    "is_customised",
-    "norm_tail",
-    "plain_stacks",
-    "rescale_layers",
-    "residual_blocks",
-    "was_trained",
-]
-
 _STOCK_NORMS = (AnyBatchNorm.forward, SyncBatchNorm.forward)
-_STATE = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
+NORM_TENSORS = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 
 
 def norm_tail(norm: nn.Module) -> tuple[str, ...] | None:
@@ -57,7 +45,7 @@ def norm_tail(norm: nn.Module) -> tuple[str, ...] | None:
     """
     if not isinstance(norm, AnyBatchNorm) or is_customised(norm):
         return None
-    if {*parameter_slots(norm), *buffer_slots(norm)} != _STATE:
+    if {*parameter_slots(norm), *buffer_slots(norm)} != {*NORM_TENSORS}:
         return None
     if type(norm).forward in _STOCK_NORMS:
         return ()

@@ -19,15 +19,11 @@ from torchboost.core.torch_private import (
     parameter_slots,
     state_dict_hooks,
 )
-from torchboost.graph.norms import norm_tail
+from torchboost.graph.norms import NORM_TENSORS, norm_tail
 from torchboost.graph.surgery import replace_module
-
-__all__ = ["RemovedNorm", "fused_weights", "put_removed_norm", "show_bias"]
 
 _COPYING = 4
 """The protocol of ``copy``, and the lowest one of ``pickle`` itself. ``torch.save`` takes 2."""
-
-_TENSORS = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 
 
 class RemovedNorm(nn.Module):
@@ -65,12 +61,7 @@ class RemovedNorm(nn.Module):
     __jit_unused_properties__ = ("layer",)
 
     def __init__(
-        self,
-        norm: nn.Module,
-        *,
-        copies: bool = True,
-        layer: nn.Module | None = None,
-        near: nn.Module | None = None,
+        self, norm: nn.Module, *, copies: bool = True, layer: nn.Module | None = None, near: nn.Module | None = None
     ) -> None:
         super().__init__()
         tail = norm_tail(norm)
@@ -142,7 +133,7 @@ class RemovedNorm(nn.Module):
             yield from self.entries().items()
 
     def __getattr__(self, name: str) -> Any:
-        if name in _TENSORS:
+        if name in NORM_TENSORS:
             entry, shift = self.entries().get(name), self._shift()
             if entry is None or _is_sharded(entry) or (name == "bias" and shift is not None):
                 return entry
@@ -188,13 +179,13 @@ class RemovedNorm(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        entries = {name: state_dict[prefix + name] for name in _TENSORS if prefix + name in state_dict}
+        entries = {name: state_dict[prefix + name] for name in NORM_TENSORS if prefix + name in state_dict}
         others = {name: value for name, value in state_dict.items() if name.removeprefix(prefix) not in entries}
         super()._load_from_state_dict(others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         if not entries:  # the version before wrote none
             return
         expected = {"running_mean", "running_var", *(("weight", "bias") if self.affine else ())}
-        if missing := [prefix + name for name in _TENSORS if name in expected - entries.keys()]:
+        if missing := [prefix + name for name in NORM_TENSORS if name in expected - entries.keys()]:
             missing_keys += missing
         elif entries["running_mean"].shape != (self.num_features,):
             shape = tuple(entries["running_mean"].shape)

@@ -19,15 +19,6 @@ from torchboost.core.wrapping import living
 from torchboost.graph.flow import Dataflow, Node
 from torchboost.graph.norms import WEIGHTED, is_customised, norm_tail
 
-__all__ = [
-    "averages_of",
-    "changing",
-    "held_elsewhere",
-    "need_copies",
-    "optimizers_holding",
-    "replace_module",
-]
-
 
 def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
     """Replace ``old`` by ``new`` everywhere inside ``model``: under every name and in every parent that shares it.

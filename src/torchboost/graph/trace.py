@@ -22,22 +22,6 @@ from torchboost.graph.copies import ReachesOriginal, copies_of, full_precision, 
 from torchboost.graph.flow import Dataflow, Kind, Traced
 from torchboost.graph.norms import NormalizedLinear
 
-__all__ = [
-    "LAYERS",
-    "METADATA",
-    "Arguments",
-    "StandIn",
-    "call",
-    "evaluate",
-    "first_run",
-    "function_name",
-    "record_run",
-    "shared_traces",
-    "trace",
-    "trace_paths",
-    "trace_run",
-]
-
 LAYERS = (AnyConv, nn.Linear, NormalizedLinear, AnyBatchNorm)
 METADATA = frozenset({"size", "dim", "ndimension", "numel", "stride", "_assert", "is_floating_point", "is_contiguous"})
 """Methods that yield sizes and the like instead of a tensor."""

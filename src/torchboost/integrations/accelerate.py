@@ -19,7 +19,7 @@ from torchboost.calibration.calibration import Calibrate
 from torchboost.config import ConfigSource
 from torchboost.core.arguments import check_module, check_optimizer
 from torchboost.core.torch_private import place_of_optimizer
-from torchboost.core.wrapping import hookable
+from torchboost.core.wrapping import hookable, parameters_of
 from torchboost.distributed.checkpoint import load_optimizer
 from torchboost.errors import IncompatibleError
 from torchboost.front import attach, warn_of_missing_length
@@ -85,11 +85,7 @@ def prepare(
     if accelerator.device_placement:
         model.to(accelerator.device)
     mixed = accelerator.mixed_precision
-    host = Host(
-        loop="accelerate",
-        precision="" if mixed == "no" else mixed,
-        forward=lambda: accelerator.autocast(),
-    )
+    host = Host(loop="accelerate", precision="" if mixed == "no" else mixed, forward=lambda: accelerator.autocast())
     prepared: tuple[Any, ...] = (model, optimizer)
     if accelerator.is_fsdp2:
         plan = Plan.of(level, config, host.facts(model), total_steps=total_steps)
@@ -128,7 +124,7 @@ def _loading_frozen_moments(accelerator: Accelerator, model: nn.Module, optimize
     """Return a hook of ``load_state`` that loads the optimizer again: torch drops the moments of frozen parameters."""
 
     def load(_: Any, folder: str | os.PathLike[str]) -> None:
-        if not all(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
+        if not all(p.requires_grad for p in parameters_of(optimizer)):
             path = Path(folder) / f"{OPTIMIZER_NAME}_{place_of_optimizer(accelerator, optimizer)}"
             load_optimizer(path, "optimizer", model, optimizer.optimizer)
 

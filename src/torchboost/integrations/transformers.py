@@ -211,13 +211,8 @@ def boost(
 ) -> AnyTrainer:
     """Return a trainer that does the same as the given one, and boosts its training. Use it instead of the given one.
 
-    Args:
-        trainer: Any ``transformers.Trainer``, such as an ``SFTTrainer``, before ``train``. It is not changed. Both
-            share model, arguments, data and callbacks.
-        level: See :class:`BoostMixin`.
-        config: See :class:`BoostMixin`.
-        calibrate: See :class:`BoostMixin`.
-        verify: See :class:`BoostMixin`.
+    ``trainer`` is any ``transformers.Trainer``, such as an ``SFTTrainer``, before ``train``. It is not changed. Both
+    share model, arguments, data and callbacks. The other arguments are those of :class:`BoostMixin`.
 
     Returns:
         An object of a class made of :class:`BoostMixin` and the class of ``trainer``.

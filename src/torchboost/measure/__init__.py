@@ -1,1 +1,1 @@
-"""Clock, statistics and evidence."""
+"""Paired timing, intervals, and the records of results."""

@@ -12,6 +12,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 from typing_extensions import Self
 
+from torchboost.core.files import write_whole
+
 __all__ = [
     "AlgorithmRow",
     "BenchReport",
@@ -41,9 +43,8 @@ class SavedRecord(Record):
         """Write the record as JSON, completely or not at all, and return the path."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(path.suffix + ".partial")
-        partial.write_text(self.text() + "\n", encoding="utf-8")
-        return partial.replace(path)
+        write_whole(path, f"{self.text()}\n".encode())
+        return path
 
     def text(self) -> str:
         """Return the text that :meth:`save` writes."""

@@ -202,12 +202,7 @@ def compare(
                 with (around or {}).get(name, nullcontext)():
                     samples[name].append(_sample((timed or contestants)[name], calls, clock))
     tell("timing", pairs, pairs)
-    return Comparison(
-        samples=samples,
-        warmup_seconds=warm,
-        baselines=tuple(baselines),
-        unsettled=tuple(unsettled),
-    )
+    return Comparison(samples=samples, warmup_seconds=warm, baselines=tuple(baselines), unsettled=tuple(unsettled))
 
 
 def environment(device: torch.device | str = "cpu") -> Environment:

@@ -21,8 +21,6 @@ from torchboost.optim.rules.options import miscomputes
 from torchboost.optim.tensors import aligned, is_dense, writable
 from torchboost.optim.wrapping_optimizer import change_entries
 
-__all__ = ["Fusion", "care_for_fused", "fused_class", "obstacle"]
-
 # Rule -> torch's class of the kernel. The most special class comes first, because AdamW is an Adam.
 _FUSABLE: dict[type[Optimizer], type[Optimizer]] = {
     **{kind: kind for kind in (AdamW, Adam, SGD, Adagrad)},

@@ -21,17 +21,6 @@ from torchboost.graph.matrix_uses import Place, Use, matrix_uses
 from torchboost.optim.transforms import CENTRALIZE
 from torchboost.sheet import Sheet
 
-__all__ = [
-    "NORMS",
-    "GroupRule",
-    "MuonSplit",
-    "ParamGroup",
-    "layer_wise_decay",
-    "muon_groups",
-    "no_decay",
-    "param_groups",
-]
-
 ParamGroup = dict[str, Any]
 
 Predicate = Callable[[str, nn.Parameter, nn.Module], bool]

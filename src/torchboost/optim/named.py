@@ -16,8 +16,6 @@ from torchboost.optim.rules.base import UpdateRule
 from torchboost.optim.rules.mixed import MixedOptimizer
 from torchboost.optim.rules.schedule_free import ScheduleFreeAdamW, warn_if_evaluated
 
-__all__ = ["ADAMW_LR", "MUON_LR", "check_given", "named_optimizer"]
-
 _DECAY = 0.01
 ADAMW_LR = 1e-3
 MUON_LR = 0.02

@@ -24,16 +24,6 @@ from torchboost.core.wrapping import hookable
 from torchboost.errors import IncompatibleError
 from torchboost.optim.tensors import values_of, writable
 
-__all__ = [
-    "GradientPipeline",
-    "GradientTransform",
-    "Gradients",
-    "check_gradients",
-    "check_transforms",
-    "refuse_sparse",
-    "transform_gradients",
-]
-
 
 @dataclass(slots=True)
 class Gradients:
@@ -133,8 +123,7 @@ class _Attached(Attachment):
         self._inside = 0  # steps under way: a step that calls the step of its base class runs the hooks twice
         self._nests = _has_nested_steps(type(optimizer))
         super().__init__(
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_step_pre_hook(self._before_step), optimizer.register_step_post_hook(self._after_step)
         )
 
     def _params(self) -> list[Tensor]:

@@ -27,8 +27,6 @@ from torchboost.optim.rules.schedule_free import ScheduleFreeAdamW, warn_if_eval
 from torchboost.optim.transforms import CENTRALIZE
 from torchboost.optim.wrapping_optimizer import DirectSteps, described_groups
 
-__all__ = ["Applied", "apply_recipe", "muon_from"]
-
 OF_TORCH: dict[type[Optimizer], str] = {torch.optim.SGD: "sgd", torch.optim.Adam: "adam", torch.optim.AdamW: "adamw"}
 """Rules of torch that a group of :class:`MixedOptimizer` follows bit for bit."""
 

@@ -16,22 +16,6 @@ from torch import Tensor
 
 from torchboost.core.arguments import check_number
 
-__all__ = [
-    "Constant",
-    "CosineDecay",
-    "ExponentialDecay",
-    "InverseDecay",
-    "Listed",
-    "NaturalExponentialDecay",
-    "PerEpoch",
-    "PiecewiseConstant",
-    "PolynomialDecay",
-    "Schedule",
-    "Warmup",
-    "as_list",
-    "resolve_lr",
-]
-
 Schedule = Callable[[int], float]
 """Any function from the update, counted from 0, to the learning rate. Those below can be compared and printed."""
 

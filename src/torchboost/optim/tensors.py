@@ -16,20 +16,6 @@ from torch.optim import Optimizer
 from torchboost.core.torch_private import foreach, sparse_values
 from torchboost.core.wrapping import living
 
-__all__ = [
-    "Batch",
-    "Checked",
-    "aligned",
-    "all_finite",
-    "holds_a_part",
-    "is_dense",
-    "merge_sparse",
-    "same_layout",
-    "stand_in",
-    "values_of",
-    "writable",
-]
-
 _DTYPE, _LAYOUT, _DEVICE = attrgetter("dtype"), attrgetter("layout"), attrgetter("device")
 
 

@@ -19,19 +19,6 @@ from torchboost.errors import IncompatibleError
 from torchboost.optim.pipeline import Gradients, GradientTransform, refuse_sparse
 from torchboost.optim.tensors import merge_sparse, stand_in, values_of
 
-__all__ = [
-    "CENTRALIZE",
-    "Centralize",
-    "ClipNorm",
-    "ClipValue",
-    "Coalesce",
-    "Decay",
-    "Unscale",
-    "has_rows",
-    "wish",
-    "with_centralization",
-]
-
 CENTRALIZE = "grad_centralization"
 """Key of a group that says whether its gradients are centralised: True, False, or absent (MindSpore's convention)."""
 

@@ -16,8 +16,6 @@ from torchboost.core.wrapping import hookable
 from torchboost.errors import IncompatibleError
 from torchboost.optim.rules.base import UpdateRule
 
-__all__ = ["DirectSteps", "WrappingOptimizer", "change_entries", "described_groups", "regrouped"]
-
 
 class WrappingOptimizer(Optimizer):
     """An optimizer that wraps ``opt`` and shares its parameter groups and state.

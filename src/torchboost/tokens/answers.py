@@ -23,8 +23,6 @@ from torchboost.tokens.history import (
 )
 from torchboost.tokens.rows import MissingRows, Rows
 
-__all__ = ["Answer", "PaddedRows", "functions", "getter", "of_arguments", "rows_in", "table"]
-
 Answer = Callable[..., Any]
 """Takes the function of torch, and its arguments as it does."""
 

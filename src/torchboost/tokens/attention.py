@@ -16,8 +16,6 @@ from torchboost.core.torch_private import attention_of_packed_rows, version
 from torchboost.tokens.layout import Layout
 from torchboost.tokens.rows import BATCH, TOKEN, MissingRows, Rows
 
-__all__ = ["EXCLUDED", "Mask", "are_sequences", "attention", "is_weak", "merged"]
-
 EXCLUDED = -9e3
 """A smaller entry of a mask that is added, next to scores of usual size, gives a weight of exactly 0."""
 _SURE = -1e8

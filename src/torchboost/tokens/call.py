@@ -28,8 +28,6 @@ from torchboost.tokens.layout import Layout
 from torchboost.tokens.operations import PaddedRows
 from torchboost.tokens.rows import BATCH, FLAT, TOKEN, MissingRows, RowFunction, Rows, in_this_precision
 
-__all__ = ["NOTHING_READS", "Part", "PartialCall", "PartialForward"]
-
 _LOG = logging.getLogger("torchboost")
 
 NOTHING_READS: contextvars.ContextVar[bool] = contextvars.ContextVar("nothing_reads", default=False)

@@ -13,8 +13,6 @@ from torchboost.tokens.rows import BATCH, TOKEN, MissingRows, Rows, numbered
 from torchboost.tokens.scores import Scores, product
 from torchboost.tokens.shapes import permute
 
-__all__ = ["einsum_of_rows"]
-
 
 def einsum_of_rows(func: Any, equation: str, *operands: Any) -> Tensor:
     """Return a product with weights, or the scores of queries and keys."""

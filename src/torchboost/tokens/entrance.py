@@ -16,8 +16,6 @@ from torchboost.tokens.layout import Layout
 from torchboost.tokens.operations import PaddedRows
 from torchboost.tokens.rows import BATCH, TOKEN
 
-__all__ = ["Entrance", "Key", "Pair", "Place", "has_mask", "kept_positions", "layouts_of", "may_mask"]
-
 Pair = tuple[str, str]
 Key = tuple[int, tuple[int, ...], tuple[int, ...]]
 """Memory, shape and strides of a tensor."""

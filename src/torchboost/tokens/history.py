@@ -18,18 +18,6 @@ from torchboost.core.forward import tensors_in, with_tensors
 from torchboost.core.torch_private import functions_of_subclasses_off
 from torchboost.tokens.rows import Memory, MissingRows, Rows, in_this_precision
 
-__all__ = [
-    "WRITTEN",
-    "as_now",
-    "check_history",
-    "derived",
-    "from_sources",
-    "has_passed_autograd",
-    "in_the_graph",
-    "rows_in",
-    "written",
-]
-
 Result = TypeVar("Result")
 
 _ONLY = (

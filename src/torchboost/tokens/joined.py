@@ -14,8 +14,6 @@ from torchboost.tokens.rows import MissingRows, Rows
 from torchboost.tokens.scores import Scores, product
 from torchboost.tokens.shapes import completed, permute
 
-__all__ = ["Joined", "joined"]
-
 
 class Joined(PaddedRows):
     """Rows or scores of padded sequences in the shape (batch * heads, ...).

@@ -12,8 +12,6 @@ from torch.nn import functional as F
 
 from torchboost.core.torch_private import Packed, version
 
-__all__ = ["Layout"]
-
 
 class Layout:
     """The computed positions of a batch of sequences.

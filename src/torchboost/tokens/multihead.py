@@ -13,8 +13,6 @@ from torchboost.tokens.layout import Layout
 from torchboost.tokens.rows import BATCH, TOKEN, MissingRows, Rows
 from torchboost.tokens.scores import Scores
 
-__all__ = ["multi_head_attention_forward"]
-
 _HEADS = (BATCH, 0, TOKEN, 1)
 _LENGTH_FIRST = (TOKEN, BATCH, 0)
 _BIASES = (None, None, None)

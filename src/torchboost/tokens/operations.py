@@ -19,8 +19,6 @@ from torchboost.tokens.rows import BATCH, FLAT, TOKEN, Fill, MissingRows, Rows, 
 from torchboost.tokens.scores import Scores, product
 from torchboost.tokens.shapes import completed, expand, indexed, permute, reshape, selected, sliced, squeeze, unsqueeze
 
-__all__ = ["PaddedRows"]
-
 
 def _alone(func: Any, x: Rows, *rest: Any, **kwargs: Any) -> Rows:
     """Each entry by itself."""

@@ -13,20 +13,6 @@ from typing_extensions import Self
 from torchboost.core.torch_private import is_view, tensor_without_memory, version
 from torchboost.tokens.layout import Layout
 
-__all__ = [
-    "BATCH",
-    "FLAT",
-    "TOKEN",
-    "Fill",
-    "Memory",
-    "MissingRows",
-    "RowFunction",
-    "Rows",
-    "in_this_precision",
-    "known",
-    "numbered",
-]
-
 BATCH, TOKEN, FLAT = -1, -2, -3
 """Dimensions of the padded shape that rows do not have: batch, length, and the two as one."""
 

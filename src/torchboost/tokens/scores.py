@@ -19,8 +19,6 @@ from torchboost.tokens.layout import Layout
 from torchboost.tokens.rows import Memory, MissingRows, RowFunction, Rows, in_this_precision
 from torchboost.tokens.shapes import permute
 
-__all__ = ["Scores", "product"]
-
 
 class Steps(NamedTuple):
     """The steps of a model from queries and keys to scores.

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from torchboost.tokens.rows import BATCH, FLAT, TOKEN, MissingRows, Rows, numbered
 
-__all__ = ["completed", "expand", "indexed", "permute", "reshape", "squeeze", "unsqueeze"]
-
 
 def permute(x: Rows, order: Sequence[int]) -> Rows:
     """Return the tensor with its dimensions in another order."""

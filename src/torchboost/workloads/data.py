@@ -21,19 +21,6 @@ from typing_extensions import Self
 
 from torchboost.workloads.images import Split, find_split, pixels_of
 
-__all__ = [
-    "Documents",
-    "Images",
-    "Labelled",
-    "Text",
-    "as_text",
-    "cifar10",
-    "content_of",
-    "digits",
-    "text",
-    "to_longest",
-]
-
 Batch = tuple[Tensor, Tensor]
 
 CIFAR10_ON_THE_HUB = "uoft-cs/cifar10"

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from torchboost.workloads.data import EXTRA, Documents
 
-__all__ = ["PACKAGES", "docstrings"]
-
 PACKAGES = ("python", "sklearn", "sympy", "torch")
 """The classes: packages that torch or the extra ``workloads`` install, and Python's standard library."""
 
@@ -24,6 +22,10 @@ TRAIN, TEST = 1_250, 350
 """Texts of a package."""
 LEAST = 8
 """Words of a text."""
+WIDTH = 128
+"""Words of a row. Longer texts are cut, and shorter ones filled up."""
+VOCABULARY = 8_000
+"""Different words, with padding and one for all unknown words among them."""
 UNKNOWN, NAME = "[unknown]", "[name]"
 
 _DOCSTRING = re.compile(r':[ \t]*\n[ \t]+[rR]?"""(.*?)"""', re.DOTALL)
@@ -35,7 +37,7 @@ _LEFT_OUT = frozenset({"_vendor", "idlelib", "lib2to3", "site-packages", "test",
 Words = Sequence[str]
 
 
-def docstrings(*, width: int = 128, vocabulary: int = 8_000) -> Documents:
+def docstrings() -> Documents:
     """Read docstrings of installed packages, with the package as the label. Nothing is downloaded or imported.
 
     A text is a docstring up to its first section or example, as lower-case words and punctuation marks. The
@@ -44,10 +46,6 @@ def docstrings(*, width: int = 128, vocabulary: int = 8_000) -> Documents:
 
     The texts depend on the versions of the packages, so accuracies in two environments cannot be compared. Takes about
     a second.
-
-    Args:
-        width: Words of a text. Longer ones are cut, and shorter ones filled up.
-        vocabulary: Different words, with padding and one for all unknown words among them.
 
     Raises:
         ImportError: A package is missing.
@@ -61,13 +59,13 @@ def docstrings(*, width: int = 128, vocabulary: int = 8_000) -> Documents:
         test += [(text, label) for text in texts[:TEST]]
         train += [(text, label) for text in texts[TEST:]]
     counts = Counter(word for text, _ in train for word in text)
-    words = ("", UNKNOWN, *(word for word, _ in counts.most_common(vocabulary - 2)))
+    words = ("", UNKNOWN, *(word for word, _ in counts.most_common(VOCABULARY - 2)))
     number = {word: index for index, word in enumerate(words)}
     random.Random(0).shuffle(train)  # the first texts are then of all packages
     return Documents(
-        train_inputs=_rows([text for text, _ in train], number, width),
+        train_inputs=_rows([text for text, _ in train], number),
         train_labels=torch.tensor([label for _, label in train]),
-        test_inputs=_rows([text for text, _ in test], number, width),
+        test_inputs=_rows([text for text, _ in test], number),
         test_labels=torch.tensor([label for _, label in test]),
         words=words,
         classes=PACKAGES,
@@ -113,9 +111,9 @@ def _new_texts(file: Path, known: set[Words]) -> Iterator[Words]:
             yield words
 
 
-def _rows(texts: Sequence[Words], number: Mapping[str, int], width: int) -> Tensor:
-    rows = torch.zeros(len(texts), width, dtype=torch.long)
+def _rows(texts: Sequence[Words], number: Mapping[str, int]) -> Tensor:
+    rows = torch.zeros(len(texts), WIDTH, dtype=torch.long)
     for row, text in zip(rows, texts, strict=True):
-        numbers = [number.get(word, number[UNKNOWN]) for word in text[:width]]
+        numbers = [number.get(word, number[UNKNOWN]) for word in text[:WIDTH]]
         row[: len(numbers)] = torch.tensor(numbers)
     return rows

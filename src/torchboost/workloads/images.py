@@ -10,8 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Split", "find_split", "pixels_of"]
-
 Split = tuple[Tensor, Tensor, tuple[str, ...]]
 """Images of shape (N, 3, 32, 32) in uint8, their labels, and the names of the classes, none for CIFAR-10."""
 

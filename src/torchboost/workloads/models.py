@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["GPT", "VGG", "BasicBlock", "Bottleneck", "ResNet", "TextClassifier"]
-
 
 class BasicBlock(nn.Module):
     """Two 3 x 3 convolutions and a shortcut."""
@@ -188,24 +186,15 @@ class TextClassifier(nn.Module):
         layers: Encoder layers, each with its norms first.
         heads: Attention heads per layer.
         width: Size of a word's vector, a multiple of ``heads``.
-        dropout: Probability of dropout.
     """
 
     def __init__(
-        self,
-        vocabulary: int,
-        classes: int,
-        *,
-        context: int = 128,
-        layers: int = 2,
-        heads: int = 4,
-        width: int = 128,
-        dropout: float = 0.0,
+        self, vocabulary: int, classes: int, *, context: int = 128, layers: int = 2, heads: int = 4, width: int = 128
     ) -> None:
         super().__init__()
         self.words = nn.Embedding(vocabulary, width, padding_idx=0)
         self.positions = nn.Embedding(context, width)
-        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout, batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, batch_first=True, norm_first=True)
         self.encoder = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
         self.head = nn.Linear(width, classes)
         for embedding in (self.words, self.positions):

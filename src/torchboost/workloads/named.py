@@ -17,12 +17,10 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from torchboost.bench.factory import ACCURACY_DROPS, Factory, Metric, Parts
 from torchboost.errors import nearest
-from torchboost.workloads.data import Documents, Images, Labelled, Text, cifar10, digits, text, to_longest
+from torchboost.workloads.data import Images, Labelled, Text, cifar10, digits, text, to_longest
 from torchboost.workloads.docstrings import docstrings
 from torchboost.workloads.models import GPT, VGG, BasicBlock, Bottleneck, ResNet, TextClassifier
 from torchboost.workloads.pieces import pieces
-
-__all__ = ["WORKLOADS", "Workload", "accuracy", "bits_per_character", "find_workload", "one_cycle"]
 
 Predict = Callable[[Tensor], Tensor]
 Data = Labelled | Text
@@ -186,16 +184,13 @@ def find_workload(name: str) -> Workload:
     return known.get(name, matches[0])
 
 
-def _digits(path: str | Path | None, limit: int | None) -> Images:
-    if path is not None:
-        raise ValueError(f"found the path {path}; leave it out, since the digits come with scikit-learn.")
-    return digits(16).held_out().limited(limit)
+def _without_path(data: Callable[[], Labelled], why: str) -> Callable[[str | Path | None, int | None], Labelled]:
+    def load(path: str | Path | None, limit: int | None) -> Labelled:
+        if path is not None:
+            raise ValueError(f"found the path {path}; leave it out, since {why}.")
+        return data().held_out().limited(limit)
 
-
-def _docstrings(path: str | Path | None, limit: int | None) -> Documents:
-    if path is not None:
-        raise ValueError(f"found the path {path}; leave it out, since the texts are those of installed packages.")
-    return docstrings().held_out().limited(limit)
+    return load
 
 
 def _resnet(block: type[BasicBlock | Bottleneck], layers: tuple[int, ...], data: Images) -> nn.Module:
@@ -225,7 +220,7 @@ WORKLOADS: tuple[Workload, ...] = (
         name="digits-resnet",
         title="handwritten digits, 16 x 16",
         model_name="bottleneck ResNet [1, 1, 1], width 16",
-        load=_digits,
+        load=_without_path(digits, "the digits come with scikit-learn"),
         build=functools.partial(_resnet, Bottleneck, (1, 1, 1)),
         epochs=10,
     ),
@@ -266,7 +261,7 @@ WORKLOADS: tuple[Workload, ...] = (
         name="docstrings-transformer",
         title="docstrings of installed packages, padded to 128 words",
         model_name="transformer encoder, 2 layers, width 128",
-        load=_docstrings,
+        load=_without_path(docstrings, "the texts are those of installed packages"),
         build=lambda data: TextClassifier(len(data.words), len(data.classes), context=data.train_inputs.shape[1]),
         optimizer=functools.partial(AdamW, lr=1e-3, weight_decay=0.01),
         loss=F.cross_entropy,

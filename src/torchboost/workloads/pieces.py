@@ -10,8 +10,6 @@ from pathlib import Path
 
 from torchboost.workloads.data import Text, as_text, content_of
 
-__all__ = ["pieces"]
-
 LEAST = 2
 """A pair that is there less often is not joined."""
 

@@ -32,8 +32,6 @@ from torchboost.distributed.agreement import Agreement
 from torchboost.errors import IncompatibleError, RankDisagreementError
 from torchboost.optim.wrapping_optimizer import DirectSteps, WrappingOptimizer
 
-__all__ = ["DimReduceRun", "DimReduction", "Phase"]
-
 Phase = Literal["collect", "subspace"]
 Snapshots = list[list[Tensor]]
 

@@ -22,17 +22,6 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torchboost.core.files import write_whole
 from torchboost.core.wrapping import unwrap
 
-__all__ = [
-    "DimReduceBasis",
-    "Shapes",
-    "principal_components",
-    "read_checkpoints",
-    "read_matrix",
-    "rows_of",
-    "shapes_of",
-    "write_matrix",
-]
-
 TOLERANCE = 1e-3
 """Largest error of the products of rows, compared with orthonormal rows."""
 SUFFIXES = (".safetensors", ".pt", ".pth")

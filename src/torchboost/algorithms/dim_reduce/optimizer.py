@@ -17,8 +17,6 @@ from torchboost.core.step import Replay
 from torchboost.core.torch_private import foreach
 from torchboost.errors import IncompatibleError, shown
 
-__all__ = ["Subspace", "check_line_search", "check_weights", "evaluated"]
-
 CURVATURE = 1e-20
 """If the product of a step and the change of the gradient is not above this, it is ignored, as in MindSpore."""
 TRIALS = 2

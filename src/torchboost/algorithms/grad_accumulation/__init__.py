@@ -1,7 +1,4 @@
 """Gradient accumulation."""
 
-from __future__ import annotations
-
-from torchboost.algorithms.grad_accumulation.algorithm import Accumulator, GradAccumulation
-
-__all__ = ["Accumulator", "GradAccumulation"]
+from torchboost.algorithms.grad_accumulation.algorithm import Accumulator as Accumulator
+from torchboost.algorithms.grad_accumulation.algorithm import GradAccumulation as GradAccumulation

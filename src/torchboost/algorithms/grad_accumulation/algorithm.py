@@ -19,8 +19,6 @@ from torchboost.core.torch_private import compiled_call, exchange_of_a_pass, ins
 from torchboost.core.wrapping import only_ddp, wrapper_of
 from torchboost.errors import IncompatibleError, shown
 
-__all__ = ["Accumulator", "GradAccumulation", "Window", "checked_steps"]
-
 
 def checked_steps(steps: int) -> int:
     """Return a number of micro-steps per update, or refuse it."""

@@ -14,8 +14,6 @@ from torchboost.algorithms.grad_accumulation.algorithm import Accumulator, Windo
 from torchboost.core.arguments import check_optimizer
 from torchboost.optim.wrapping_optimizer import DirectSteps, WrappingOptimizer
 
-__all__ = ["AccumulatingOptimizer", "GradientWindow"]
-
 Loss = TypeVar("Loss")
 
 _PASSED_BY = (

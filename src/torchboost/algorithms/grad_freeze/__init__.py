@@ -1,7 +1,4 @@
 """Gradient freezing."""
 
-from __future__ import annotations
-
-from torchboost.algorithms.grad_freeze.algorithm import GradFreeze, freeze_blocks
-
-__all__ = ["GradFreeze", "freeze_blocks"]
+from torchboost.algorithms.grad_freeze.algorithm import GradFreeze as GradFreeze
+from torchboost.algorithms.grad_freeze.algorithm import freeze_blocks as freeze_blocks

@@ -21,8 +21,6 @@ from torchboost.errors import NoEffectWarning
 from torchboost.graph.blocks import blocks_of, group_starts
 from torchboost.optim.fusing import care_for_fused
 
-__all__ = ["GradFreeze", "Pattern", "freeze_blocks"]
-
 Pattern = Literal["continuous", "interval", "progressive", "fixed"]
 _ALLOWED: dict[str, tuple[Any, ...]] = {
     "pattern": get_args(Pattern),

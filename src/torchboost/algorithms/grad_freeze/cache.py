@@ -21,8 +21,6 @@ from torchboost.core.wrapping import wrapper_of
 from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.sheet import percent
 
-__all__ = ["FastPrefix", "FastPrefixReport", "check_cacheable"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FastPrefixReport:
@@ -124,12 +122,7 @@ class FastPrefix(Attachment):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        budget_bytes: int,
-        *,
-        by_content: bool = False,
-        dtype: torch.dtype | None = None,
+        self, model: nn.Module, budget_bytes: int, *, by_content: bool = False, dtype: torch.dtype | None = None
     ) -> None:
         check_cacheable(model)
         self._model, self._budget, self._dtype = model, budget_bytes, dtype

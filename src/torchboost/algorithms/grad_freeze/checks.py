@@ -29,8 +29,6 @@ from torchboost.core.wrapping import compiled_parts, is_compiled
 from torchboost.distributed.agreement import Agreement, ranks_of_shards, several
 from torchboost.errors import IncompatibleError
 
-__all__ = ["GradientChecks", "Replicas", "check_freezable", "check_reducer", "rebuild_reducer"]
-
 _HINT = (
     "Flags must change on all ranks at the same update: use the same settings, seed and checkpoint on all ranks, and "
     "let all of them take or skip an update together."

@@ -17,8 +17,6 @@ from torchboost.errors import IncompatibleError
 from torchboost.graph.copies import accelerators, generator_states, generators_kept
 from torchboost.graph.trace import LAYERS, StandIn
 
-__all__ = ["Halves", "halves_of", "mode_of_torch"]
-
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3}
 _HALF_TOLERANCE = 0.1
 

@@ -24,8 +24,6 @@ from torchboost.distributed.agreement import several
 from torchboost.errors import NoEffectWarning
 from torchboost.graph.blocks import Block
 
-__all__ = ["Freezing", "Norms", "Prefix", "compiled_prefixes", "prefixes_of"]
-
 Norms = Literal["update", "eval"]
 _NEVER = 1 << 62
 

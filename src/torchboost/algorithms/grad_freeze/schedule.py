@@ -12,19 +12,6 @@ import numpy as np
 
 from torchboost.graph.blocks import group_starts
 
-__all__ = [
-    "MOST_STEPS",
-    "Schedule",
-    "continuous",
-    "earliest",
-    "interval",
-    "length_of",
-    "period_of",
-    "progressive",
-    "repeated",
-    "snapped",
-]
-
 MOST_STEPS = 2**53
 """The longest run. Beyond it, shares of the run are not exact in float64."""
 

@@ -1,7 +1,4 @@
 """Loss scaling: one scale for all gradients, or one per group."""
 
-from __future__ import annotations
-
-from torchboost.algorithms.loss_scale_group.algorithm import GroupGradScaler, LossScaleGroup
-
-__all__ = ["GroupGradScaler", "LossScaleGroup"]
+from torchboost.algorithms.loss_scale_group.algorithm import GroupGradScaler as GroupGradScaler
+from torchboost.algorithms.loss_scale_group.algorithm import LossScaleGroup as LossScaleGroup

@@ -20,17 +20,6 @@ from torchboost.core.wrapping import is_compiled, unwrap
 from torchboost.errors import IncompatibleError, nearest
 from torchboost.graph.blocks import blocks_of, group_starts
 
-__all__ = [
-    "GROUP_RULE",
-    "GroupGradScaler",
-    "GroupScaler",
-    "GroupStatus",
-    "Groups",
-    "LossScaleGroup",
-    "Scales",
-    "checked_scales",
-]
-
 Groups: TypeAlias = int | Sequence[str | Sequence[str]]
 """The number of groups, or the groups: names of modules (patterns with ``*``), or lists of them."""
 Scales: TypeAlias = float | Sequence[float]

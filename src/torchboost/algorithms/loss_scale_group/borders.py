@@ -17,8 +17,6 @@ from torchboost.core.forward import with_tensors
 from torchboost.core.torch_private import module_hooks, store_in_order
 from torchboost.errors import IncompatibleError
 
-__all__ = ["Ratios", "ScaleBorders", "change_scale", "has_borders"]
-
 
 class Ratios:
     """The factors of the borders: the scale of one group divided by the scale of another.
@@ -52,6 +50,7 @@ class LossScaleGroupBorder(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ratio: Tensor, widen: bool, leaves: int) -> Tensor:
+        """Return the values of ``x``."""
         ctx.ratio, ctx.dtype = ratio, x.dtype
         if leaves:
             # For a module of a group that gets this very tensor next: one border will do, see _enter.
@@ -60,6 +59,7 @@ class LossScaleGroupBorder(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, None, None, None]:
+        """Multiply the gradient by the ratio."""
         ctx.torchboost_border = None
         return (grads[0] * ctx.ratio).to(ctx.dtype), None, None, None
 

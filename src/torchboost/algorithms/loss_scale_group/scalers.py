@@ -18,16 +18,6 @@ from torchboost.core.torch_private import check_and_unscale_, sparse_values
 from torchboost.distributed.agreement import local_part, several
 from torchboost.errors import IncompatibleError, ScaleCollapseWarning
 
-__all__ = [
-    "DynamicLossScale",
-    "FixedLossScale",
-    "LossScaler",
-    "MovingScale",
-    "ScaleRule",
-    "check_scale",
-    "divide_",
-]
-
 Scaled = TypeVar("Scaled", Tensor, list[Tensor], tuple[Tensor, ...])
 
 LARGEST = 2.0**100

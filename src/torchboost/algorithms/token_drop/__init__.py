@@ -1,7 +1,4 @@
 """Token dropping."""
 
-from __future__ import annotations
-
-from torchboost.algorithms.token_drop.algorithm import TokenDrop, drop_tokens
-
-__all__ = ["TokenDrop", "drop_tokens"]
+from torchboost.algorithms.token_drop.algorithm import TokenDrop as TokenDrop
+from torchboost.algorithms.token_drop.algorithm import drop_tokens as drop_tokens

@@ -18,8 +18,6 @@ from torchboost.core.torch_private import AnyBatchNorm, AnyConv
 from torchboost.core.wrapping import hookable, unwrap, wrapper_of
 from torchboost.errors import IncompatibleError, NoEffectWarning
 
-__all__ = ["TokenDrop", "drop_tokens"]
-
 _LEAST_BLOCKS = 3
 _LEAST_MATRICES = 2
 """A block of a transformer has attention and a perceptron."""

@@ -14,18 +14,6 @@ from torchboost.core.forward import with_tensors
 from torchboost.core.torch_private import module_hooks
 from torchboost.graph.copies import full_precision, undisturbed
 
-__all__ = [
-    "LEAST_LENGTH",
-    "Call",
-    "TokenAxes",
-    "Unclear",
-    "hidden_states",
-    "kind_of",
-    "only_tensor",
-    "pick",
-    "token_axes",
-]
-
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and named arguments of a block."""
 TokenAxes = tuple[tuple[int, ...], ...]

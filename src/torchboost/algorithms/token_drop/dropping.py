@@ -37,8 +37,6 @@ from torchboost.errors import IncompatibleError, NoEffectWarning
 from torchboost.sheet import percent
 from torchboost.tokens.rows import MissingRows, Rows
 
-__all__ = ["TokenDropping"]
-
 _REMEDY = "leave token_drop out of this model"
 
 

@@ -16,8 +16,6 @@ from torchboost.optim.rules.base import Batch, UpdateRule
 from torchboost.optim.rules.masters import IN_CACHE, pieces
 from torchboost.optim.rules.options import Common, check_capturable, check_fused, rule_arguments
 
-__all__ = ["Adam", "AdamW", "AdamWeightDecay", "adam_directions", "rooted_directions"]
-
 LATE = 1e30
 """Update number at which both bias corrections are exactly 1."""
 

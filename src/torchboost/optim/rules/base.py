@@ -41,8 +41,6 @@ from torchboost.optim.rules.options import (
 from torchboost.optim.tensors import Batch, Checked, all_finite, holds_a_part, stand_in
 from torchboost.optim.transforms import with_centralization
 
-__all__ = ["Batch", "UpdateRule", "has_master"]
-
 _not_traced: Any = torch.compiler.disable  # its stubs refuse an optional argument
 
 SET_BY_SCHEDULE = "scheduled_"

@@ -14,8 +14,6 @@ from torchboost.core.torch_private import foreach
 from torchboost.optim.rules.base import Batch, UpdateRule
 from torchboost.optim.rules.options import Common, rule_arguments
 
-__all__ = ["FTRL"]
-
 SMALLEST_LR = 1e-30
 """The rule divides by the learning rate. With a smaller one the result overflows float32."""
 

@@ -27,8 +27,6 @@ from torchboost.optim.rules.loading import damaged, is_entry
 from torchboost.optim.rules.masters import LOW_PRECISION
 from torchboost.optim.rules.options import Common, rule_arguments
 
-__all__ = ["LazyAdam"]
-
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 BLOCK = 1 << 18

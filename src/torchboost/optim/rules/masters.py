@@ -13,8 +13,6 @@ from torchboost.core.torch_private import foreach, memory_stamp, sparse_rows
 from torchboost.errors import IncompatibleError
 from torchboost.optim.tensors import Batch
 
-__all__ = ["IN_CACHE", "LOW_PRECISION", "Stamps", "check_narrow", "has_master", "local", "pieces", "widened"]
-
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 IN_CACHE = 2**17

@@ -21,8 +21,6 @@ from torchboost.optim.rules.rmsprop import RMSProp
 from torchboost.optim.rules.sgd import SGD, Momentum
 from torchboost.optim.rules.trust_ratio import Lamb
 
-__all__ = ["GROUP_RULES", "MixedOptimizer"]
-
 GROUP_RULES: dict[str, type[UpdateRule]] = {
     "adam": Adam,
     "adamw": AdamW,
@@ -76,13 +74,7 @@ class MixedOptimizer(UpdateRule):
     _apart = False
 
     def __init__(
-        self,
-        params: Any,
-        rule: str = "adamw",
-        *,
-        lr: Any = None,
-        weight_decay: Any = None,
-        **common: Unpack[Common],
+        self, params: Any, rule: str = "adamw", *, lr: Any = None, weight_decay: Any = None, **common: Unpack[Common]
     ) -> None:
         self._rules: dict[str, UpdateRule] = {}
         self._named(rule)

@@ -19,8 +19,6 @@ from torchboost.optim.rules.base import Batch, UpdateRule
 from torchboost.optim.rules.masters import local
 from torchboost.optim.rules.options import Common, rule_arguments
 
-__all__ = ["QUINTIC", "Muon", "faster_dtype", "orthogonalized"]
-
 Polynomial = tuple[float, float, float]
 """Coefficients ``(a, b, c)`` of one iteration: ``X <- a X + b (X X') X + c (X X')^2 X``."""
 

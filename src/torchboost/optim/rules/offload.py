@@ -20,8 +20,6 @@ from torchboost.optim.rules.masters import has_master, pieces, widened
 from torchboost.optim.rules.options import Pipeline, rule_arguments
 from torchboost.optim.tensors import aligned, is_dense, same_layout
 
-__all__ = ["AdamOffload"]
-
 MEBIBYTE = 2**20
 
 ON_HOST = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master")

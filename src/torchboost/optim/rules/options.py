@@ -21,24 +21,6 @@ from torchboost.optim.pipeline import GradientTransform
 from torchboost.optim.schedules import resolve_lr, whole
 from torchboost.optim.tensors import is_dense
 
-__all__ = [
-    "HERE",
-    "SCHEDULED",
-    "Common",
-    "Nonfinite",
-    "Pipeline",
-    "Schedule",
-    "check_capturable",
-    "check_fused",
-    "check_group_names",
-    "check_options",
-    "full_signature",
-    "hint_for",
-    "miscomputes",
-    "rule_arguments",
-    "take_schedules",
-]
-
 Schedule = Callable[[int], float]
 
 Nonfinite = Literal["ignore", "skip", "raise"]

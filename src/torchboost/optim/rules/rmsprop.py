@@ -13,8 +13,6 @@ from torchboost.core.torch_private import foreach
 from torchboost.optim.rules.base import Batch, UpdateRule
 from torchboost.optim.rules.options import Common, rule_arguments
 
-__all__ = ["RMSProp"]
-
 
 class RMSProp(UpdateRule):
     """``s = alpha s + (1 - alpha) g^2``, ``b = momentum b + lr g / sqrt(s + eps)``, ``w -= b``. ``s`` starts at 1.

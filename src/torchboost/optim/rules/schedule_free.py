@@ -20,8 +20,6 @@ from torchboost.optim.rules.masters import IN_CACHE, pieces
 from torchboost.optim.rules.options import Common, rule_arguments
 from torchboost.optim.schedules import whole
 
-__all__ = ["ScheduleFreeAdamW", "ScheduleFreeSGD", "warn_if_evaluated", "warn_of_training_weights"]
-
 
 class _ScheduleFree(UpdateRule):
     """The weights ``y`` of training, the fast weights ``z`` and their average ``x``, of which ``y`` and ``z`` are kept.

@@ -16,8 +16,6 @@ from torchboost.optim.rules.base import Batch, UpdateRule
 from torchboost.optim.rules.options import Common, check_fused, rule_arguments
 from torchboost.optim.tensors import writable
 
-__all__ = ["SGD", "Momentum"]
-
 
 class Forms(Common, total=False):
     """The arguments of :class:`Common`, and the form of the update: lists of tensors, or torch's fused kernel."""

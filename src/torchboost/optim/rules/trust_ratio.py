@@ -19,8 +19,6 @@ from torchboost.optim.rules.base import Batch, UpdateRule
 from torchboost.optim.rules.options import Common, rule_arguments
 from torchboost.optim.rules.sgd import SGD, Forms
 
-__all__ = ["LARS", "Lamb", "TrustRatio"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrustRatio:
