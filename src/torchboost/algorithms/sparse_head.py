@@ -113,6 +113,11 @@ def _complete(tensor: Tensor, call: PartialCall) -> Layout:
     return Layout(mask if mask.ndim == 2 else mask[None], call, call.forward.leave)
 
 
+def _has_features(hidden: Tensor) -> bool:
+    """Whether a tensor has features of positions in its last dimension."""
+    return hidden.ndim in (2, 3) and not (isinstance(hidden, Rows) and hidden.dims[-1] < 0)
+
+
 class _Waiting(Part):
     """Inside of it, products with the weights of heads wait until something reads them."""
 
@@ -129,12 +134,12 @@ class _Waiting(Part):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer a call of a function of torch."""
         kwargs = kwargs or {}
-        if func is F.linear and len(args) > 1 and id(args[1]) in self._weights and args[0].ndim in (2, 3):
+        if func is F.linear and len(args) > 1 and id(args[1]) in self._weights and _has_features(args[0]):
             return self._later(args[0], *args[1:], **kwargs)
         return func(*args, **kwargs)
 
     def _later(self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        compute = self._call.later(lambda rows: F.linear(rows, weight, bias))
+        compute = self._call.later(lambda rows: F.linear(rows, weight, bias), hidden)
         if isinstance(hidden, Rows):
             return hidden.like(hidden.rows, hidden.positions, hidden.dims, (compute,))
         layout = _complete(hidden, self._call)

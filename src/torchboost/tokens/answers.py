@@ -126,6 +126,8 @@ def _answer(
                 raise
     if args and isinstance(args[0], Rows) and _writes(func, kwargs):
         raise MissingRows("it writes to its argument")  # a whole tensor would be another one
+    if func is torch.autograd.grad and [*rows_in(args[1:2])]:
+        raise MissingRows("it asks for a gradient")  # the graph does not know the whole tensor
     args, kwargs = with_tensors(args, _whole), with_tensors(kwargs, _whole)
     result = func(*args, **kwargs)
     for part in result if isinstance(result, (tuple, list)) else (result,):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from torchboost.core.algorithm import Attachment
-from torchboost.core.forward import cover_forward, with_tensors
+from torchboost.core.forward import cover_forward, tensors_in, with_tensors
 from torchboost.core.torch_private import (
     functions_of_subclasses_on,
     has_saved_tensor_hooks,
@@ -27,6 +27,7 @@ from torchboost.tokens.history import as_now, in_the_graph
 from torchboost.tokens.layout import Layout
 from torchboost.tokens.operations import PaddedRows
 from torchboost.tokens.rows import BATCH, FLAT, TOKEN, MissingRows, RowFunction, Rows, in_this_precision
+from torchboost.tokens.state import Key, State
 
 _LOG = logging.getLogger("torchboost")
 
@@ -37,8 +38,12 @@ _MOST_KINDS = 8
 """If calls of this number of kinds had to be repeated, no more are tried."""
 _READ = "outputs are read at positions that were left out"
 _LATE = (
-    "{name}: an output was read after the weights had changed, at positions that were not computed before; read "
-    "outputs before optimizer.step(), or leave {name} out"
+    "{name}: an output was read after the weights or the inputs had changed, at positions that were not computed "
+    "before; read outputs before optimizer.step(), or leave {name} out"
+)
+_WRITES = (
+    "{name}: the model writes to an argument that has a gradient, which cannot be undone, and needs positions that "
+    "were left out ({reason}); leave {name} out"
 )
 
 
@@ -76,7 +81,7 @@ class PartialForward(Attachment):
         reason: Why positions are no longer skipped. Empty while they are.
         fewer: Whether a call skipped fewer positions than it could, because a function asked for the others.
         calls: Number of calls that skipped positions.
-        moving: Kind of call that has skipped positions -> names of the buffers that it writes to.
+        moving: Kind of call that has skipped positions -> buffers and inputs that it writes to.
     """
 
     state_is_optional = True
@@ -88,10 +93,10 @@ class PartialForward(Attachment):
         optimizers: Sequence[Optimizer],
         part: Callable[[PartialCall, tuple[Any, ...], dict[str, Any]], Part | None],
     ) -> None:
-        self._name, self._part, self.reason, self.updates = name, part, "", 0
+        self.name, self._part, self.reason, self.updates = name, part, "", 0
         self._watched, self.fewer, self.calls = False, False, 0
         self._refused: dict[str, str] = {}
-        self.moving: dict[str, frozenset[str]] = {}
+        self.moving: dict[str, frozenset[Key]] = {}
         steps = [optimizer.register_step_post_hook(self._count) for optimizer in optimizers]
         super().__init__(*steps, cover_forward(model, self._around))
 
@@ -106,7 +111,7 @@ class PartialForward(Attachment):
         kind = _kind(args, kwargs)
         if kind in self._refused or is_tracing() or inside_function_transform() or _computed_twice():
             return forward(module, *args, **kwargs)
-        call = PartialCall(self, kind, lambda: forward(module, *args, **kwargs), module)
+        call = PartialCall(self, kind, lambda: forward(module, *args, **kwargs), module, (args, kwargs))
         part = self._part(call, args, kwargs)
         if part is None:
             return forward(module, *args, **kwargs)
@@ -128,7 +133,7 @@ class PartialForward(Attachment):
     def refuse(self, kind: str, reason: str) -> None:
         """Compute all positions of calls of this kind from now on."""
         self._refused[kind] = reason
-        _LOG.info("%s: all positions are computed: %s", self._name, reason)
+        _LOG.info("%s: all positions are computed: %s", self.name, reason)
         if len(self._refused) >= _MOST_KINDS:
             self.reason = reason
 
@@ -136,7 +141,7 @@ class PartialForward(Attachment):
         """Compute all positions from now on, because they are read."""
         if not self.reason:
             self.reason = _READ
-            _LOG.info("%s: off from now on: %s.", self._name, _READ)
+            _LOG.info("%s: off from now on: %s.", self.name, _READ)
 
     @property
     def remark(self) -> str:
@@ -145,7 +150,7 @@ class PartialForward(Attachment):
 
     def late(self) -> RuntimeError:
         """Return the error for an output that cannot be computed any more."""
-        return RuntimeError(_LATE.format(name=self._name))
+        return RuntimeError(_LATE.format(name=self.name))
 
 
 def _computed_twice() -> bool:
@@ -164,8 +169,10 @@ def _kind(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
 class PartialCall:
     """One call of ``forward``. It owns the layouts of its tensors."""
 
-    def __init__(self, forward: PartialForward, kind: str, compute: Callable[[], Any], model: nn.Module) -> None:
-        self.forward, self._kind, self._compute, self._model = forward, kind, compute, model
+    def __init__(
+        self, forward: PartialForward, kind: str, compute: Callable[[], Any], model: nn.Module, inputs: Any
+    ) -> None:
+        self.forward, self._kind, self._compute, self._model, self._inputs = forward, kind, compute, model, inputs
         weights = [*model.parameters()]
         self._devices = accelerators(weights)
         self._generators = generator_states(self._devices)
@@ -176,31 +183,32 @@ class PartialCall:
 
     def run(self, part: Part) -> Any:
         """Compute some positions, or all of them if a function asks for the others."""
-        moving = self.forward.moving.get(self._kind)
-        named = self._model.named_buffers() if moving is None or moving else ()
-        buffers = [(name, (b, version(b), b.clone())) for name, b in named if moving is None or name in moving]
+        moving = self.forward.moving
+        before = State(self._model, self._inputs, moving.get(self._kind))
         outputs: Any = None
         asked: str | None = None
         try:
             with part:
                 outputs = self._compute()
+            for path, rows in _rows_in(outputs, (), set()):
+                rows.source = lambda path=path: self._whole(path)
+                in_the_graph(rows)
         except MissingRows as reason:
             if self not in reason.owners:
                 raise
             asked = str(reason)
         if asked is not None:  # not in the handler, which keeps frames alive, and with them the hooks of a checkpoint
-            return self._with_more(part, asked, buffers)
+            return self._with_more(part, asked, before)
         self.forward.calls += part.used()
-        self.forward.moving[self._kind] = frozenset(name for name, (b, then, _) in buffers if version(b) != then)
-        for path, rows in _rows_in(outputs, (), set()):
-            rows.source = lambda path=path: self._whole(path)
-            in_the_graph(rows)
+        moving[self._kind] = moving.get(self._kind, frozenset()) | before.moved()
+        self._before, self._given = before, [(tensor, version(tensor)) for tensor in tensors_in(self._inputs)]
         return outputs
 
-    def _with_more(self, part: Part, asked: str, buffers: Iterable[tuple[str, tuple[Tensor, int, Tensor]]]) -> Any:
+    def _with_more(self, part: Part, asked: str, before: State) -> Any:
         """Compute once more, with the positions for which a function asked."""
         set_generator_states(self._generators, self._devices)
-        _restore(before for _, before in buffers)
+        if not before.restore():
+            raise RuntimeError(_WRITES.format(name=self.forward.name, reason=asked))
         fewer = part.fewer()
         if fewer is not None:
             self.forward.fewer = True
@@ -237,14 +245,21 @@ class PartialCall:
         in_the_graph(rows)
         return rows
 
-    def later(self, function: RowFunction) -> RowFunction:
-        """Return a function that may be called later and computes with the present weights and precision."""
+    def later(self, function: RowFunction, source: Tensor) -> RowFunction:
+        """Return a function that may be called later and computes with the present weights and precision.
+
+        Args:
+            function: Computes rows from rows.
+            source: Where the rows are taken from. If it is written to, the function raises :class:`MissingRows`.
+        """
         kind = next(self._model.parameters()).device.type
-        compute = in_this_precision(kind, function)
+        compute, then = in_this_precision(kind, function), version(source)
 
         def compute_in_time(rows: Tensor) -> Tensor:
             if self._is_late:
                 raise self.forward.late()
+            if version(source) != then:
+                raise MissingRows("its argument was written to", (self,))
             return compute(rows)
 
         return compute_in_time
@@ -267,25 +282,18 @@ class PartialCall:
         return value
 
     def _again(self) -> Any:
-        if self._is_late:
+        if self._is_late or any(version(tensor) != then for tensor, then in self._given):
             raise self.forward.late()
         self.forward.leave()
-        now = generator_states(self._devices)
-        buffers = [(buffer, version(buffer), buffer.clone()) for buffer in self._model.buffers()]
+        now, streams = State(self._model, self._inputs), generator_states(self._devices)
         set_generator_states(self._generators, self._devices)
+        self._before.restore()
         try:
             with functions_of_subclasses_on():
                 return self._compute_again()
         finally:
-            set_generator_states(now, self._devices)
-            _restore(buffers)
-
-
-def _restore(buffers: Iterable[tuple[Tensor, int, Tensor]]) -> None:
-    with torch.no_grad():
-        for buffer, then, before in buffers:
-            if version(buffer) != then:  # a graph may hold the others
-                buffer.copy_(before)
+            set_generator_states(streams, self._devices)
+            now.restore()
 
 
 def _rows_in(value: Any, path: tuple[Any, ...], seen: set[int]) -> Iterator[tuple[tuple[Any, ...], Rows]]:

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from torchboost.core.torch_private import versions
 from torchboost.tokens.answers import Answer, PaddedRows, functions, getter, of_arguments, rows_in, table
 from torchboost.tokens.attention import attention
 from torchboost.tokens.einsum import einsum_of_rows
@@ -24,7 +25,8 @@ def _alone(func: Any, x: Rows, *rest: Any, **kwargs: Any) -> Rows:
     """Each entry by itself."""
     if any(isinstance(arg, Tensor) and arg.ndim for arg in (*rest, *kwargs.values())):
         raise MissingRows("it combines tensors")
-    result = x.then(lambda rows: func(rows, *rest, **kwargs))
+    others, named = [_kept(x, arg) for arg in rest], {name: _kept(x, value) for name, value in kwargs.items()}
+    result = x.then(lambda rows: func(rows, *others, **named))
     result.fill = _fill_of_entries(func, x, (x, *rest), kwargs)
     return result.sharing(x) if func in _DETACHING else result
 
@@ -44,14 +46,21 @@ def _broadcast(func: Any, *args: Any, **kwargs: Any) -> Rows:
         return x.operand(value) if isinstance(value, Tensor) and value.ndim and value is not x else value
 
     if x.later and all(arg is x or _is_the_same_everywhere(x, arg) for arg in (*args, *kwargs.values())):
-        others = [None if arg is x else meeting(arg) for arg in args]
-        named = {name: meeting(value) for name, value in kwargs.items()}
+        others = [None if arg is x else _kept(x, meeting(arg)) for arg in args]
+        named = {name: _kept(x, meeting(value)) for name, value in kwargs.items()}
         return x.then(lambda rows: func(*(rows if other is None else other for other in others), **named))
     values = [x.rows if arg is x else meeting(arg) for arg in args]
     result = func(*values, **{name: x.rows if value is x else meeting(value) for name, value in kwargs.items()})
     if result.ndim != x.rows.ndim:
         raise MissingRows("it adds dimensions")
     return x.of(result, fill=_fill_of_product(func, x, args) or _fill_of_entries(func, x, args, kwargs))
+
+
+def _kept(x: Rows, value: Any) -> Any:
+    """Return an argument of a function as it is now, also if rows wait for the function and it is written to."""
+    if not x.later or not isinstance(value, Tensor) or isinstance(value, nn.Parameter):  # a call watches those
+        return value
+    return value.clone()
 
 
 def _loss_of_entries(func: Any, one: Any, two: Any, **kwargs: Any) -> Rows:
@@ -84,12 +93,14 @@ def _fill_of_product(func: Any, x: Rows, args: tuple[Any, ...]) -> Fill:
 def _fill_of_entries(func: Any, x: Rows, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fill:
     """Return the result of the function for the fill of the missing positions, if it reads nothing else."""
     fill, dtype = x.fill, x.dtype
-    if fill is None or any(isinstance(arg, Tensor) and arg.ndim and arg is not x for arg in (*args, *kwargs.values())):
+    numbers = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor) and arg is not x]
+    if fill is None or any(number.ndim or number.requires_grad for number in numbers):
         return None
+    then = versions(numbers)
 
     def computed() -> float | bool | None:
         value = known(fill)
-        if value is None:
+        if value is None or versions(numbers) != then:
             return None
         entry = torch.tensor(value, dtype=dtype)
         return func(*(entry if arg is x else arg for arg in args), **kwargs).item()
@@ -120,8 +131,10 @@ def _by_last_feature(func: Any, x: Rows, *rest: Any, **kwargs: Any) -> Rows:
     if any(isinstance(arg, Rows) for arg in (*rest, *kwargs.values())):
         raise MissingRows("its weight is a padded tensor")
 
+    others, named = [_kept(x, arg) for arg in rest], {name: _kept(x, value) for name, value in kwargs.items()}
+
     def compute(rows: Tensor) -> Tensor:
-        return func(rows, *rest, **kwargs)
+        return func(rows, *others, **named)
 
     return x.then(in_this_precision(x.device.type, compute) if x.later else compute)
 

@@ -237,14 +237,15 @@ class Rows(Tensor):
         """Return the fill of the missing positions if a mask has the same value at all of them.
 
         Args:
-            mask: Read when the padding is needed. Unless it has an entry for each position, nothing is known.
+            mask: Read when the padding is needed. Unless it has an entry for each position, nothing is known. Nor if it
+                has a gradient, which may come from the missing positions.
             value: The value of the mask.
             filled: The value of the missing positions in that case.
         """
         if not isinstance(mask, Tensor) or isinstance(mask, Rows) or mask.ndim != self.ndim:
             return None
         positions, places = self.positions, self.places
-        if positions.complete or any(mask.shape[place] != self.shape[place] for place in places):
+        if positions.complete or mask.requires_grad or any(mask.shape[place] != self.shape[place] for place in places):
             return None
         then = version(mask)
 

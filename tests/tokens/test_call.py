@@ -1,0 +1,200 @@
+"""Calls that leave positions out compute what plain calls do, whatever the model writes to and keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torchboost.algorithms import sparse_head_forward, unpad_forward
+
+BATCH, LENGTH, WIDTH, WORDS = 3, 8, 8, 20
+MASK = (torch.arange(LENGTH) < torch.tensor([3, 5, 8])[:, None]).long()
+IDS = torch.randint(1, WORDS, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0)) * MASK
+LABELS = IDS.masked_fill(MASK == 0, -100)
+LABELS[:, 1::2] = -100
+BOTH = unpad_forward, sparse_head_forward
+
+
+class Network(nn.Module):
+    """Has a part ``own`` that each network uses in its own way."""
+
+    own: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.mix = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        return self.mix(self.words(ids)).tanh()
+
+    def pooled(self, hidden: Tensor) -> Tensor:
+        return self.head(hidden.square().mean(1)).square().sum()
+
+    def state(self) -> list[float]:
+        return []
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class ScalarAfterMask(Network):
+    """Padding has the value of a trained number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.pooled(self.hidden(input_ids) * attention_mask[..., None] + self.own)
+
+
+class GateOfZeros(Network):
+    """A trained factor that is zero at the padding, as everywhere. The batch has one sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.zeros(1, LENGTH, 1))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.pooled(self.hidden(input_ids) * self.own + 1)
+
+
+class NumberWrittenLater(Network):
+    """Padding has the value of a buffer that changes before it is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("own", torch.tensor(1.0))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        hidden = self.hidden(input_ids) * attention_mask[..., None] + self.own
+        self.own += 1
+        return self.pooled(hidden)
+
+
+class PriorWrittenLater(Network):
+    """Logits have a summand that changes before they are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("own", torch.zeros(WORDS))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.hidden(input_ids)) + self.own
+        self.own += torch.bincount(labels[labels >= 0], minlength=WORDS)
+        return self.loss(logits, labels)
+
+
+class HiddenWrittenLater(Network):
+    """A frozen head keeps no hidden states for its gradient, so they may be written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.requires_grad_(False)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.hidden(input_ids) * 1.0
+        logits = self.head(hidden)
+        hidden.mul_(3).add_(1)
+        return self.loss(logits, labels) + hidden.square().mean()
+
+
+class LogitsOfHiddenWrittenLater(HiddenWrittenLater):
+    """The same, with the loss outside."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        hidden = self.hidden(input_ids) * 1.0
+        logits = self.head(hidden)
+        hidden.mul_(3)
+        return logits
+
+
+class MixesPositions(Network):
+    """The widest layer is as wide as sequences are long, and is applied to positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 2)
+        self.own = nn.Linear(LENGTH, LENGTH)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        mixed = self.own(self.hidden(input_ids).transpose(1, 2)).transpose(1, 2)
+        return self.pooled(mixed * attention_mask[..., None])
+
+
+class GradientInside(Network):
+    """Asks for a gradient at hidden states whose padding is zero."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        hidden = self.hidden(input_ids) * attention_mask[..., None]
+        loss = self.pooled(hidden)
+        (slope,) = torch.autograd.grad(loss, [hidden], create_graph=True, allow_unused=True)
+        return loss if slope is None else loss + slope.square().sum()
+
+
+class Repeated(Network):
+    """Needs the padding, after it has written to buffers, attributes and its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("replaced", torch.zeros(()))
+        self.register_buffer("written", torch.zeros(()))
+        self.calls = 0
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        input_ids.add_(1).remainder_(WORDS)
+        hidden = self.hidden(input_ids)
+        self.replaced = 0.9 * self.replaced + 1
+        self.written += 1
+        self.calls += 1
+        self.latest = float(self.replaced)
+        return self.pooled(hidden.cumsum(1)) * self.replaced * self.calls + self.written
+
+    def state(self) -> list[float]:
+        return [float(self.replaced), float(self.written), self.calls, self.latest]
+
+
+def batch_of(kind: type[Network]) -> tuple[Tensor, Tensor]:
+    count = 1 if kind is GateOfZeros else BATCH
+    return IDS[:count].clone(), (LABELS if "labels" in kind.forward.__annotations__ else MASK)[:count].clone()
+
+
+def run(kind: type[Network], attach: Any, calls: int = 3) -> list[Any]:
+    torch.manual_seed(0)
+    model: Any = kind().train()
+    for one in attach:
+        one(model)
+    found = []
+    for _ in range(calls):
+        inputs = batch_of(kind)
+        loss = model(*inputs)
+        loss = model.loss(loss, inputs[1]) if loss.ndim else loss
+        trained = [p for p in model.parameters() if p.requires_grad]
+        found += [loss.detach(), *torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True)]
+        found += model.state()
+    return found
+
+
+@pytest.mark.parametrize("attach", [(unpad_forward,), (sparse_head_forward,), BOTH], ids=["unpad", "head", "both"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        ScalarAfterMask,
+        GateOfZeros,
+        NumberWrittenLater,
+        PriorWrittenLater,
+        HiddenWrittenLater,
+        LogitsOfHiddenWrittenLater,
+        MixesPositions,
+        GradientInside,
+        Repeated,
+    ],
+)
+def test_losses_gradients_and_state_are_those_of_plain_calls(kind: type[Network], attach: tuple[Callable[..., Any]]):
+    torch.testing.assert_close(run(kind, attach), run(kind, ()), rtol=1e-4, atol=1e-5)
