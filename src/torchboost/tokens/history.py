@@ -19,6 +19,7 @@ from torchboost.core.torch_private import functions_of_subclasses_off
 from torchboost.tokens.rows import Memory, MissingRows, Rows, in_this_precision
 
 __all__ = [
+    "KEPT",
     "WRITTEN",
     "as_now",
     "check_history",
@@ -43,6 +44,10 @@ _UNKNOWN = (
 _ASKED = f"a gradient or a hook is asked for at an output of a model with unpad or sparse_head. {_ONLY}"
 WRITTEN = (
     "an output of the model was written to in place after it was read; write to a copy, such as outputs.logits.clone()"
+)
+KEPT = (
+    "a tensor from inside of a model with unpad or sparse_head was kept, such as by a hook, and is read at padding "
+    f"after the call. {_ONLY}"
 )
 _OF_THE_GRAPH = frozenset({"__set__", "__delete__", "backward", "retain_grad", "register_hook", "requires_grad_"})
 _ASKS = frozenset({Tensor.register_hook, Tensor.retain_grad})

@@ -73,6 +73,7 @@ class Scores(PaddedRows):
         scores.steps, scores.base, scores.positions = steps, like, positions
         scores.dims, scores.later, scores.fill, scores.memory = (), (), None, Memory()
         scores.needs_grad, scores.known, scores.node, scores.source = like.requires_grad, None, None, None
+        positions.note(scores)
         return scores
 
     def whole(self) -> Tensor:
