@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -198,3 +200,126 @@ def run(kind: type[Network], attach: Any, calls: int = 3) -> list[Any]:
 )
 def test_losses_gradients_and_state_are_those_of_plain_calls(kind: type[Network], attach: tuple[Callable[..., Any]]):
     torch.testing.assert_close(run(kind, attach), run(kind, ()), rtol=1e-4, atol=1e-5)
+
+
+class Kept(Network):
+    """Keeps hidden states, which the loop reads."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        self.latest = self.hidden(input_ids)
+        return self.head(self.latest) * attention_mask[..., None]
+
+
+class Slots:
+    __slots__ = ("logits",)
+
+
+class InSlots(Network):
+    """Returns an object that cannot be searched."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
+        outputs = Slots()
+        outputs.logits = self.head(self.hidden(input_ids))
+        return outputs
+
+
+class Momentum(Network):
+    """Moves weights on in each forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        logits = self.head(self.hidden(input_ids))
+        with torch.no_grad():
+            self.own.weight.mul_(0.9).add_(self.mix.weight)
+        return logits * self.own.weight.sum()
+
+
+def with_an_attribute(model: Any, inputs: Any) -> Tensor:
+    return model(*inputs).square().mean() + model.latest.square().mean()
+
+
+def with_a_hook(model: Any, inputs: Any) -> Tensor:
+    seen: dict[str, Tensor] = {}
+    with_hook = model.mix.register_forward_hook(lambda module, args, output: seen.update(output=output))
+    outputs = model(*inputs)
+    with_hook.remove()
+    return outputs.square().mean() + seen["output"].square().mean()
+
+
+def of_slots(model: Any, inputs: Any) -> Tensor:
+    return model(*inputs).logits.square().mean()
+
+
+def of_labels(model: Any, inputs: Any) -> Tensor:
+    return model.loss(model(*inputs), LABELS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss_of"), [(Kept, with_an_attribute), (Kept, with_a_hook), (InSlots, of_slots), (Momentum, of_labels)]
+)
+def test_what_leaves_the_model_by_other_ways_is_plain(kind: type[Network], loss_of: Callable[..., Tensor]):
+    results = []
+    for attach in ((), BOTH):
+        torch.manual_seed(0)
+        model: Any = kind().train()
+        for one in attach:
+            one(model)
+        for _ in range(3):
+            loss = loss_of(model, (IDS, MASK))
+            trained = [p for p in model.parameters() if p.requires_grad]
+            results.append([loss.detach(), *torch.autograd.grad(loss, trained)])
+    torch.testing.assert_close(results[3:], results[:3], rtol=1e-4, atol=1e-5)
+
+
+class Plain(Network):
+    """Does nothing odd."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.head(self.hidden(input_ids))
+
+
+def test_what_is_kept_for_the_first_time_later_is_refused_rather_than_wrong():
+    model = Plain().train()
+    live: Any = unpad_forward(model)
+    with live:
+        for _ in range(2):
+            model(IDS, MASK)
+        assert live.calls == 1
+        with pytest.raises(RuntimeError, match="from the first training call on"):
+            with_a_hook(model, (IDS, MASK))
+
+
+def test_inputs_that_are_overwritten_are_not_read_again():
+    model, ids = Plain().train(), IDS.clone()
+    with unpad_forward(model):
+        model(ids, MASK)
+        logits = model(ids, MASK)
+        ids.copy_(IDS.flip(0))
+        with pytest.raises(RuntimeError, match="the inputs had changed"):
+            logits.mean()
+
+
+class KeepsWeights(Network):
+    """Keeps weights of attention, as models do that show them."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        hidden = self.hidden(input_ids)
+        scores = (hidden @ hidden.transpose(1, 2)).masked_fill(attention_mask[:, None] == 0, -math.inf)
+        self.weights = scores.softmax(-1)
+        return self.head(self.weights @ hidden)
+
+
+def test_weights_that_a_model_keeps_hold_no_earlier_calls():
+    model = KeepsWeights().train()
+    live: Any = unpad_forward(model)
+    with live:
+        of_labels(model, (IDS, MASK))
+        of_labels(model, (IDS, MASK))
+        first = weakref.ref(model.weights)
+        for _ in range(2):
+            of_labels(model, (IDS, MASK))
+        assert live.calls == 3
+        assert first() is None

@@ -231,6 +231,24 @@ def test_padding_that_gets_nan_by_hand_is_computed(how: str, value: float):
         agree(plain, attend(rows))
 
 
+@pytest.mark.parametrize("how", ["softmax", "to"])
+@pytest.mark.parametrize("kind", ["add", "fill"])
+def test_padding_that_gets_nan_in_a_smaller_range_is_computed(how: str, kind: str):
+    whole, rows, seen = left_padded()
+    least = torch.finfo(torch.float64).min
+
+    def attend(x: Any, value: float) -> Any:
+        scores = excluded(x @ x.mT, seen, kind, value)
+        weights = scores.softmax(-1, dtype=torch.float32) if how == "softmax" else scores.float().softmax(-1)
+        return weights.double() @ x
+
+    assert attend(whole, least).isnan().any()
+    with pytest.raises(MissingRows, match="smaller range"):
+        attend(rows, least)
+    if kind == "fill":
+        assert isinstance(attend(rows, -1e9), Rows)
+
+
 @pytest.mark.parametrize("needs", [True, False])
 def test_padding_that_gets_nan_from_a_layer_of_torch_is_computed(needs: bool):
     layer = torch.nn.MultiheadAttention(HEADS * WIDTH, HEADS, dtype=torch.float64)
@@ -349,6 +367,19 @@ def test_a_bias_counts_like_scores_next_to_a_mask(bias: float):
     ):
         with pytest.raises(MissingRows):
             attend(rows).softmax(-1) @ rows
+
+
+@pytest.mark.parametrize("raised", [torch.max, torch.maximum])
+def test_a_bias_that_nears_what_scores_are_raised_to_is_computed(raised: Any):
+    layout, _, rows = padded()
+    hidden, least = ~layout.mask[:, None, None], torch.tensor(-1e4, dtype=torch.float64)
+    for bias, is_answered in ((-8e3, False), (-1e2, True)):
+        mask = torch.full(hidden.shape, bias, dtype=torch.float64).masked_fill(hidden, -1e9)
+        try:
+            found = raised(rows @ rows.mT + mask, least).softmax(-1) @ rows
+        except MissingRows:
+            found = None
+        assert isinstance(found, Rows) is is_answered
 
 
 def test_masks_are_read_once():

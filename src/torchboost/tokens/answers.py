@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torchboost.core.forward import with_tensors
 from torchboost.core.torch_private import Untraced, functions_of_subclasses_off
 from torchboost.tokens.history import (
+    KEPT,
     WRITTEN,
     check_history,
     derived,
@@ -52,7 +53,7 @@ class PaddedRows(Rows):
         """Answer calls below the functions of torch, such as by a function of autograd or a collective."""
         owners = [one.positions.owner for one in rows_in((*args, *(kwargs or {}).values())) if one.source is None]
         if owners:
-            raise MissingRows(f"{func} is called below the functions of torch", owners)
+            raise _missing(f"{func} is called below the functions of torch", owners)
         return func(*from_sources(args), **from_sources(kwargs or {}))
 
 
@@ -83,7 +84,7 @@ def _answered(cls: type[PaddedRows], func: Any, types: Any, args: tuple[Any, ...
         except MissingRows as reason:
             if None in sources:
                 owners = [one.positions.owner for one in rows if one.source is None]
-                raise MissingRows(f"{_name(func)}: {reason}", owners) from None
+                raise _missing(f"{_name(func)}: {reason}", owners) from None
             return func(*from_sources(args), **from_sources(kwargs))
         if None not in sources:
             parts = result if isinstance(result, (tuple, list)) else (result,)
@@ -91,6 +92,12 @@ def _answered(cls: type[PaddedRows], func: Any, types: Any, args: tuple[Any, ...
                 if isinstance(one, Rows) and one.source is None:
                     derived(one, (func, args, kwargs), place if parts is result else None)
         return result
+
+
+def _missing(reason: str, owners: list[object]) -> BaseException:
+    """Return what a call has to see, or the error for the loop if the call is over."""
+    over = any(getattr(owner, "over", False) for owner in owners)
+    return RuntimeError(KEPT) if over else MissingRows(reason, owners)
 
 
 def _answering(kind: type[PaddedRows], types: Any) -> type[PaddedRows]:

@@ -47,11 +47,13 @@ class _Found(NamedTuple):
         rest: The mask of each sequence, or whether attention is causal if nothing else remains of the mask.
         weak: Whether entries are weak (:func:`is_weak`).
         void: Whether it excludes all keys for some query, which may be padding. If it is added, by -inf.
+        low: Whether an entry that is added lowers a score about as much as a weak entry.
     """
 
     rest: bool | list[Tensor] | None
     weak: bool = False
     void: bool = False
+    low: bool = False
 
 
 def is_weak(least: Any, dtype: torch.dtype) -> Any:
@@ -103,6 +105,8 @@ def attention(
     if undefined and found.void:
         raise MissingRows("padding sees nothing, which gives NaN")
     if weak or found.weak:
+        if found.low:
+            raise MissingRows("its mask hardly tells what it excludes")
         _check_size(query, key, score or (lambda products: products * (scale or key.shape[-1] ** -0.5)))
     options["dropout_p"] = dropout_p
     rows = [one for one in (query, key, value) if isinstance(one, Rows) and one.positions.index.numel()]
@@ -292,12 +296,10 @@ def _found(mask: Tensor, dtype: torch.dtype, queries: Layout | None, keys: Layou
     padding, nothing, some, not_causal, has_weak, has_low, is_void = torch.stack([one.any() for one in wrong]).tolist()
     if padding or nothing:
         raise MissingRows("attention sees the padding" if padding else "a query sees nothing")
-    if has_weak and has_low:
-        raise MissingRows("its mask hardly tells what it excludes")
     if not some and keys is not None:
-        return _Found(False, has_weak, is_void)
+        return _Found(False, has_weak, is_void, has_low)
     causal = None if not_causal or queries is not keys or mask.shape[-2] != mask.shape[-1] else True
-    return _Found(causal, has_weak, is_void)
+    return _Found(causal, has_weak, is_void, has_low)
 
 
 def _parts(mask: Tensor, queries: Layout | None, keys: Layout | None, layout: Layout) -> list[Tensor]:

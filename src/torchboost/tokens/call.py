@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextvars
+import gc
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +29,7 @@ from torchboost.tokens.history import as_now, in_the_graph
 from torchboost.tokens.layout import Layout
 from torchboost.tokens.operations import PaddedRows
 from torchboost.tokens.rows import BATCH, FLAT, TOKEN, MissingRows, RowFunction, Rows, in_this_precision
+from torchboost.tokens.scores import Scores
 from torchboost.tokens.state import Key, State
 
 _LOG = logging.getLogger("torchboost")
@@ -42,8 +45,8 @@ _LATE = (
     "before; read outputs before optimizer.step(), or leave {name} out"
 )
 _WRITES = (
-    "{name}: the model writes to an argument that has a gradient, which cannot be undone, and needs positions that "
-    "were left out ({reason}); leave {name} out"
+    "{name}: the model writes to a weight, or to an argument that has a gradient, which cannot be undone, and needs "
+    "positions that were left out ({reason}); leave {name} out"
 )
 
 
@@ -81,7 +84,8 @@ class PartialForward(Attachment):
         reason: Why positions are no longer skipped. Empty while they are.
         fewer: Whether a call skipped fewer positions than it could, because a function asked for the others.
         calls: Number of calls that skipped positions.
-        moving: Kind of call that has skipped positions -> buffers and inputs that it writes to.
+        moving: Kind of call -> tensors that it writes to.
+        searched: Kinds of calls after which it was looked at what is kept.
     """
 
     state_is_optional = True
@@ -97,6 +101,7 @@ class PartialForward(Attachment):
         self._watched, self.fewer, self.calls = False, False, 0
         self._refused: dict[str, str] = {}
         self.moving: dict[str, frozenset[Key]] = {}
+        self.searched: set[str] = set()
         steps = [optimizer.register_step_post_hook(self._count) for optimizer in optimizers]
         super().__init__(*steps, cover_forward(model, self._around))
 
@@ -167,7 +172,12 @@ def _kind(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
 
 
 class PartialCall:
-    """One call of ``forward``. It owns the layouts of its tensors."""
+    """One call of ``forward``. It owns the layouts of its tensors.
+
+    Attributes:
+        over: Whether it has returned outputs without padding.
+        made: Tensors without padding so far, if it keeps account of them.
+    """
 
     def __init__(
         self, forward: PartialForward, kind: str, compute: Callable[[], Any], model: nn.Module, inputs: Any
@@ -179,11 +189,15 @@ class PartialCall:
         self._weights = [(weight, version(weight)) for weight in weights]
         self._updates = forward.updates
         self._outputs: Any = None
+        self.over = False
+        self.made: list[weakref.ref[Rows]] | None = None
         self._compute_again = as_now(compute, weights[0].device.type)
 
     def run(self, part: Part) -> Any:
         """Compute some positions, or all of them if a function asks for the others."""
         moving = self.forward.moving
+        self.made = None if self._kind in self.forward.searched else []
+        self.forward.searched.add(self._kind)
         before = State(self._model, self._inputs, moving.get(self._kind))
         outputs: Any = None
         asked: str | None = None
@@ -193,16 +207,39 @@ class PartialCall:
             for path, rows in _rows_in(outputs, (), set()):
                 rows.source = lambda path=path: self._whole(path)
                 in_the_graph(rows)
+            if self._is_kept(outputs):
+                raise MissingRows("a tensor from inside of the model is kept by it, or by a hook", (self,))
         except MissingRows as reason:
             if self not in reason.owners:
                 raise
             asked = str(reason)
         if asked is not None:  # not in the handler, which keeps frames alive, and with them the hooks of a checkpoint
             return self._with_more(part, asked, before)
+        self.over, self.made = True, None
         self.forward.calls += part.used()
         moving[self._kind] = moving.get(self._kind, frozenset()) | before.moved()
+        before.leave_attributes()  # they may be tensors of the call before
         self._before, self._given = before, [(tensor, version(tensor)) for tensor in tensors_in(self._inputs)]
         return outputs
+
+    def _is_kept(self, outputs: Any) -> bool:
+        """Whether something that is no output keeps hidden states. Looked at in the first call of a kind.
+
+        Weights of attention do not count: many models keep them to be shown, and the loop seldom reads them.
+        """
+
+        def kept() -> bool:
+            alive = [one for one in (made() for made in self.made or ()) if one is not None]
+            known = {id(rows) for _, rows in _rows_in(outputs, (), set())}
+            for scores in alive:
+                if isinstance(scores, Scores):
+                    known |= {id(scores), *map(id, scores.steps or ())}
+            return any(id(one) not in known and not one.positions.complete for one in alive)
+
+        if not kept():
+            return False
+        gc.collect()  # what holds itself is not kept
+        return kept()
 
     def _with_more(self, part: Part, asked: str, before: State) -> Any:
         """Compute once more, with the positions for which a function asked."""
@@ -223,7 +260,10 @@ class PartialCall:
             layout = part.layout(tensor) if tensor.ndim > 1 and tensor.is_floating_point() else None
             return tensor if layout is None else self._watching(tensor, layout)
 
-        return with_tensors(self._compute(), watch)
+        before = State(self._model, self._inputs, frozenset())
+        outputs = self._compute()
+        self.forward.moving[self._kind] = before.moved()
+        return with_tensors(outputs, watch)
 
     def _watching(self, tensor: Tensor, layout: Layout) -> Tensor:
         later = (lambda rows: rows,) if layout.complete else ()
@@ -257,7 +297,7 @@ class PartialCall:
 
         def compute_in_time(rows: Tensor) -> Tensor:
             if self._is_late:
-                raise self.forward.late()
+                raise self.forward.late() if self.over else MissingRows("a weight is written to", (self,))
             if version(source) != then:
                 raise MissingRows("its argument was written to", (self,))
             return compute(rows)

@@ -32,6 +32,10 @@ _ASKED = f"a gradient or a hook is asked for at an output of a model with unpad 
 WRITTEN = (
     "an output of the model was written to in place after it was read; write to a copy, such as outputs.logits.clone()"
 )
+KEPT = (
+    "a tensor from inside of a model with unpad or sparse_head was kept, such as by a hook, and is read at padding "
+    f"after the call. {_ONLY}"
+)
 _OF_THE_GRAPH = frozenset({"__set__", "__delete__", "backward", "retain_grad", "register_hook", "requires_grad_"})
 _ASKS = frozenset({Tensor.register_hook, Tensor.retain_grad})
 

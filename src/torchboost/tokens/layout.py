@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -72,6 +73,12 @@ class Layout:
     def absent(self) -> Tensor:
         """The positions without a row, counted over the whole batch."""
         return (~self.mask).flatten().nonzero().squeeze(1)
+
+    def note(self, tensor: Tensor) -> None:
+        """Tell the owner of a tensor that has rows of this layout, if it keeps account of them."""
+        made: list[weakref.ref[Tensor]] | None = getattr(self.owner, "made", None)
+        if made is not None:
+            made.append(weakref.ref(tensor))
 
     def crop(self, start: int, stop: int) -> tuple[Layout, Tensor]:
         """Return the layout of the positions from ``start`` to ``stop`` of each sequence, and which rows it has."""

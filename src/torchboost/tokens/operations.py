@@ -96,14 +96,14 @@ def _fill_of_entries(func: Any, x: Rows, args: tuple[Any, ...], kwargs: dict[str
     numbers = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor) and arg is not x]
     if fill is None or any(number.ndim or number.requires_grad for number in numbers):
         return None
-    then = versions(numbers)
+    then, others = versions(numbers), [None if arg is x else (arg,) for arg in args]  # rows do not hold earlier rows
 
     def computed() -> float | bool | None:
         value = known(fill)
         if value is None or versions(numbers) != then:
             return None
         entry = torch.tensor(value, dtype=dtype)
-        return func(*(entry if arg is x else arg for arg in args), **kwargs).item()
+        return func(*(entry if other is None else other[0] for other in others), **kwargs).item()
 
     return computed
 

@@ -117,6 +117,7 @@ class Rows(Tensor):
         rows.base, rows.positions, rows.dims, rows.later, rows.fill = base, positions, tuple(dims), later, fill
         rows.needs_grad, rows.known, rows.node = like.requires_grad, None, None
         rows.source, rows.memory = None, Memory()
+        positions.note(rows)
         return rows
 
     def like(self, *args: Any, **kwargs: Any) -> Self:

@@ -71,6 +71,7 @@ class Scores(PaddedRows):
         scores.steps, scores.base, scores.positions = steps, like, positions
         scores.dims, scores.later, scores.fill, scores.memory = (), (), None, Memory()
         scores.needs_grad, scores.known, scores.node, scores.source = like.requires_grad, None, None, None
+        positions.note(scores)
         return scores
 
     def whole(self) -> Tensor:
@@ -176,6 +177,15 @@ def _same(func: Any, x: Scores, *args: Any, **kwargs: Any) -> Scores:
     result = x.then(lambda like: func(like, *args, **kwargs))
     if not result.is_floating_point():
         raise MissingRows("it makes integers")
+    return _in_range(x, result)
+
+
+def _in_range(x: Scores, result: Scores) -> Scores:
+    """Return the same scores in another precision, if their masks stay finite: otherwise padding may get NaN."""
+    masks = x.steps.masks if x.steps is not None and x.steps.dropout is None else ()
+    least = [torch.finfo(one.tensor.dtype).min if one.how == "add" else one.least for one in masks]
+    if any(-math.inf < one < torch.finfo(result.dtype).min for one in least):
+        raise MissingRows("its mask is cast to a smaller range")
     return result
 
 
@@ -250,7 +260,7 @@ def _where(func: Any, mask: Any, one: Any, two: Any) -> Scores:
 def _softmax(func: Any, x: Scores, dim: int, *args: Any, **kwargs: Any) -> Scores:
     if dim not in (-1, x.ndim - 1):
         raise MissingRows("it combines queries")
-    return x.after(dropout=0.0).then(lambda like: func(like, -1, *args, **kwargs))
+    return _in_range(x, x.after(dropout=0.0).then(lambda like: func(like, -1, *args, **kwargs)))
 
 
 def _dropout(func: Any, x: Scores, p: float = 0.5, training: bool = True, **kwargs: Any) -> Scores:
