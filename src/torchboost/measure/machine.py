@@ -8,7 +8,7 @@ import functools
 import gc
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from types import TracebackType
@@ -55,6 +55,7 @@ class Products:
         bfloat16: The same in bfloat16.
         pairs: Number of timed pairs.
         seconds: Time that the measurement took.
+        in_time: Whether it ended within its time limit. If it did not, other programs use the machine, or it is slow.
         fault: First line of the error that a product raised. Empty if there was none.
     """
 
@@ -65,6 +66,7 @@ class Products:
     bfloat16: float = 0.0
     pairs: int = 0
     seconds: float = 0.0
+    in_time: bool = True
     fault: str = ""
 
     @property
@@ -193,7 +195,7 @@ def climb(kind: Kind, rungs: Sequence[Rung], *, seconds: float, pairs: int = 9, 
             )
         cost = sum(map(median, zip(*times, strict=True)))
     assert result is not None
-    return result
+    return replace(result, in_time=clock() - start <= seconds)
 
 
 def _filled(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
