@@ -22,6 +22,9 @@ __all__ = ["LEAST_SEEDS", "Race"]
 LONGER = 0.15
 """If the fastest plan is not confirmed, it is tried with so much more of the steps."""
 
+RUNG = 0.05
+"""Shares of the steps differ by this."""
+
 MOST_ATTEMPTS = 3
 """Plans that the confirmation tries."""
 
@@ -105,12 +108,32 @@ class Race:
         skip no work. Without levers the last one is the next plan.
         """
         runs, plans, levers = self.search.runs, self.search.plans(), self.search.levers
-        most = runs.seconds(Candidate(name=STOCK), 1.0) / LEAST_GAIN
+        plans[:1] = map(self._safe, plans[:1])
         longer = [one.at(one.rate, min(1.0, round(one.share + LONGER, 2))) for one in plans[:1]]
-        second = [one for one in longer if runs.seconds(one, one.share) <= most] or plans[1:2]
+        second = list(filter(self._saves_time, longer)) or plans[1:2]
         others = [one for one in plans[1:] if one not in second]
         tried = [*plans[:1], *second, *([levers] if self._can_be_tried(levers) else others[:1])]
         return list({one.label: one for one in tried if one.label != self.search.stock.label}.values())
+
+    def _safe(self, plan: Candidate) -> Candidate:
+        """Return a plan with as many steps as it needs so that the seeds for which there is time would confirm it.
+
+        The search has seen by two seeds how much the metric varies, and how much it rises with the steps.
+        """
+        search, change = self.search, self.search.findings[plan.name].change
+        spread = search.spread(plan.name)
+        if spread is None or change is None or plan.share == 1:
+            return plan
+        count = min(self.most, max(LEAST_SEEDS, self._affordable(plan)))
+        test = SequentialTest(margin=search.drop, most=self.most, error=self.error / MOST_TESTS, planned=count)
+        needed = test.limits[count - test.least] * spread / math.sqrt(count) - search.drop
+        more = RUNG * math.ceil(min(LONGER, max(0.0, needed - change) / search.slope) / RUNG - 1e-9)
+        longer = plan.at(plan.rate, min(1.0, round(plan.share + more, 2)))
+        return longer if self._saves_time(longer) else plan
+
+    def _saves_time(self, plan: Candidate) -> bool:
+        runs = self.search.runs
+        return runs.seconds(plan, plan.share) * LEAST_GAIN <= runs.seconds(Candidate(name=STOCK), 1.0)
 
     def _can_be_tried(self, levers: Candidate) -> bool:
         """Return whether there are levers and nothing speaks against them. A search that was cut short does not."""

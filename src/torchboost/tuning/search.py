@@ -87,6 +87,20 @@ class Search:
         found = [one.candidate for one in self.findings.values() if one.change is not None and one.outcome is None]
         return sorted(found, key=lambda one: self.runs.seconds(one, one.share))
 
+    @property
+    def slope(self) -> float:
+        """How much the metric of stock with the levers rises, in the second half of the steps, per share of them."""
+        return max(self.target - self._half(), self.drop) / HALF
+
+    def spread(self, name: str) -> float | None:
+        """Return how much the difference of a recipe to stock varies among seeds. None if no length had two seeds."""
+        made, squares = self.runs.made, list[float]()
+        for label in {one.label for one in self.runs.asked.values() if one.name == name} - {self.levers.label}:
+            if all((label, seed) in self.runs.asked for seed in SEEDS):
+                first, second = (made[label, seed].metric - made[self.levers.label, seed].metric for seed in SEEDS)
+                squares.append((first - second) ** 2 / 2)
+        return math.sqrt(statistics.fmean(squares)) if squares and math.isfinite(sum(squares)) else None
+
     def make(self) -> None:
         """Make the search as far as the budget allows."""
         self.runs.limit = BUDGET * self.runs.budget
