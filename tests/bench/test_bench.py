@@ -330,7 +330,6 @@ def test_what_cannot_be_decided_ends_after_the_last_seed_or_in_time(decided: Cal
     assert seeds_of(report)["O1"] <= bench.MOST_SEEDS
     assert not by_name(report)["O1"].quality[0].passed
     assert seeds_of(decided(middle, decide=0.0)) == {"stock": bench.FEW_SEEDS, "O1": bench.FEW_SEEDS}
-    assert seeds_of(decided({"O1": [0.9]})) == {"O1": bench.FEW_SEEDS}  # nothing to compare with
 
 
 def test_a_training_with_other_levers_than_the_step_times_is_noted() -> None:
