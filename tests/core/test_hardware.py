@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from torchboost.core import hardware
-from torchboost.core.hardware import device_fault, half_precision
+from torchboost.core.hardware import (
+    accelerators,
+    device_fault,
+    generator_states,
+    half_precision,
+    set_generator_states,
+)
 from torchboost.measure.machine import Kind, Products
 
 
@@ -72,3 +79,20 @@ def test_a_process_measures_once_for_each_product_and_number_of_threads(monkeypa
         assert len(measured) == 3
     finally:
         hardware._decision.cache_clear()
+
+
+def test_the_generators_of_every_kind_of_accelerator_are_read_and_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = {"cuda:0": torch.tensor([1]), "cuda:1": torch.tensor([2]), "mps:0": torch.tensor([3])}
+    module = types.SimpleNamespace(
+        get_rng_state=lambda device: states[str(device)],
+        set_rng_state=lambda state, device: states.update({str(device): state}),
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    devices = [torch.device(name) for name in ("mps:0", "cpu", "cuda:1", "meta", "cuda:0", "cuda:1")]
+    found = accelerators([types.SimpleNamespace(device=device) for device in devices])  # type: ignore
+    assert list(map(str, found)) == ["cuda:0", "cuda:1", "mps:0"]
+    before = generator_states(found)
+    assert [int(state) for state in before[1:]] == [1, 2, 3]
+    states.update(dict.fromkeys(states, torch.tensor([9])))
+    set_generator_states(before, found)
+    assert [int(state) for state in states.values()] == [1, 2, 3]

@@ -22,11 +22,8 @@ from torchboost.algorithms.autocast import autocast_forward
 from torchboost.algorithms.channels_last import ChannelsLast
 from torchboost.graph.copies import (
     ReachesOriginal,
-    accelerators,
     copies_of,
-    generator_states,
     generators_kept,
-    set_generator_states,
     twin,
     undisturbed,
 )
@@ -271,20 +268,3 @@ def test_draws_are_forgotten_after_an_error_too():
                 raise error
         assert torch.equal(torch.get_rng_state(), before)
         assert random.getstate() == python
-
-
-def test_the_generators_of_every_kind_of_accelerator_are_read_and_set(monkeypatch):
-    states = {"cuda:0": torch.tensor([1]), "cuda:1": torch.tensor([2]), "mps:0": torch.tensor([3])}
-    module = types.SimpleNamespace(
-        get_rng_state=lambda device: states[str(device)],
-        set_rng_state=lambda state, device: states.update({str(device): state}),
-    )
-    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    devices = [torch.device(name) for name in ("mps:0", "cpu", "cuda:1", "meta", "cuda:0", "cuda:1")]
-    found = accelerators([types.SimpleNamespace(device=device) for device in devices])  # type: ignore
-    assert list(map(str, found)) == ["cuda:0", "cuda:1", "mps:0"]
-    before = generator_states(found)
-    assert [int(state) for state in before[1:]] == [1, 2, 3]
-    states.update(dict.fromkeys(states, torch.tensor([9])))
-    set_generator_states(before, found)
-    assert [int(state) for state in states.values()] == [1, 2, 3]

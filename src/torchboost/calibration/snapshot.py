@@ -21,6 +21,7 @@ from torch.autograd.function import FunctionMeta
 
 from torchboost.calibration.watch import uninterrupted
 from torchboost.core.forward import uncovered
+from torchboost.core.hardware import accelerators, generator_states, set_generator_states
 from torchboost.core.torch_private import (
     global_step_post_hooks,
     global_step_pre_hooks,
@@ -32,7 +33,6 @@ from torchboost.core.torch_private import (
     overrides_dispatch,
     version,
 )
-from torchboost.graph.copies import accelerators, generator_states, set_generator_states
 
 _HOPS = 3
 """Objects that are not modules are followed so far: an attribute of an attribute of a module's attribute."""

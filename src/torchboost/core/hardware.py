@@ -1,18 +1,18 @@
-"""Properties of the machine that algorithms depend on: cores, the speed of bfloat16, and defects of kernels."""
+"""The machine as algorithms meet it: cores, the speed of bfloat16, defects of kernels, random generators."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchboost.core.torch_private import AnyConv
 from torchboost.measure.machine import PAYS, Kind, half_speed
@@ -182,6 +182,24 @@ def unsafe_channels_last(model: nn.Module) -> str | None:
 def is_on_cpu(module: nn.Module) -> bool:
     """Whether all parameters of a module are on the CPU."""
     return all(parameter.device.type == "cpu" for parameter in module.parameters())
+
+
+def accelerators(tensors: Iterable[Tensor]) -> list[torch.device]:
+    """Return the devices of tensors that draw random numbers of their own: all but the CPU and ``meta``."""
+    devices = {tensor.device for tensor in tensors}
+    return sorted((device for device in devices if device.type not in ("cpu", "meta")), key=str)
+
+
+def generator_states(devices: Sequence[torch.device]) -> list[Tensor]:
+    """Return the states of torch's default generators: of the CPU, and of each of these devices."""
+    return [torch.get_rng_state(), *(torch.get_device_module(device).get_rng_state(device) for device in devices)]
+
+
+def set_generator_states(states: Sequence[Tensor], devices: Sequence[torch.device]) -> None:
+    """Set the states that :func:`generator_states` has returned for these devices."""
+    torch.set_rng_state(states[0])
+    for device, state in zip(devices, states[1:], strict=True):
+        torch.get_device_module(device).set_rng_state(state, device)
 
 
 def usable_cores(groups: Path = _GROUPS) -> float:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchboost.core.algorithm import AttachedAlgorithms, MicroSteps, Target, restored_on_error
+from torchboost.core.hardware import generator_states, set_generator_states
 from torchboost.core.wrapping import parameters_of, unwrap
 from torchboost.errors import IncompatibleError, NoEffectWarning
 
@@ -61,7 +62,7 @@ class Replay:
             TypeError: The pass does not return a tensor.
             ValueError: The pass returns more than one number, or a number without a gradient.
         """
-        self._note_generators()
+        self._generators = generator_states(self._devices)
         torch.clear_autocast_cache()
         loss: Any = self._forward()
         if not isinstance(loss, Tensor):
@@ -93,19 +94,13 @@ class Replay:
 
     def told(self, loss: Tensor) -> None:
         """Take the loss of a first pass that the caller ran. Later passes use the random numbers from here on."""
-        self._note_generators()
+        self._generators = generator_states(self._devices)
         self.loss = loss.detach()
-
-    def _note_generators(self) -> None:
-        states = [torch.get_device_module(device).get_rng_state(device) for device in self._devices]
-        self._generators = [torch.get_rng_state(), *states]
 
     def __call__(self) -> Tensor:
         """Return the loss of another pass. The states of the generators are restored afterwards."""
         with torch.random.fork_rng(self._devices, device_type=self._kind):
-            torch.set_rng_state(self._generators[0])
-            for device, state in zip(self._devices, self._generators[1:], strict=True):
-                torch.get_device_module(device).set_rng_state(state, device)
+            set_generator_states(self._generators, self._devices)
             # If autocast surrounds the step, its cache holds casts of the weights from before the move.
             torch.clear_autocast_cache()
             return self._forward()

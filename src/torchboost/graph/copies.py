@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torchboost.core.forward import is_our_hook, tensors_in
+from torchboost.core.hardware import accelerators, generator_states, set_generator_states
 from torchboost.core.torch_private import DispatchMode, beneath_compiled, buffer_slots, module_hooks, parameter_slots
 
 
@@ -205,24 +206,6 @@ def memory(tensor: Tensor) -> int:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # sparse, fake, wrapped by functorch
         return 0
-
-
-def accelerators(tensors: Iterable[Tensor]) -> list[torch.device]:
-    """Return the devices of tensors that draw random numbers of their own: all but the CPU and ``meta``."""
-    devices = {tensor.device for tensor in tensors}
-    return sorted((device for device in devices if device.type not in ("cpu", "meta")), key=str)
-
-
-def generator_states(devices: Sequence[torch.device]) -> list[Tensor]:
-    """Return the states of torch's default generators: of the CPU, and of each of these devices."""
-    return [torch.get_rng_state(), *(torch.get_device_module(device).get_rng_state(device) for device in devices)]
-
-
-def set_generator_states(states: Sequence[Tensor], devices: Sequence[torch.device]) -> None:
-    """Set the states that :func:`generator_states` has returned for these devices."""
-    torch.set_rng_state(states[0])
-    for device, state in zip(devices, states[1:], strict=True):
-        torch.get_device_module(device).set_rng_state(state, device)
 
 
 @contextmanager

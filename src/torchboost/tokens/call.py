@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from torchboost.core.algorithm import Attachment
 from torchboost.core.forward import cover_forward, tensors_in, with_tensors
+from torchboost.core.hardware import accelerators, generator_states, set_generator_states
 from torchboost.core.torch_private import (
     functions_of_subclasses_on,
     has_saved_tensor_hooks,
@@ -24,7 +25,6 @@ from torchboost.core.torch_private import (
     is_tracing,
     version,
 )
-from torchboost.graph.copies import accelerators, generator_states, set_generator_states
 from torchboost.tokens.history import as_now, in_the_graph
 from torchboost.tokens.layout import Layout
 from torchboost.tokens.operations import PaddedRows

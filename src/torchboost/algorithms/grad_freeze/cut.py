@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchboost.core.forward import own_forward, tensors_in
+from torchboost.core.hardware import accelerators, generator_states
 from torchboost.core.torch_private import buffer_slots, is_traced_constant, module_hooks, versions
 from torchboost.errors import IncompatibleError
-from torchboost.graph.copies import accelerators, generator_states, generators_kept
+from torchboost.graph.copies import generators_kept
 from torchboost.graph.trace import LAYERS, StandIn
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3}
