@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from torchboost.core.algorithm import Attachment
-from torchboost.core.forward import cover_forward, tensors_in, with_tensors
+from torchboost.core.forward import cover_forward, with_tensors
 from torchboost.core.torch_private import (
     functions_of_subclasses_on,
     has_saved_tensor_hooks,
@@ -30,7 +30,7 @@ from torchboost.tokens.layout import Layout
 from torchboost.tokens.operations import PaddedRows
 from torchboost.tokens.rows import BATCH, FLAT, TOKEN, MissingRows, RowFunction, Rows, in_this_precision
 from torchboost.tokens.scores import Scores
-from torchboost.tokens.state import Key, State
+from torchboost.tokens.state import Key, State, whole_tensors_in
 
 __all__ = ["NOTHING_READS", "Part", "PartialCall", "PartialForward"]
 
@@ -221,7 +221,7 @@ class PartialCall:
         self.forward.calls += part.used()
         moving[self._kind] = moving.get(self._kind, frozenset()) | before.moved()
         before.leave_attributes()  # they may be tensors of the call before
-        self._before, self._given = before, [(tensor, version(tensor)) for tensor in tensors_in(self._inputs)]
+        self._before, self._given = before, [(one, version(one)) for one in whole_tensors_in(self._inputs)]
         return outputs
 
     def _is_kept(self, outputs: Any) -> bool:
@@ -295,12 +295,13 @@ class PartialCall:
             source: Where the rows are taken from. If it is written to, the function raises :class:`MissingRows`.
         """
         kind = next(self._model.parameters()).device.type
-        compute, then = in_this_precision(kind, function), version(source)
+        whole = None if isinstance(source, Rows) else source  # rows are replaced, not written to
+        compute, then = in_this_precision(kind, function), 0 if whole is None else version(whole)
 
         def compute_in_time(rows: Tensor) -> Tensor:
             if self._is_late:
                 raise self.forward.late() if self.over else MissingRows("a weight is written to", (self,))
-            if version(source) != then:
+            if whole is not None and version(whole) != then:
                 raise MissingRows("its argument was written to", (self,))
             return compute(rows)
 
