@@ -224,6 +224,12 @@ class PartialCall:
         self._before, self._given = before, [(one, version(one)) for one in whole_tensors_in(self._inputs)]
         return outputs
 
+    def note(self, tensor: Rows) -> None:
+        """Keep account of a tensor without padding, unless a checkpoint keeps some to compute with them once more."""
+        if self.made is not None:
+            self.made.append(weakref.ref(tensor))
+            self.made = None if has_saved_tensor_hooks() else self.made
+
     def _is_kept(self, outputs: Any) -> bool:
         """Whether something that is no output keeps hidden states. Looked at in the first call of a kind.
 
