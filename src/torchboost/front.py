@@ -20,7 +20,7 @@ from torchboost.algorithms.grad_accumulation.optimizer import AccumulatingOptimi
 from torchboost.calibration.calibration import Calibrate, resolved
 from torchboost.calibration.choice import Choice
 from torchboost.calibration.waste import WasteReport
-from torchboost.config import BoostConfig, ConfigSource
+from torchboost.config import BoostConfig, ConfigSource, naming_file
 from torchboost.core.algorithm import LEVERS, Algorithm, AttachedAlgorithms, Scaler, Target, restored_on_error
 from torchboost.core.arguments import (
     check_loss_fn,
@@ -411,9 +411,10 @@ def boost(
     for argument in _unknown:
         raise TypeError(f"boost takes no {argument!r}{hint_for(argument, _TAKEN, _HERE)}")
     if isinstance(optimizer, str):
-        if (other := BoostConfig.load(config).recipe.optimizer) is not None:
-            found = f"{other!r}, and the optimizer {optimizer!r} by name"
-            raise ConfigError("recipe.optimizer", found=found, allowed="one of them", hint="Give the usual optimizer.")
+        with naming_file(config):
+            if (other := BoostConfig.load(config).recipe.optimizer) is not None:
+                found, hint = f"{other!r}, and the optimizer {optimizer!r} by name", "Give the usual optimizer."
+                raise ConfigError("recipe.optimizer", found=found, allowed="one of them", hint=hint)
         optimizer = named_optimizer(optimizer, model, lr, adamw_lr=adamw_lr)
     else:
         check_given(optimizer, lr=lr, adamw_lr=adamw_lr)

@@ -357,10 +357,14 @@ def test_several_optimizers_are_scaled_together():
     assert [rates(one) for one in optimizers] == [[0.1], [0.01]]
 
 
-def test_an_optimizer_by_name():
+def test_an_optimizer_by_name(tmp_path: Path):
     model = network()
     with pytest.raises(ConfigError, match=r"recipe.optimizer: found 'muon', and the optimizer 'muon' by name"):
         boost(model, "muon", config={"recipe": {"optimizer": "muon"}})
+    file = tmp_path / "chosen.json"
+    file.write_text('{"recipe": {"optimizer": "muon"}}')
+    with pytest.raises(ConfigError, match=r"chosen\.json"):
+        boost(model, "muon", config=file)
     boosted = boost(model, "muon", lr=0.01, level="O0", config={"recipe": {"rate": 0.5}}, total_steps=N)
     assert {group["lr"] for group in boosted.optimizer.param_groups} == {0.005, 0.0005}
 

@@ -323,3 +323,16 @@ def test_weights_that_a_model_keeps_hold_no_earlier_calls():
             of_labels(model, (IDS, MASK))
         assert live.calls == 3
         assert first() is None
+
+
+class Labelled(Network):
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Tensor:
+        return self.loss(self.head(self.hidden(input_ids)), labels)
+
+
+def test_padding_and_unlabelled_positions_are_left_out_together():
+    model = Labelled().train()
+    live: list[Any] = [one(model) for one in BOTH]
+    for _ in range(3):
+        model(IDS, MASK, LABELS)
+    assert [(one.calls, one.remark) for one in live] == [(2, ""), (2, "")]

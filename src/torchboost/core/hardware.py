@@ -6,7 +6,6 @@ import contextlib
 import functools
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,7 +110,7 @@ class ProcessSettings:
     def __init__(self) -> None:
         self._kept = _settings()
 
-    @contextmanager
+    @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
         """Set them for the block, keep what it changes, and restore at its end what was set before it."""
         before = _settings()

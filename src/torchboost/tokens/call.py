@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from torchboost.core.algorithm import Attachment
-from torchboost.core.forward import cover_forward, tensors_in, with_tensors
+from torchboost.core.forward import cover_forward, with_tensors
 from torchboost.core.hardware import accelerators, generator_states, set_generator_states
 from torchboost.core.torch_private import (
     functions_of_subclasses_on,
@@ -30,7 +30,7 @@ from torchboost.tokens.layout import Layout
 from torchboost.tokens.operations import PaddedRows
 from torchboost.tokens.rows import BATCH, FLAT, TOKEN, MissingRows, RowFunction, Rows, in_this_precision
 from torchboost.tokens.scores import Scores
-from torchboost.tokens.state import Key, State
+from torchboost.tokens.state import Key, State, whole_tensors_in
 
 _LOG = logging.getLogger("torchboost")
 
@@ -219,8 +219,14 @@ class PartialCall:
         self.forward.calls += part.used()
         moving[self._kind] = moving.get(self._kind, frozenset()) | before.moved()
         before.leave_attributes()  # they may be tensors of the call before
-        self._before, self._given = before, [(tensor, version(tensor)) for tensor in tensors_in(self._inputs)]
+        self._before, self._given = before, [(one, version(one)) for one in whole_tensors_in(self._inputs)]
         return outputs
+
+    def note(self, tensor: Rows) -> None:
+        """Keep account of a tensor without padding, unless a checkpoint keeps some to compute with them once more."""
+        if self.made is not None:
+            self.made.append(weakref.ref(tensor))
+            self.made = None if has_saved_tensor_hooks() else self.made
 
     def _is_kept(self, outputs: Any) -> bool:
         """Whether something that is no output keeps hidden states. Looked at in the first call of a kind.
@@ -293,12 +299,13 @@ class PartialCall:
             source: Where the rows are taken from. If it is written to, the function raises :class:`MissingRows`.
         """
         kind = next(self._model.parameters()).device.type
-        compute, then = in_this_precision(kind, function), version(source)
+        whole = None if isinstance(source, Rows) else source  # rows are replaced, not written to
+        compute, then = in_this_precision(kind, function), 0 if whole is None else version(whole)
 
         def compute_in_time(rows: Tensor) -> Tensor:
             if self._is_late:
                 raise self.forward.late() if self.over else MissingRows("a weight is written to", (self,))
-            if version(source) != then:
+            if whole is not None and version(whole) != then:
                 raise MissingRows("its argument was written to", (self,))
             return compute(rows)
 

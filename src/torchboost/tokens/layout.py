@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -75,10 +74,10 @@ class Layout:
         return (~self.mask).flatten().nonzero().squeeze(1)
 
     def note(self, tensor: Tensor) -> None:
-        """Tell the owner of a tensor that has rows of this layout, if it keeps account of them."""
-        made: list[weakref.ref[Tensor]] | None = getattr(self.owner, "made", None)
-        if made is not None:
-            made.append(weakref.ref(tensor))
+        """Tell the owner of a tensor that has rows of this layout, if it wants to know."""
+        note = getattr(self.owner, "note", None)
+        if note is not None:
+            note(tensor)
 
     def crop(self, start: int, stop: int) -> tuple[Layout, Tensor]:
         """Return the layout of the positions from ``start`` to ``stop`` of each sequence, and which rows it has."""

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from torchboost.core.forward import tensors_in
 from torchboost.core.torch_private import buffer_slots, parameter_slots, version
+from torchboost.tokens.rows import Rows
 
-__all__ = ["Key", "State"]
+__all__ = ["Key", "State", "whole_tensors_in"]
 
 Key = tuple[int, str]
 """The number of a module and the name of its parameter or buffer, or the number of an input and an empty name."""
@@ -32,7 +33,7 @@ class State:
         modules = [*model.modules()]
         self._attributes = [(vars(module), dict(vars(module))) for module in modules]
         self._buffers = [(slots, dict(slots)) for slots in map(buffer_slots, modules) if slots]
-        tensors: dict[Key, Tensor] = {(place, ""): tensor for place, tensor in enumerate(tensors_in(inputs))}
+        tensors: dict[Key, Tensor] = {(place, ""): tensor for place, tensor in enumerate(whole_tensors_in(inputs))}
         tensors |= _named(map(buffer_slots, modules))
         copied = tensors.keys() if moving is None else moving
         tensors |= _named(map(parameter_slots, modules))
@@ -58,6 +59,11 @@ class State:
             for key in moved & self._numbers.keys():  # a graph may hold the others
                 self._tensors[key][0].copy_(self._numbers[key])
         return moved <= self._numbers.keys() and all(self._tensors[key][0].grad_fn is None for key in moved)
+
+
+def whole_tensors_in(inputs: Any) -> list[Tensor]:
+    """Return the tensors among inputs, without those of another model that skips positions."""
+    return [tensor for tensor in tensors_in(inputs) if not isinstance(tensor, Rows)]
 
 
 def _named(slots: Iterable[Mapping[str, Tensor | None]]) -> dict[Key, Tensor]:

@@ -107,7 +107,7 @@ class Race:
         These are the fastest plan, the same with more steps or else the next plan, and at last the levers alone, which
         skip no work. Without levers the last one is the next plan.
         """
-        runs, plans, levers = self.search.runs, self.search.plans(), self.search.levers
+        plans, levers = self.search.plans(), self.search.levers
         plans[:1] = map(self._safe, plans[:1])
         longer = [one.at(one.rate, min(1.0, round(one.share + LONGER, 2))) for one in plans[:1]]
         second = list(filter(self._saves_time, longer)) or plans[1:2]

@@ -168,7 +168,7 @@ class LazyAdam(Adam):
             return
         if not isinstance(last, Tensor) or last.shape != param.shape[:1]:
             raise damaged(param, "last_step", last)
-        if not _is_past(past):
+        if not isinstance(past, Mapping) or not _is_past(past):
             raise damaged(param, "past", past)
         for key in moments_of(past):
             if not is_entry(param, state.get(key)):
