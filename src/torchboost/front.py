@@ -413,8 +413,8 @@ def boost(
     if isinstance(optimizer, str):
         with naming_file(config):
             if (other := BoostConfig.load(config).recipe.optimizer) is not None:
-                found, hint = f"{other!r}, and the optimizer {optimizer!r} by name", "Give the usual optimizer."
-                raise ConfigError("recipe.optimizer", found=found, allowed="one of them", hint=hint)
+                told = {"found": f"{other!r}, and the optimizer {optimizer!r} by name", "allowed": "one of them"}
+                raise ConfigError("recipe.optimizer", **told, hint="Give the usual optimizer.")
         optimizer = named_optimizer(optimizer, model, lr, adamw_lr=adamw_lr)
     else:
         check_given(optimizer, lr=lr, adamw_lr=adamw_lr)
@@ -449,8 +449,7 @@ def prepare(
     """Change the modules of a bare model before it is sharded or wrapped, and return the plan to attach later.
 
     FSDP2 replaces the parameters, so the optimizer is built after sharding. Prepare the bare model, shard it, build the
-    optimizer, then call ``plan.attach(torchboost.Target(model, optimizer))``. Nothing is measured or checked. Rules
-    choose the levers.
+    optimizer, then call ``plan.attach(torchboost.Target(model, optimizer))``. Nothing is measured: rules choose levers.
 
     Args:
         model: Changed in place. It must be on the device that it will train on.

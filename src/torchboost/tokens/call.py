@@ -229,7 +229,7 @@ class PartialCall:
             self.made = None if has_saved_tensor_hooks() else self.made
 
     def _is_kept(self, outputs: Any) -> bool:
-        """Whether something that is no output keeps hidden states. Looked at in the first call of a kind.
+        """Whether anything besides the outputs keeps hidden states. Looked at in the first call of a kind.
 
         Weights of attention do not count: many models keep them to be shown, and the loop seldom reads them.
         """
