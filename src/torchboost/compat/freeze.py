@@ -161,7 +161,7 @@ class FreezeOpt(WrappingOptimizer):
         check_optimizer(opt, "opt")
         if train_strategy is not None and train_parameter_groups is None:
             raise ValueError("train_strategy: found one without train_parameter_groups; its indices need groups.")
-        parameters = parameters_of(opt)
+        parameters: list[Any] = parameters_of(opt)
         lists = train_parameter_groups
         groups = _split(parameters, None) if lists is None else _explicit(lists)
         strangers = len({p for group in groups for p in group}.difference(parameters))

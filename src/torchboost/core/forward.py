@@ -356,7 +356,8 @@ def _record(value: Any, inner: Callable[[Any], Any]) -> Any:
     fields = {
         field.name: getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)
     }
-    if not torch.compiler.is_compiling() and not isinstance(value, MutableMapping):
+    is_mapping: bool = isinstance(value, MutableMapping)
+    if not torch.compiler.is_compiling() and not is_mapping:
         fields |= getattr(value, "__dict__", {})  # attributes that are not fields, such as those of __post_init__
     changed = {name: inner(entry) for name, entry in fields.items()}
     changed = {name: entry for name, entry in changed.items() if entry is not fields[name]}
