@@ -62,7 +62,7 @@ def test_adasum_without_whole_nodes_is_dropped():
             3,
             "8 ranks in nodes of 3 leave the last node incomplete",
         ),
-        ({}, None, "one node of 1 rank has no other"),
+        ({}, None, "there is one rank, and no other"),
     ]:
         common = {} if number is None else {"common": {"device_number": number}}
         plan = Plan.of("O0", {"boost": {"mode": "manual", "adasum": True}} | common, replace(FAST, **facts))

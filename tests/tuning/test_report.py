@@ -179,7 +179,9 @@ def test_rows_name_the_confirmation() -> None:
     muon = next(row for row in rows(tuned()) if row[0] == "Muon")
     assert muon[2] == "0.04"
     norms = next(row for row in rows(tuned()) if row[0].startswith("less_bn"))
-    assert norms[1:4] == ["no gain", "1\N{MULTIPLICATION SIGN}", ""]
+    assert norms[1:4] == ["not chosen", "", ""]
+    both = next(row for row in rows(tuned()) if row[0].startswith("Muon with"))
+    assert both[1:4] == ["no gain", "0.04", ""]
 
 
 def test_rows_tell_the_attempts_of_one_recipe_apart_whatever_became_of_them() -> None:
@@ -224,7 +226,7 @@ def test_the_answer_comes_first_and_every_recipe_and_run_is_on_the_page() -> Non
     page = Page(text)
     assert page.is_safe()
     assert text.index("Turn on Muon") < text.index("What was tried") < text.index("Rates") < text.index("Raw numbers")
-    for name in (one.name for one in (LEVERS, MUON, NORMS)):
+    for name in (LEVERS.name, MUON.name, f"Muon with {NORMS.name}"):
         assert text.count(f'<th scope="row">{name}</th>') >= 2
     assert f"All {len(made.runs)} runs" in text
     assert len(page.of_class("mark")) == len(made.whole)

@@ -36,7 +36,7 @@ def test_reports_are_found_and_compared(tmp_path: Path) -> None:
     assert {len(row) for row in result_rows(results)} == {len(RESULTS)}
     head, *rows = recipe_rows(results)
     assert head == ["recipe", "1", "2", "3"]
-    assert [row[0] for row in rows] == ["switches", "Muon", "less_bn as in O2"]
+    assert [row[0] for row in rows] == ["switches", "Muon", "less_bn as in O2", "Muon with less_bn as in O2"]
     assert rows[0][1:] == [rows[0][1]] * 3  # one line, whatever a version called them
     assert rows[1][1].startswith("kept, ")
     assert rows[1][1].endswith(" in 50 % of the steps")

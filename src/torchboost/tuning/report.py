@@ -66,6 +66,10 @@ Outcome = Literal[
 earlier versions have ``"not better than fewer steps"``."""
 
 
+UNTRIED = ("not usable", "duplicate", "not tried", "not chosen")
+"""Outcomes of recipes of which nothing was trained, unless there is a speed."""
+
+
 class Candidate(Record, extra="ignore"):
     """A way to train the model: a recipe, at a rate, for a share of the steps.
 
@@ -491,7 +495,7 @@ def rows(report: TuneReport) -> list[list[str]]:
 
     def row(name: str, finding: Finding, reason: str, *, attempt: bool = False) -> list[str]:
         known, change = finding.candidate, finding.difference
-        tried = attempt or finding.speed is not None or finding.outcome not in ("not usable", "duplicate", "not tried")
+        tried = attempt or finding.speed is not None or finding.outcome not in UNTRIED
         found = attempt or finding.change is not None or finding.outcome not in ("no gain", "lost")
         share = percent(known.share) if found else ""
         rate = f"{known.section['lr']:g}" if "lr" in known.recipe else wording.multiple(known.rate)

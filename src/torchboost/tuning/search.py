@@ -340,7 +340,7 @@ def next_multiples(
 ) -> list[float]:
     """Return the multiples that are tried next: those of the grid, or if the best is at an edge, one beyond it.
 
-    The search also goes on beyond an edge that is hardly worse than the best, since chance may have made it so.
+    The search also continues beyond an edge that is hardly worse than the best, since chance may have made it so.
 
     Args:
         scores: The metric at the multiples that were tried.
