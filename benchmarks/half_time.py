@@ -312,7 +312,7 @@ def table_of(found: Sequence[tuple[Result, Job]]) -> tuple[Table, str]:
         stock = _fresh(result, STOCK)
         metric = final([run["metric"] for run in stock.values()], job)
         seconds = mean_of(run["seconds"] for run in stock.values())
-        cost = result["tuning"]["seconds"] / seconds
+        cost = result["tuning"]["seconds"] / mean_of(run["wall"] for run in stock.values())
         lines.append(
             (
                 f"{result['title']}, {result['steps']:,} steps",
