@@ -199,4 +199,4 @@ def test_other_units_and_the_wrong_direction_are_said_at_the_first_evaluation():
     goal = Goal(FINALS, drop=0.005)
     goal.update(0.1)
     goal.update(0.99)
-    Goal(FINALS, drop=0.005).update(0.917)  # a run that goes on from a good one
+    Goal(FINALS, drop=0.005).update(0.917)  # continues a good run

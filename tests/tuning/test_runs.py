@@ -135,7 +135,7 @@ def test_what_does_not_depend_on_each_other_is_made_at_the_same_time():
     assert train.trained == [(HALF.label, 0), (OTHER.label, 0), (slow.label, 0)]
     assert (len(told), made.spent) == (3, pytest.approx(5.5 + 10.5))
     assert made.wall_seconds(OTHER) == 5.5  # without the seconds in which it was not trained
-    # One that was not asked for decides nothing: it is no rival, and has no times.
+    # A run that was not asked for decides nothing. It is no rival, and has no times.
     assert [made.of("b"), list(made.asked)] == [[], [(HALF.label, 0), (OTHER.label, 0)]]
     made.score(slow, 0, [(OTHER, 1)])
     assert (len(train.trained), made.spent) == (3, pytest.approx(16.0))

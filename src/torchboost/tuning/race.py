@@ -15,15 +15,12 @@ from torchboost.bench.report import wording
 from torchboost.measure.statistics import Look, SequentialTest, paired_ratio
 from torchboost.tuning.report import FRESH_SEED, STOCK, Candidate, Finding, Outcome, Rate, Run
 from torchboost.tuning.runs import EndedError, RecipeEndedError
-from torchboost.tuning.search import LEAST_GAIN, Search, memory_ratio
+from torchboost.tuning.search import LEAST_GAIN, RUNG, Search, memory_ratio
 
 __all__ = ["LEAST_SEEDS", "Race"]
 
 LONGER = 0.15
 """If the fastest plan is not confirmed, it is tried with so much more of the steps."""
-
-RUNG = 0.05
-"""Shares of the steps differ by this."""
 
 MOST_ATTEMPTS = 3
 """Plans that the confirmation tries."""

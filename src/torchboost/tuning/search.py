@@ -13,7 +13,17 @@ from torchboost.sheet import percent
 from torchboost.tuning.report import STOCK, Candidate, Finding, Outcome, Rate, Run, Start
 from torchboost.tuning.runs import HALF, EndedError, RecipeEndedError, Runs
 
-__all__ = ["LEAST_GAIN", "MULTIPLES", "SHARES", "Search", "best_rate", "memory_ratio", "next_multiples", "next_share"]
+__all__ = [
+    "LEAST_GAIN",
+    "MULTIPLES",
+    "RUNG",
+    "SHARES",
+    "Search",
+    "best_rate",
+    "memory_ratio",
+    "next_multiples",
+    "next_share",
+]
 
 LEAST_GAIN = 1.03
 """A gain of less than 3 % is not worth the complexity."""
@@ -23,10 +33,11 @@ BUDGET, FOUND = 0.5, 0.35
 the time of stock with the levers, the second share."""
 
 MULTIPLES, MORE_MULTIPLES = (1.0, 0.5, 2.0), 4
-"""Multiples of its rate that every recipe gets, and how many more at most while the best of them is at an edge."""
+"""Multiples of its rate that every recipe gets, and how many more at most while an edge may be the best of them."""
 
-SHARES = tuple(round(0.05 * step, 2) for step in range(4, 21))
-"""Shares of the steps among which the fewest are found."""
+RUNG = 0.05
+SHARES = tuple(round(RUNG * step, 2) for step in range(4, 21))
+"""Shares of the steps among which the fewest are found. They differ by a rung."""
 
 MOSTLY = 0.75
 """Up to this share of the steps a recipe has the rate that was best at half of them, and beyond it the best at all."""
