@@ -64,15 +64,13 @@ def wrapper_of(model: nn.Module) -> str | None:
 
 def already_wrapped(name: str, wrapper: str, caller: str) -> IncompatibleError:
     """Return the error for a model that must be changed, and is wrapped: how the lines must follow each other."""
+    remedy = (
+        f"move the line with {caller}(...) before the line that wraps it: pass the bare {name}, wrap what it returns."
+    )
     if wrapper in ("fully_shard", "FullyShardedDataParallel"):
         remedy = (
             f"call plan = torchboost.prepare({name}, ...) before that, build the optimizer after it, then call "
             f"plan.attach(torchboost.Target({name}, optimizer))."
-        )
-    else:
-        remedy = (
-            f"move the line with {caller}(...) before the line that wraps it: pass the bare {name}, and wrap what is "
-            "returned."
         )
     return IncompatibleError(f"the {name} is already wrapped by {wrapper}; {remedy}")
 
@@ -169,8 +167,7 @@ def living(kind: type[Kind]) -> list[Kind]:
     """Return all objects of a class in this process.
 
     A last resort for two questions that torch does not answer: which optimizers hold a parameter, and which wrapper
-    holds an optimizer. Hooks do not report objects that were created before and not used yet, and a registry would
-    have to patch torch at import. Objects that ``gc.freeze()`` has moved aside are missing.
+    holds an optimizer. Objects that ``gc.freeze()`` has moved aside are missing.
 
     Cost: one pass over all objects of the garbage collector, about 0.1 s for a million.
     """
