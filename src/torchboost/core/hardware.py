@@ -6,7 +6,6 @@ import contextlib
 import functools
 import os
 from collections.abc import Iterable, Iterator, Sequence
-
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +30,7 @@ def device_fault(device: torch.device | str, dtype: torch.dtype = torch.float32)
 
 
 class HalfPrecision(NamedTuple):
-    """Whether autocast to bfloat16 is expected to save time on a device, and in one clause the basis of the decision."""
+    """Whether autocast to bfloat16 is expected to save time on a device, and why, in one clause."""
 
     fast: bool
     reason: str
