@@ -195,10 +195,9 @@ class Boosted:
         Warns:
             UserWarning: Once, if a schedule-free optimizer is in training mode, so that the copy is not of its average.
         """
+        what = "the copy for inference has"
         for optimizer in self._target.optimizers:
-            self._warned = self._warned or warn_of_training_weights(
-                optimizer, "the copy for inference has", stacklevel=3
-            )
+            self._warned = self._warned or warn_of_training_weights(optimizer, what, stacklevel=3)
         return fast_copy(self.model, sample=sample)
 
     def state_dict(self) -> dict[str, Any]:
