@@ -91,10 +91,8 @@ class Facts:
 
     def __post_init__(self) -> None:
         if self.loop not in get_args(Loop):
-            raise ValueError(
-                f"loop: found {self.loop!r}; allowed are {', '.join(map(repr, get_args(Loop)))}. "
-                f"{nearest(str(self.loop), get_args(Loop))}".rstrip()
-            )
+            allowed, hint = ", ".join(map(repr, get_args(Loop))), nearest(str(self.loop), get_args(Loop))
+            raise ValueError(f"loop: found {self.loop!r}; allowed are {allowed}. {hint}".rstrip())
         if self.total_steps is not None:
             check_count("total_steps", self.total_steps, of="updates of the whole run")
 
@@ -132,13 +130,7 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """Who owns the training loop, and what it does around the model.
-
-    Args:
-        loop: See :func:`torchboost.boost`.
-        precision: The mixed precision in which a trainer computes, in its own words. Empty if it uses none.
-        forward: Makes the context in which it computes each forward pass.
-    """
+    """Who owns the training loop, its mixed precision (:class:`Facts`), and the context of each forward pass."""
 
     loop: Loop = "own"
     precision: str = ""
@@ -191,8 +183,7 @@ class Entry:
         facts: Settings that are facts, which count if they are known and the setting is not written.
         brings: Key of that section -> algorithm that this key switches on and off together with this one.
         unusable: Why these facts rule the algorithm out, or None.
-        unproven: Why a level should skip it on these facts although it would work. A request by name overrides this,
-            and so does the trial of a lever.
+        unproven: Why a level skips it although it would work. A request by name overrides this, as does a trial.
         lever: Whether it only changes the speed of a step, so that a trial may switch it on and off.
         once: Whether it costs time once, such as compilation.
         of_optimizer: Whether it changes the update alone.
@@ -498,15 +489,9 @@ LEVELS: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
 
 
 def build(entry: Entry, settings: Mapping[str, Any], origins: Mapping[str, str]) -> Algorithm:
-    """Build an algorithm from its settings.
+    """Build an algorithm from its settings, as JSON has them.
 
-    Args:
-        entry: Of the algorithm.
-        settings: As JSON has them.
-        origins: Setting -> JSON path, for those that the user wrote. Their types are checked.
-
-    Raises:
-        ConfigError: A setting is unknown, of a wrong type, or out of range.
+    The types of those that the user wrote are checked. ``origins`` has the JSON path of each.
     """
     if not settings and entry.name in _SYSTEM:
         return _SYSTEM[entry.name]
