@@ -163,10 +163,8 @@ def sparse_values(tensor: Tensor) -> Tensor:
     return tensor._values()
 
 
-def local_shard(tensor: Any) -> Tensor:
-    """Return the memory of this rank's part of a DTensor, the same object each time."""
-    return tensor._local_tensor
-
+local_shard: Callable[[Any], Tensor] = attrgetter("_local_tensor")
+"""Returns the memory of this rank's part of a DTensor, the same object each time."""
 
 check_and_unscale_: Callable[[list[Tensor], Tensor, Tensor], None] = _aten._amp_foreach_non_finite_check_and_unscale_
 """Multiplies gradients in place and sets the second tensor to 1 if one is not finite, without waiting for the device.
@@ -734,14 +732,11 @@ def loads_in_this_process(loader: DataLoader[Any]) -> bool:
     return loader.num_workers == 0 and all(ways.isdisjoint(vars(kind)) for kind in kinds)
 
 
-def iterator_of_indices(batches: Any) -> Any:
-    """Return the iterator from which the iterator of a loader without workers takes its indices."""
-    return batches._sampler_iter
+iterator_of_indices: Callable[[Any], Any] = attrgetter("_sampler_iter")
+"""Returns the iterator from which the iterator of a loader without workers takes its indices."""
 
-
-def next_index(batches: Any) -> Any:
-    """Take the next index, or list of indices, from the iterator of a loader without workers, and load nothing."""
-    return batches._next_index()
+next_index: Callable[[Any], Any] = methodcaller("_next_index")
+"""Takes the next index, or list of indices, from the iterator of a loader without workers, and loads nothing."""
 
 
 def load_index(batches: Any, index: Any) -> Any:
