@@ -38,7 +38,6 @@ class LessBN(nn.Module):
             unless given.
 
     Attributes:
-        network: The network.
         report: Which BatchNorms were found, removed and kept.
 
     Raises:
@@ -68,8 +67,7 @@ class LessBN(nn.Module):
 class GradientAccumulation(GradientWindow):
     """Collect gradients that the caller passes, and update with their mean after ``max_accumulation_step`` calls.
 
-    This is :class:`~torchboost.algorithms.grad_accumulation.optimizer.GradientWindow` under MindSpore's name. If
-    the loop itself calls ``backward()``, :class:`~torchboost.Accumulator` does the same without a second copy of the
+    If the loop itself calls ``backward()``, :class:`~torchboost.Accumulator` does the same without a second copy of the
     gradients.
 
     Args:
@@ -142,8 +140,7 @@ class AdaSum:
         if found != here or device_number * group_number != topology.world_size:
             raise ValueError(
                 f"rank, device_number, group_number: found {found} in rank {topology.rank} of {topology.world_size}; "
-                "give this rank, the ranks on a node and the number of nodes, after torch.distributed."
-                "init_process_group."
+                "after init_process_group, give this rank, the ranks on a node and the number of nodes."
             )
         self._groups = NodeGroups.of(topology) if topology.world_size > 1 else None
 
@@ -271,17 +268,12 @@ class DimReduce:
         """
         parameters = self.subspace.weights
         if [*map(id, weight)] != [*map(id, parameters)]:
-            raise ValueError(
-                "weight: found other parameters than this object was built with; give the same ones in order."
-            )
+            raise ValueError("weight: found other parameters than this object was built with; give the same, in order.")
         shapes = [parameter.shape for parameter in parameters]
-        for name, tensors in (("old_grad", old_grad), ("weight_clone", weight_clone)):
-            if len(tensors) != len(shapes) or any(
-                tensor is not None and tensor.shape != shape for tensor, shape in zip(tensors, shapes, strict=True)
-            ):
-                raise ValueError(
-                    f"{name}: the number or the shapes are not those of the weights; give one per weight, in order."
-                )
+        for name, tensors in {"old_grad": old_grad, "weight_clone": weight_clone}.items():
+            found = [shape if one is None else one.shape for one, shape in zip(tensors, shapes, strict=False)]
+            if len(tensors) != len(shapes) or found != shapes:
+                raise ValueError(f"{name}: the number or the shapes do not fit; give one per weight, in order.")
         with torch.no_grad():
             for parameter, clone, gradient in zip(parameters, weight_clone, old_grad, strict=True):
                 parameter.copy_(clone)

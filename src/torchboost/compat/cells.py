@@ -225,8 +225,7 @@ class BoostTrainOneStepCell:
 
         Args:
             loss: Returned unchanged.
-            grads: One gradient per parameter of the optimizer, multiplied by ``sens``. None for a parameter without a
-                gradient.
+            grads: As of :meth:`adasum_process`, multiplied by ``sens``.
             sens: Not used. MindSpore passes it to dimension-reduced training.
             *inputs: Not used.
 
@@ -306,10 +305,8 @@ class BoostTrainOneStepWithLossScaleCell(BoostTrainOneStepCell):
             ValueError: ``sens`` has another shape or is not a finite number above 0. The scale is not changed.
         """
         if not isinstance(self.scaler, FixedLossScale):
-            raise TypeError(
-                f"set_sense_scale: a {type(self.scaler).__name__} sets the scale of this cell; only a scale given "
-                "as a tensor can be set."
-            )
+            kind = type(self.scaler).__name__
+            raise TypeError(f"set_sense_scale: a {kind} sets the scale of this cell; give a tensor when you build it.")
         self.scaler.set(_number(sens, "sens"))
 
 
@@ -365,22 +362,13 @@ class GroupLossScaleManager(nn.Module):
     @loss_scale_groups.setter
     def loss_scale_groups(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
         if self._scaler is not None:
-            raise ValueError(
-                "loss_scale_groups: this manager already has groups; build another manager for other groups."
-            )
+            raise ValueError("loss_scale_groups: this manager already has groups; build another one for other groups.")
         self._groups = listed = _checked_groups(groups)
         count = len(listed) or (len(self._init) if isinstance(self._init, (list, tuple)) else 1)
         scales = checked_scales(self._init, count, self._rule, "init_loss_scale")
-        if not listed:
-            return
-        self._scaler = GroupScaler(
-            ["ends", *map(str, range(len(listed)))],
-            [1.0, *scales],
-            listed,
-            rule=self._rule,
-            exact=True,
-            agree=self._agree,
-        )
+        if listed:
+            names = ["ends", *map(str, range(count))]
+            self._scaler = GroupScaler(names, [1.0, *scales], listed, rule=self._rule, exact=True, agree=self._agree)
 
     @property
     def scaler(self) -> GroupScaler:
@@ -528,14 +516,11 @@ def _checked_groups(groups: Any) -> list[list[nn.Parameter]]:
     for index, group in enumerate(groups):
         for param in group if isinstance(group, (list, tuple)) else [group]:
             if not isinstance(param, nn.Parameter):
-                raise TypeError(
-                    f"loss_scale_groups[{index}]: found a {type(param).__name__}; a group is a list of parameters."
-                )
+                found = type(param).__name__
+                raise TypeError(f"loss_scale_groups[{index}]: found a {found}; a group is a list of parameters.")
             if owner.setdefault(id(param), index) != index:
-                raise ValueError(
-                    f"loss_scale_groups: a parameter of shape {tuple(param.shape)} is in the groups {owner[id(param)]} "
-                    f"and {index}; its gradient has one scale, so put it into one group."
-                )
+                both = f"a parameter of shape {tuple(param.shape)} is in the groups {owner[id(param)]} and {index}"
+                raise ValueError(f"loss_scale_groups: {both}; its gradient has one scale, so put it into one group.")
     return [list(group) for group in groups]
 
 
