@@ -34,14 +34,9 @@ class ClosureOptimizer(Optimizer):
 
 
 class Replay:
-    """Repeats a forward pass with the same random numbers, so that dropout drops the same entries.
+    """Repeats a forward pass with the same random numbers, of the host and a device: dropout drops the same entries.
 
-    Args:
-        forward: Returns the loss.
-        device: The device whose generator is restored in addition to the host's.
-
-    Attributes:
-        loss: The detached loss of the first pass. None before that pass.
+    ``loss`` is the detached loss of the first pass. None before that pass.
     """
 
     def __init__(self, forward: Callable[[], Tensor], device: torch.device) -> None:
@@ -155,12 +150,10 @@ class TrainStep:
         loss = loss_fn(*inputs);  s.scale(a.share(loss)).backward()
         when the window is full:  s.unscale_(opt); s.step(opt); s.update(); opt.zero_grad()
 
-    An optimizer with a line search (:class:`ClosureOptimizer`) receives the forward pass of
-    the batch.
-
     Algorithms act through hooks on the model and the optimizer, so this step gives the same weights as the same lines
-    written by hand. Gradients are always unscaled before the hooks of the optimizer see them. Learning-rate schedulers
-    remain with the caller: step them after this step, if ``updated`` is true.
+    written by hand. An optimizer with a line search (:class:`ClosureOptimizer`) receives the forward pass of the batch.
+    Gradients are always unscaled before the hooks of the optimizer see them. Step schedulers after this step, if
+    ``updated`` is true.
 
     Args:
         target: The handles of the loop. They are read at every call, so algorithms may replace them.
