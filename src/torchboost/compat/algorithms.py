@@ -140,7 +140,8 @@ class AdaSum:
         if found != here or device_number * group_number != topology.world_size:
             raise ValueError(
                 f"rank, device_number, group_number: found {found} in rank {topology.rank} of {topology.world_size}; "
-                "after init_process_group, give this rank, the ranks on a node and the number of nodes."
+                "give this rank, the ranks on a node and the number of nodes, after torch.distributed."
+                "init_process_group."
             )
         self._groups = NodeGroups.of(topology) if topology.world_size > 1 else None
 
