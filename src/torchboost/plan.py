@@ -170,14 +170,8 @@ class Plan:
     ) -> Plan:
         """Return the plan without the algorithms that would change nothing for this pair. The reasons are listed.
 
-        An algorithm that has already transformed the model remains on. If there are other optimizers of the model, the
-        algorithms that serve only one optimizer are dropped, too.
-
-        Args:
-            model: The bare model.
-            optimizer: Of this model.
-            *others: More of them.
-            but: Names of algorithms that are not asked.
+        An algorithm that has already transformed the bare model remains on. If there are other optimizers of the model,
+        the algorithms that serve only one optimizer are dropped, too. Those in ``but`` are not asked.
 
         Raises:
             TypeError: Not a module, or not an optimizer.
@@ -225,8 +219,8 @@ class Plan:
     def transform(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
         """Let every algorithm change the modules. Call it before the model is wrapped, sharded or compiled.
 
-        A second call does nothing. Parameters keep their identity, except those that an algorithm replaces. If the
-        optimizer exists already, pass it, and it follows.
+        A second call does nothing. If the optimizer exists already, pass it, and it follows parameters that are
+        replaced.
 
         Raises:
             TypeError: Not a module, or not an optimizer.

@@ -55,17 +55,15 @@ class Facts:
         device: Type of the device that trains: ``"cpu"``, ``"cuda"``, ...
         half_precision: Whether the device computes faster in bfloat16 than in float32. None if the device is not here.
         half_precision_reason: One clause about the measurement. Empty without one.
-        convolutions: Number of convolutions in the model. None without a model.
-        other_dimensions: Number of convolutions and BatchNorms that are not two-dimensional. None without a model.
-        grouped_convolutions: Number of convolutions in groups, depthwise ones for instance. None without a model.
-        batch_norms: Number of BatchNorms in the model, with those that ``less_bn`` removed. None without a model.
-        largest_matrix: Entries of the largest parameter of two dimensions that is not an embedding. None without a
-            model.
-        trained: Whether the model was trained before, judged by its BatchNorm statistics. None without a model or
-            without BatchNorms. False if ``less_bn`` removed some before, because that was decided then.
+        convolutions: Number of convolutions in the model. Without a model this and the next five are None.
+        other_dimensions: Number of convolutions and BatchNorms that are not two-dimensional.
+        grouped_convolutions: Number of convolutions in groups, depthwise ones for instance.
+        batch_norms: Number of BatchNorms in the model, with those that ``less_bn`` removed.
+        largest_matrix: Entries of the largest parameter of two dimensions that is not an embedding.
+        trained: Whether the model was trained before, judged by its BatchNorm statistics. None without BatchNorms.
+            False if ``less_bn`` removed some before, because that was decided then.
         total_steps: Number of planned training steps. None if not given.
-        loop: The owner of the training loop: ``"own"`` (the user's lines), or the trainer ``"transformers"``,
-            ``"lightning"`` or ``"accelerate"``.
+        loop: The owner of the training loop: ``"own"`` (the user's lines), or the trainer's name.
         precision: The mixed precision in which the trainer computes, in its own words. Empty if it uses none.
 
     Raises:
@@ -100,11 +98,10 @@ class Facts:
     def measure(
         cls, model: nn.Module | None = None, *, total_steps: int | None = None, loop: Loop = "own", precision: str = ""
     ) -> Facts:
-        """Look at the process group, the hardware and, if given, the model.
+        """Look at the process group, the hardware and the model, or without one at torch's default device.
 
-        Without a model the device is torch's default device. The other arguments are passed on unchanged. The first
-        call on a machine measures the speed of bfloat16 (:func:`~torchboost.core.hardware.half_precision`): at most
-        0.2 s on the CPU.
+        The first call on a machine measures the speed of bfloat16 (:func:`~torchboost.core.hardware.half_precision`):
+        at most 0.2 s on the CPU.
         """
         topology, device = Topology.current(), None
         counted: dict[str, Any] = {}
