@@ -87,7 +87,7 @@ class _Sens:
 
 
 class BoostTrainOneStepCell:
-    """A training step for a network that returns its loss.
+    """A training step (:class:`~torchboost.TrainStep`) for a network that returns its loss.
 
     Args:
         network: Returns the loss, a tensor of shape ``()``, alone or followed by the number of samples or tokens, by
@@ -99,9 +99,6 @@ class BoostTrainOneStepCell:
 
     Attributes:
         updated: Whether the last call updated the weights. With gradient accumulation, step schedulers only if it did.
-
-    Warns:
-        NoEffectWarning: The network has trainable parameters that the optimizer does not hold. The warning names them.
 
     Raises:
         TypeError: ``sens`` is not a number, ``network`` is not a module, or ``optimizer`` is not an optimizer.
@@ -214,9 +211,8 @@ class BoostTrainOneStepCell:
         """
         if not self.check_adasum_enable():
             raise IncompatibleError(
-                "AdaSum does not act in this cell; give AutoBoost the configuration "
-                '{"boost": {"mode": "manual", "adasum": true}} and start at least two nodes. AutoBoost.explain() says '
-                "what is missing."
+                'AdaSum does not act in this cell; give AutoBoost {"boost": {"mode": "manual", "adasum": true}} and '
+                "start at least two nodes. AutoBoost.explain() says what is missing."
             )
         return self._hand_over(self._at_once, loss, grads)
 
@@ -313,10 +309,10 @@ class BoostTrainOneStepWithLossScaleCell(BoostTrainOneStepCell):
 class GroupLossScaleManager(nn.Module):
     """One scale per group, with borders that the network's ``forward`` sets by hand, as in MindSpore.
 
-    There are n groups in the order of the network. The list of scales has a 1 before them and a 1 after them.
+    The list of scales has a 1 before and a 1 after those of the groups, in the order of the network.
     ``manager(x, i, i + 1)`` is the border between the list entries i and i + 1: ``manager(x, 0, 1)`` at the input of
-    the network, and ``manager(x, k, k + 1)`` after the k-th group. If the input does not require a gradient, the first
-    border may be omitted. :class:`~torchboost.GroupGradScaler` sets the borders itself.
+    the network, unless it requires no gradient, and ``manager(x, k, k + 1)`` after the k-th group.
+    :class:`~torchboost.GroupGradScaler` sets the borders itself.
 
     Args:
         init_loss_scale: The initial scales: one number, or one per group.

@@ -116,11 +116,10 @@ class GradientFreeze:
     def split_parameters_groups(self, net: nn.Module, freeze_para_groups_number: int) -> list[list[nn.Parameter]]:
         """Return the parameters that train at each index, in order of registration. The first list holds all of them.
 
-        A new unit begins at a matrix or kernel if the current unit holds at least three parameters. Vectors (biases,
-        normalisations) join the current unit. They are recognised by their shape. MindSpore looks for "bn" and "bias"
-        in names. If there are fewer units than groups, there are as many groups as units. MindSpore silently freezes
-        nothing in this case. :class:`torchboost.algorithms.GradFreeze` splits by modules in execution order instead,
-        which saves more.
+        A new unit begins at a matrix or kernel if the current unit holds at least three parameters. Vectors join the
+        current unit, by their shape: MindSpore looks for "bn" and "bias" in names. There are at most as many groups as
+        units: MindSpore then silently freezes nothing. :class:`torchboost.algorithms.GradFreeze` splits by modules in
+        execution order instead, which saves more.
         """
         return _split(list(net.parameters()), freeze_para_groups_number)
 
@@ -166,9 +165,7 @@ class FreezeOpt(WrappingOptimizer):
         groups = _split(parameters, None) if lists is None else _explicit(lists)
         strangers = len({p for group in groups for p in group}.difference(parameters))
         if strangers:
-            raise ValueError(
-                f"train_parameter_groups: found {strangers} parameters that opt does not update; remove them."
-            )
+            raise ValueError(f"train_parameter_groups: found {strangers} parameters that opt does not update; drop them.")
         strategy = _strategy(train_strategy, len(groups))
         super().__init__(opt)
         self.groups = groups
@@ -210,9 +207,8 @@ def freeze_cell(
     """
     check_sens(sens)
     if not isinstance(optimizer, FreezeOpt):
-        raise TypeError(
-            f"optimizer: found {type(optimizer).__name__}; wrap it: FreezeOpt(optimizer, groups, strategy)."
-        )
+        found = type(optimizer).__name__
+        raise TypeError(f"optimizer: found {found}; wrap it: FreezeOpt(optimizer, groups, strategy).")
     window = max_accumulation_step if use_grad_accumulation else 1
     divisor = (degree or dist.get_world_size()) if reducer_flag and mean else 1
     scale = sens / window
@@ -288,9 +284,7 @@ def _strategy(strategy: Any, groups: int) -> tuple[int, ...]:
         return tuple(range(groups))
     indices = strategy.tolist() if isinstance(strategy, Tensor) else strategy
     if not isinstance(indices, (list, tuple)) or any(type(index) is not int for index in indices):
-        raise TypeError(
-            f"train_strategy: found {strategy!r}; give a list, a tuple or a 1-D tensor of integers, or None."
-        )
+        raise TypeError(f"train_strategy: found {strategy!r}; give a list, tuple or 1-D tensor of integers, or None.")
     if not indices or not all(0 <= index < groups for index in indices):
         raise ValueError(f"train_strategy: each entry must be at least 0 and below the number of groups, {groups}.")
     return tuple(indices)
