@@ -165,7 +165,9 @@ class FreezeOpt(WrappingOptimizer):
         groups = _split(parameters, None) if lists is None else _explicit(lists)
         strangers = len({p for group in groups for p in group}.difference(parameters))
         if strangers:
-            raise ValueError(f"train_parameter_groups: found {strangers} parameters that opt does not hold; drop them.")
+            raise ValueError(
+                f"train_parameter_groups: found {strangers} parameters that opt does not update; remove them."
+            )
         strategy = _strategy(train_strategy, len(groups))
         super().__init__(opt)
         self.groups = groups
