@@ -446,9 +446,9 @@ def _requested(config: BoostConfig, level: str) -> list[str]:
     }[mode]
     switched = {name: setting is not False for name, setting in config.extra.items()}
     for entry in REGISTRY.values():
-        section = getattr(config, entry.section, None)
         if switched.get(entry.name, entry.name in chosen):
             for key, brought in entry.brings.items():
+                section = getattr(config, entry.section)
                 if brought not in config.extra and (mode != "auto" or key in section.model_fields_set):
                     switched[brought] = getattr(section, key)
     return [name for name in dict.fromkeys([*chosen, *switched]) if switched.get(name, True)]
