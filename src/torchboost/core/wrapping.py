@@ -64,13 +64,15 @@ def wrapper_of(model: nn.Module) -> str | None:
 
 def already_wrapped(name: str, wrapper: str, caller: str) -> IncompatibleError:
     """Return the error for a model that must be changed, and is wrapped: how the lines must follow each other."""
-    remedy = (
-        f"move the line with {caller}(...) before the line that wraps it: pass the bare {name}, wrap what it returns."
-    )
     if wrapper in ("fully_shard", "FullyShardedDataParallel"):
         remedy = (
             f"call plan = torchboost.prepare({name}, ...) before that, build the optimizer after it, then call "
             f"plan.attach(torchboost.Target({name}, optimizer))."
+        )
+    else:
+        remedy = (
+            f"move the line with {caller}(...) before the line that wraps it: pass the bare {name}, and wrap what is "
+            "returned."
         )
     return IncompatibleError(f"the {name} is already wrapped by {wrapper}; {remedy}")
 
