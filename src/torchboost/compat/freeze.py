@@ -286,7 +286,9 @@ def _strategy(strategy: Any, groups: int) -> tuple[int, ...]:
         return tuple(range(groups))
     indices = strategy.tolist() if isinstance(strategy, Tensor) else strategy
     if not isinstance(indices, (list, tuple)) or any(type(index) is not int for index in indices):
-        raise TypeError(f"train_strategy: found {strategy!r}; give a list, tuple or 1-D tensor of integers, or None.")
+        raise TypeError(
+            f"train_strategy: found {strategy!r}; give a list, a tuple or a 1-D tensor of integers, or None."
+        )
     if not indices or not all(0 <= index < groups for index in indices):
         raise ValueError(f"train_strategy: each entry must be at least 0 and below the number of groups, {groups}.")
     return tuple(indices)

@@ -533,7 +533,7 @@ def _check_place(algorithm: Algorithm, target: Target, inner: Optimizer) -> None
     if wrapper is not None and algorithm.needs_transform(target.model):
         raise IncompatibleError(
             f"'{algorithm.name}' changes the modules of the model, but the model is already wrapped by {wrapper}. Call "
-            "boost on the bare model, then wrap it; with a plan, call plan.transform(model) before that, attach after it."
+            "boost on the bare model, then wrap it; with a plan, call plan.transform(model) first, attach last."
         )
     if target.others and not algorithm.traits.each_optimizer:
         raise IncompatibleError(
