@@ -148,6 +148,13 @@ def test_the_navigation_has_six_parts_and_every_page_once():
     assert sorted(pages) == sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
 
 
+def test_short_code_with_a_hyphen_is_kept_on_one_line():
+    mark = runpy.run_path(str(DOCS / ".hooks" / "short_code.py"))["on_page_content"]
+    option, long, plain = "--drop 0.5", "torchrun --nnodes 2 --nproc-per-node 4", "drop"
+    found = mark("".join(f"<code>{text}</code>" for text in (option, long, plain, f"{option}\n")))
+    assert re.findall(r'<code class="whole">([^<]*)</code>', found) == [option]
+
+
 def test_every_public_package_has_its_page_of_names():
     stubs = {path.parent.relative_to(SOURCE) for path in SOURCE.rglob("__init__.pyi")}
     packages = {".".join(("torchboost", *stub.parts)) for stub in stubs}

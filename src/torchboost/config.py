@@ -215,10 +215,11 @@ class BoostConfig(_Section):
         if isinstance(source, cls):
             return source
         data = _read(source)
-        try:
-            return cls.model_validate(data)
-        except ValidationError as error:
-            raise _naming(_explained(cls, data, error), source) from None
+        with naming_file(source):
+            try:
+                return cls.model_validate(data)
+            except ValidationError as error:
+                raise _explained(cls, data, error) from None
 
 
 ConfigSource: TypeAlias = Mapping[str, Any] | str | os.PathLike[str] | BoostConfig | None
@@ -230,13 +231,17 @@ def _read(source: Any) -> dict[str, Any]:
         return {}
     if isinstance(source, Mapping):
         return dict(source)
-    if isinstance(source, str) and source.lstrip().startswith("{"):
-        return _parse(source)
-    if isinstance(source, (str, os.PathLike)):
+    if _is_path(source):
         text = _read_file(os.fspath(source))
         with naming_file(source):
             return _parse(text)
+    if isinstance(source, str):
+        return _parse(source)
     raise ConfigError("", found=_found(source), allowed="a dict, a path to a JSON file, JSON text, or nothing")
+
+
+def _is_path(source: Any) -> bool:
+    return isinstance(source, os.PathLike) or (isinstance(source, str) and source.strip()[:1] not in ("", "{"))
 
 
 def _read_file(path: str | bytes) -> str:
@@ -257,16 +262,10 @@ def naming_file(source: Any) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        raise _naming(error, source) from None
-
-
-def _naming(error: ConfigError, source: Any) -> ConfigError:
-    """Return an error that names its source, if the source is a file that may hold the entry and is not named yet."""
-    is_file = isinstance(source, os.PathLike) or (isinstance(source, str) and source.strip()[:1] not in ("", "{"))
-    if error.file or not is_file or error.path == "level":  # an argument
-        return error
-    told = {"found": error.found, "allowed": error.allowed, "hint": error.hint}
-    return ConfigError(error.path, **told, file=os.fsdecode(source))
+        if error.file or not _is_path(source) or error.path == "level":  # an argument
+            raise
+        told = {"found": error.found, "allowed": error.allowed, "hint": error.hint}
+        raise ConfigError(error.path, **told, file=os.fsdecode(source)) from None
 
 
 def _parse(text: str) -> dict[str, Any]:

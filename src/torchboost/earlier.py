@@ -18,16 +18,7 @@ O1_HAD: Mapping[str, Any] = {LessBn.name: {"keep": "narrowest", "keep_every": 1}
 
 
 def check_against_o1(state: Mapping[str, Any], model: nn.Module, known: Collection[str]) -> None:
-    """Refuse the state of algorithms that was written with a part of the former O1, if this part is off here.
-
-    Args:
-        state: Algorithm -> its state.
-        model: The bare model.
-        known: Algorithms that are on, or were withdrawn.
-
-    Raises:
-        ValueError: The training would continue without that part.
-    """
+    """Refuse the state of a run with a part of the former O1 that is off here, neither on nor withdrawn."""
     off = [name for name in O1_HAD if name in state and name not in known]
     if LessBn.name in off and LessBn().applied(model):
         off.remove(LessBn.name)
@@ -37,12 +28,7 @@ def check_against_o1(state: Mapping[str, Any], model: nn.Module, known: Collecti
 
 
 def watch_for_o1(optimizers: Iterable[Optimizer], norms: int) -> Attachment:
-    """Let optimizers refuse a state without parameters of BatchNorms, and say what to do. Torch's error has no reason.
-
-    Args:
-        optimizers: Of a model.
-        norms: Number of its BatchNorms.
-    """
+    """Let the optimizers of a model with ``norms`` BatchNorms refuse a state without their parameters, and say why."""
 
     def look(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         theirs, ours = ([len(group["params"]) for group in of["param_groups"]] for of in (state, vars(optimizer)))

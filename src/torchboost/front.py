@@ -183,22 +183,18 @@ class Boosted:
     def eval_model(self, sample: Any = None) -> nn.Module:
         """Return a fast copy for inference with BatchNorm folded. The model itself can continue to train.
 
-        See :func:`torchboost.inference.fast_copy`.
+        See :func:`torchboost.inference.fast_copy`, also for the errors.
 
         Args:
             sample: An example input of the copy: a tensor, a tuple of positional arguments or a dict of keyword
                 arguments. If it is given, the fastest form on this machine is chosen by measurement.
 
-        Raises:
-            TypeError, ValueError: See there.
-
         Warns:
             UserWarning: Once, if a schedule-free optimizer is in training mode, so that the copy is not of its average.
         """
+        what = "the copy for inference has"
         for optimizer in self._target.optimizers:
-            self._warned = self._warned or warn_of_training_weights(
-                optimizer, "the copy for inference has", stacklevel=3
-            )
+            self._warned = self._warned or warn_of_training_weights(optimizer, what, stacklevel=3)
         return fast_copy(self.model, sample=sample)
 
     def state_dict(self) -> dict[str, Any]:
@@ -240,14 +236,10 @@ class Boosted:
         self.levers.follow(chosen)
 
     def withdraw(self, name: str, reason: str) -> None:
-        """Remove one algorithm from the run. The others remain. No later trial turns it on again.
+        """Remove one algorithm from the run, also a lever that waits. No later trial turns it on again.
 
-        A lever that is not on yet, because the first training call has still to decide, is withdrawn too. The
-        checkpoint keeps it.
-
-        Args:
-            name: Of an algorithm. If the plan does not have it, nothing happens.
-            reason: Shown by :meth:`explain`.
+        The checkpoint keeps that. If the plan does not have the algorithm, nothing happens. :meth:`explain` shows the
+        reason.
         """
         self.levers.withdraw(name, reason)
 
@@ -270,10 +262,6 @@ class Boosted:
         checkpointing that the memory does not need, the forward pass of frozen layers, and host synchronisations. Work
         that can be skipped is timed in pairs of steps. Call it in training mode with the arguments of a training call:
         ``print(boosted.waste(*inputs))``, or ``**batch`` for a dict. ``torchboost doctor`` measures the wait for data.
-
-        Args:
-            *args: The positional arguments of a training call.
-            **kwargs: Its named arguments.
 
         Returns:
             Each kind with its seconds and its share of a plain step, how it was found and what removes it. From then

@@ -44,10 +44,10 @@ class Guard:
     The loss is averaged over blocks of steps. Each block gives its excess over a reference, as a share of the absolute
     loss there or of its mean over the whole reference, whichever is larger, minus ``tolerance``, at most 1 and at least
     -1. If a test that is valid at every look finds that the mean is above 0, one algorithm is withdrawn: gradient
-    freezing and dropped tokens first, then reduced precision, then centralised gradients. Further tests begin during
-    the run, first after every 25 blocks and later at intervals of about a tenth of the run so far, so harm that comes
-    late is found too. They share the error. The k-th has 1 / (k * (k + 1)) of it. Changes that cannot be withdrawn,
-    such as removed BatchNorm layers, are named in the log.
+    freezing and dropped tokens first, then reduced precision, then centralised gradients. Changes that cannot be
+    withdrawn, such as removed BatchNorm layers, are named in the log. Further tests begin during the run, first after
+    every 25 blocks and later at intervals of about a tenth of the run so far, so harm that comes late is found too. The
+    k-th has 1 / (k * (k + 1)) of the error.
 
     After a withdrawal, 50 blocks are ignored, because the loss needs time to return. Then the tests begin again, with
     half of the error rate. A loss that is not finite withdraws at the end of its block, even during this pause. If no
@@ -58,8 +58,7 @@ class Guard:
     simulated, not proven. An excess that is small against the mean loss of a whole reference is not seen, even if it is
     large against a loss that has become tiny.
 
-    Under ``torch.distributed`` all ranks of the default group make the same calls. The loss is averaged over them, so
-    all withdraw the same algorithm at the same step.
+    Under ``torch.distributed`` all ranks of the default group make the same calls. The loss is averaged over them.
 
     Cost: per step, an addition on the device of the loss. Per block, one synchronisation, and across ranks one
     collective of a single number.
@@ -170,11 +169,8 @@ class Guard:
 
     def figures(self) -> dict[str, float]:
         """Return the state for a log: excess of the last block, evidence, and how many algorithms were withdrawn."""
-        return {
-            "guard/excess": self._state.excess,
-            "guard/evidence": self._state.test.evidence,
-            "guard/withdrawn": float(len(self.withdrawn)),
-        }
+        excess, evidence = self._state.excess, self._state.test.evidence
+        return {"guard/excess": excess, "guard/evidence": evidence, "guard/withdrawn": float(len(self.withdrawn))}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
@@ -323,10 +319,8 @@ def _checked(reference: Sequence[float], block: int) -> list[float]:
     if not losses or not all(map(math.isfinite, losses)):
         raise ValueError(f"reference: found {len(losses)} losses; give at least one, all of them finite.")
     if len(losses) < block:
-        raise ValueError(
-            f"reference: found {len(losses)} losses, and a block has {block} steps, so nothing would be compared; give "
-            "at least as many, or a smaller block."
-        )
+        found = f"found {len(losses)} losses, and a block has {block} steps"
+        raise ValueError(f"reference: {found}, so nothing would be compared; give more, or a smaller block.")
     if not any(losses):
         raise ValueError("reference: found only zeros, and the excess is a share of their mean; give 'trend' instead.")
     return losses

@@ -62,24 +62,15 @@ class Levers:
     without such a call, they are chosen by the kind of machine and model. The levers that are on are checked at the
     first training call, and once more on inputs of other shapes. For that they are detached for a moment.
 
-    Args:
-        plan: The requested plan.
-        target: The pair. Several optimizers are possible.
-        calibrate: Whether and how long to measure.
-        verify: Whether to check.
-        wrapper: The name of the wrapper of the model. None without one.
-        forward: Makes the context in which a trainer computes each forward pass.
-
     Attributes:
         asked: The plan, without the algorithms that change nothing for this pair.
         attached: All attachments, also of algorithms that are not levers.
         state: Of the levers.
         due: Whether the first training call has still to come.
-        ended: Whether a trainer has said that the training has ended.
         choice: The choice of the trial, or of a checkpoint. None before, and if nothing is measured.
         checks: Lever -> how far its step is from the plain one, in words.
         withdrawn: Algorithms that were taken out of the run -> the reason.
-        final: The states of the attachments when the training had ended. None before.
+        final: The states of the attachments when a trainer said that the training had ended. None before.
     """
 
     def __init__(
@@ -92,7 +83,7 @@ class Levers:
         wrapper: str | None,
         forward: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        self._target, self.due, self._unseen, self.ended = target, False, False, False
+        self._target, self.due, self._unseen = target, False, False
         self.choice: Choice | None = None
         self.checks: dict[str, str] = {}
         self.withdrawn: dict[str, str] = {}
@@ -155,7 +146,8 @@ class Levers:
     def explanation(self) -> Explanation:
         """Return the requests, the decisions, and the results of the checks."""
         plan = self.plan.explanation(" and ".join(map(_title, self._target.optimizers)))
-        removed = (_ENDED if self.ended else "removed; before, this was so:",) if self.state == "removed" else ()
+        gone = _ENDED if self.final is not None else "removed; before, this was so:"
+        removed = (gone,) if self.state == "removed" else ()
         measured = self.choice.measured if self.choice is not None else ""
         measured = "; ".join(text for text in (measured, self._untimed) if measured and text)
         if self.choice is None and self._unseen:
@@ -190,20 +182,17 @@ class Levers:
             if reason is not None:
                 return row._replace(state="off", did=f"does not apply: {reason}")
             return row._replace(state="waits", did=REGISTRY[row.name].summary)
-        verdicts = {} if self.choice is None else {verdict.lever: verdict for verdict in self.choice.verdicts}
-        verdict = None if row.name in self.withdrawn else verdicts.get(row.name)
-        did, state = row.did, row.state
+        verdicts = () if self.choice is None or row.name in self.withdrawn else self.choice.verdicts
+        verdict = next((verdict for verdict in verdicts if verdict.lever == row.name), None)
         if verdict is not None:
             found = "not measured" if verdict.reason == shared else verdict.found
             did = found if verdict.pairs or not verdict.kept else f"{row.did}; {found}"
-            state = "was on before" if verdict.before else state
-        if state != "on":
-            return row._replace(state=state, did=did)
-        done = self._done.get(row.name)
-        did = f"{did}; {done}" if done else did
-        remark = self.remarks.get(row.name)
-        did = f"{did}; not in effect: {remark}" if remark else did
-        return row._replace(did=did, exact=self.checks.get(row.name, row.exact))
+            row = row._replace(did=did, state="was on before" if verdict.before else row.state)
+        if row.state != "on":
+            return row
+        done, remark = self._done.get(row.name), self.remarks.get(row.name)
+        notes = [*([done] if done else []), *([f"not in effect: {remark}"] if remark else [])]
+        return row._replace(did="; ".join([row.did, *notes]), exact=self.checks.get(row.name, row.exact))
 
     def _ask(self) -> str:
         """Return the line that the user would type next. Empty if there is none."""
@@ -216,11 +205,9 @@ class Levers:
             return f"{call}, with the number of updates: some switches only pay in a long run"
         if not len(self.attached):
             return f"{WASTE} shows what a step spends its time on" if self.asked.levers else ""
-        if self.choice is not None and self.choice.source == "trial":
-            return (
-                'boosted.plan.save("boost.json"); boost(..., config="boost.json") then repeats this without measuring'
-            )
-        return "train; save boosted.state_dict() in your checkpoints"
+        if self.choice is None or self.choice.source != "trial":
+            return "train; save boosted.state_dict() in your checkpoints"
+        return 'boosted.plan.save("boost.json"); boost(..., config="boost.json") then repeats this without measuring'
 
     @property
     def _done(self) -> dict[str, str]:
@@ -385,10 +372,8 @@ class Levers:
                 self.checks[verdict.lever] = verdict.check
             elif verdict.lever in names:
                 self.withdraw(verdict.lever, verdict.reason)
-                text = (
-                    f"{verdict.lever}: {verdict.reason}. It is off from now on, and the training continues without it."
-                )
-                warnings.warn(text, NoEffectWarning, stacklevel=2)
+                text = "It is off from now on, and the training continues without it."
+                warnings.warn(f"{verdict.lever}: {verdict.reason}. {text}", NoEffectWarning, stacklevel=2)
 
     def note_update(self) -> None:
         """Note an update. Without a training call before it, which may never come, the prior decides."""
@@ -397,10 +382,8 @@ class Levers:
         self._unseen = True
         self._look_at(self._waiting)
         if self.state == "waiting" and (calibration := self._calibration) is not None:
-            self.state = "decided"
-            self._decisions |= {
-                lever.name: (lever.name in calibration.prior, f"not measured: {UNSEEN}") for lever in calibration.levers
-            }
+            self.state, why = "decided", f"not measured: {UNSEEN}"
+            self._decisions |= {lever.name: (lever.name in calibration.prior, why) for lever in calibration.levers}
             self._put_on([a for a in self.plan.algorithms if REGISTRY[a.name].lever])
 
     def _saved(self) -> dict[str, bool | str]:
@@ -451,7 +434,6 @@ class Levers:
         """Remove everything that was attached, because the training has ended. Trainers may save it even later."""
         if self.state != "removed":
             self.final = self.attached.state_dict()
-        self.ended = True
         self.attached.remove()
 
     def _refresh(self) -> None:

@@ -126,18 +126,15 @@ class Plan:
 
         The file is plain JSON, for ``config=`` of :func:`torchboost.boost`, :func:`torchboost.prepare` and
         :meth:`Plan.of`, and for :class:`torchboost.AutoBoost`. Its section ``extra`` names every algorithm of the
-        registry, either with all of its settings or with false. An algorithm under ``extra`` is your decision: no level
-        changes it, and no trial decides about it. An algorithm that cannot run elsewhere, such as AdaSum on a single
-        node, is dropped there and listed in ``dropped`` with the reason, as always. The section ``recipe`` is written
-        if the plan has one. The section ``about`` is a note with level, versions, machine and date. Nothing reads it.
+        registry, either with all of its settings or with false, so no level or trial decides about any. An algorithm
+        that cannot run elsewhere, such as AdaSum on a single node, is dropped there with the reason. The section
+        ``about`` is a note with level, versions, machine and date, which nothing reads.
 
         Save the plan of a :class:`torchboost.Boosted` after the first training call, when the trial has decided about
         :attr:`levers`. Before, the file has the levers that wait as off.
 
-        The file is written completely or not at all. A file that is there already is replaced.
-
         Args:
-            path: In a folder that exists.
+            path: In a folder that exists. The file is written completely or not at all, in place of an earlier one.
 
         Raises:
             ValueError: The plan has an algorithm that is not in the registry, or a setting that JSON cannot hold, such
@@ -173,14 +170,8 @@ class Plan:
     ) -> Plan:
         """Return the plan without the algorithms that would change nothing for this pair. The reasons are listed.
 
-        An algorithm that has already transformed the model remains on. If there are other optimizers of the model, the
-        algorithms that serve only one optimizer are dropped, too.
-
-        Args:
-            model: The bare model.
-            optimizer: Of this model.
-            *others: More of them.
-            but: Names of algorithms that are not asked.
+        An algorithm that has already transformed the bare model remains on. If there are other optimizers of the model,
+        the algorithms that serve only one optimizer are dropped, too. Those in ``but`` are not asked.
 
         Raises:
             TypeError: Not a module, or not an optimizer.
@@ -213,14 +204,11 @@ class Plan:
         unknown = [name for name in decisions if name not in levers]
         if unknown:
             raise ValueError(f"found {', '.join(unknown)}; the levers of this plan are {', '.join(levers) or 'none'}.")
-        others = [a for a in self.algorithms if a.name not in decisions]
         on = [levers[name] for name, (kept, _) in decisions.items() if kept]
-        off = tuple(Dropped(name, reason) for name, (kept, reason) in decisions.items() if not kept)
-        return replace(
-            self,
-            algorithms=tuple(sorted([*others, *on], key=place)),
-            dropped=tuple(entry for entry in self.dropped if entry.name not in decisions) + off,
-        )
+        off = [Dropped(name, reason) for name, (kept, reason) in decisions.items() if not kept]
+        algorithms = [*(a for a in self.algorithms if a.name not in decisions), *on]
+        dropped = *(entry for entry in self.dropped if entry.name not in decisions), *off
+        return replace(self, algorithms=tuple(sorted(algorithms, key=place)), dropped=dropped)
 
     def without(self, reasons: Mapping[str, str]) -> Plan:
         """Return the plan without some algorithms, by name -> reason, also as levers."""
@@ -231,8 +219,8 @@ class Plan:
     def transform(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
         """Let every algorithm change the modules. Call it before the model is wrapped, sharded or compiled.
 
-        A second call does nothing. Parameters keep their identity, except those that an algorithm replaces. If the
-        optimizer exists already, pass it, and it follows.
+        A second call does nothing. If the optimizer exists already, pass it, and it follows parameters that are
+        replaced.
 
         Raises:
             TypeError: Not a module, or not an optimizer.
@@ -272,11 +260,7 @@ class Plan:
             )
 
     def explanation(self, optimizer: str = "") -> Explanation:
-        """Return the content of :meth:`explain` as a value.
-
-        Args:
-            optimizer: Its name. Empty if there is none yet.
-        """
+        """Return the content of :meth:`explain` as a value, with the name of the optimizer if there is one."""
         mode = "" if self.mode == "auto" else f", mode {self.mode}"
         of = f" for {optimizer}" if optimizer else ""
         length = "total_steps not given" if self.total_steps is None else f"{self.total_steps:,} steps"
@@ -368,10 +352,6 @@ def resolve(config: BoostConfig, level: str, facts: Facts) -> Plan:
     level, because the row of the level was chosen by measurement. Outside mode auto the defaults of the section replace
     the row of the level. If the user wrote ``total_steps``, in the section ``grad_freeze`` or under ``extra``, it is
     the length of the run for every algorithm. ``common.device_number`` is the number of ranks on a node.
-
-    Raises:
-        ConfigError: The level is unknown, a name or setting under ``extra`` is unknown, or a setting has the wrong type
-            or is out of range.
     """
     if not isinstance(level, str) or level not in LEVELS:
         raise ConfigError("level", found=repr(level), allowed=", ".join(LEVELS), hint=nearest(str(level), LEVELS))
@@ -418,12 +398,8 @@ def resolve(config: BoostConfig, level: str, facts: Facts) -> Plan:
 def run_length(config: BoostConfig, given: int | None = None) -> int | None:
     """Return the number of updates in a configuration. Other values that it may hold there are refused elsewhere.
 
-    Args:
-        config: It may give the number in several places.
-        given: By an argument, before ``recipe.length`` takes its share. None without one.
-
-    Raises:
-        ConfigError: Two of them differ.
+    It may give the number in several places, which must agree, also with the share of a ``given`` argument that
+    ``recipe.length`` leaves.
     """
     extras = {name: config.extra.get(name) for name, entry in REGISTRY.items() if LENGTH in entry.facts}
     under = {name: extra for name, extra in extras.items() if isinstance(extra, dict) and LENGTH in extra}
@@ -468,23 +444,14 @@ def _requested(config: BoostConfig, level: str) -> list[str]:
         "manual": [name for name in SWITCHES if getattr(config.boost, name)],
         "enable_all": [*SWITCHES, *(name for name in REGISTRY if name not in SWITCHES)],
     }[mode]
-    requested = dict.fromkeys(chosen)
-    for name, setting in config.extra.items():
-        if setting is False:
-            requested.pop(name, None)
-        else:
-            requested[name] = None
+    switched = {name: setting is not False for name, setting in config.extra.items()}
     for entry in REGISTRY.values():
-        if entry.name not in requested or not entry.brings:
-            continue
-        section = getattr(config, entry.section)
-        for key, brought in entry.brings.items():
-            decided = brought not in config.extra and (mode != "auto" or key in section.model_fields_set)
-            if decided and getattr(section, key):
-                requested[brought] = None
-            elif decided:
-                requested.pop(brought, None)
-    return list(requested)
+        if switched.get(entry.name, entry.name in chosen):
+            for key, brought in entry.brings.items():
+                section = getattr(config, entry.section)
+                if brought not in config.extra and (mode != "auto" or key in section.model_fields_set):
+                    switched[brought] = getattr(section, key)
+    return [name for name in dict.fromkeys([*chosen, *switched]) if switched.get(name, True)]
 
 
 def _unread(config: BoostConfig, level: str, requested: list[str], on: list[str]) -> tuple[Dropped, ...]:

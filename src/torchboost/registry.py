@@ -55,17 +55,15 @@ class Facts:
         device: Type of the device that trains: ``"cpu"``, ``"cuda"``, ...
         half_precision: Whether the device computes faster in bfloat16 than in float32. None if the device is not here.
         half_precision_reason: One clause about the measurement. Empty without one.
-        convolutions: Number of convolutions in the model. None without a model.
-        other_dimensions: Number of convolutions and BatchNorms that are not two-dimensional. None without a model.
-        grouped_convolutions: Number of convolutions in groups, depthwise ones for instance. None without a model.
-        batch_norms: Number of BatchNorms in the model, with those that ``less_bn`` removed. None without a model.
-        largest_matrix: Entries of the largest parameter of two dimensions that is not an embedding. None without a
-            model.
-        trained: Whether the model was trained before, judged by its BatchNorm statistics. None without a model or
-            without BatchNorms. False if ``less_bn`` removed some before, because that was decided then.
+        convolutions: Number of convolutions in the model. Without a model this and the next five are None.
+        other_dimensions: Number of convolutions and BatchNorms that are not two-dimensional.
+        grouped_convolutions: Number of convolutions in groups, depthwise ones for instance.
+        batch_norms: Number of BatchNorms in the model, with those that ``less_bn`` removed.
+        largest_matrix: Entries of the largest parameter of two dimensions that is not an embedding.
+        trained: Whether the model was trained before, judged by its BatchNorm statistics. None without BatchNorms.
+            False if ``less_bn`` removed some before, because that was decided then.
         total_steps: Number of planned training steps. None if not given.
-        loop: The owner of the training loop: ``"own"`` (the user's lines), or the trainer ``"transformers"``,
-            ``"lightning"`` or ``"accelerate"``.
+        loop: The owner of the training loop: ``"own"`` (the user's lines), or the trainer's name.
         precision: The mixed precision in which the trainer computes, in its own words. Empty if it uses none.
 
     Raises:
@@ -91,10 +89,8 @@ class Facts:
 
     def __post_init__(self) -> None:
         if self.loop not in get_args(Loop):
-            raise ValueError(
-                f"loop: found {self.loop!r}; allowed are {', '.join(map(repr, get_args(Loop)))}. "
-                f"{nearest(str(self.loop), get_args(Loop))}".rstrip()
-            )
+            allowed, hint = ", ".join(map(repr, get_args(Loop))), nearest(str(self.loop), get_args(Loop))
+            raise ValueError(f"loop: found {self.loop!r}; allowed are {allowed}. {hint}".rstrip())
         if self.total_steps is not None:
             check_count("total_steps", self.total_steps, of="updates of the whole run")
 
@@ -102,11 +98,10 @@ class Facts:
     def measure(
         cls, model: nn.Module | None = None, *, total_steps: int | None = None, loop: Loop = "own", precision: str = ""
     ) -> Facts:
-        """Look at the process group, the hardware and, if given, the model.
+        """Look at the process group, the hardware and the model, or without one at torch's default device.
 
-        Without a model the device is torch's default device. The other arguments are passed on unchanged. The first
-        call on a machine measures the speed of bfloat16 (:func:`~torchboost.core.hardware.half_precision`): at most
-        0.2 s on the CPU.
+        The first call on a machine measures the speed of bfloat16 (:func:`~torchboost.core.hardware.half_precision`):
+        at most 0.2 s on the CPU.
         """
         topology, device = Topology.current(), None
         counted: dict[str, Any] = {}
@@ -132,13 +127,7 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """Who owns the training loop, and what it does around the model.
-
-    Args:
-        loop: See :func:`torchboost.boost`.
-        precision: The mixed precision in which a trainer computes, in its own words. Empty if it uses none.
-        forward: Makes the context in which it computes each forward pass.
-    """
+    """Who owns the training loop, its mixed precision (:class:`Facts`), and the context of each forward pass."""
 
     loop: Loop = "own"
     precision: str = ""
@@ -191,8 +180,7 @@ class Entry:
         facts: Settings that are facts, which count if they are known and the setting is not written.
         brings: Key of that section -> algorithm that this key switches on and off together with this one.
         unusable: Why these facts rule the algorithm out, or None.
-        unproven: Why a level should skip it on these facts although it would work. A request by name overrides this,
-            and so does the trial of a lever.
+        unproven: Why a level skips it although it would work. A request by name overrides this, as does a trial.
         lever: Whether it only changes the speed of a step, so that a trial may switch it on and off.
         once: Whether it costs time once, such as compilation.
         of_optimizer: Whether it changes the update alone.
@@ -498,15 +486,9 @@ LEVELS: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
 
 
 def build(entry: Entry, settings: Mapping[str, Any], origins: Mapping[str, str]) -> Algorithm:
-    """Build an algorithm from its settings.
+    """Build an algorithm from its settings, as JSON has them.
 
-    Args:
-        entry: Of the algorithm.
-        settings: As JSON has them.
-        origins: Setting -> JSON path, for those that the user wrote. Their types are checked.
-
-    Raises:
-        ConfigError: A setting is unknown, of a wrong type, or out of range.
+    The types of those that the user wrote are checked. ``origins`` has the JSON path of each.
     """
     if not settings and entry.name in _SYSTEM:
         return _SYSTEM[entry.name]

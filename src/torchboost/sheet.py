@@ -7,7 +7,7 @@ import itertools
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 _WIDTH = 120
 """Characters of a line."""
@@ -15,8 +15,8 @@ _LEAST = 40
 """A last cell with less room than this has lines of its own, below the row."""
 _MOST = 60
 """Characters of a line of any other cell."""
-_STATES = ("on", "waits", "was on before", "off", "not read")
-"""The order of the rows of an explanation."""
+State = Literal["on", "waits", "was on before", "off", "not read"]
+"""The states of the rows of an explanation, in their order there."""
 
 
 def percent(share: float, digits: int = 0) -> str:
@@ -25,11 +25,7 @@ def percent(share: float, digits: int = 0) -> str:
 
 
 def _in_columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield the lines of a table.
-
-    A long cell continues in further lines. The last filled cell of a row takes the remaining room, and does not move
-    the columns of the other rows.
-    """
+    """Yield the lines of a table. The last filled cell of a row takes the remaining room, and moves no columns."""
     filled = [row[: max((k + 1 for k, cell in enumerate(row) if cell), default=1)] for row in rows]
     columns = itertools.zip_longest(*(row[:-1] for row in filled), fillvalue="")
     widths = [min(_MOST, max(map(len, column))) for column in columns]
@@ -50,14 +46,7 @@ def _wrapped(text: str, width: int = _WIDTH) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Sheet:
-    """Lines, a table and lines. A notebook shows it as HTML.
-
-    Args:
-        before: Lines above the table.
-        headings: One per column. They are shown if there are rows.
-        rows: Each as long as ``headings``, or shorter.
-        after: Lines below the table.
-    """
+    """Lines, a table and lines. A notebook shows it as HTML. Rows may be shorter than ``headings``."""
 
     before: tuple[str, ...] = ()
     headings: tuple[str, ...] = ()
@@ -88,43 +77,32 @@ class Sheet:
 
 
 class Row(NamedTuple):
-    """The row of one algorithm.
-
-    Args:
-        name: Of the algorithm, or the path of an entry of the configuration that is not read.
-        state: ``"on"``, ``"waits"``, ``"was on before"``, ``"off"`` or ``"not read"``.
-        did: What it did, or why it is not on.
-        exact: How far its step is from the plain one.
-    """
+    """The row of one algorithm, or of an entry of the configuration that is not read: ``name`` is then its path."""
 
     name: str
-    state: str
+    state: State
     did: str
+    """What it did, or why it is not on."""
     exact: str = ""
+    """How far its step is from the plain one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """The algorithms that are on, and why.
-
-    Args:
-        heading: Lines that name the level, the optimizer and the length of the run.
-        rows: One for each algorithm, in any order.
-        unchanged: The text if no row is on or waits.
-        notes: Lines below the rows.
-        ask: What the user would do next. Empty for nothing.
-    """
+    """The algorithms that are on, and why: a heading, a row for each of them in any order, and notes."""
 
     heading: tuple[str, ...]
     rows: tuple[Row, ...] = ()
     unchanged: str = ""
+    """The text if no row is on or waits."""
     notes: tuple[str, ...] = ()
     ask: str = ""
+    """What the user would do next. Empty for nothing."""
 
     @property
     def sheet(self) -> Sheet:
         """The same in the order in which it is shown."""
-        ordered = tuple(sorted(self.rows, key=lambda row: _STATES.index(row.state)))
+        ordered = tuple(sorted(self.rows, key=lambda row: get_args(State).index(row.state)))
         idle = not {row.state for row in ordered} & {"on", "waits"}
         return Sheet(
             before=(*self.heading, *([self.unchanged] if idle and self.unchanged else [])),

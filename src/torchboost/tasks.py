@@ -61,9 +61,6 @@ def with_task(config: ConfigSource | None, task: Task, model: nn.Module) -> Iter
     """Yield a configuration with the choices of a task. Entries that it already has under ``extra`` count.
 
     Errors about the configuration inside the context name its file.
-
-    Raises:
-        ConfigError: There is no such task, or the configuration cannot be read.
     """
     if task not in get_args(Task):
         allowed = ", ".join(map(repr, get_args(Task)))

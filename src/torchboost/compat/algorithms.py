@@ -38,7 +38,6 @@ class LessBN(nn.Module):
             unless given.
 
     Attributes:
-        network: The network.
         report: Which BatchNorms were found, removed and kept.
 
     Raises:
@@ -68,8 +67,7 @@ class LessBN(nn.Module):
 class GradientAccumulation(GradientWindow):
     """Collect gradients that the caller passes, and update with their mean after ``max_accumulation_step`` calls.
 
-    This is :class:`~torchboost.algorithms.grad_accumulation.optimizer.GradientWindow` under MindSpore's name. If
-    the loop itself calls ``backward()``, :class:`~torchboost.Accumulator` does the same without a second copy of the
+    If the loop itself calls ``backward()``, :class:`~torchboost.Accumulator` does the same without a second copy of the
     gradients.
 
     Args:
@@ -271,17 +269,12 @@ class DimReduce:
         """
         parameters = self.subspace.weights
         if [*map(id, weight)] != [*map(id, parameters)]:
-            raise ValueError(
-                "weight: found other parameters than this object was built with; give the same ones in order."
-            )
+            raise ValueError("weight: found other parameters than this object was built with; give the same, in order.")
         shapes = [parameter.shape for parameter in parameters]
-        for name, tensors in (("old_grad", old_grad), ("weight_clone", weight_clone)):
-            if len(tensors) != len(shapes) or any(
-                tensor is not None and tensor.shape != shape for tensor, shape in zip(tensors, shapes, strict=True)
-            ):
-                raise ValueError(
-                    f"{name}: the number or the shapes are not those of the weights; give one per weight, in order."
-                )
+        for name, tensors in {"old_grad": old_grad, "weight_clone": weight_clone}.items():
+            found = [shape if one is None else one.shape for one, shape in zip(tensors, shapes, strict=False)]
+            if len(tensors) != len(shapes) or found != shapes:
+                raise ValueError(f"{name}: the number or the shapes do not fit; give one per weight, in order.")
         with torch.no_grad():
             for parameter, clone, gradient in zip(parameters, weight_clone, old_grad, strict=True):
                 parameter.copy_(clone)

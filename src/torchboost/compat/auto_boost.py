@@ -82,9 +82,10 @@ class AutoBoost:
     ) -> tuple[nn.Module, Optimizer]:
         """Boost a pair in place and return it. The training loop does not change.
 
-        It does what :func:`torchboost.boost` does. Afterwards ``.plan``, ``.attached`` and ``.scaler`` are as of
-        :class:`torchboost.Boosted`. A second call for the same network, on this object or another one that still
-        exists, first removes its attachments, so that a second phase of training begins like the first.
+        It does what :func:`torchboost.boost` does, with its arguments and errors. Afterwards ``.plan``, ``.attached``
+        and ``.scaler`` are as of :class:`torchboost.Boosted`. A second call for the same network, on this object or
+        another one that still exists, first removes its attachments, so that a second phase of training begins like the
+        first.
 
         The returned optimizer is the given one, with two exceptions. With gradient accumulation it is an
         :class:`~torchboost.algorithms.grad_accumulation.optimizer.AccumulatingOptimizer` around the given one, which
@@ -92,18 +93,6 @@ class AutoBoost:
         returns the loss (:class:`~torchboost.algorithms.dim_reduce.algorithm.DimReduceRun`). The training cells pass
         this function. In these two cases the training cells accept the given optimizer too, but in your own loop its
         ``step`` raises ``IncompatibleError``.
-
-        Args:
-            network: A bare module, on the device that it will train on. Apply DDP and ``torch.compile`` after this
-                call. For FSDP2, which replaces the parameters, use :func:`torchboost.prepare`.
-            optimizer: Any ``torch.optim.Optimizer`` over the parameters of the network.
-            scaler: The ``GradScaler`` of the loop, which the loop uses as before. Autocast to float16 needs one.
-
-        Raises:
-            TypeError: An argument is not a module, an optimizer or a scaler.
-            ValueError: None of the optimizer's parameters belongs to the network.
-            IncompatibleError: The network is already wrapped and the plan is not empty, or an algorithm cannot work on
-                this pair. Nothing is changed, except that an earlier boost of this network is removed.
         """
         boosted = self._attach(network, optimizer, scaler=scaler)
         self._boosted, self.attached, self.scaler = boosted, boosted.attached, boosted.scaler
@@ -112,17 +101,9 @@ class AutoBoost:
     def network_auto_process_eval(self, network: nn.Module, *, sample: Any = None) -> nn.Module:
         """Return a fast copy for inference. ``network`` itself is not changed and can continue to train.
 
-        See :func:`~torchboost.inference.fast_copy`. If the configuration turns nothing on (level O0, mode disable_all),
-        the copy is in eval mode and shares all tensors with ``network``, so it follows the training.
-
-        Args:
-            network: Wrapped or not.
-            sample: An input as the copy will be called with: a tensor, a tuple of positional arguments or a dict of
-                keyword arguments.
-
-        Raises:
-            TypeError: ``network`` is not a module, or it cannot be copied.
-            ValueError: The network does not run on ``sample``, or it computes NaN or infinities.
+        See :func:`~torchboost.inference.fast_copy`, also for the arguments and errors. If the configuration turns
+        nothing on (level O0, mode disable_all), the copy is in eval mode and shares all tensors with ``network``, so it
+        follows the training.
         """
         check_module(network, "network")
         if not self.plan.algorithms and (self.level == "O0" or self._config.boost.mode != "auto"):

@@ -87,7 +87,7 @@ class _Sens:
 
 
 class BoostTrainOneStepCell:
-    """A training step for a network that returns its loss.
+    """A training step (:class:`~torchboost.TrainStep`) for a network that returns its loss.
 
     Args:
         network: Returns the loss, a tensor of shape ``()``, alone or followed by the number of samples or tokens, by
@@ -99,9 +99,6 @@ class BoostTrainOneStepCell:
 
     Attributes:
         updated: Whether the last call updated the weights. With gradient accumulation, step schedulers only if it did.
-
-    Warns:
-        NoEffectWarning: The network has trainable parameters that the optimizer does not hold. The warning names them.
 
     Raises:
         TypeError: ``sens`` is not a number, ``network`` is not a module, or ``optimizer`` is not an optimizer.
@@ -214,9 +211,8 @@ class BoostTrainOneStepCell:
         """
         if not self.check_adasum_enable():
             raise IncompatibleError(
-                "AdaSum does not act in this cell; give AutoBoost the configuration "
-                '{"boost": {"mode": "manual", "adasum": true}} and start at least two nodes. AutoBoost.explain() says '
-                "what is missing."
+                'AdaSum does not act in this cell; give AutoBoost {"boost": {"mode": "manual", "adasum": true}} and '
+                "start at least two nodes. AutoBoost.explain() says what is missing."
             )
         return self._hand_over(self._at_once, loss, grads)
 
@@ -225,8 +221,7 @@ class BoostTrainOneStepCell:
 
         Args:
             loss: Returned unchanged.
-            grads: One gradient per parameter of the optimizer, multiplied by ``sens``. None for a parameter without a
-                gradient.
+            grads: As of :meth:`adasum_process`, multiplied by ``sens``.
             sens: Not used. MindSpore passes it to dimension-reduced training.
             *inputs: Not used.
 
@@ -306,20 +301,18 @@ class BoostTrainOneStepWithLossScaleCell(BoostTrainOneStepCell):
             ValueError: ``sens`` has another shape or is not a finite number above 0. The scale is not changed.
         """
         if not isinstance(self.scaler, FixedLossScale):
-            raise TypeError(
-                f"set_sense_scale: a {type(self.scaler).__name__} sets the scale of this cell; only a scale given "
-                "as a tensor can be set."
-            )
+            kind = type(self.scaler).__name__
+            raise TypeError(f"set_sense_scale: a {kind} sets the scale of this cell; give a tensor when you build it.")
         self.scaler.set(_number(sens, "sens"))
 
 
 class GroupLossScaleManager(nn.Module):
     """One scale per group, with borders that the network's ``forward`` sets by hand, as in MindSpore.
 
-    There are n groups in the order of the network. The list of scales has a 1 before them and a 1 after them.
+    The list of scales has a 1 before and a 1 after those of the groups, in the order of the network.
     ``manager(x, i, i + 1)`` is the border between the list entries i and i + 1: ``manager(x, 0, 1)`` at the input of
-    the network, and ``manager(x, k, k + 1)`` after the k-th group. If the input does not require a gradient, the first
-    border may be omitted. :class:`~torchboost.GroupGradScaler` sets the borders itself.
+    the network, unless it requires no gradient, and ``manager(x, k, k + 1)`` after the k-th group.
+    :class:`~torchboost.GroupGradScaler` sets the borders itself.
 
     Args:
         init_loss_scale: The initial scales: one number, or one per group.
@@ -365,22 +358,13 @@ class GroupLossScaleManager(nn.Module):
     @loss_scale_groups.setter
     def loss_scale_groups(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
         if self._scaler is not None:
-            raise ValueError(
-                "loss_scale_groups: this manager already has groups; build another manager for other groups."
-            )
+            raise ValueError("loss_scale_groups: this manager already has groups; build another one for other groups.")
         self._groups = listed = _checked_groups(groups)
         count = len(listed) or (len(self._init) if isinstance(self._init, (list, tuple)) else 1)
         scales = checked_scales(self._init, count, self._rule, "init_loss_scale")
-        if not listed:
-            return
-        self._scaler = GroupScaler(
-            ["ends", *map(str, range(len(listed)))],
-            [1.0, *scales],
-            listed,
-            rule=self._rule,
-            exact=True,
-            agree=self._agree,
-        )
+        if listed:
+            names = ["ends", *map(str, range(count))]
+            self._scaler = GroupScaler(names, [1.0, *scales], listed, rule=self._rule, exact=True, agree=self._agree)
 
     @property
     def scaler(self) -> GroupScaler:
@@ -528,14 +512,11 @@ def _checked_groups(groups: Any) -> list[list[nn.Parameter]]:
     for index, group in enumerate(groups):
         for param in group if isinstance(group, (list, tuple)) else [group]:
             if not isinstance(param, nn.Parameter):
-                raise TypeError(
-                    f"loss_scale_groups[{index}]: found a {type(param).__name__}; a group is a list of parameters."
-                )
+                found = type(param).__name__
+                raise TypeError(f"loss_scale_groups[{index}]: found a {found}; a group is a list of parameters.")
             if owner.setdefault(id(param), index) != index:
-                raise ValueError(
-                    f"loss_scale_groups: a parameter of shape {tuple(param.shape)} is in the groups {owner[id(param)]} "
-                    f"and {index}; its gradient has one scale, so put it into one group."
-                )
+                both = f"a parameter of shape {tuple(param.shape)} is in the groups {owner[id(param)]} and {index}"
+                raise ValueError(f"loss_scale_groups: {both}; its gradient has one scale, so put it into one group.")
     return [list(group) for group in groups]
 
 

@@ -116,11 +116,10 @@ class GradientFreeze:
     def split_parameters_groups(self, net: nn.Module, freeze_para_groups_number: int) -> list[list[nn.Parameter]]:
         """Return the parameters that train at each index, in order of registration. The first list holds all of them.
 
-        A new unit begins at a matrix or kernel if the current unit holds at least three parameters. Vectors (biases,
-        normalisations) join the current unit. They are recognised by their shape. MindSpore looks for "bn" and "bias"
-        in names. If there are fewer units than groups, there are as many groups as units. MindSpore silently freezes
-        nothing in this case. :class:`torchboost.algorithms.GradFreeze` splits by modules in execution order instead,
-        which saves more.
+        A new unit begins at a matrix or kernel if the current unit holds at least three parameters. Vectors join the
+        current unit, by their shape: MindSpore looks for "bn" and "bias" in names. There are at most as many groups as
+        units: MindSpore then silently freezes nothing. :class:`torchboost.algorithms.GradFreeze` splits by modules in
+        execution order instead, which saves more.
         """
         return _split(list(net.parameters()), freeze_para_groups_number)
 
@@ -210,9 +209,8 @@ def freeze_cell(
     """
     check_sens(sens)
     if not isinstance(optimizer, FreezeOpt):
-        raise TypeError(
-            f"optimizer: found {type(optimizer).__name__}; wrap it: FreezeOpt(optimizer, groups, strategy)."
-        )
+        found = type(optimizer).__name__
+        raise TypeError(f"optimizer: found {found}; wrap it: FreezeOpt(optimizer, groups, strategy).")
     window = max_accumulation_step if use_grad_accumulation else 1
     divisor = (degree or dist.get_world_size()) if reducer_flag and mean else 1
     scale = sens / window

@@ -175,7 +175,7 @@ class ParameterProcess:
         """Rebuild param groups over a new list of parameters, with the options of the original groups.
 
         A group without remaining parameters is kept empty. Parameters that are in none of the original groups form a
-        last group, with the options of the group that has the most parameters. ``order_params`` becomes the new list.
+        last group, with the options of the group that has the most options. ``order_params`` becomes the new list.
 
         Raises:
             ValueError: A list is empty.

@@ -238,19 +238,15 @@ def attach_each(optimizers: Iterable[Optimizer], attach: Callable[[Optimizer], A
 
 
 class Form(NamedTuple):
-    """Other settings of a lever, which a trial may prefer to the kept ones.
-
-    Args:
-        algorithm: The lever with these settings.
-        price: Expected one-time cost, as a multiple of the lever's.
-        best_ratio: The largest gain to hope for over the kept settings.
-        of_host: Whether it saves only time of the host.
-    """
+    """Other settings of a lever, which a trial may prefer to the kept ones."""
 
     algorithm: Algorithm
     price: float
+    """Expected one-time cost, as a multiple of the lever's."""
     best_ratio: float
+    """The largest gain to hope for over the kept settings."""
     of_host: bool = False
+    """Whether it saves only time of the host."""
 
 
 class AlreadyOn(str):
@@ -380,12 +376,8 @@ class AttachedAlgorithms:
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]], awaited: Collection[str] = ()) -> None:
         """Load the result of :meth:`state_dict`.
 
-        Args:
-            state: Of a checkpoint.
-            awaited: Algorithms that may be attached later. Their states are loaded then.
-
-        Algorithms without a state may differ, because some attach only if they have work to do. Examples are a model
-        that is already transformed and an optimizer that was loaded with ``fused=True``.
+        The states of ``awaited`` algorithms, which may be attached later, are loaded then. Algorithms without a state
+        may differ, because some attach only if they have work to do.
 
         Raises:
             ValueError: The checkpoint holds the state of an algorithm that is not attached, lacks the state of an
@@ -433,10 +425,8 @@ class AttachedAlgorithms:
     ) -> Self:
         """Let the state say which speed levers are on, so that a resumed run has the same.
 
-        Args:
-            read: Returns the decisions by the name of the lever. Empty while nothing is decided.
-            load: Called with the result of ``read``. If it raises, nothing is loaded.
-            check: Called with a state before it is loaded. If it raises, nothing is loaded.
+        ``read`` returns the decisions by the name of the lever, none while nothing is decided. ``load`` is called with
+        them, and ``check`` with a state before it is loaded. If either raises, nothing is loaded.
         """
         self._levers, self._check = (read, load), check
         return self
@@ -489,8 +479,8 @@ def attach_all(target: Target, algorithms: Iterable[Algorithm]) -> AttachedAlgor
     """Check the algorithms against each other and the target, transform the model if needed, and attach all of them.
 
     They are attached in the order of ``traits.order``, all or none. Each one is checked before the first one changes
-    anything (:meth:`Algorithm.check`), and if one fails later, the ones before it are removed. A transform that cannot
-    be undone remains. ``remove()`` undoes the transforms that were done here, not the transforms of ``plan.transform``.
+    anything (:meth:`Algorithm.check`). A transform that cannot be undone remains. ``remove()`` undoes the transforms
+    that were done here, not the transforms of ``plan.transform``.
 
     Raises:
         TypeError: ``target`` is not a :class:`Target`.
@@ -542,9 +532,8 @@ def _check_place(algorithm: Algorithm, target: Target, inner: Optimizer) -> None
     wrapper = wrapper_of(target.model)
     if wrapper is not None and algorithm.needs_transform(target.model):
         raise IncompatibleError(
-            f"'{algorithm.name}' changes the modules of the model, but the model is already wrapped by {wrapper}. "
-            "Call boost on the bare model, then wrap or compile it; with a plan, call plan.transform(model) on "
-            "the bare model, then wrap it, then attach."
+            f"'{algorithm.name}' changes the modules of the model, but the model is already wrapped by {wrapper}. Call "
+            "boost on the bare model, then wrap it; with a plan, call plan.transform(model) first, attach last."
         )
     if target.others and not algorithm.traits.each_optimizer:
         raise IncompatibleError(

@@ -53,7 +53,7 @@ class _Covers:
         bare: The same as a function of the module.
         entry: The function that the module's ``forward`` is bound to. A wrapper of it may carry the same mark.
         layers: The innermost one first.
-        outermost: One entry, the function that runs all layers. A list, because compiled graphs guard on it.
+        outermost: The function that runs all layers, as the entry of a list, because compiled graphs guard on it.
     """
 
     own: Any
@@ -148,18 +148,9 @@ def _replicate_for_data_parallel(model: nn.Module) -> nn.Module:
 
 
 def intercept(model: nn.Module, interceptor: Interceptor) -> Attachment:
-    """Let an interceptor answer the calls of a model.
+    """Let an interceptor, in place of another one, answer the calls of a model, but not of its copies and replicas.
 
-    Copies, pickles and the replicas of ``DataParallel`` are not intercepted.
-
-    Args:
-        model: Gets the interceptor instead of another one, an instance attribute that makes its replicas, and one that
-            makes its copies.
-        interceptor: Answers the calls.
-
-    Returns:
-        An attachment whose ``remove()`` puts back the call behind the interceptor, unless something else has replaced
-        the interceptor.
+    The attachment puts back the call behind the interceptor, unless something else has replaced the interceptor.
     """
 
     def stop() -> None:
@@ -209,15 +200,7 @@ def uncovered(model: nn.Module) -> Iterator[None]:
 
 
 def plain_hook(module: nn.Module, handle: Removable) -> Attachment:
-    """Exclude a hook of this package from the copies and pickles of its module.
-
-    Args:
-        module: Gets an instance attribute that makes its copies.
-        handle: Of the hook.
-
-    Returns:
-        An attachment whose ``remove()`` removes the hook.
-    """
+    """Exclude a hook of this package from the copies and pickles of its module. The attachment removes the hook."""
     _mark(module)
     return Attachment(handle, undo=functools.partial(_unmark, module))
 
@@ -268,15 +251,7 @@ class ForwardWatch(Attachment):
     """Warns after the first update if the model's forward was not called before it.
 
     A loop may call a part of the model instead, such as a ``training_step`` that calls ``self.net(x)``. An algorithm
-    that acts in the model's own forward then has no effect.
-
-    Args:
-        name: Name of the algorithm.
-        model: The model that the algorithm acts on.
-        optimizer: The optimizer of the model. Its first update with nonzero gradients counts.
-
-    Attributes:
-        called: Whether the forward was called. Set by the function that covers it.
+    that acts in the model's own forward then has no effect. The function that covers it sets ``called``.
     """
 
     def __init__(self, name: str, model: nn.Module, optimizer: Optimizer) -> None:
@@ -305,16 +280,11 @@ def _moves(optimizer: Optimizer) -> bool:
 
 
 def with_tensors(value: Any, change: Callable[[Tensor], Tensor], strange: Callable[[Any], None] | None = None) -> Any:
-    """Return ``value`` with ``change`` applied to all tensors in it.
+    """Return ``value`` with ``change`` applied to all tensors in it, or the object itself if nothing changes.
 
     Nested mappings, sequences, named tuples, torch's return types and dataclasses are searched. They are copied, not
-    constructed: constructors and ``__post_init__`` do not run, and attributes are kept. If nothing changes, the object
-    itself is returned. Objects of other types and objects that cannot be copied are returned unchanged.
-
-    Args:
-        value: A tensor, or anything else.
-        change: Returns the new tensor, or the same one if nothing changes.
-        strange: Called with objects of other types and objects that cannot be copied. It may raise a ``RuntimeError``.
+    constructed: constructors and ``__post_init__`` do not run, and attributes are kept. Other objects, and objects that
+    cannot be copied, are returned unchanged. ``strange`` is called with them, and may raise a ``RuntimeError``.
     """
     if issubclass(type(value), Tensor):  # isinstance() asks a proxy for its class, which may raise
         return change(value)
@@ -353,9 +323,8 @@ def _tuple(value: tuple[Any, ...], inner: Callable[[Any], Any]) -> tuple[Any, ..
 
 
 def _record(value: Any, inner: Callable[[Any], Any]) -> Any:
-    fields = {
-        field.name: getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)
-    }
+    names = [field.name for field in dataclasses.fields(value)]
+    fields = {name: getattr(value, name) for name in names if hasattr(value, name)}
     is_mapping: bool = isinstance(value, MutableMapping)
     if not torch.compiler.is_compiling() and not is_mapping:
         fields |= getattr(value, "__dict__", {})  # attributes that are not fields, such as those of __post_init__

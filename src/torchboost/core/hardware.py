@@ -6,9 +6,8 @@ import contextlib
 import functools
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,14 +29,8 @@ def device_fault(device: torch.device | str, dtype: torch.dtype = torch.float32)
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class HalfPrecision:
-    """Whether autocast to bfloat16 is expected to save time on a device.
-
-    Attributes:
-        fast: The decision.
-        reason: One clause that gives the basis of the decision.
-    """
+class HalfPrecision(NamedTuple):
+    """Whether autocast to bfloat16 is expected to save time on a device, and why, in one clause."""
 
     fast: bool
     reason: str
@@ -46,14 +39,10 @@ class HalfPrecision:
 def half_precision(device: torch.device | str, convolutions: int | None = None) -> HalfPrecision:
     """Decide whether ``device`` computes a network faster in bfloat16 than in float32.
 
-    The decision is based on a short measurement (:func:`~torchboost.measure.machine.half_speed`). bfloat16 must be at
-    least 1.25 times as fast as float32: in matrix products, and if the network has convolutions, in these too. If a
-    CUDA device cannot be measured, it counts as fast from compute capability 8.0 on (on ROCm always). Other devices,
-    such as MPS, are not measured and count as slow.
-
-    Args:
-        device: A device or its name. ``"cuda"`` means the current CUDA device.
-        convolutions: Number of convolutions in the network. If it is not known, both products must be fast.
+    bfloat16 must be at least 1.25 times as fast as float32 in a short measurement
+    (:func:`~torchboost.measure.machine.half_speed`): of matrix products, and unless the number of ``convolutions`` in
+    the network is 0, of these too. If a CUDA device cannot be measured, it counts as fast from compute capability 8.0
+    on (on ROCm always). Other devices, such as MPS, are not measured and count as slow.
 
     Cost: on the CPU 0.1 s for each kind of product, once per process and number of threads.
 
@@ -101,10 +90,9 @@ def matmul_backends() -> dict[str, Any]:
 
 
 class ProcessSettings:
-    """Settings of torch that hold for the whole process, kept for one of several trainings that share it.
+    """The number of CPU threads and the precision of float32 products, kept for one of several trainings in a process.
 
-    These are the number of CPU threads and the precision of float32 matrix products. Switches such as ``threads``
-    change them, and the other trainings would follow.
+    Switches such as ``threads`` change them, and the other trainings would follow.
     """
 
     def __init__(self) -> None:
@@ -144,7 +132,7 @@ def _set(wanted: tuple[int, str | None, dict[str, str]]) -> None:
 
 
 def unsafe_channels_last(model: nn.Module) -> str | None:
-    """Return why training ``model`` channels-last on the CPU goes wrong, or None if it does not.
+    """Return why training ``model`` channels-last on the CPU goes wrong, also compiled, or None if it does not.
 
     The gradient of a 1x1 kernel with a stride above 1 and fewer than 16 input channels in a group is written past its
     buffer. The process then crashes, hangs, or computes wrong gradients. Source:
@@ -153,8 +141,6 @@ def unsafe_channels_last(model: nn.Module) -> str | None:
     Two kinds go wrong on narrow images. A convolution of one channel with a stride above 1 in the last dimension alone
     computes wrong outputs if they are one entry wide. A kernel that is one entry wide, but has a dilation and a stride
     above 1 in that dimension, crashes the process if the inputs are one entry wide and padded.
-
-    ``torch.compile`` makes the inputs of convolutions channels-last too.
     """
     for name, module in model.named_modules():
         if not isinstance(module, AnyConv) or not is_on_cpu(module):

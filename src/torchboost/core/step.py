@@ -8,13 +8,14 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchboost.core.algorithm import AttachedAlgorithms, MicroSteps, Target, restored_on_error
+from torchboost.core.algorithm import AttachedAlgorithms, Target, restored_on_error
 from torchboost.core.hardware import generator_states, set_generator_states
 from torchboost.core.wrapping import parameters_of, unwrap
 from torchboost.errors import IncompatibleError, NoEffectWarning
@@ -25,11 +26,7 @@ _SHOWN = 5
 
 
 class ClosureOptimizer(Optimizer):
-    """An optimizer whose ``step`` needs a function that returns the loss of the batch, without a backward pass.
-
-    :class:`TrainStep` computes the loss and the gradients as usual, then calls ``step(closure)``
-    with a :class:`Replay`.
-    """
+    """An optimizer whose ``step`` needs a function of the loss, as :class:`TrainStep` passes it: a :class:`Replay`."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the weights. ``closure`` is called under ``no_grad`` after each trial move of the weights."""
@@ -37,14 +34,9 @@ class ClosureOptimizer(Optimizer):
 
 
 class Replay:
-    """Repeats a forward pass with the same random numbers, so that dropout drops the same entries.
+    """Repeats a forward pass with the same random numbers, of the host and a device: dropout drops the same entries.
 
-    Args:
-        forward: Returns the loss.
-        device: The device whose generator is restored in addition to the host's.
-
-    Attributes:
-        loss: The detached loss of the first pass. None before that pass.
+    ``loss`` is the detached loss of the first pass. None before that pass.
     """
 
     def __init__(self, forward: Callable[[], Tensor], device: torch.device) -> None:
@@ -115,17 +107,10 @@ def needs_closure(optimizer: Optimizer) -> bool:
 def after_closure(
     args: tuple[Any, ...], kwargs: dict[str, Any], act: Callable[[], None]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Call ``act`` when the gradients of a step exist: now, or after the closure that computes them inside ``step``.
+    """Call ``act`` when the gradients of a step exist: now, or after each call of the closure that computes them.
 
-    For step pre-hooks of optimizers, whose arguments it takes and whose result it returns.
-
-    Args:
-        args: The optimizer and the positional arguments of ``step``.
-        kwargs: The keyword arguments of ``step``.
-        act: Called once without a closure, and after every call of a closure.
-
-    Returns:
-        The arguments with the closure wrapped, or None without a closure.
+    For step pre-hooks of optimizers, whose arguments it takes and whose result it returns: the arguments with the
+    closure wrapped, or None without a closure.
     """
     named = kwargs.get("closure")
     closure = named if named is not None else next((value for value in args[1:] if callable(value)), None)
@@ -165,12 +150,10 @@ class TrainStep:
         loss = loss_fn(*inputs);  s.scale(a.share(loss)).backward()
         when the window is full:  s.unscale_(opt); s.step(opt); s.update(); opt.zero_grad()
 
-    An optimizer with a line search (:class:`ClosureOptimizer`) receives the forward pass of
-    the batch.
-
     Algorithms act through hooks on the model and the optimizer, so this step gives the same weights as the same lines
-    written by hand. Gradients are always unscaled before the hooks of the optimizer see them. Learning-rate schedulers
-    remain with the caller: step them after this step, if ``updated`` is true.
+    written by hand. An optimizer with a line search (:class:`ClosureOptimizer`) receives the forward pass of the batch.
+    Gradients are always unscaled before the hooks of the optimizer see them. Step schedulers after this step, if
+    ``updated`` is true.
 
     Args:
         target: The handles of the loop. They are read at every call, so algorithms may replace them.
@@ -225,16 +208,12 @@ class TrainStep:
             TypeError: The loss is not a tensor. Nothing is changed.
             ValueError: The loss is not a single number. Nothing is changed.
         """
-        accumulator = self.target.accumulator
-        if accumulator is None:
-            self._forward_backward(inputs, None)
-        else:
-            with accumulator.micro_step():
-                self._forward_backward(inputs, accumulator)
+        accumulator, scaler = self.target.accumulator, self.target.scaler
+        with nullcontext() if accumulator is None else accumulator.micro_step():
+            self._forward_backward(inputs)
         if accumulator is None or accumulator.ready:
             return self._update()
         self.updated = False
-        scaler = self.target.scaler
         scale = self._unit_scale if scaler is None else torch.tensor(scaler.get_scale(), device="cpu")
         return StepOutput(self._last, self._clean, scale)
 
@@ -253,12 +232,7 @@ class TrainStep:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the attachments, the scaler and the accumulator, as far as they exist."""
-        state: dict[str, Any] = {"attached": self.attached.state_dict()}
-        for name in ("scaler", "accumulator"):
-            part = getattr(self.target, name)
-            if part is not None:
-                state[name] = part.state_dict()
-        return state
+        return {name: part.state_dict() for name, part in self._parts.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of :meth:`state_dict`.
@@ -266,27 +240,31 @@ class TrainStep:
         Raises:
             ValueError: The checkpoint belongs to a step with other parts, or is damaged. Nothing is loaded.
         """
-        present = {"attached"} | {n for n in ("scaler", "accumulator") if getattr(self.target, n) is not None}
-        if set(state) != present:
+        parts = self._parts
+        if set(state) != set(parts):
             raise ValueError(
-                f"the checkpoint of the step holds {sorted(state)}, this step has {sorted(present)}; "
+                f"the checkpoint of the step holds {sorted(state)}, this step has {sorted(parts)}; "
                 "build the step with the same scaler and accumulation before loading."
             )
-        scaler, accumulator = self.target.scaler, self.target.accumulator
-        before = self.attached.state_dict()
-        with restored_on_error(*(() if scaler is None else (scaler,))):
-            if scaler is not None:
+        scalers, before = [parts["scaler"]] if "scaler" in parts else [], self.attached.state_dict()
+        with restored_on_error(*scalers):
+            for scaler in scalers:
                 scaler.load_state_dict(state["scaler"])
             self.attached.load_state_dict(state["attached"])
             try:
-                if accumulator is not None:  # it drops gradients, so it is last
-                    accumulator.load_state_dict(state["accumulator"])
+                if "accumulator" in parts:  # it drops gradients, so it is last
+                    parts["accumulator"].load_state_dict(state["accumulator"])
             except BaseException:
                 self.attached.load_state_dict(before)
                 raise
 
-    def _forward_backward(self, inputs: tuple[Any, ...], accumulator: MicroSteps | None) -> None:
-        optimizer = self.target.optimizer
+    @property
+    def _parts(self) -> dict[str, Any]:
+        parts = {"attached": self.attached, "scaler": self.target.scaler, "accumulator": self.target.accumulator}
+        return {name: part for name, part in parts.items() if part is not None}
+
+    def _forward_backward(self, inputs: tuple[Any, ...]) -> None:
+        optimizer, accumulator = self.target.optimizer, self.target.accumulator
         if isinstance(optimizer, ClosureOptimizer):
             device = next((parameter.device for parameter in parameters_of(optimizer)), torch.device("cpu"))
             self._replay = Replay(lambda: self._checked_loss(inputs)[0], device)
@@ -318,26 +296,25 @@ class TrainStep:
     def _update(self) -> StepOutput:
         optimizers, scaler = (self.target.optimizer, *self.target.others), self.target.scaler
         closure = () if self._replay is None else (self._replay,)
+        overflow, scale, overflowed = self._clean, self._unit_scale, False
         if scaler is None:
             for optimizer in optimizers:
                 update: Callable[..., Any] = optimizer.step
                 update(*closure)
+        else:
+            before = scaler.get_scale()
             for optimizer in optimizers:
-                optimizer.zero_grad()
-            self.updated = True
-            return StepOutput(self._last, self._clean, self._unit_scale)
-        before = scaler.get_scale()
-        for optimizer in optimizers:
-            scaler.unscale_(optimizer)
-        for optimizer in optimizers:
-            scaler.step(optimizer, *closure)
-        scaler.update()
+                scaler.unscale_(optimizer)
+            for optimizer in optimizers:
+                scaler.step(optimizer, *closure)
+            scaler.update()
+            after = scaler.get_scale()
+            overflowed = getattr(scaler, "overflowed", after < before)
+            overflow, scale = torch.tensor(overflowed, device="cpu"), torch.tensor(after, device="cpu")
         for optimizer in optimizers:
             optimizer.zero_grad()
-        after = scaler.get_scale()
-        overflow = getattr(scaler, "overflowed", after < before)
-        self.updated = not overflow
-        return StepOutput(self._last, torch.tensor(overflow, device="cpu"), torch.tensor(after, device="cpu"))
+        self.updated = not overflowed
+        return StepOutput(self._last, overflow, scale)
 
 
 def _announce_untrained(target: Target) -> None:

@@ -1,9 +1,8 @@
 """Every private name of torch that this package reads, each under a public name, and the differences between versions.
 
-No other module of the package reads a private name of torch or asks for torch's version, from 2.9 on.
-``tests/contracts/test_private_names.py`` scans for them. If an update of torch moves or changes a name, change it here.
-``tests/core/test_torch_private.py`` names it. The module imports nothing of this package, and nothing of torch that
-``import torch`` does not import.
+No other module of the package reads a private name of torch or asks for torch's version, from 2.9 on. If an update of
+torch moves or changes a name, ``tests/core/test_torch_private.py`` names it: change it here. The module imports nothing
+of this package, and nothing of torch that ``import torch`` does not import.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import cached_property
 from operator import attrgetter, methodcaller
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
@@ -74,11 +74,7 @@ module_hooks: Callable[[nn.Module], tuple[dict[int, Any], ...]] = attrgetter(
 state_dict_hooks: Callable[[nn.Module], tuple[dict[int, Any], dict[int, Any]]] = attrgetter(
     "_state_dict_hooks", "_load_state_dict_pre_hooks"
 )
-"""Returns the hooks that change the state dicts of a module, to read and to write.
-
-They run after a state dict is made, and before it is loaded. A hook of the second kind is inside an object that holds
-it as ``hook``.
-"""
+"""Returns the hooks that run after a state dict is made, and before it is loaded: the latter as ``hook`` of objects."""
 
 
 # The compiler of torch traces functions, but no ``attrgetter``.
@@ -99,8 +95,7 @@ def share_attributes(
 def state_without_hooks(module: nn.Module, is_ours: Callable[[Any], bool]) -> Any:
     """Return the state in a copy or a pickle of a module, without the hooks for which ``is_ours`` is true.
 
-    Calls ``Module.__getstate__`` of the class, and reads the names of the registries of hooks. All end in ``_hooks``,
-    except registries that say how the hooks of another one are called.
+    The names of the registries of hooks end in ``_hooks``, unless they say how the hooks of another one are called.
     """
     state = getattr(type(module), "__getstate__", vars)(module)  # every class has one from Python 3.11 on
     if not isinstance(state, dict):  # the user's own
@@ -147,8 +142,7 @@ foreach: Any = SimpleNamespace(
 )
 """Operations on lists of tensors: ``foreach.add_(params, updates)`` is ``torch._foreach_add_``.
 
-Not the operations of ``torch.ops.aten``. For a list of tensors, these try the overload for a list of numbers first and
-read the tensors one by one before they give up, which took 6 to 80 times as long as the operation. The bits are equal.
+Those of ``torch.ops.aten`` try the overload for a list of numbers first, which took 6 to 80 times as long.
 """
 UNSUPPORTED_SHARDS = (RuntimeError, AssertionError)
 """Errors of operators that cannot compute with a DTensor: in 2.9 not always a ``RuntimeError``."""
@@ -169,16 +163,14 @@ def sparse_values(tensor: Tensor) -> Tensor:
     return tensor._values()
 
 
-def local_shard(tensor: Any) -> Tensor:
-    """Return the memory of this rank's part of a DTensor, the same object each time."""
-    return tensor._local_tensor
-
+local_shard: Callable[[Any], Tensor] = attrgetter("_local_tensor")
+"""Returns the memory of this rank's part of a DTensor, the same object each time."""
 
 check_and_unscale_: Callable[[list[Tensor], Tensor, Tensor], None] = _aten._amp_foreach_non_finite_check_and_unscale_
-"""Multiplies gradients in place and sets the second tensor to 1 if one is not finite, as ``GradScaler`` does.
+"""Multiplies gradients in place and sets the second tensor to 1 if one is not finite, without waiting for the device.
 
-One read and one write of each gradient, without waiting for the device. The gradients are of one device and one
-precision, the second tensor of shape ``(1,)`` and the factor of shape ``()``, both float32.
+The gradients are of one device and one precision, the second tensor of shape ``(1,)`` and the factor of shape ``()``,
+both float32.
 """
 
 sequence_number: Callable[[], int] = _torch._C._autograd._get_sequence_nr
@@ -200,10 +192,7 @@ def versions(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def memory_stamp(tensor: Tensor) -> tuple[int, int]:
-    """Return how often a tensor was written to, and its address, for a DTensor the address of its shard.
-
-    Reads ``Tensor._version`` and ``DTensor._local_tensor``, without the autograd of ``to_local()``.
-    """
+    """Return how often a tensor was written to, and its address, or of a DTensor the address of its shard."""
     return tensor._version, getattr(tensor, "_local_tensor", tensor).data_ptr()
 
 
@@ -218,10 +207,7 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
 
 
 def gradient_hooks(tensor: Tensor) -> list[dict[int, Any]]:
-    """Return the registries of hooks on the gradient of a leaf, to read and to write.
-
-    Reads ``Tensor._backward_hooks`` and ``Tensor._post_accumulate_grad_hooks``.
-    """
+    """Return the registries of hooks on the gradient of a leaf, to read and to write."""
     return [hooks for hooks in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks) if hooks]
 
 
@@ -237,10 +223,7 @@ def is_reentrant_checkpoint(node: Any) -> bool:
 
 
 def has_saved_tensor_hooks() -> bool:
-    """Whether hooks receive all tensors that autograd saves: ``torch._C._autograd._top_saved_tensors_default_hooks``.
-
-    This is so inside ``torch.utils.checkpoint`` with ``use_reentrant=False``, and inside ``save_on_cpu``.
-    """
+    """Whether hooks receive all tensors that autograd saves, as in a checkpoint that is not reentrant."""
     return _top_saved_tensors_default_hooks(True) is not None
 
 
@@ -250,13 +233,7 @@ def inside_backward() -> bool:
 
 
 class Untraced:
-    """A function that the compiler does not trace: ``torch.compiler.disable``.
-
-    Until something has imported ``torch._dynamo``, which takes a second, the function itself is called.
-
-    Args:
-        function: Any.
-    """
+    """A function that the compiler, if it was imported, does not trace: ``torch.compiler.disable``."""
 
     def __init__(self, function: Any) -> None:
         self._function, self._disabled = function, None
@@ -292,11 +269,7 @@ def inside_function_transform() -> bool:
 
 
 def inside_mode() -> bool:
-    """Whether a mode of Python other than ``torch.device`` sees all functions or operators of torch.
-
-    Reads ``torch.overrides._get_current_function_mode_stack``, ``torch.utils._device.DeviceContext`` and
-    ``torch.utils._python_dispatch._get_current_dispatch_mode``.
-    """
+    """Whether a mode of Python other than ``torch.device`` sees all functions or operators of torch."""
     device: Any = getattr(sys.modules.get("torch.utils._device"), "DeviceContext", ())
     functions = [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, device)]
     return bool(functions) or _get_current_dispatch_mode() is not None
@@ -346,10 +319,7 @@ step_post_hooks: Callable[[Optimizer], dict[int, Any]] = attrgetter("_optimizer_
 
 
 def calls_hooks(optimizer: Optimizer) -> bool:
-    """Whether ``Optimizer.__init__`` ran: it makes the registries of hooks, and a ``step`` that calls them.
-
-    Reads ``step.hooked`` and the names of ``Optimizer._optimizer_step_pre_hooks`` and its four neighbours.
-    """
+    """Whether ``Optimizer.__init__`` ran: it makes the registries of hooks, and a ``step`` that calls them."""
     marked = getattr(type(optimizer).step, "hooked", False)
     return bool(marked) and all(name in vars(optimizer) for name in _REGISTRIES)
 
@@ -366,10 +336,7 @@ def hooks_of_optimizer(optimizer: Optimizer) -> list[dict[int, Any]]:
 
 
 def drives_schedule(optimizer: Optimizer) -> bool:
-    """Whether a learning-rate schedule was built on an optimizer: it marks ``step`` with ``_wrapped_by_lr_sched``.
-
-    ``ReduceLROnPlateau`` sets no mark.
-    """
+    """Whether a learning-rate schedule was built on an optimizer. ``ReduceLROnPlateau`` leaves no mark."""
     return hasattr(optimizer.step, "_wrapped_by_lr_sched")
 
 
@@ -394,10 +361,7 @@ _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
 class _Eager:
-    """Lets compiled functions run as Python while any thread needs that.
-
-    The stance of the compiler belongs to the process, so the threads that need it are counted.
-    """
+    """Lets compiled functions run as Python while any thread needs that: the stance belongs to the process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -451,8 +415,16 @@ class Interceptor:
 
     compiled: Any = None
     """The compiled call behind it."""
-    function: Any = None
-    """The function that :func:`set_compiled_call` puts, because ``torch.jit`` refuses other objects there."""
+
+    @cached_property
+    def function(self) -> Any:
+        """The function that stands for it, because ``torch.jit`` refuses other objects there."""
+
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            return self(*args, **kwargs)
+
+        vars(answer)["interceptor"] = self
+        return answer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer a call of the module."""
@@ -481,17 +453,7 @@ def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> Non
     if call is None:
         vars(module).pop("_compiled_call_impl", None)
     else:
-        module._compiled_call_impl = _as_function(call) if isinstance(call, Interceptor) else call
-
-
-def _as_function(interceptor: Interceptor) -> Any:
-    def answer(*args: Any, **kwargs: Any) -> Any:
-        return interceptor(*args, **kwargs)
-
-    if interceptor.function is None:
-        vars(answer)["interceptor"] = interceptor
-        interceptor.function = answer
-    return interceptor.function
+        module._compiled_call_impl = call.function if isinstance(call, Interceptor) else call
 
 
 def is_of_interceptor(value: Any) -> bool:
@@ -505,20 +467,14 @@ def call_uncompiled(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def inside_compiled(module: nn.Module) -> nn.Module | None:
-    """Return the module that ``torch.compile(module)`` wraps, or None: ``torch._dynamo.OptimizedModule._orig_mod``.
-
-    The compiler is not imported for this (0.4 s): without it there are no such modules.
-    """
+    """Return the module that ``torch.compile(module)`` wraps, or None. Without an imported compiler there is none."""
     dynamo = sys.modules.get("torch._dynamo")
     found = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
     return module.get_submodule("_orig_mod") if found else None
 
 
 def beneath_compiled(function: Any) -> Any:
-    """Return the function that ``torch.compile`` compiles, or None: the attribute ``_torchdynamo_orig_callable``.
-
-    Around functions of torch itself the compiler puts another one, of ``torch._dynamo.external_utils``.
-    """
+    """Return the function that ``torch.compile`` compiles, or None. Around one of torch it puts another one."""
     beneath: Any = getattr(function, "_torchdynamo_orig_callable", None)
     file = getattr(getattr(beneath, "__code__", None), "co_filename", None)
     between = sys.modules.get("torch._dynamo.external_utils")
@@ -551,10 +507,7 @@ def load_compiler() -> None:
 
 
 def guards_of_every_flag() -> AbstractContextManager[Any]:
-    """Within it new graphs check all of every parameter: ``torch._dynamo.config``. Imports the compiler.
-
-    Otherwise they check a parameter only if its dict was written to. A change of a flag does not write to the dict.
-    """
+    """Within it new graphs check all of every parameter, also if its dict was not written to. Imports the compiler."""
     from torch._dynamo import config
 
     patch: Any = config.patch
@@ -562,10 +515,7 @@ def guards_of_every_flag() -> AbstractContextManager[Any]:
 
 
 def guards_of_hooks() -> AbstractContextManager[Any]:
-    """Within it new graphs check the hooks of modules: ``torch._dynamo.config``. No effect without the compiler.
-
-    Otherwise a graph that was made while hooks are taken off is used after they are back, and skips them.
-    """
+    """Within it new graphs check the hooks of modules. Otherwise one that was made without hooks is used with them."""
     dynamo: Any = sys.modules.get("torch._dynamo")
     return nullcontext() if dynamo is None else dynamo.config.patch(skip_nnmodule_hook_guards=False)
 
@@ -652,15 +602,13 @@ def built_in_comm_hook(ddp: DistributedDataParallel) -> str | None:
 def lazy_gloo(store: Any, at: int, ranks: int, timeout: float) -> Any:
     """Return a ``ProcessGroupGloo`` whose ranks connect when they first talk. By default gloo connects all with all.
 
-    Sets ``_timeout`` and ``_devices`` of ``ProcessGroupGloo._Options``. torch's stubs omit most of the class.
-
     Args:
         store: Of these ranks alone.
         at: Place of this rank among them.
         ranks: Number of ranks.
         timeout: Seconds.
     """
-    gloo: Any = torch.distributed.ProcessGroupGloo
+    gloo: Any = torch.distributed.ProcessGroupGloo  # torch's stubs omit most of the class
     options = gloo._Options()
     options._timeout = timedelta(seconds=timeout)
     options._devices = [gloo.create_default_device(lazy_init=True)]
@@ -673,11 +621,7 @@ def place_of_optimizer(accelerator: Any, optimizer: Any) -> int:
 
 
 def build_again(ddp: DistributedDataParallel) -> None:
-    """Let DDP make the reducer for the parameters that require a gradient now, without communication hooks.
-
-    Calls ``DDP.__setstate__`` with the attributes of DDP, including the process group, which ``__getstate__`` omits,
-    and without ``_comm_hooks``.
-    """
+    """Let DDP make the reducer for the parameters that require a gradient now, without communication hooks."""
     ddp.__setstate__(vars(ddp) | {"_comm_hooks": []})
 
 
@@ -687,19 +631,12 @@ def exchange_of_a_pass(ddp: DistributedDataParallel) -> None:
 
 
 def all_reduce_hooks(unit: nn.Module) -> list[Any]:
-    """Return the all-reduce hook of each group of parameters of an FSDP2 module, None without one.
-
-    Reads ``FSDPModule._get_fsdp_state()._fsdp_param_groups`` (in torch 2.11 ``_fsdp_param_group``, one or None) and
-    ``FSDPParamGroup._all_reduce_hook``. torch has no public way to read the hook, and a new one silently replaces it.
-    """
+    """Return the all-reduce hook of each group of parameters of an FSDP2 module, None without one."""
     return [group._all_reduce_hook for group in _parameter_groups(unit)]
 
 
 def holds_back_gradients(unit: nn.Module) -> bool:
-    """Whether an FSDP2 module does not average the gradients of a pass, or has such gradients of earlier passes.
-
-    Reads ``FSDPParamGroup.reduce_grads`` and ``fsdp_params``, and the gradients in either of their places.
-    """
+    """Whether an FSDP2 module does not average the gradients of a pass, or has such gradients of earlier passes."""
     groups = _parameter_groups(unit)
     held = [param for group in groups for param in group.fsdp_params]
     whole = [param._unsharded_param for param in held if hasattr(param, "_unsharded_param")]
@@ -718,10 +655,9 @@ def in_forward_of_fsdp2(unit: Any) -> bool:
 
 
 def end_pass(unit: Any) -> None:
-    """Let FSDP2 end a pass in which a forward or backward of a module raised, as if its backward pass had ended.
+    """Let FSDP2 end a pass in which a module raised, as ``FSDPModule.reset_iter_state`` does, which torch 2.12 lacks.
 
-    Calls ``FSDPState._root_post_backward_final_callback`` and clears ``iter_forward_root``. torch before 2.13 has no
-    ``FSDPModule.reset_iter_state``. After a whole pass, and for a module that was not the outermost, nothing changes.
+    After a whole pass, and for a module that was not the outermost, nothing changes.
     """
     state: Any = unit._get_fsdp_state()
     if state._is_root or state._state_ctx.iter_forward_root is state:
@@ -733,7 +669,7 @@ def _parameter_groups(unit: Any) -> list[Any]:
     state: Any = unit._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # as in torch 2.11
 
 
 # Attention
@@ -766,20 +702,9 @@ def attention_of_packed_rows(
     """Return the attention of each sequence by one kernel: FlashAttention, or if it cannot, memory-efficient attention.
 
     ``torch.nn.attention.varlen`` has no dropout, and no kernel for float32. Nested tensors call the same operators.
-
-    Args:
-        query: Rows of all sequences, one after the other. Shape (rows, heads, width).
-        key: Shape (rows of keys, heads, width).
-        value: Shape (rows of keys, heads, width).
-        queries: The sequences of the queries.
-        keys: The sequences of the keys. If ``causal``, those of the queries.
-        causal: Whether a query sees the keys up to its own place alone.
-        dropout_p: As in ``scaled_dot_product_attention``, like the following arguments.
-        scale: See ``dropout_p``.
-        enable_gqa: See ``dropout_p``.
-
-    Returns:
-        Shape (rows, heads, width), or None if no such kernel takes these tensors.
+    The rows of all sequences lie one after the other, in ``query`` and the result of shape (rows, heads, width), in
+    ``key`` and ``value`` of shape (rows of keys, heads, width). If ``causal``, the sequences of queries and keys are
+    the same, and a query sees the keys up to its own place. None if no such kernel takes these tensors.
     """
     if not query.is_cuda or query.ndim != 3 or value.shape != key.shape or not key.numel():
         return None
@@ -807,14 +732,11 @@ def loads_in_this_process(loader: DataLoader[Any]) -> bool:
     return loader.num_workers == 0 and all(ways.isdisjoint(vars(kind)) for kind in kinds)
 
 
-def iterator_of_indices(batches: Any) -> Any:
-    """Return the iterator from which the iterator of a loader without workers takes its indices."""
-    return batches._sampler_iter
+iterator_of_indices: Callable[[Any], Any] = attrgetter("_sampler_iter")
+"""Returns the iterator from which the iterator of a loader without workers takes its indices."""
 
-
-def next_index(batches: Any) -> Any:
-    """Take the next index, or list of indices, from the iterator of a loader without workers, and load nothing."""
-    return batches._next_index()
+next_index: Callable[[Any], Any] = methodcaller("_next_index")
+"""Takes the next index, or list of indices, from the iterator of a loader without workers, and loads nothing."""
 
 
 def load_index(batches: Any, index: Any) -> Any:

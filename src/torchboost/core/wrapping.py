@@ -169,8 +169,7 @@ def living(kind: type[Kind]) -> list[Kind]:
     """Return all objects of a class in this process.
 
     A last resort for two questions that torch does not answer: which optimizers hold a parameter, and which wrapper
-    holds an optimizer. Hooks do not report objects that were created before and not used yet, and a registry would
-    have to patch torch at import. Objects that ``gc.freeze()`` has moved aside are missing.
+    holds an optimizer. Objects that ``gc.freeze()`` has moved aside are missing.
 
     Cost: one pass over all objects of the garbage collector, about 0.1 s for a million.
     """

@@ -27,17 +27,13 @@ _ALIKE = 0.75
 
 
 class Mask(NamedTuple):
-    """A mask that broadcasts with scores.
-
-    Args:
-        tensor: Is added, or booleans.
-        how: To ``"add"``, or the boolean that excludes a key, ``"true"`` or ``"false"``.
-        least: The score of keys that booleans exclude. Of a mask that is added, the least score that it leaves.
-    """
+    """A mask that broadcasts with scores."""
 
     tensor: Tensor
     how: str
+    """To ``"add"``, or the boolean that excludes a key, ``"true"`` or ``"false"``."""
     least: float = -math.inf
+    """The score of keys that booleans exclude. Of a mask that is added, the least score that it leaves."""
 
 
 class _Found(NamedTuple):
@@ -80,18 +76,10 @@ def attention(
     The mask must exclude the padding for every query that is computed. If the mask excludes nothing else, sequences of
     about the same length are computed together, or all sequences if a kernel takes packed rows.
 
-    Args:
-        func: Computes whole tensors: that function, or another one with its arguments.
-        query: Shape (batch, heads..., queries, width).
-        key: Shape (batch, heads..., keys, width).
-        value: Shape (batch, heads..., keys, width).
-        attn_mask: See ``torch.nn.functional.scaled_dot_product_attention``, as for all following arguments.
-        dropout_p: See ``attn_mask``.
-        is_causal: See ``attn_mask``.
-        score: Returns the scores of products of queries and keys. By default they are scaled.
-        weak: Whether a mask of booleans stands for a number that is weak (:func:`is_weak`).
-        undefined: Whether a query whose scores are all -inf gets NaN. By default it gets 0.
-        **options: See ``attn_mask``.
+    ``query`` has the shape (batch, heads..., queries, width), ``key`` and ``value`` (batch, heads..., keys, width).
+    ``func`` computes whole tensors: that function, or another one with its arguments. ``score`` returns the scores of
+    products of queries and keys, which are scaled by default. ``weak`` says whether a mask of booleans stands for a
+    number that is weak (:func:`is_weak`), and ``undefined`` whether a query whose scores are all -inf gets NaN.
     """
     queries, keys, others = (one.positions if isinstance(one, Rows) else None for one in (query, key, value))
     if keys is not others:
@@ -176,12 +164,7 @@ def _together(func: Any, query: Rows, key: Rows, value: Rows, causal: bool, opti
 
 
 def _grouped(queries: Layout, keys: Layout) -> tuple[list[Group], Tensor, Tensor, Tensor]:
-    """Group the sequences of a batch by their lengths.
-
-    Returns:
-        The groups, the row of each of their queries, the row of each of their keys, and the place of each row of the
-        queries in the groups.
-    """
+    """Return groups of sequences of about one length, the rows of their queries and keys, and each query's place."""
     lengths = list(zip(keys.lengths, queries.lengths, strict=True))
     members: list[list[int]] = []
     for one in sorted(range(queries.batch), key=lambda one: lengths[one], reverse=True):
@@ -257,23 +240,17 @@ def _masks(query: Tensor, queries: Layout | None, keys: Layout | None, mask: Ten
         raise MissingRows("its mask is of another kind")
     whole, wide = mask[(None,) * (query.ndim - mask.ndim)], torch.promote_types(query.dtype, mask.dtype)
     kind = ("attention", query.ndim, wide, queries, keys)
-    if mask.requires_grad:  # keep only the finding, because the parts belong to the graph
-        found: _Found = layout.once(mask, lambda: _found(whole.detach(), wide, queries, keys, layout), kind)
+    found: _Found = layout.once(mask, lambda: _found(whole.detach(), wide, queries, keys, layout), kind)
+    if mask.requires_grad:  # the parts belong to the graph
         return found._replace(rest=_parts(whole, queries, keys, layout))
-
-    def finding() -> _Found:
-        found = _found(whole, wide, queries, keys, layout)
-        return found if found.rest is not None else found._replace(rest=_parts(whole, queries, keys, layout))
-
-    return layout.once(mask, finding, kind)
+    if found.rest is None:
+        parts = layout.once(mask, lambda: _parts(whole, queries, keys, layout), (*kind, "parts"))
+        return found._replace(rest=parts)
+    return found
 
 
 def _found(mask: Tensor, dtype: torch.dtype, queries: Layout | None, keys: Layout | None, layout: Layout) -> _Found:
-    """Return what a mask excludes in all sequences, without its parts: None if more than causality remains of it.
-
-    Raises:
-        MissingRows: The mask admits the padding for a query that is computed, or excludes everything else.
-    """
+    """Return what a mask excludes in all sequences, without its parts: None if more than causality remains of it."""
     sizes = ((0, layout.batch), (-2, queries.length if queries else mask.shape[-2]))
     strange = any(mask.shape[place] not in (1, size) for place, size in sizes)
     if strange or (keys is not None and mask.shape[-1] != keys.length):

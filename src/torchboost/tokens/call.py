@@ -74,11 +74,8 @@ class PartialForward(Attachment):
     call is repeated at that moment. The first call computes everything and watches for such reads. If there is one, no
     positions are skipped from then on.
 
-    Args:
-        name: Of the algorithm.
-        model: The bare model.
-        optimizers: Of the loop.
-        part: Called with the owner of the layouts and the arguments of a call. Returns None if it needs all positions.
+    ``part`` is called with the owner of the layouts and the arguments of a call. It returns None if that needs all
+    positions.
 
     Attributes:
         reason: Why positions are no longer skipped. Empty while they are.
@@ -172,12 +169,7 @@ def _kind(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
 
 
 class PartialCall:
-    """One call of ``forward``. It owns the layouts of its tensors.
-
-    Attributes:
-        over: Whether it has returned outputs without padding.
-        made: Tensors without padding so far, if it keeps account of them.
-    """
+    """One call of ``forward``, which owns the layouts of its tensors. It is ``over`` once it has returned outputs."""
 
     def __init__(
         self, forward: PartialForward, kind: str, compute: Callable[[], Any], model: nn.Module, inputs: Any
@@ -235,7 +227,7 @@ class PartialCall:
         """
 
         def kept() -> bool:
-            alive = [one for one in (made() for made in self.made or ()) if one is not None]
+            alive = [one for made in self.made or () if (one := made()) is not None]
             known = {id(rows) for _, rows in _rows_in(outputs, (), set())}
             for scores in alive:
                 if isinstance(scores, Scores):
@@ -261,17 +253,15 @@ class PartialCall:
 
     def watched(self, part: Part) -> Any:
         """Compute everything, and watch which positions of the outputs the loop reads."""
-
-        def watch(tensor: Tensor) -> Tensor:
-            layout = part.layout(tensor) if tensor.ndim > 1 and tensor.is_floating_point() else None
-            return tensor if layout is None else self._watching(tensor, layout)
-
         before = State(self._model, self._inputs, frozenset())
         outputs = self._compute()
         self.forward.moving[self._kind] = before.moved()
-        return with_tensors(outputs, watch)
+        return with_tensors(outputs, lambda tensor: self._watching(tensor, part))
 
-    def _watching(self, tensor: Tensor, layout: Layout) -> Tensor:
+    def _watching(self, tensor: Tensor, part: Part) -> Tensor:
+        layout = part.layout(tensor) if tensor.ndim > 1 and tensor.is_floating_point() else None
+        if layout is None:
+            return tensor
         later = (lambda rows: rows,) if layout.complete else ()
         if isinstance(tensor, Rows):  # another algorithm watches too
             before = tensor.source or tensor.whole
@@ -292,11 +282,9 @@ class PartialCall:
         return rows
 
     def later(self, function: RowFunction, source: Tensor) -> RowFunction:
-        """Return a function that may be called later and computes with the present weights and precision.
+        """Return a function of rows for later, with the present weights and precision, or an error if they are gone.
 
-        Args:
-            function: Computes rows from rows.
-            source: Where the rows are taken from. If it is written to, the function raises :class:`MissingRows`.
+        The rows are taken from ``source``, which must not be written to before.
         """
         kind = next(self._model.parameters()).device.type
         whole = None if isinstance(source, Rows) else source  # rows are replaced, not written to
@@ -348,9 +336,8 @@ def _rows_in(value: Any, path: tuple[Any, ...], seen: set[int]) -> Iterator[tupl
     if isinstance(value, Rows):
         yield path, value
         return
-    if isinstance(value, (Tensor, str, bytes, int, float, type(None), nn.Module)) or id(value) in seen:
-        return
-    if len(path) > _DEEPEST:
+    ends = isinstance(value, (Tensor, str, bytes, int, float, type(None), nn.Module)) or len(path) > _DEEPEST
+    if ends or id(value) in seen:
         return
     seen.add(id(value))
     if isinstance(value, Mapping):

@@ -62,16 +62,13 @@ def _parsed(equation: str, operands: Any) -> tuple[Sequence[Tensor], list[str], 
     left, arrow, out = equation.replace(" ", "").partition("->")
     names = left.split(",")
     clear = arrow and "." not in equation and all(len(set(one)) == len(one) for one in (*names, out))
-    if not clear or len(tensors) != 2 or [one.ndim for one in tensors] != [len(one) for one in names]:
+    if not clear or not set(out) <= set(left) or [len(one) for one in names] != [one.ndim for one in tensors]:
         raise MissingRows("its equation is of another kind")
-    for name in out:
-        if name not in left:
-            raise MissingRows("its equation is of another kind")
-    sizes: dict[str, int] = {}
-    for tensor, own in zip(tensors, names, strict=True):
-        for name, size in zip(own, tensor.shape, strict=True):
-            if sizes.setdefault(name, size) != size:
-                raise MissingRows("its sizes broadcast")
+    if len(tensors) != 2:
+        raise MissingRows("it has another number of operands")
+    sizes = {named for own, tensor in zip(names, tensors, strict=True) for named in zip(own, tensor.shape, strict=True)}
+    if len(dict(sizes)) < len(sizes):
+        raise MissingRows("its sizes broadcast")
     return tensors, names, out
 
 

@@ -43,20 +43,20 @@ def may_mask(model: nn.Module) -> bool:
 def layouts_of(owner: object, pairs: Sequence[Pair], arguments: Mapping[str, Any]) -> dict[Key, Place]:
     """Return the layout of each argument whose padding can be skipped.
 
-    Args:
-        owner: Of the layouts.
-        pairs: Names of a mask of tokens and of its argument. If none is among the arguments, all pairs of a mask and
-            token ids of its shape are tried. The ids then show whether the mask marks tokens or padding: all ids of
-            padding are equal.
-        arguments: Of a call.
+    The pairs name a mask of tokens and its argument. If none is among the arguments, all pairs of a mask and token ids
+    of its shape are tried. The ids then show whether the mask marks tokens or padding: all ids of padding are equal.
     """
     layouts: dict[Key, Place] = {}
-    known: dict[int, tuple[Tensor, Layout | None]] = {}
+    known: dict[Tensor, Layout | None] = {}
     for tokens, kept in _masked(pairs, arguments):
-        if kept is not None:
-            if id(kept) not in known:
-                known[id(kept)] = kept, _layout(owner, kept)
-            _enter(layouts, tokens, known[id(kept)][1])
+        if kept is None:
+            continue
+        if kept not in known:
+            known[kept] = _layout(owner, kept)
+        if (layout := known[kept]) is not None:
+            layouts[_key(tokens)] = layout, (BATCH, TOKEN)
+            if tokens.ndim == 2:
+                layouts.setdefault(_key(tokens.t()), (layout, (TOKEN, BATCH)))
     return layouts
 
 
@@ -67,26 +67,19 @@ def has_mask(pairs: Sequence[Pair], arguments: Mapping[str, Any]) -> bool:
 
 def _masked(pairs: Sequence[Pair], arguments: Mapping[str, Any]) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Yield the arguments that are masked, and where they have tokens, or None if the mask does not tell."""
-    named: dict[int, Tensor | None] = {}
+    named: dict[Tensor, Tensor | None] = {}
     for mask_name, name in pairs:
         mask, tokens = arguments.get(mask_name), arguments.get(name)
         if type(mask) is not Tensor or type(tokens) is not Tensor or mask.ndim != 2:
             continue
         if tokens.shape[:2] != mask.shape or tokens.ndim > 3:
             continue
-        if id(mask) not in named:
-            named[id(mask)] = _kept(mask)
-        yield tokens, named[id(mask)]
+        if mask not in named:
+            named[mask] = _kept(mask)
+        yield tokens, named[mask]
     for mask, tokens in () if named else _guessed(arguments):
         kept = _kept(mask)
         yield tokens, None if kept is None else kept_positions(tokens, kept)
-
-
-def _enter(layouts: dict[Key, Place], tokens: Tensor, layout: Layout | None) -> None:
-    if layout is not None:
-        layouts[_key(tokens)] = layout, (BATCH, TOKEN)
-        if tokens.ndim == 2:
-            layouts.setdefault(_key(tokens.t()), (layout, (TOKEN, BATCH)))
 
 
 def _key(tensor: Tensor) -> Key:
@@ -111,11 +104,9 @@ def _kept(mask: Tensor) -> Tensor | None:
 
 
 def kept_positions(tokens: Tensor, mask: Tensor) -> Tensor | None:
-    """Return which positions have tokens, or None if the mask does not tell.
+    """Return which positions have tokens, or None if the mask does not tell, which is true at tokens or at padding.
 
-    Args:
-        tokens: Ids. Shape (batch, length).
-        mask: True at tokens or at padding. Shape (batch, length).
+    All of them have the shape (batch, length).
     """
     marked, others = _ends(tokens, mask), _ends(tokens, ~mask)
     same_marked, same_others = torch.stack([marked[0] == marked[1], others[0] == others[1]]).tolist()
@@ -140,15 +131,9 @@ def _layout(owner: object, kept: Tensor) -> Layout | None:
 class Entrance(Part):
     """Inside of it, padded tensors become rows if their padding is known.
 
-    These are embeddings of token ids whose layout is given, or that have a ``padding_idx``, and keys of
+    These are embeddings of token ids whose layout is given, or, if ``by_ids``, that have a ``padding_idx``, and keys of
     ``nn.MultiheadAttention`` with a ``key_padding_mask``, with the queries if these are the same tensor. A layout that
     does not fit the rest of the model costs a call, but no result, because the model asks for the missing positions.
-
-    Args:
-        owner: Of the layouts.
-        layouts: Of arguments of the model.
-        by_ids: Whether ids that are the ``padding_idx`` of their embedding are taken for padding.
-        named: Whether an argument of the call is a mask by its name.
 
     Attributes:
         layouts: All layouts that were used.

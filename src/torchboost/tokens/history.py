@@ -61,12 +61,9 @@ def in_the_graph(rows: Rows) -> None:
 
 
 def derived(rows: Rows, call: tuple[Any, tuple[Any, ...], dict[str, Any]], place: int | None) -> None:
-    """Let rows that a function made of rows outside of the model lead to the whole tensor.
+    """Let rows that a function of torch made of rows outside of the model lead to the whole tensor.
 
-    Args:
-        rows: Changed in place.
-        call: The function of torch and its arguments.
-        place: Of the tensor in the result. None if it is the result.
+    ``place`` is the place of the tensor in the result of the call. None if it is the result.
     """
     func, args, kwargs = call
 
@@ -115,14 +112,7 @@ def _from_source(tensor: Tensor) -> Tensor:
 
 
 def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: Rows) -> Any:
-    """Call a function that writes to a padded tensor outside of the model. The tensor counts as whole from then on.
-
-    Args:
-        func: The function of torch.
-        args: Its arguments.
-        kwargs: Its named arguments.
-        target: The tensor that it writes to.
-    """
+    """Call a function that writes to a padded tensor outside of the model, which counts as whole from then on."""
     if target.memory.copies:
         raise RuntimeError(WRITTEN)
     if getattr(func, "__name__", "") in _OF_THE_GRAPH:  # such as one that sets requires_grad: it writes to no memory
@@ -155,12 +145,7 @@ def rows_in(values: Any) -> Iterator[Rows]:
 
 
 def as_now(compute: Callable[[], Result], kind: str) -> Callable[[], Result]:
-    """Return a function that computes with the present mixed precision and gradient mode.
-
-    Args:
-        compute: The function.
-        kind: Of the device.
-    """
+    """Return a function that computes with the present gradient mode and mixed precision of a kind of device."""
     gradients, in_precision = torch.is_grad_enabled(), in_this_precision(kind, compute)
 
     def computed() -> Result:

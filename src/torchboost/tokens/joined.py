@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from torchboost.core.torch_private import tensor_without_memory
 from torchboost.tokens.answers import PaddedRows, getter, table
 from torchboost.tokens.rows import MissingRows, Rows
 from torchboost.tokens.scores import Scores, product
@@ -16,11 +15,7 @@ from torchboost.tokens.shapes import completed, permute
 
 
 class Joined(PaddedRows):
-    """Rows or scores of padded sequences in the shape (batch * heads, ...).
-
-    Args:
-        with_heads: The same in the shape (batch, heads, ...).
-    """
+    """Rows or scores of padded sequences in the shape (batch * heads, ...), of others in (batch, heads, ...)."""
 
     precedence: ClassVar[int] = 2
     with_heads: PaddedRows
@@ -28,10 +23,8 @@ class Joined(PaddedRows):
     def __new__(cls, with_heads: Any) -> Joined:
         """Make a tensor without memory."""
         batch, heads, *rest = with_heads.shape
-        one: Any = tensor_without_memory(cls, (batch * heads, *rest), with_heads)
-        one.with_heads, one.base, one.positions = with_heads, with_heads.base, with_heads.positions
-        one.dims, one.later, one.fill = (), (), None
-        one.needs_grad, one.source, one.memory = with_heads.needs_grad, None, with_heads.memory
+        one = cls.made((batch * heads, *rest), with_heads, with_heads.base, with_heads.positions)
+        one.with_heads, one.needs_grad, one.memory = with_heads, with_heads.needs_grad, with_heads.memory
         return one
 
     def whole(self) -> Tensor:

@@ -14,12 +14,9 @@ from torchboost.core.torch_private import Packed, version
 
 
 class Layout:
-    """The computed positions of a batch of sequences.
+    """The computed positions of a batch of sequences: where ``mask`` is true, of shape (batch, length).
 
-    Args:
-        mask: True at each computed position. Shape (batch, length).
-        owner: Who skipped the other positions.
-        forced: Called if rows that wait to be computed are all computed. None if this says nothing.
+    ``owner`` is who skipped the other positions. ``forced`` is called if rows that wait to be computed all are.
     """
 
     def __init__(self, mask: Tensor, owner: object = None, forced: Callable[[], None] | None = None) -> None:
@@ -87,12 +84,9 @@ class Layout:
         return self._crops[start, stop]
 
     def gathered(self, tensor: Tensor, places: tuple[int, ...], added: int = 0) -> Tensor:
-        """Return the rows of a tensor that broadcasts with a padded one.
+        """Return the rows of a tensor that broadcasts with a padded one, after ``added`` dimensions of size 1.
 
-        Args:
-            tensor: Batch and length, or the two as one, have the size of the padded tensor, or 1.
-            places: These dimensions of the padded tensor.
-            added: Number of dimensions of size 1 before the dimensions of the tensor.
+        Its dimensions at ``places``, batch and length or the two as one, have the size of the padded tensor, or 1.
         """
         moved = tensor[(None,) * added].movedim(places, tuple(range(len(places))))
         if tensor.requires_grad:
@@ -112,13 +106,7 @@ class Layout:
         return moved.flatten(0, 1).index_select(0, self.index)
 
     def once(self, tensor: Tensor, compute: Callable[[], Any], kind: Any = None) -> Any:
-        """Return a result that is computed once from a tensor, such as a mask that all layers share.
-
-        Args:
-            tensor: Computed again if it has been written to.
-            compute: Reads no other tensor.
-            kind: Tells apart results from the same tensor.
-        """
+        """Return the result of its kind that is computed from a tensor alone, again only if it has been written to."""
         key = id(tensor), kind
         source, then, result = self._results.get(key, (None, 0, None))
         if source is not tensor or then != version(tensor):

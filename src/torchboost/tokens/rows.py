@@ -23,12 +23,7 @@ Fill = float | bool | Callable[[], float | bool | None] | None
 
 
 class MissingRows(BaseException):
-    """A function needs positions that were not computed.
-
-    Args:
-        reason: The function, and what it does.
-        owners: Who skipped positions of its arguments.
-    """
+    """A function needs positions that were not computed. The owners are who skipped positions of its arguments."""
 
     def __init__(self, reason: str, owners: Collection[object] = ()) -> None:
         super().__init__(reason)
@@ -109,15 +104,22 @@ class Rows(Tensor):
         like = base[:0] if later else base
         for function in later:
             like = function(like)
-        if like.device != positions.mask.device:
-            raise MissingRows("it moves to another device")
         sizes = {BATCH: positions.batch, TOKEN: positions.length, FLAT: positions.batch * positions.length}
         shape = [sizes[dim] if dim < 0 else like.shape[dim + 1] for dim in dims]
+        rows = cls.made(shape, like, base, positions)
+        rows.dims, rows.later, rows.fill = tuple(dims), later, fill
+        positions.note(rows)
+        return rows
+
+    @classmethod
+    def made(cls, shape: Sequence[int], like: Tensor, base: Tensor, positions: Layout) -> Any:
+        """Return a tensor without memory, in the precision of ``like``, and without dimensions of its rows."""
+        if like.device != positions.mask.device:
+            raise MissingRows("it moves to another device")
         rows: Any = tensor_without_memory(cls, shape, like)
-        rows.base, rows.positions, rows.dims, rows.later, rows.fill = base, positions, tuple(dims), later, fill
+        rows.base, rows.positions, rows.dims, rows.later, rows.fill = base, positions, (), (), None
         rows.needs_grad, rows.known, rows.node = like.requires_grad, None, None
         rows.source, rows.memory = None, Memory()
-        positions.note(rows)
         return rows
 
     def like(self, *args: Any, **kwargs: Any) -> Self:
@@ -235,13 +237,10 @@ class Rows(Tensor):
         return self.positions.gathered(other, places, added)
 
     def if_absent(self, mask: Any, value: Any, filled: float | bool) -> Fill:
-        """Return the fill of the missing positions if a mask has the same value at all of them.
+        """Return ``filled`` as the fill of the missing positions if a mask has the same value at all of them.
 
-        Args:
-            mask: Read when the padding is needed. Unless it has an entry for each position, nothing is known. Nor if it
-                has a gradient, which may come from the missing positions.
-            value: The value of the mask.
-            filled: The value of the missing positions in that case.
+        The mask is read when the padding is needed. Unless it has an entry for each position, nothing is known. Nor if
+        it has a gradient, which may come from the missing positions.
         """
         if not isinstance(mask, Tensor) or isinstance(mask, Rows) or mask.ndim != self.ndim:
             return None
@@ -283,12 +282,7 @@ def numbered(dims: Sequence[int]) -> tuple[int, ...]:
 
 
 def in_this_precision(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that computes with the present autocast settings, also if it is called outside of the context.
-
-    Args:
-        kind: Of the device.
-        function: Any.
-    """
+    """Return a function that computes with the present autocast settings of a kind of device, whenever it is called."""
     options: dict[str, Any] = {"dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
 
     def compute(*args: Any) -> Any:

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import Self
 
-from torchboost.core.torch_private import tensor_without_memory, version
+from torchboost.core.torch_private import version
 from torchboost.tokens.answers import PaddedRows, of_arguments, table
 from torchboost.tokens.attention import EXCLUDED, Mask, are_sequences, attention, is_weak, merged
 from torchboost.tokens.layout import Layout
-from torchboost.tokens.rows import Memory, MissingRows, RowFunction, Rows, in_this_precision
+from torchboost.tokens.rows import MissingRows, RowFunction, Rows, in_this_precision
 from torchboost.tokens.shapes import permute
 
 
@@ -65,12 +65,8 @@ class Scores(PaddedRows):
 
     def __new__(cls, steps: Steps | None, like: Tensor, shape: Sequence[int], positions: Layout) -> Scores:
         """Make a tensor without memory."""
-        if like.device != positions.mask.device:
-            raise MissingRows("it moves to another device")
-        scores: Any = tensor_without_memory(cls, shape, like)
-        scores.steps, scores.base, scores.positions = steps, like, positions
-        scores.dims, scores.later, scores.fill, scores.memory = (), (), None, Memory()
-        scores.needs_grad, scores.known, scores.node, scores.source = like.requires_grad, None, None, None
+        scores = cls.made(shape, like, like, positions)
+        scores.steps = steps
         positions.note(scores)
         return scores
 

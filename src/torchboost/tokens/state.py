@@ -12,8 +12,6 @@ from torchboost.core.forward import tensors_in
 from torchboost.core.torch_private import buffer_slots, parameter_slots, version
 from torchboost.tokens.rows import Rows
 
-__all__ = ["Key", "State", "whole_tensors_in"]
-
 Key = tuple[int, str]
 """The number of a module and the name of its parameter or buffer, or the number of an input and an empty name."""
 
@@ -21,12 +19,8 @@ Key = tuple[int, str]
 class State:
     """Attributes and tensors of the modules of a model, and the tensors among the inputs of a call, as they are now.
 
-    Lists and other objects that attributes name are not followed.
-
-    Args:
-        model: Of the call.
-        inputs: Its arguments.
-        moving: Tensors whose numbers are copied. None copies all buffers and inputs, but no parameters.
+    Lists and other objects that attributes name are not followed. The numbers of ``moving`` tensors are copied. None
+    copies all buffers and inputs, but no parameters.
     """
 
     def __init__(self, model: nn.Module, inputs: Any, moving: Set[Key] | None = None) -> None:
