@@ -9,7 +9,6 @@ sends ``2 (1 - 1/n)`` times its vector for any number n of ranks, as in an all-r
 
 from __future__ import annotations
 
-import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from torchboost.core.arguments import is_integer
 from torchboost.core.wrapping import check_mesh, check_ranks, data_parallel, parameters_of, unwrap
 from torchboost.distributed.agreement import bit_sum, local_part
 from torchboost.distributed.topology import NodeGroups, Topology
-from torchboost.errors import IncompatibleError, NoEffectWarning
+from torchboost.errors import IncompatibleError, warn_no_effect
 from torchboost.optim.rules.base import UpdateRule, has_master
 from torchboost.optim.rules.lazy_adam import LazyAdam
 
@@ -150,12 +149,10 @@ class AdaptiveSumming(Attachment):
         cosines = torch.cat(self._cosines, dim=1)
         cosines = cosines[:, torch.tensor([param.numel() > 1 for _, param in self._moving], device=cosines.device)]
         if bool((cosines != 0).any()) and bool(((cosines > 1 - 1e-12) | (cosines == 0)).all()):
-            warnings.warn(
+            warn_no_effect(
                 "adasum: all nodes made the same update, so AdaSum has no effect. This happens if the nodes read the "
                 "same data, or if gradients are averaged over all ranks: average them over the node alone, "
-                "DistributedDataParallel(model, process_group=NodeGroups.of(Topology.current()).inside).",
-                NoEffectWarning,
-                stacklevel=2,
+                "DistributedDataParallel(model, process_group=NodeGroups.of(Topology.current()).inside)."
             )
 
     @torch.no_grad()
@@ -272,7 +269,7 @@ class AdaptiveSum(Algorithm):
         points = self.split_groups if isinstance(self.split_groups, tuple) else ()
         parameters = dict.fromkeys([*unwrap(target.model).parameters(), *parameters_of(target.optimizer)])
         if (reason := _one_node(topology)) is not None:
-            warnings.warn(f"adasum: {reason}.", NoEffectWarning, stacklevel=2)
+            warn_no_effect(f"adasum: {reason}.")
         groups = None if reason is not None else NodeGroups.of(topology)
         return AdaptiveSumming(target.optimizer, parameters, points, groups)
 

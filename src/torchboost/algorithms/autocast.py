@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +37,7 @@ from torchboost.core.torch_private import (
     tree_flatten,
 )
 from torchboost.core.wrapping import is_compiled, sharded_units, unwrap
-from torchboost.errors import IncompatibleError, NoEffectWarning, nearest
+from torchboost.errors import IncompatibleError, nearest, warn_no_effect
 from torchboost.graph.copies import is_large, undisturbed
 from torchboost.graph.norms import NormalizedLinear
 
@@ -334,7 +333,7 @@ class Autocast(Algorithm):
                 forward of the model was not called.
         """
         if (cast := _cast_by_fsdp2(target.model)) is not None:
-            warnings.warn(f"autocast changes nothing: {cast}.", NoEffectWarning, stacklevel=2)
+            warn_no_effect(f"autocast changes nothing: {cast}.")
             return Attachment()
         watch = ForwardWatch(self.name, target.model, target.optimizer)
         return _cover(target.model, getattr(torch, self.dtype), self._heads, watch).with_undo(watch.remove)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -32,11 +31,9 @@ from torchboost.core.torch_private import (
     set_compiled_call,
 )
 from torchboost.core.wrapping import unwrap, wrapper_of
-from torchboost.errors import IncompatibleError, NoEffectWarning
+from torchboost.errors import IncompatibleError, warn_no_effect
 
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
-
-
 _GRAPHS = ("reduce-overhead", "max-autotune")
 """Modes that replay CUDA graphs, in memory that the next replay overwrites."""
 
@@ -215,12 +212,10 @@ def _eager_if_twice(model: nn.Module, compiled: Callable[..., Any]) -> Callable[
     def look(gradient: Tensor) -> None:
         if torch.is_grad_enabled() and not twice:
             twice.append(True)
-            warnings.warn(
+            warn_no_effect(
                 "compile: a backward pass ran with create_graph=True, which torch.compile does not support. The model "
                 "runs eagerly from its next call on. If torch raises in this step, leave compile out (extra.compile = "
-                "false).",
-                NoEffectWarning,
-                stacklevel=2,
+                "false)."
             )
 
     config: Any = getattr(compiled, "get_compiler_config", None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,7 +11,7 @@ from torch.optim import Optimizer
 from torchboost.core.algorithm import Algorithm, AlreadyOn, Attachment, Target, Traits, attach_each
 from torchboost.core.arguments import check_optimizer
 from torchboost.core.wrapping import hookable
-from torchboost.errors import IncompatibleError, NoEffectWarning
+from torchboost.errors import IncompatibleError, warn_no_effect
 from torchboost.optim.fusing import Fusion, fused_class, obstacle
 
 
@@ -78,7 +77,7 @@ def _fuse(optimizer: Optimizer, sparse: frozenset[Tensor]) -> Attachment:
         ]
     if any(unexpected):
         found = "; ".join(f"group {i}: {text}" for i, text in enumerate(unexpected) if text)
-        warnings.warn(f"fused_optimizer: not fused: {found}", NoEffectWarning, stacklevel=3)
+        warn_no_effect(f"fused_optimizer: not fused: {found}", above=2)
     if all(obstacles):
         return Attachment()
     return Fusion(optimizer, [text is None for text in obstacles])

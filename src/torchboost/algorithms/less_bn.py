@@ -16,7 +16,7 @@ from torchboost.core.algorithm import Algorithm, Traits
 from torchboost.core.arguments import check_module
 from torchboost.core.torch_private import AnyBatchNorm, parameter_slots
 from torchboost.core.wrapping import unwrap, wrapper_of
-from torchboost.errors import IncompatibleError, NoEffectWarning
+from torchboost.errors import IncompatibleError, warn_no_effect
 from torchboost.graph.copies import copies_of
 from torchboost.graph.flow import Dataflow
 from torchboost.graph.folding import fold_pairs, plan_folds, shared_weights
@@ -292,7 +292,7 @@ def _reduce(
     difference = None
     if not plan.changes:
         also = " and no linear layer to normalise" if settings.normalize_head else ""
-        warnings.warn(f"less_bn: found no BatchNorm that can go{also}; nothing was changed.", NoEffectWarning, 3)
+        warn_no_effect(f"less_bn: found no BatchNorm that can go{also}; nothing was changed.", above=2)
     else:
         before = set(model.parameters())
         averages = [] if dry_run else averages_of(model)
@@ -330,11 +330,10 @@ def _tell_others(model: nn.Module, before: set[nn.Parameter], given: bool, avera
     new = [name for name, parameter in model.named_parameters() if parameter not in before]
     if not given and new and optimizers_holding(before):
         names = ", ".join(new[:3]) + (", ..." if len(new) > 3 else "")
-        warnings.warn(
+        warn_no_effect(
             f"less_bn: the existing optimizer of this model does not hold its new parameters ({names}), so they will "
             "not train; pass optimizer=, or create the optimizer after this call.",
-            NoEffectWarning,
-            4,
+            above=3,
         )
     after = set(model.parameters())
     if averages and before != after:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, get_args
@@ -17,7 +16,7 @@ from torchboost.algorithms.grad_freeze.cache import FastPrefix, check_cacheable
 from torchboost.algorithms.grad_freeze.checks import check_freezable
 from torchboost.algorithms.grad_freeze.freezer import Freezing, Norms, compiled_prefixes, prefixes_of
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
-from torchboost.errors import NoEffectWarning
+from torchboost.errors import warn_no_effect
 from torchboost.graph.blocks import blocks_of, group_starts
 from torchboost.optim.fusing import care_for_fused
 
@@ -190,13 +189,11 @@ def freeze_blocks(model: nn.Module, optimizer: Optimizer, settings: GradFreeze, 
     blocks = blocks_of(model)
     starts, asked = group_starts(len(blocks), settings.groups), settings.groups != GradFreeze.groups
     if len(starts) < min(2, settings.groups):
-        warnings.warn("grad_freeze: the model is a single block, so nothing is frozen.", NoEffectWarning, stacklevel=2)
+        warn_no_effect("grad_freeze: the model is a single block, so nothing is frozen.")
     elif len(starts) < settings.groups and asked and settings.pattern in ("continuous", "interval"):
-        warnings.warn(
+        warn_no_effect(
             f"grad_freeze: found groups={settings.groups}, but the model has {len(blocks)} blocks; {len(starts)} "
-            "groups are used.",
-            NoEffectWarning,
-            stacklevel=2,
+            "groups are used."
         )
     check_freezable(model, optimizer)
     prefixes = prefixes_of(blocks, starts, settings.norms)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from torchboost.core.algorithm import Attachment
 from torchboost.core.forward import cover_forward, own_forward
 from torchboost.core.torch_private import inside_function_transform, inside_mode, is_tracing, versions
 from torchboost.core.wrapping import wrapper_of
-from torchboost.errors import IncompatibleError, NoEffectWarning
+from torchboost.errors import IncompatibleError, warn_no_effect
 from torchboost.sheet import percent
 
 
@@ -227,7 +226,7 @@ class FastPrefix(Attachment):
     def _tell(self, note: str) -> None:
         """Keep a note for the report. If the loop names no samples, warn too: it does not ask for the report."""
         if self._by_content and note and note != self._note:
-            warnings.warn(f"grad_freeze: the frozen part is not fully cached: {note}", NoEffectWarning, stacklevel=2)
+            warn_no_effect(f"grad_freeze: the frozen part is not fully cached: {note}")
         self._note = note
 
     def judge(self) -> None:
@@ -239,12 +238,10 @@ class FastPrefix(Attachment):
         if self._by_content and few and self._misses:
             self._by_content, rows, self._rows = False, len(self._rows), {}
             self._note = "off, because hardly a sample came twice"
-            warnings.warn(
+            warn_no_effect(
                 f"grad_freeze: the cache of the frozen part is off from now on: of {self._misses:,} different samples "
                 f"{rows:,} were held, and hardly one came again. Leave random augmentation out, or raise "
-                "cache_mebibytes if it is too small for the data. In a single epoch nothing can be cached.",
-                NoEffectWarning,
-                stacklevel=2,
+                "cache_mebibytes if it is too small for the data. In a single epoch nothing can be cached."
             )
 
     def _border(self, halves: Halves, tensors: tuple[Tensor, ...], names: Sequence[Hashable]) -> tuple[Tensor, ...]:

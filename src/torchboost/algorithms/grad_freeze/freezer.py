@@ -21,7 +21,7 @@ from torchboost.core.step import learns_nothing
 from torchboost.core.torch_private import AnyBatchNorm, recompile_limit, version
 from torchboost.core.wrapping import is_compiled
 from torchboost.distributed.agreement import several
-from torchboost.errors import NoEffectWarning
+from torchboost.errors import warn_no_effect
 from torchboost.graph.blocks import Block
 
 Norms = Literal["update", "eval"]
@@ -258,12 +258,10 @@ class Freezing(Attachment):
             self._checks = None
         if accumulated is False:
             self._reach.closed.update(range(1, len(self._prefixes)))
-            warnings.warn(
+            warn_no_effect(
                 "freezing: found gradients that no backward pass accumulated, such as those of "
                 "torch.autograd.grad(loss, parameters), which fails for frozen parameters; nothing is frozen. Call "
-                "loss.backward() instead, or leave freezing out.",
-                NoEffectWarning,
-                stacklevel=2,
+                "loss.backward() instead, or leave freezing out."
             )
         self.step += 1
         self._seen += 1
@@ -271,11 +269,9 @@ class Freezing(Attachment):
             self.fast.judge()
         self._follow()
         if self._total is not None and self.step == self._total + 1:
-            warnings.warn(
+            warn_no_effect(
                 f"freezing: update {self.step} comes after the end of the run, total_steps={self._total}; everything "
-                "trains from then on. Set total_steps to the number of updates of the whole run.",
-                NoEffectWarning,
-                stacklevel=2,
+                "trains from then on. Set total_steps to the number of updates of the whole run."
             )
 
     def _figures(self) -> dict[str, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,7 +15,7 @@ from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import check_module, check_optimizer
 from torchboost.core.torch_private import AnyBatchNorm, AnyConv
 from torchboost.core.wrapping import hookable, unwrap, wrapper_of
-from torchboost.errors import IncompatibleError, NoEffectWarning
+from torchboost.errors import IncompatibleError, warn_no_effect
 
 _LEAST_BLOCKS = 3
 _LEAST_MATRICES = 2
@@ -145,7 +144,7 @@ def drop_tokens(
     _check(settings, model)
     blocks, reason = _middle_of(model)
     if reason is not None:
-        warnings.warn(f"token_drop: {reason}, so no token is left out.", NoEffectWarning, stacklevel=2)
+        warn_no_effect(f"token_drop: {reason}, so no token is left out.")
     return TokenDropping(hookable(optimizer), blocks, settings.share, seed=seed, rank=rank)
 
 

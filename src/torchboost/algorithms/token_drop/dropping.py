@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,7 +32,7 @@ from torchboost.core.torch_private import (
     is_tracing,
     module_hooks,
 )
-from torchboost.errors import IncompatibleError, NoEffectWarning
+from torchboost.errors import IncompatibleError, warn_no_effect
 from torchboost.sheet import percent
 from torchboost.tokens.rows import MissingRows, Rows
 
@@ -245,19 +244,17 @@ class TokenDropping(Attachment):
         if not self._updated_here:
             raise IncompatibleError(f"{text}; {_REMEDY}.")
         if not self._reason:
-            warnings.warn(f"{text}. Such calls compute all tokens.", NoEffectWarning, stacklevel=2)
+            warn_no_effect(f"{text}. Such calls compute all tokens.")
         self._reason = reason
 
     def _count(self, optimizer: Optimizer, *_: Any) -> None:
         if learns_nothing(optimizer):
             return
         if not (self._updated_here or self.calls or self._reason or self.share >= 1):
-            warnings.warn(
+            warn_no_effect(
                 "token_drop had no effect: there was an update, but no block of the middle was called in training "
                 f"mode, with {LEAST_LENGTH} tokens or more and outside of modes of torch, before it. "
-                f"{_REMEDY.capitalize()}.",
-                NoEffectWarning,
-                stacklevel=2,
+                f"{_REMEDY.capitalize()}."
             )
         self._updated_here = True
         self._waiting += 1
