@@ -10,7 +10,7 @@ sends ``2 (1 - 1/n)`` times its vector for any number n of ranks, as in an all-r
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 from typing import Any, ClassVar
@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import is_integer
+from torchboost.core.torch_private import not_traced
 from torchboost.core.wrapping import check_mesh, check_ranks, data_parallel, parameters_of, unwrap
 from torchboost.distributed.agreement import bit_sum, local_part
 from torchboost.distributed.topology import NodeGroups, Topology
@@ -81,8 +82,8 @@ class AdaptiveSumming(Attachment):
     ) -> None:
         hooks = []
         if groups is not None:  # there are several nodes
-            hooks.append(optimizer.register_step_pre_hook(_untraced(self._keep)))
-            hooks.append(optimizer.register_step_post_hook(_untraced(self._combine)))
+            hooks.append(optimizer.register_step_pre_hook(not_traced(self._keep)))
+            hooks.append(optimizer.register_step_post_hook(not_traced(self._combine)))
         super().__init__(*hooks, undo=self._forget)
         self._points, self._groups = points, groups
         self._places = {parameter: place for place, parameter in enumerate(parameters)}
@@ -109,11 +110,7 @@ class AdaptiveSumming(Attachment):
         return float(torch.cat(self._cosines, dim=1).mean()) if self._cosines else float("nan")
 
     def check_scaler(self, scaler: Any) -> None:
-        """Refuse a loss scaler that could skip the step on one node while the others wait for it.
-
-        Raises:
-            IncompatibleError: The scaler does not agree on overflows with all other ranks.
-        """
+        """Refuse a loss scaler that could skip the step on one node while the others wait for it."""
         if self.active:
             _check_scaler(scaler)
 
@@ -310,11 +307,6 @@ def _check_scaler(scaler: Any) -> None:
             f"a {type(scaler).__name__} may skip the step on one node while the others wait for it; use "
             "torchboost.DynamicLossScale(), whose ranks agree on overflows."
         )
-
-
-def _untraced(hook: Callable[..., None]) -> Callable[..., None]:
-    """Keep the compiler out of the collectives if the step around them is compiled."""
-    return torch.compiler.disable(hook)  # pyright: ignore[reportReturnType]
 
 
 def adasum_(

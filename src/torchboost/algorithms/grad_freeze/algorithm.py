@@ -132,12 +132,7 @@ class GradFreeze(Algorithm):
             check_cacheable(target.model)
 
     def attach(self, target: Target) -> Attachment:
-        """Freeze the groups of the first update and follow the schedule from then on.
-
-        Raises:
-            IncompatibleError: The wrapper or the compiler of the model does not support changing ``requires_grad``.
-            ValueError: ``total_steps`` is missing.
-        """
+        """Freeze the groups of the first update and follow the schedule from then on. See :func:`freeze_blocks`."""
         freezing = freeze_blocks(target.model, target.optimizer, self, seed=target.seed)
         return freezing.with_undo(care_for_fused(target.optimizer).remove)  # momentum that starts later
 
@@ -199,12 +194,8 @@ def freeze_blocks(model: nn.Module, optimizer: Optimizer, settings: GradFreeze, 
     prefixes = prefixes_of(blocks, starts, settings.norms)
     fast = None
     if settings.cache_mebibytes:
-        fast = FastPrefix(
-            model,
-            settings.cache_mebibytes * 2**20,
-            by_content=settings.cache_by == "content",
-            dtype=torch.bfloat16 if settings.cache_dtype else None,
-        )
+        rounded, by_content = torch.bfloat16 if settings.cache_dtype else None, settings.cache_by == "content"
+        fast = FastPrefix(model, settings.cache_mebibytes * 2**20, by_content=by_content, dtype=rounded)
     alike = {"seed": seed, "checksum of the settings": _fingerprint(settings)}
     shares = (1 / len(blocks),) * len(blocks)
     costs = [sum(shares[a:b]) for a, b in zip(starts, [*starts[1:], len(blocks)], strict=True)]

@@ -23,21 +23,13 @@ from torchboost.sheet import percent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FastPrefixReport:
-    """Status of the cache of the frozen prefix.
+    """Status of the cache of the frozen prefix."""
 
-    Args:
-        parameters: Number of weights in the prefix, 0 if the forward runs unchanged.
-        rows: Number of samples whose prefix outputs are cached.
-        bytes: Size of the cached outputs.
-        hit_rate: Share of named samples found in the cache since the prefix last changed, 0.0 before the first.
-        note: Why the forward runs unchanged, or why nothing is cached. Empty otherwise.
-    """
-
-    parameters: int = 0
-    rows: int = 0
+    parameters: int = 0  # weights in the prefix, 0 if the forward runs unchanged
+    rows: int = 0  # samples whose outputs are cached
     bytes: int = 0
-    hit_rate: float = 0.0
-    note: str = ""
+    hit_rate: float = 0.0  # share of the samples that were found, since the prefix last changed
+    note: str = ""  # why the forward runs unchanged, or why nothing is cached
 
     def __str__(self) -> str:
         text = (
@@ -48,11 +40,7 @@ class FastPrefixReport:
 
 
 def check_cacheable(model: nn.Module) -> None:
-    """Refuse a model whose forward cannot be replaced.
-
-    Raises:
-        IncompatibleError: The model is wrapped or compiled, or has its own ``forward`` on the instance.
-    """
+    """Refuse a model that is wrapped or compiled, or has its own ``forward`` on the instance."""
     wrapper = wrapper_of(model)
     if wrapper is not None:
         raise IncompatibleError(
@@ -124,8 +112,7 @@ class FastPrefix(Attachment):
         self, model: nn.Module, budget_bytes: int, *, by_content: bool = False, dtype: torch.dtype | None = None
     ) -> None:
         check_cacheable(model)
-        self._model, self._budget, self._dtype = model, budget_bytes, dtype
-        self._by_content = by_content
+        self._model, self._budget, self._dtype, self._by_content = model, budget_bytes, dtype, by_content
         self._ids: list[int] = []
         self._note = "no training step has run yet"
         self.update()

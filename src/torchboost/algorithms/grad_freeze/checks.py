@@ -23,6 +23,7 @@ from torchboost.core.torch_private import (
     comm_hooks,
     compiler_follows_flags,
     follows_flags,
+    not_traced,
     store_in_order,
 )
 from torchboost.core.wrapping import compiled_parts, is_compiled
@@ -69,9 +70,7 @@ class GradientChecks(Attachment):
     requires one, which is not so after a frozen prefix. Such a part runs under ``no_grad`` inside a pass that records
     gradients, and gets gradients nonetheless, or gets none because the blocks before it are frozen.
 
-    Args:
-        model: The model whose first pass is watched through hooks on its modules. None watches none.
-        parameters: Parameters that may train. Each one that trains has a hook until the first update.
+    Until the first update each parameter that trains has a hook, and so has each module during the first pass.
     """
 
     def __init__(self, model: nn.Module | None, parameters: Iterable[Tensor]) -> None:
@@ -146,12 +145,7 @@ class GradientChecks(Attachment):
 
 
 def check_reducer(model: nn.Module) -> None:
-    """Refuse a DDP, as the model or inside it, whose reducer cannot be rebuilt.
-
-    Raises:
-        IncompatibleError: DDP has ``static_graph=True``, a communication hook with its own state, or one built into the
-            reducer.
-    """
+    """Refuse a DDP, as the model or inside it, whose reducer cannot be rebuilt. See :func:`check_freezable`."""
     for ddp in _replicas_in(model):
         if ddp.static_graph:
             raise IncompatibleError(
@@ -200,13 +194,10 @@ class Replicas(Attachment):
     in training mode it counts as an evaluation, which a rank may run alone.
 
     Args:
-        model: The model as the loop calls it, or as it is wrapped later.
+        model: The model as the loop calls it. If it is wrapped later, a pass raises the errors of the wrapper.
         version: A number that grows with each change of flags.
         figures: Numbers that must be equal on all ranks before a pass.
         within: Seconds to wait for a rank before an error is raised. 0 disables the comparison.
-
-    Raises:
-        IncompatibleError: See :func:`check_reducer`. Raised from a pass if the model was wrapped later.
     """
 
     def __init__(
@@ -227,7 +218,7 @@ class Replicas(Attachment):
         self._trains_in_eval, self._trained = not self._trained, False
         if self._handles or not several():
             return
-        hook: Callable[..., None] = torch.compiler.disable(self._before_pass)  # pyright: ignore
+        hook = not_traced(self._before_pass)
         for module in _replicas_in(self._model) or [self._model]:
             self._handles.append(plain_hook(module, module.register_forward_pre_hook(hook, prepend=True)))
             store_in_order(module)

@@ -18,8 +18,8 @@ from torchboost.algorithms.grad_freeze.checks import GradientChecks, Replicas, c
 from torchboost.core.algorithm import Attachment, Removable
 from torchboost.core.forward import plain_hook
 from torchboost.core.step import learns_nothing
-from torchboost.core.torch_private import AnyBatchNorm, recompile_limit, version
-from torchboost.core.wrapping import is_compiled
+from torchboost.core.torch_private import AnyBatchNorm, not_traced, recompile_limit, version
+from torchboost.core.wrapping import is_compiled, parameters_of
 from torchboost.distributed.agreement import several
 from torchboost.errors import warn_no_effect
 from torchboost.graph.blocks import Block
@@ -30,17 +30,11 @@ _NEVER = 1 << 62
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Prefix:
-    """The part of a model that is frozen at one index of a schedule.
-
-    Args:
-        parameters: Parameters that get no gradient and do not change.
-        norms: BatchNorms that run in eval mode.
-        cut: Modules whose outputs are detached, because a parameter they use still trains elsewhere.
-    """
+    """The part of a model that is frozen at one index of a schedule."""
 
     parameters: tuple[nn.Parameter, ...] = ()
-    norms: tuple[AnyBatchNorm, ...] = ()
-    cut: tuple[nn.Module, ...] = ()
+    norms: tuple[AnyBatchNorm, ...] = ()  # run in eval mode
+    cut: tuple[nn.Module, ...] = ()  # have detached outputs, because a parameter they use still trains elsewhere
 
     def without(self, spared: Collection[int]) -> Prefix:
         """Exclude parameters by ``id``, and the modules that hold some of them."""
@@ -112,9 +106,6 @@ class Freezing(Attachment):
         step: Number of updates so far.
         index: The index in use.
         fast: As given. ``with freezing.fast.samples(ids):`` names the samples of a batch for its cache.
-
-    Raises:
-        IncompatibleError: See :func:`check_freezable`.
     """
 
     def __init__(
@@ -132,7 +123,7 @@ class Freezing(Attachment):
         agree_within: float = 600.0,
     ) -> None:
         check_freezable(model, optimizer)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = parameters_of(optimizer)
         _release(parameters)
         self.step = self.index = self._seen = 0
         self.fast = fast
@@ -159,12 +150,12 @@ class Freezing(Attachment):
         watched = None if fast is not None or (self.graphs, schedule(0)) == (1, 0) else model
         self._checks: GradientChecks | None = GradientChecks(watched, parameters)
         self._replicas: Replicas | None = None
-        handles: list[Removable] = [optimizer.register_step_post_hook(_untraced(self._updated)), self._checks]
+        handles: list[Removable] = [optimizer.register_step_post_hook(not_traced(self._updated)), self._checks]
         handles += [plain_hook(module, module.register_forward_hook(self._detach)) for module in cut]
         handles += [fast] if fast is not None else []
         if model is not None:
             if any(prefix.norms for prefix in prefixes):
-                handles.append(plain_hook(model, model.register_forward_pre_hook(_untraced(self._settle_norms))))
+                handles.append(plain_hook(model, model.register_forward_pre_hook(not_traced(self._settle_norms))))
             self._replicas = Replicas(model, lambda: self._flips, self._figures, within=agree_within)
             handles.append(self._replicas)
         super().__init__(*handles, undo=self._thaw)
@@ -387,11 +378,6 @@ def _release(parameters: Iterable[Tensor]) -> None:
             parameter.requires_grad_(True)
 
 
-def _untraced(hook: Callable[..., None]) -> Callable[..., None]:
-    """Keep the compiler out of a hook if the step or the forward around it is compiled."""
-    return torch.compiler.disable(hook)  # pyright: ignore[reportReturnType]
-
-
 class _Reach:
     """Records for each index of a schedule whether something trains there, from the gradients so far.
 
@@ -405,12 +391,6 @@ class _Reach:
 
     A gradient of zeros from ``zero_grad(set_to_none=False)`` does not count. Checking this synchronises the device once
     per update. On several ranks it is not checked.
-
-    Args:
-        optimizer: The optimizer whose parameters count. Held weakly.
-        frozen: The parameters of the prefix of each index.
-        tied: Parameters, by ``id``, that do not count.
-        may_train: Whether the user trains a parameter.
     """
 
     def __init__(
@@ -421,8 +401,8 @@ class _Reach:
         may_train: Callable[[Tensor], bool],
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._frozen = [frozenset(map(id, parameters)) for parameters in frozen]
-        self._tied, self._may_train = tied, may_train
+        self._frozen = [frozenset(map(id, parameters)) for parameters in frozen]  # at each index
+        self._tied, self._may_train = tied, may_train  # by id: those that do not count; and whether the user trains one
         self._parameters: list[Tensor] = []
         self._versions: dict[int, int] = {}
         self._unreached = frozenset[int]()  # could have been reached
@@ -435,7 +415,7 @@ class _Reach:
         """The parameters of the optimizer, in its order, or the last known ones if it is gone."""
         optimizer, known = self._optimizer(), len(self._parameters)
         if optimizer is not None and known != sum(len(group["params"]) for group in optimizer.param_groups):
-            self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            self._parameters = parameters_of(optimizer)
             self._pending += self._parameters[known:]  # groups that are added come last
         return self._parameters
 

@@ -22,15 +22,10 @@ _CHUNK = 8192
 
 
 class Schedule(NamedTuple):
-    """Maps an update, counted from 0, to the number of frozen groups.
-
-    Args:
-        frozen: The function.
-        prefixes: Maximum number of its different values.
-    """
+    """Maps an update, counted from 0, to the number of frozen groups."""
 
     frozen: Callable[[int], int]
-    prefixes: int
+    prefixes: int  # the most different values
 
     def __call__(self, step: int) -> int:
         """Return the number of frozen groups at an update."""

@@ -31,6 +31,7 @@ from torchboost.core.torch_private import (
     inside_mode,
     is_tracing,
     module_hooks,
+    not_traced,
 )
 from torchboost.errors import IncompatibleError, warn_no_effect
 from torchboost.sheet import percent
@@ -41,27 +42,16 @@ _REMEDY = "leave token_drop out of this model"
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """A block of the middle.
+    """A block of the middle."""
 
-    Args:
-        place: Among them.
-        module: The block.
-        known: Kind of call -> the axes of its tokens, None if they are not dropped, and the most tokens that such a
-            call had when it was looked at.
-        called_at: The update in which a pass with gradients last began.
-    """
-
-    place: int
+    place: int  # among them
     module: nn.Module
+    # Kind of call -> the axes of its tokens, None if they are not dropped, and the most tokens of calls looked at.
     known: dict[Any, tuple[TokenAxes | None, int]] = field(default_factory=dict)
-    called_at: int = -1
+    called_at: int = -1  # the update in which a pass with gradients last began
 
     def check_hooks(self) -> None:
-        """Refuse hooks that read the inside of the block.
-
-        Raises:
-            Unclear: There is one.
-        """
+        """Raise :class:`Unclear` if a hook reads the inside of the block."""
         for part in self.module.modules():
             hooks = module_hooks(part)[1] if part is not self.module else {}
             if hooks and not all(map(is_our_hook, hooks.values())):
@@ -106,8 +96,7 @@ class TokenDropping(Attachment):
         self._covers: list[Attachment] = []
         self._guess: TokenAxes | None = None
         self._updated_here, self._waiting = False, 0
-        count: Any = torch.compiler.disable(self._count)
-        super().__init__(optimizer.register_step_post_hook(count), undo=self._uncover)
+        super().__init__(optimizer.register_step_post_hook(not_traced(self._count)), undo=self._uncover)
         self._follow()
 
     @property
@@ -156,8 +145,7 @@ class TokenDropping(Attachment):
 
     def _cover_of(self, block: _Block) -> Any:
         """Return a function to call instead of a block's forward. The compiler does not trace it, but the block."""
-        before: Any = torch.compiler.disable(self._before)
-        after: Any = torch.compiler.disable(_put_back)
+        before, after = not_traced(self._before), not_traced(_put_back)
 
         def around(
             forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -168,7 +156,7 @@ class TokenDropping(Attachment):
             (some_args, some_kwargs), put = ready
             return after(forward(module, *some_args, **some_kwargs), *put)
 
-        return torch.compiler.disable(around, recursive=False)
+        return not_traced(around, recursive=False)
 
     def _before(
         self, block: _Block, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
