@@ -165,11 +165,6 @@ class _Ends(Attachment):
 
     From then on they do not change: a checkpoint computes a part of a pass again in the backward pass, and must find
     the same precisions.
-
-    Args:
-        model: As the loop calls it.
-        device_type: Of its parameters.
-        heads: None if they are not known.
     """
 
     def __init__(self, model: nn.Module, device_type: str, heads: Heads | None) -> None:
@@ -284,18 +279,14 @@ class Autocast(Algorithm):
 
     def idle(self, model: nn.Module, optimizer: Optimizer) -> str | None:
         """Explain that no parameter is in float32, the only precision that autocast lowers, or that FSDP2 lowers it."""
-        if (cast := _cast_by_fsdp2(model)) is not None:
+        if cast := _cast_by_fsdp2(model):
             return cast
         if any(parameter.dtype is torch.float32 for parameter in model.parameters()):
             return None
         return "no parameter is in float32, so there is nothing to lower"
 
     def check(self, target: Target) -> None:
-        """Refuse float16 without a scaler, as small gradients would vanish, and names that the model does not have.
-
-        Raises:
-            IncompatibleError: float16 without a scaler, or a module of an unknown name.
-        """
+        """Refuse float16 without a scaler, as small gradients would vanish, and names that the model does not have."""
         unknown = _unknown_name(target.model, self._heads or Heads())
         if unknown is not None:
             raise IncompatibleError(f"autocast: {unknown}")
@@ -332,7 +323,7 @@ class Autocast(Algorithm):
             NoEffectWarning: FSDP2 casts the parameters itself, so nothing is attached. Or, after the first update: the
                 forward of the model was not called.
         """
-        if (cast := _cast_by_fsdp2(target.model)) is not None:
+        if cast := _cast_by_fsdp2(target.model):
             warn_no_effect(f"autocast changes nothing: {cast}.")
             return Attachment()
         watch = ForwardWatch(self.name, target.model, target.optimizer)
@@ -363,12 +354,11 @@ def _to_float32(tensor: Tensor) -> Tensor:
 
 
 class Heads(NamedTuple):
-    """The parts of a model that must be in float32 for its outputs to be exact. Names are as in ``named_modules``.
+    """The modules, by name, that must be in float32 for the outputs of a model to be exact.
 
-    Args:
-        computed: Modules that compute in float32: a head that costs little, has few outputs, or has results that are
-            large or computed with. The empty name is the whole model, if it computes the product itself.
-        cast: Heads that are too expensive for that, and whose results are only cast.
+    Those in ``computed`` compute in it: heads that cost little, have few outputs, or have results that are large or
+    computed with. The empty name is the whole model, if it computes the product itself. Results of those in ``cast``,
+    which are too expensive for that, are only cast.
     """
 
     computed: tuple[str, ...] = ()
@@ -376,15 +366,9 @@ class Heads(NamedTuple):
 
 
 def find_heads(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Heads | None:
-    """Run one pass with gradients, and return the heads of the model, or None if no output has a gradient.
+    """Run one pass of the bare model with gradients, and return its heads, or None if no output has a gradient.
 
-    Nothing else is changed: hooks that are set meanwhile are removed. Buffers and random generators move as in any
-    pass.
-
-    Args:
-        model: Wrapped or not. The pass is a pass of the bare module.
-        args: Of the call.
-        kwargs: Of the call.
+    Buffers and random generators move as in any pass.
     """
     bare = unwrap(model)
     with _HeadSearch(bare) as search, torch.enable_grad():
@@ -403,8 +387,8 @@ def guessed_heads(model: nn.Module) -> Heads:
     return Heads((name,)) if cheap else Heads(cast=(name,))
 
 
-class _HeadSearch:
-    """Watches one pass of a model inside the ``with`` block. Compiled parts run eagerly in it.
+class _HeadSearch(ExitStack):
+    """Watches one pass of a bare model inside the ``with`` block. Compiled parts run eagerly in it.
 
     Mechanism: temporary hooks note which operations of the autograd graph were recorded in which module. Then the graph
     is followed from the outputs to the first products. Tied weights, several heads and products outside of any layer
@@ -414,24 +398,20 @@ class _HeadSearch:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        super().__init__()
         self._model = model
-        self._cleanup = ExitStack()
         self._stack = [""]
         self._starts, self._names = [0], [""]
         self._work: dict[str, float] = defaultdict(float)
 
     def __enter__(self) -> Self:
         if is_compiled(self._model):
-            self._cleanup.enter_context(torch.compiler.set_stance("force_eager"))
-        for name, module in unwrap(self._model).named_modules():
+            self.enter_context(torch.compiler.set_stance("force_eager"))
+        for name, module in self._model.named_modules():
             if name and not isinstance(module, torch.jit.ScriptModule):  # pyright: ignore[reportPrivateImportUsage]
-                self._cleanup.enter_context(module.register_forward_pre_hook(partial(self._enter, name)))
-                leaving = partial(self._leave, name)
-                self._cleanup.enter_context(module.register_forward_hook(leaving, always_call=True))
+                self.enter_context(module.register_forward_pre_hook(partial(self._enter, name)))
+                self.enter_context(module.register_forward_hook(partial(self._leave, name), always_call=True))
         return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._cleanup.close()
 
     def _enter(self, name: str, module: nn.Module, args: Any) -> None:
         self._stack.append(name)
@@ -454,7 +434,7 @@ class _HeadSearch:
         if not ends:
             return None
         total = sum(self._work[name] for name in products)
-        modules = dict(unwrap(self._model).named_modules())
+        modules = dict(self._model.named_modules())
         computed, cast = [], []
         for name, behind in ends.items():
             share = sum(self._work[other] for other in products if _is_inside(other, name)) / total if total else 1.0

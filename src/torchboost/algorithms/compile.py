@@ -114,17 +114,14 @@ class Compile(Algorithm):
                 code, oneDNN would crash on a convolution of the compiled model, or the model is
                 a sharded ``nn.Sequential``.
         """
-        model = target.model
-        part = _compiled_part(model)
-        if part:
+        model, inner = target.model, unwrap(target.model)
+        if part := _compiled_part(model):
             raise IncompatibleError(
                 f"compile: the model is already compiled ({part}); leave out one of the two compilations."
             )
-        unsafe = self._unsafe(model)
-        if unsafe is not None:
+        if unsafe := self._unsafe(model):
             raise IncompatibleError(f"compile: {unsafe}; leave compile out.")
         self._check_compiler(model)
-        inner = unwrap(model)
         if _is_library_code(inner) and wrapper_of(inner) == "fully_shard":
             raise IncompatibleError(
                 f"compile: the sharded root is torch's own {type(inner).__mro__[2].__name__}, in which the hooks of "

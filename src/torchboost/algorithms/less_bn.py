@@ -259,25 +259,15 @@ def less_bn(
 
 
 class _Plan(NamedTuple):
-    """The changes to make.
+    """The changes to make."""
 
-    Args:
-        flow: The data flow, empty if there is nothing to look for.
-        names: Of all modules, BatchNorms first, in the order in which they run.
-        kept: BatchNorms that are not removed, and why.
-        removed: The others.
-        folds: In a trained network, the layer that each BatchNorm can be folded into, or why there is none.
-        bare_ends: The last layer of each branch whose sum is not normalised any more, and its initial variance.
-        head: The linear layer to replace by a normalised one.
-    """
-
-    flow: Dataflow
-    names: dict[nn.Module, str]
-    kept: dict[nn.Module, str]
-    removed: list[AnyBatchNorm]
-    folds: Mapping[nn.Module, nn.Module | str]
-    bare_ends: dict[int, float]
-    head: nn.Linear | None
+    flow: Dataflow  # empty if there is nothing to look for
+    names: dict[nn.Module, str]  # of all modules, BatchNorms first, in the order in which they run
+    kept: dict[nn.Module, str]  # BatchNorms, and why
+    removed: list[AnyBatchNorm]  # the others
+    folds: Mapping[nn.Module, nn.Module | str]  # in a trained network: the layer that takes each in, or why none does
+    bare_ends: dict[int, float]  # last layers of branches whose sum is not normalised any more: initial variance
+    head: nn.Linear | None  # to replace by a normalised one
 
     @property
     def changes(self) -> bool:

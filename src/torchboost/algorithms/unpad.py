@@ -105,7 +105,7 @@ class Unpad(Algorithm):
         if sharded_units(model):
             return "FSDP2 passes hidden states through functions of autograd, which take whole tensors only"
         bare = unwrap(model)
-        names = _names(bare)
+        names = inspect.signature(bare.forward).parameters
         embeds = len(names) > 1 and any(isinstance(module, nn.Embedding) for module in bare.modules())
         if not (embeds or may_mask(bare) or any(mask in names for mask, _ in self.pairs) or "kwargs" in names):
             return "no argument of its forward masks padding"
@@ -156,10 +156,6 @@ def marks_padding(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
 def _entrance(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], pairs: Sequence[Pair]) -> Entrance:
     arguments = _arguments(inspect.signature(unwrap(model).forward), args, dict(kwargs))
     return Entrance(None, layouts_of(None, pairs, arguments))
-
-
-def _names(model: nn.Module) -> Mapping[str, Any]:
-    return inspect.signature(model.forward).parameters
 
 
 def _arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

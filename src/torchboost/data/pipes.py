@@ -45,17 +45,11 @@ _DRAWN_AT_ONCE = (SubsetRandomSampler, WeightedRandomSampler, SequentialSampler)
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way to load.
+    """One way to load."""
 
-    Args:
-        workers: Processes. 0 means in the process of the loop.
-        prefetch: Batches that each worker loads ahead.
-        pin: Whether batches from workers are copied to pinned memory.
-    """
-
-    workers: int = 0
-    prefetch: int = 2
-    pin: bool = False
+    workers: int = 0  # processes; 0 means in the process of the loop
+    prefetch: int = 2  # batches that each worker loads ahead
+    pin: bool = False  # whether batches from workers are copied to pinned memory
 
     @property
     def ahead(self) -> int:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torchboost.algorithms.dim_reduce.basis import (
     DimReduceBasis,
     check_components,
+    place_in,
     principal_components,
     read_checkpoints,
     read_matrix,
@@ -27,8 +28,8 @@ from torchboost.algorithms.dim_reduce.optimizer import Subspace, check_line_sear
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import check_number, is_integer
 from torchboost.core.step import ClosureOptimizer
-from torchboost.core.wrapping import only_ddp, unwrap, wrapper_of
-from torchboost.distributed.agreement import Agreement
+from torchboost.core.wrapping import only_ddp, parameters_of, unwrap, wrapper_of
+from torchboost.distributed.agreement import Agreement, several
 from torchboost.errors import IncompatibleError, RankDisagreementError
 from torchboost.optim.wrapping_optimizer import DirectSteps, WrappingOptimizer
 
@@ -261,7 +262,7 @@ class DimReduceRun(WrappingOptimizer, ClosureOptimizer):  # pyright: ignore[repo
         if "rows" not in state:
             return self.subspace or self._along(_basis(self.settings, self._model, []))
         group = _group(self._model)
-        place = _place(group)
+        place = place_in(group)
         if tuple(state["share"]) != place:
             raise ValueError(
                 "the checkpoint holds the rows of rank {} of {}, this is rank {} of {}; every rank must save and load "
@@ -292,7 +293,7 @@ class _Reduced(Attachment):
 def _basis(settings: DimReduction, model: nn.Module, snapshots: Snapshots) -> DimReduceBasis:
     """Make the basis for a model, from snapshots or from the file or folder of the settings: each rank its rows."""
     group, k = _group(model), settings.n_components
-    rank, ranks = _place(group)
+    rank, ranks = place_in(group)
     like = next(p for p in unwrap(model).parameters() if p.requires_grad)
 
     def make() -> DimReduceBasis:
@@ -321,10 +322,6 @@ def _basis(settings: DimReduction, model: nn.Module, snapshots: Snapshots) -> Di
     return basis
 
 
-def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-
-
 def _on_ranks(make: Callable[[], DimReduceBasis], settings: DimReduction, group: dist.ProcessGroup) -> DimReduceBasis:
     """Return the result of ``make``, if the settings are equal on all ranks and no rank failed."""
     agreement = Agreement(
@@ -349,7 +346,7 @@ def _on_ranks(make: Callable[[], DimReduceBasis], settings: DimReduction, group:
 
 def _group(model: nn.Module) -> dist.ProcessGroup | None:
     """Return the ranks that train the model together. A bare one is taken to be wrapped later, over all ranks."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not several():
         return None
     wrapped = only_ddp(model)
     group = dist.group.WORLD if wrapped is None else wrapped.process_group
@@ -359,7 +356,7 @@ def _group(model: nn.Module) -> dist.ProcessGroup | None:
 def _parameters(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
     """Return the weights in the order of the layout, if the optimizer has them all and they are of one kind."""
     weights: list[Tensor] = [p for p in unwrap(model).parameters() if p.requires_grad]
-    trained = {p for group in optimizer.param_groups for p in group["params"]}
+    trained = set(parameters_of(optimizer))
     others = sum(p.requires_grad for p in trained.difference(weights))
     if others:
         raise IncompatibleError(

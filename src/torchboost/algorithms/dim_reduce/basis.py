@@ -56,8 +56,7 @@ class DimReduceBasis:
             )
         self.rows, self.group = rows, group
         self.components = len(rows) if components is None else components
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self.ranks = 1 if group is None else dist.get_world_size(group)
+        self.rank, self.ranks = place_in(group)
         check_components(self.components, self.length)
         share = rows_of(self.components, self.rank, self.ranks)
         self._place = slice(share.start, share.stop)
@@ -136,6 +135,11 @@ def check_components(components: int, length: int) -> None:
         raise ValueError(
             f"n_components: found {components}; a subspace of {length} weights has at least 1 and at most {length}."
         )
+
+
+def place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """Return the rank of this process in a group and the number of ranks, 0 and 1 without a group."""
+    return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
 
 def rows_of(components: int, rank: int, ranks: int) -> range:

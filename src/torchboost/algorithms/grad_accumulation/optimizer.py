@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from torchboost.algorithms.grad_accumulation.algorithm import Accumulator, Window, checked_steps
 from torchboost.core.arguments import check_optimizer
+from torchboost.core.wrapping import parameters_of
 from torchboost.optim.wrapping_optimizer import DirectSteps, WrappingOptimizer
 
 Loss = TypeVar("Loss")
@@ -81,7 +82,7 @@ class GradientWindow:
         """
         self.updated = self._window.index > 0
         if self.updated:
-            window, sums, parameters = self._window, self._sums, self._parameters()
+            window, sums, parameters = self._window, self._sums, parameters_of(self.optimizer)
             self._clear()
             correction = window.correction(window.weight)
             sums += [None] * (len(parameters) - len(sums))
@@ -110,20 +111,16 @@ class GradientWindow:
                 "was saved with."
             )
         sums, window = self._checked(state["held"]), Window(length, calls, state["weight"], state["counted"])
-        self._sums = [
-            None if g is None else g.to(p.device, copy=True) for g, p in zip(sums, self._parameters(), strict=True)
-        ]
+        pairs = zip(sums, parameters_of(self.optimizer), strict=True)
+        self._sums = [None if total is None else total.to(param.device, copy=True) for total, param in pairs]
         self._window = window
-
-    def _parameters(self) -> list[Tensor]:
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def _clear(self) -> None:
         self._window = Window()
-        self._sums: list[Tensor | None] = [None] * len(self._parameters())
+        self._sums: list[Tensor | None] = [None] * len(parameters_of(self.optimizer))
 
     def _checked(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        parameters = self._parameters()
+        parameters = parameters_of(self.optimizer)
         if len(grads) != len(parameters):
             raise ValueError(
                 f"grads: found {len(grads)}, the optimizer has {len(parameters)} parameters; pass one gradient for "
@@ -174,7 +171,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
             with torch.enable_grad():
                 returned = closure()
         self._collected.steps = self.accumulator.steps  # 1 after the algorithm was removed
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        parameters = parameters_of(self)
         self._taken = [p for p in parameters if p.grad is not None and not p.grad.is_sparse]
         with self.direct.allowed():
             self._collected(None, [parameter.grad for parameter in parameters])

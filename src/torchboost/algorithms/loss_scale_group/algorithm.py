@@ -16,7 +16,7 @@ from torchboost.algorithms.loss_scale_group.borders import Ratios, ScaleBorders,
 from torchboost.algorithms.loss_scale_group.scalers import LossScaler, MovingScale, ScaleRule, check_scale, divide_
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import check_module
-from torchboost.core.wrapping import is_compiled, unwrap
+from torchboost.core.wrapping import is_compiled, parameters_of, unwrap
 from torchboost.errors import IncompatibleError, nearest
 from torchboost.graph.blocks import blocks_of, group_starts
 
@@ -243,7 +243,7 @@ class GroupGradScaler(GroupScaler):
     def remove(self) -> None:
         """Remove the borders. The scale is 1 from then on, and gradients that are scaled are divided."""
         if self._borders is not None and self._in_use is not None:
-            true = {id(p) for optimizer in self._overflows for group in optimizer.param_groups for p in group["params"]}
+            true = set(map(id, parameters_of(*self._overflows)))
             members = [[p for p in group if id(p) not in true] for group in (self._rest, *self._grouped())]
             divide_(members, self._in_use)
         if self._borders is not None:
@@ -329,7 +329,6 @@ class LossScaleGroup(Algorithm):
         """Put the borders into the model and give the target its scaler, whose state ``TrainStep`` saves."""
         scaler = GroupGradScaler(target.model, self.groups, init_scale=self.init_scale, rule=self._rule())
         target.scaler = scaler
-
         return _Scaling(target, scaler)
 
     def _rule(self) -> ScaleRule:

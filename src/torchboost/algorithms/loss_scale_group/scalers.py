@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from torchboost.core.arguments import check_number, check_optimizer, is_integer
 from torchboost.core.torch_private import check_and_unscale_, sparse_values
+from torchboost.core.wrapping import parameters_of
 from torchboost.distributed.agreement import local_part, several
 from torchboost.errors import IncompatibleError, ScaleCollapseWarning
 
@@ -195,7 +196,7 @@ class LossScaler:
         if self._in_use is None:
             raise RuntimeError("unscale_() before scale(): multiply the loss, scaler.scale(loss).backward(), first.")
         members = self._members(optimizer)
-        device = next(param for group in optimizer.param_groups for param in group["params"]).device
+        device = parameters_of(optimizer)[0].device
         total = torch.zeros(len(members), dtype=torch.float32, device=device)
         for flags in divide_(members, self._in_use):
             total += flags.to(device)
@@ -280,7 +281,7 @@ class LossScaler:
 
     def _members(self, optimizer: Optimizer) -> list[list[Tensor]]:
         """The parameters of an optimizer by the scale in their gradients."""
-        return [[param for group in optimizer.param_groups for param in group["params"]]]
+        return [parameters_of(optimizer)]
 
     def _conclude(self, overflows: Sequence[bool]) -> None:
         """Move the scales. ``overflows`` says for each of them whether it overflowed."""
