@@ -34,11 +34,7 @@ def same(first: Any, second: Any) -> bool:
 
 
 def parts_of(batch: Any) -> tuple[bytes, list[Array]]:
-    """Return the structure of a batch as a pickle, and its tensors and arrays in order, which are not in it.
-
-    Raises:
-        Exception: A part cannot be pickled.
-    """
+    """Return the structure of a batch as a pickle, which may fail, and its tensors and arrays, left out of it."""
     sink = io.BytesIO()
     pickler = _Structure(sink)
     pickler.dump(batch)

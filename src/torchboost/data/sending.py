@@ -46,11 +46,10 @@ class Packed:
 
 
 def pack(value: Any) -> Packed:
-    """Pack an object for a worker that is forked from this process.
+    """Pack an object for a worker that is forked from this process, or raise :class:`Unfit`.
 
-    Raises:
-        Unfit: It holds a tensor on another device, its structure has more than 256 MiB, or a part of it cannot be sent
-            to another process, such as an open file or a lock.
+    It may hold no tensor on another device, no structure of more than 256 MiB, and nothing that cannot be sent to
+    another process, such as an open file or a lock.
     """
     sink = _Sink()
     packer = _Packer(sink)

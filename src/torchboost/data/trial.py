@@ -111,30 +111,20 @@ Script = Generator[Window, Result, Any]
 class Trial:
     """Looks whether waiting for data is a real share of a step, and if so tries other ways to load.
 
-    Args:
-        cores: Processors of this process.
-        pins: Whether pinned memory may be tried.
-
-    Attributes:
-        window: The present task of the loader.
-        chosen: The way that was chosen.
-        phase: ``"measuring"``, ``"trying"`` or ``"decided"``.
-        reason: Why workers were excluded. Empty if they were not.
-        races: The comparisons that were made.
-        first: The reading that led to the trial.
-        last: The latest reading in the way that is used.
-        compared: Number of batches that were loaded both ways and were equal.
+    ``cores`` are the processors of this process. ``pins`` says whether pinned memory may be tried.
     """
 
     def __init__(self, *, cores: float, pins: bool) -> None:
         self._cores, self._pins = cores, pins
-        self.chosen, self.phase, self.reason = OWN, "measuring", ""
+        self.chosen = OWN
+        self.phase = "measuring"  # then "trying", then "decided"
+        self.reason = ""  # why workers were excluded, empty if they were not
         self.races: list[Race] = []
-        self.first: Reading | None = None
-        self.last = Reading()
-        self.compared = 0
+        self.first: Reading | None = None  # the one that led to the trial
+        self.last = Reading()  # the latest one in the way that is used
+        self.compared = 0  # batches that were loaded both ways and were equal
         self._script = self._run()
-        self.window = next(self._script)
+        self.window = next(self._script)  # the present task of the loader
 
     def answer(self, result: Result) -> None:
         """Take the result of the window, and set the next one."""

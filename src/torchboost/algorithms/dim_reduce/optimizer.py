@@ -40,10 +40,7 @@ class Subspace:
     Args:
         weights: The parameters that the basis spans, in its order. float32 or float64, on one device.
         basis: The directions. They are moved to the weights.
-        alpha: Step along the residual momentum.
-        rho: Factor between the two trials.
-        gamma: Momentum of the residual.
-        sigma: Share of the decrease predicted by the slope that a trial must reach.
+        alpha, rho, gamma, sigma: See :class:`torchboost.algorithms.DimReduction`.
         buffers: Restored after trial passes. Pass ``model.buffers()`` if a model has BatchNorms, whose statistics a
             trial in training mode would change.
 
@@ -167,11 +164,7 @@ class Subspace:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from the result of :meth:`state_dict`.
-
-        Raises:
-            ValueError: The checkpoint belongs to other directions. Nothing was loaded.
-        """
+        """Resume from the result of :meth:`state_dict`, or raise ``ValueError`` if it belongs to other directions."""
         self.loading(state)()
 
     def loading(self, state: Mapping[str, Any]) -> Callable[[], None]:
@@ -250,10 +243,7 @@ def evaluated(closure: Callable[[], Any] | None, parameters: Sequence[Tensor]) -
     """Yield a function that repeats a closure, and the loss of its first pass. The gradients are computed.
 
     A closure that is not a :class:`~torchboost.core.step.Replay` is called here, and its gradients are cleared at
-    the end.
-
-    Raises:
-        TypeError, ValueError: There is no closure, or it does not return a loss, or does more than that.
+    the end. ``TypeError`` or ``ValueError``: there is none, or it does not return a loss, or does more than that.
     """
     if closure is None:
         raise TypeError(
@@ -281,11 +271,7 @@ def check_line_search(*, rho: float, sigma: float, gamma: float) -> None:
 
 
 def check_weights(parameters: Sequence[Tensor]) -> None:
-    """Refuse weights that a step in a subspace cannot move.
-
-    Raises:
-        IncompatibleError: Several precisions or devices, a precision other than float32 and float64, or shards.
-    """
+    """Refuse weights of several precisions or devices, of another one than float32 and float64, and shards."""
     kinds = {(p.dtype, p.device) for p in parameters}
     if len(kinds) != 1 or parameters[0].dtype not in (torch.float32, torch.float64):
         text = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds)) or "no parameters"

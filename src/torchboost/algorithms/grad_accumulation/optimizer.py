@@ -142,16 +142,9 @@ class AccumulatingOptimizer(WrappingOptimizer):
     batch as before, and ``zero_grad()`` loses nothing. A scheduler in such a loop still follows the batches. Ranks
     exchange gradients for each batch. The training cell knows when a window begins and does not.
 
-    Args:
-        opt: Stepped once per window, so its hooks follow the updates. Stepping it directly would update with the
-            gradients of one batch and raises an error.
-        accumulator: Its ``steps`` is the number of batches per update.
-
-    Copies and pickles keep the window and have their own optimizer.
-
-    Attributes:
-        updated: Whether the last ``step()`` updated the weights.
-        direct: Refuses direct steps of ``opt``.
+    ``opt`` is stepped once per window, so its hooks follow the updates. A direct step, which would update with the
+    gradients of one batch, is refused. ``accumulator.steps`` is the number of batches per update, and ``updated`` says
+    whether the last ``step()`` was an update. Copies and pickles keep the window and have their own optimizer.
     """
 
     copyable = True

@@ -93,8 +93,7 @@ class FastPrefix(Attachment):
         dtype: Type to which floating-point border values are rounded, cached or not. None keeps theirs.
 
     Raises:
-        IncompatibleError: See :func:`check_cacheable`. The first training step raises it if the forward cannot be
-            traced.
+        IncompatibleError: The forward cannot be replaced, or, in the first training step, not traced.
 
     Example:
         >>> import torch
@@ -133,13 +132,10 @@ class FastPrefix(Attachment):
 
     @contextmanager
     def samples(self, ids: Tensor | Sequence[int]) -> Iterator[None]:
-        """Name the samples of the next forward.
+        """Name the samples of the next forward, which raises ``ValueError`` if their number is wrong.
 
         Args:
             ids: One integer per sample of the batch, shape ``(n,)``, the same for the same sample in every epoch.
-
-        Raises:
-            ValueError: Their number is wrong. Raised from the forward.
         """
         self._ids = torch.as_tensor(ids, device="cpu").tolist()
         try:

@@ -87,14 +87,9 @@ class GradientChecks(Attachment):
         super().__init__(*handles, undo=self._end_pass)
 
     def observe(self, frozen: bool) -> bool | None:
-        """Check an update. Call it after the update, before the flags change.
+        """Check an update, after it and before the flags change.
 
-        Returns:
-            Whether a backward pass made the gradients, or None if this update cannot tell. Otherwise the checks are
-            over.
-
-        Raises:
-            IncompatibleError: A part of the model is checkpointed with ``use_reentrant=True``.
+        Return whether a backward pass made the gradients, which ends the checks, or None if this update cannot tell.
         """
         stale, self._stale = self._stale, False
         if stale or not self._any_gradient():
@@ -170,11 +165,10 @@ def check_reducer(model: nn.Module) -> None:
 
 
 def rebuild_reducer(ddp: DistributedDataParallel) -> None:
-    """Rebuild the reducer of DDP for exactly the parameters that require a gradient now.
+    """Rebuild the reducer of DDP for exactly the parameters that require a gradient now, as DDP does when unpickled.
 
-    DDP does the same when it is unpickled. Hooks of the old reducer are dropped, gradients and the process group are
-    kept, and communication hooks are registered again. Call it on all ranks with the same flags, when no backward pass
-    is pending.
+    Hooks of the old reducer are dropped, communication hooks are registered again. Call it on all ranks with the same
+    flags, when no backward pass is pending.
 
     Cost: milliseconds, and briefly a second set of buckets. The second pass after this reorders the buckets by the
     order of the gradients, as after construction, with one small broadcast.

@@ -63,11 +63,10 @@ def prefixes_of(blocks: Sequence[Block], starts: Sequence[int], norms: Norms = "
 
 
 def compiled_prefixes() -> int:
-    """Return the maximum number of prefixes of a compiled model: 3 at torch's limit of 8 graphs.
+    """Return the most prefixes of a compiled model: 3 at torch's limit of 8 graphs, past which it runs eagerly.
 
     Each set of flags costs one graph for training and one for evaluation, since guards check ``requires_grad`` under
-    ``no_grad`` too. A last batch of another size adds one of each. Past ``torch._dynamo.config.recompile_limit``, torch
-    falls back to eager permanently.
+    ``no_grad`` too. A last batch of another size adds one of each.
     """
     return max(2, (recompile_limit() - 2) // 2)
 
@@ -163,11 +162,7 @@ class Freezing(Attachment):
         self._watch()
 
     def freeze(self, index: int) -> None:
-        """Use another index until the next update.
-
-        Raises:
-            ValueError: The index does not exist.
-        """
+        """Use another index until the next update. Raise ``ValueError`` if it does not exist."""
         if not 0 <= index < len(self._prefixes):
             raise ValueError(f"index: found {index}; pass 0 to {len(self._prefixes) - 1}.")
         self._apply(index)

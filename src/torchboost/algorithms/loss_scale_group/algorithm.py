@@ -312,12 +312,7 @@ class LossScaleGroup(Algorithm):
         return "the model is a single block, for which a single loss scale is enough" if alone else None
 
     def check(self, target: Target) -> None:
-        """Refuse a target that :meth:`attach` cannot work on.
-
-        Raises:
-            ValueError: A name that no module has.
-            IncompatibleError: The target or the model has a scaler already, or groups share a parameter.
-        """
+        """Refuse a target that has a scaler, a model that has one, unknown names, and groups that share parameters."""
         if target.scaler is not None:
             raise IncompatibleError(
                 f"loss_scale_group: the target has a scaler already, a {type(target.scaler).__name__}; group scaling "
@@ -354,11 +349,7 @@ class _Scaling(Attachment):
 
 
 def checked_scales(scales: Any, groups: int, rule: ScaleRule, name: str = "init_scale") -> list[float]:
-    """Return one scale per group.
-
-    Raises:
-        TypeError, ValueError: A scale is not a number or out of bounds, or the list has another length.
-    """
+    """Return one scale per group. ``TypeError``, ``ValueError``: one is invalid, or the list has another length."""
     if isinstance(scales, (list, tuple)):
         if len(scales) != groups:
             raise ValueError(f"{name}: found {len(scales)} scales for {groups} groups; give one for each, or a number.")

@@ -401,12 +401,8 @@ class DynamicLossScale(LossScaler):
 def divide_(members: Sequence[Sequence[Tensor]], scales: Sequence[float]) -> list[Tensor]:
     """Divide the gradients of each member by its scale, in place: dense, sparse or sharded, in one pass.
 
-    Returns:
-        For each device a tensor with one number per member (float32): 0 if all gradients there are finite.
-
-    Raises:
-        IncompatibleError: A gradient is in float16, in which numbers that the scale lifted out of the subnormal ones
-            would fall back. Nothing was divided.
+    Return for each device a tensor with one number per member (float32): 0 if all gradients there are finite. A
+    gradient in float16, in which numbers that the scale lifted out of the subnormal ones would fall back, is refused.
     """
     flags: dict[torch.device, Tensor] = {}
     batches: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = {}

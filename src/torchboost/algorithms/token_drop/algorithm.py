@@ -85,12 +85,7 @@ class TokenDrop(Algorithm):
         return self.stages + 1
 
     def check(self, target: Target) -> None:
-        """Refuse a sharded model, ``DataParallel``, and a run of unknown length.
-
-        Raises:
-            IncompatibleError: The wrapper of the model does not support dropping tokens.
-            ValueError: ``total_steps`` is missing.
-        """
+        """Refuse a sharded model, ``DataParallel``, and a run of unknown length."""
         _check(self, target.model)
 
     def attach(self, target: Target) -> Attachment:
@@ -118,8 +113,7 @@ def drop_tokens(
         rank: Of this process. Ranks draw other tokens.
 
     Returns:
-        The live effect: ``step``, ``share``. Save ``state_dict()`` in the checkpoint. ``remove()`` computes all tokens
-            again.
+        The live effect: ``step``, ``share``. Save ``state_dict()`` in the checkpoint. ``remove()`` computes all tokens.
 
     Raises:
         IncompatibleError: The model is sharded, or wrapped by ``DataParallel``. The first training call raises it if it

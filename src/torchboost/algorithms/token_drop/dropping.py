@@ -68,13 +68,8 @@ class TokenDropping(Attachment):
     pass that is repeated, by gradient checkpointing for instance, computes the same tokens, and a checkpoint needs only
     the number of updates.
 
-    Args:
-        optimizer: The optimizer whose updates are counted.
-        blocks: The blocks.
-        share: Maps an update, counted from 0, to the share of tokens that is computed. From 1.0 on the forward of the
-            blocks is their classes' own.
-        seed: Of the random tokens.
-        rank: Ranks draw other tokens.
+    ``share`` maps an update, counted from 0, to the share of tokens that is computed. From 1.0 on the forward of the
+    blocks is their classes' own.
 
     Attributes:
         step: Number of updates so far.
@@ -192,10 +187,8 @@ class TokenDropping(Attachment):
     def _axes(self, block: _Block, call: Call, *, again: bool) -> TokenAxes | None:
         """Return the axes of tokens, or None if this call computes all of them.
 
-        A kind of call is looked at when it comes first, and when its sequences are longer than any before.
-
-        Raises:
-            Unclear: Why the tokens of the call cannot be dropped. It is raised once for a kind of call.
+        A kind of call is looked at when it comes first, and when its sequences are longer than any before. If its
+        tokens cannot be dropped, :class:`Unclear` is raised once.
         """
         hidden = hidden_states(call)
         block.check_hooks()
