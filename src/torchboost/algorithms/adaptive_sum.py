@@ -241,8 +241,7 @@ class AdaptiveSum(Algorithm):
         if len(devices) > 1 or not all(param.is_floating_point() for param in params):
             problem = f"lie on {', '.join(devices)}" if len(devices) > 1 else "are not all real numbers"
             raise IncompatibleError(
-                f"the parameters {problem}; AdaSum needs real floating point parameters on one device per rank: leave "
-                "it out here."
+                f"the parameters {problem}; AdaSum needs real numbers on one device per rank: leave it out here."
             )
         check_mesh(target.model, topology)
         ddp = data_parallel(target.model)

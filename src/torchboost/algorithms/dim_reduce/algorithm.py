@@ -91,8 +91,7 @@ class DimReduction(Algorithm):
             raise ValueError(f"timeout={self.timeout}: seconds, at most {10**9}.")
         if self.snapshots is not None and self.snapshots < self.n_components:
             raise ValueError(
-                f"snapshots={self.snapshots}: at least as many as directions are needed, n_components is "
-                f"{self.n_components}."
+                f"snapshots={self.snapshots}: at least as many as directions, n_components={self.n_components}, needed."
             )
 
     def check(self, target: Target) -> None:
@@ -101,14 +100,12 @@ class DimReduction(Algorithm):
             raise IncompatibleError("dim_reduce: the optimizer already does a line search; attach once.")
         if target.accumulator is not None:
             raise IncompatibleError(
-                "dim_reduce: the target accumulates gradients, but a line search uses one batch; leave accumulation or "
-                "dim_reduce out."
+                "dim_reduce: the target accumulates gradients, but a line search uses one batch; leave one out."
             )
         wrapper = wrapper_of(target.model)
         if wrapper not in (None, "DistributedDataParallel", "torch.compile", "nn.Module.compile"):
             raise IncompatibleError(
-                f"dim_reduce: the model is wrapped by {wrapper}, but the steps need whole parameters on every rank; "
-                "use DistributedDataParallel."
+                f"dim_reduce: found {wrapper}, but the steps need whole parameters; use DistributedDataParallel."
             )
         _group(target.model)
         weights = _parameters(target.model, target.optimizer)
@@ -242,8 +239,7 @@ class DimReduceRun(WrappingOptimizer, ClosureOptimizer):  # pyright: ignore[repo
         snapshots = [[t.to("cpu", torch.bfloat16, copy=True) for t in snapshot] for snapshot in kept]
         if any([t.shape for t in snapshot] != [p.shape for p in self._weights] for snapshot in snapshots):
             raise ValueError(
-                "the checkpoint holds snapshots of weights of other shapes; load it with the model that it was saved "
-                "with."
+                "the checkpoint holds snapshots of weights of other shapes; load it with the model that it is of."
             )
 
         def load() -> None:

@@ -110,8 +110,7 @@ class Subspace:
         """
         if any(not weight.requires_grad for weight in self.weights):
             raise IncompatibleError(
-                "steps in a subspace: a parameter of the basis was frozen (requires_grad=False) after the basis was "
-                "made; freeze before."
+                "steps in a subspace: a parameter of the basis was frozen after the basis was made; freeze before."
             )
         with evaluated(closure, self.weights) as (replay, loss):
             self._update(replay, loss)

@@ -85,8 +85,7 @@ class _Ranks:
         outer = model if inside is None else inside
         if wrapper_of(outer) == "FullyShardedDataParallel":
             raise IncompatibleError(
-                "the model is sharded by FullyShardedDataParallel (FSDP1), which is not supported; use fully_shard "
-                "(FSDP2)."
+                "the model is sharded by FullyShardedDataParallel (FSDP1), not supported; use fully_shard (FSDP2)."
             )
         self._model, self._ddp = model, only_ddp(outer)
         if self._ddp is not None and self._ddp.static_graph:
@@ -274,8 +273,7 @@ class Accumulator:
         number = window.checked(count)
         if number == 0 and not bool(torch.isfinite(loss)):
             raise ValueError(
-                f"count: found 0 for a loss of {loss.item()}; the mean over nothing is undefined: divide "
-                "the sum by at least 1."
+                f"count: found 0 for a loss of {loss.item()}, a mean over nothing; divide the sum by at least 1."
             )
         if number is not None and self._nominal is None:
             # A typical count keeps losses at their usual size. Any number works if it is the same on all ranks.

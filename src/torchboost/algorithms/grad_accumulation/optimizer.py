@@ -107,8 +107,7 @@ class GradientWindow:
         calls, length = state["calls"], state.get("length", self.steps)  # the version before wrote no length
         if calls and calls >= self.steps:
             raise ValueError(
-                f"the checkpoint holds {calls} calls, but a window takes {self.steps}; build it with the steps that it "
-                "was saved with."
+                f"the checkpoint holds {calls} calls, but a window takes {self.steps}; use the steps of the saved one."
             )
         sums, window = self._checked(state["held"]), Window(length, calls, state["weight"], state["counted"])
         pairs = zip(sums, parameters_of(self.optimizer), strict=True)

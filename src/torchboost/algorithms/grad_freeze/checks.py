@@ -144,8 +144,7 @@ def check_reducer(model: nn.Module) -> None:
     for ddp in _replicas_in(model):
         if ddp.static_graph:
             raise IncompatibleError(
-                "freezing: DistributedDataParallel was built with static_graph=True, and freezing changes the graph; "
-                "build it with static_graph=False."
+                "freezing: DDP has static_graph=True, but freezing changes the graph; build it with static_graph=False."
             )
         # Only the reducer holds such a hook. DDP logs its name.
         built_in = None if comm_hooks(ddp) else built_in_comm_hook(ddp)

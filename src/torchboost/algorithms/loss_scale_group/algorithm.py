@@ -453,8 +453,7 @@ def _automatic(model: nn.Module, network: nn.Module, count: int) -> list[Modules
     kept = [group for group in groups if any(True for m in group.values() for _ in m.parameters())]
     if not kept:
         raise IncompatibleError(
-            "loss_scale_group: found no block that does not share its parameters; name the modules of each group in "
-            "'groups'."
+            "loss_scale_group: found no block that does not share its parameters; name the modules in 'groups'."
         )
     return kept
 

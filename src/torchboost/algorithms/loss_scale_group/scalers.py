@@ -142,10 +142,8 @@ def check_scale(name: str, value: Any, rule: ScaleRule | None = None) -> None:
     if not 1 / LARGEST <= value <= LARGEST:
         raise ValueError(f"{name}: found {value}; allowed are 2**-100 to 2**100.")
     if rule is not None and not rule.floor <= value <= rule.ceiling:
-        raise ValueError(
-            f"{name}: found {value}; allowed are {rule.floor} (floor) to {rule.ceiling} (ceiling): change the scale or "
-            "the bound."
-        )
+        bounds = f"{rule.floor} (floor) to {rule.ceiling} (ceiling)"
+        raise ValueError(f"{name}: found {value}; allowed are {bounds}: change the scale or the bound.")
 
 
 class LossScaler:
