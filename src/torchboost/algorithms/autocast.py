@@ -81,25 +81,18 @@ def autocast_forward(
     """Run every forward of ``model`` under ``torch.autocast`` and return its outputs in float32.
 
     Outputs keep their containers (see :func:`~torchboost.core.forward.with_tensors`). Tensors in an object of another
-    kind keep the precision that autocast gave them.
+    kind keep the precision that autocast gave them. Parameters, gradients and optimizer state do not change. The loss
+    is computed by the caller on float32 outputs, outside autocast.
 
-    Matrix products and convolutions read ``dtype``. Reductions that need float32 compute in it. Parameters, gradients
-    and optimizer state do not change. Each weight is cast once per forward (autocast's cache). The loss is computed by
-    the caller on float32 outputs, outside autocast.
-
-    The end of the model computes in float32, too: in bfloat16 a sigmoid is exactly 1 from a logit of 6.5 on, which has
-    no gradient, probabilities do not sum to 1, and numbers near 500 come in steps of 2. So a head, a matrix product
-    whose results reach an output without another product, computes in float32 if something is computed with its
-    results, if they are large, if it has eight inputs or more for each output, or at most a tenth of all
-    multiplications. Other heads, such as one over a large vocabulary whose
-    results are returned as they are, or enter a loss inside the model, compute in ``dtype`` and return float32. Before
+    The end of the model computes in float32, too: a head, a matrix product whose results reach an output without
+    another product, if something is computed with its results, if they are large, if it has eight inputs or more for
+    each output, or at most a tenth of all multiplications. Other heads compute in ``dtype`` and return float32. Before
     the first eager pass with gradients, a pass of a copy shows which modules these are. Until then, and if this pass is
     traced by a compiler, is inside a checkpoint or has arguments other than tensors and plain values, or the model is
     sharded, cannot be copied or has more than 1 GiB of parameters, the last layer in the order of the modules counts as
     the head.
 
-    On the CPU, a strided convolution whose outputs have one entry in the last dimension computes in float32, because
-    oneDNN computes its gradient wrongly in bfloat16, and so does one whose kernel is wider than its inputs.
+    On the CPU, convolutions that oneDNN computes wrongly in bfloat16 compute in float32.
 
     The ``forward`` of this one instance is replaced by a function that calls the original. Forward hooks do not work:
     in a model compiled by ``nn.Module.compile()`` the hooks of the root are compiled separately from ``forward``, so
@@ -168,10 +161,10 @@ class _Ends(Attachment):
     """
 
     def __init__(self, model: nn.Module, device_type: str, heads: Heads | None) -> None:
-        super().__init__(undo=self._uncover)
+        super().__init__(undo=lambda: self._covers.remove())
         self._model, self._device_type = model, device_type
         self._known = heads is not None or isinstance(model, DataParallel)  # replicas run in threads
-        self._covers: list[Attachment] = []
+        self._covers = Attachment()
         self._cover(guessed_heads(model) if heads is None else heads)
 
     def run(self, forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -180,25 +173,23 @@ class _Ends(Attachment):
             self._known = True
             heads = None if has_saved_tensor_hooks() else _heads_of_copy(unwrap(module), args, kwargs)
             if heads is not None:
-                self._uncover()
+                self._covers.remove()
                 self._cover(heads)
         return forward(module, *args, **kwargs)
 
     def _cover(self, heads: Heads) -> None:
         modules = dict(unwrap(self._model).named_modules())
-        for names, around in ((heads.computed, self._in_float32), (heads.cast, _returns_float32)):
-            covered = [modules[name] for name in names if name in modules and _is_in_float32(modules[name])]
-            self._covers += [cover_forward(module, around, innermost=True) for module in covered]
+        arounds = dict.fromkeys(heads.cast, _returns_float32) | dict.fromkeys(heads.computed, self._in_float32)
+        covered = [(modules[name], around) for name, around in arounds.items() if name in modules]
+        self._covers = Attachment(
+            *(cover_forward(module, around, innermost=True) for module, around in covered if _is_in_float32(module))
+        )
 
     def _in_float32(
         self, forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         with torch.autocast(self._device_type, enabled=False):
             return forward(module, *with_tensors(args, _to_float32), **with_tensors(kwargs, _to_float32))
-
-    def _uncover(self) -> None:
-        while self._covers:
-            self._covers.pop().remove()
 
 
 def _is_traced() -> bool:

@@ -66,21 +66,18 @@ class Compiled(Attachment):
 class Compile(Algorithm):
     """Compile the model in place, inside DDP if it is wrapped: same object, same ``state_dict`` keys.
 
-    The first call, and every call with a new situation (shape, ``train()`` against ``eval()``, another set of
-    ``requires_grad`` flags), compiles one more graph. After 8 of the same code torch falls back to eager.
-    ``Compiled.graphs`` counts them. The cost is seconds to minutes per graph.
+    Each new situation (shape, ``train()`` against ``eval()``, another set of ``requires_grad`` flags) compiles one more
+    graph, in seconds to minutes. ``Compiled.graphs`` counts them. After 8 of the same code torch falls back to eager.
 
     Limit: torch cannot differentiate the gradients of compiled code again. So a call with an input that is a leaf and
-    requires a gradient runs eagerly: a gradient penalty asks for that gradient with ``create_graph=True``. If a loop
-    differentiates other gradients twice, such as gradients of parameters, torch raises in the first step that does so.
-    The model then runs eagerly from the next call on, with a warning. ``backward(retain_graph=True)`` raises if the
-    backward pass writes into tensors that forward has saved. The message of torch names the setting that prevents it.
+    requires a gradient, as in a gradient penalty, runs eagerly. If a loop differentiates other gradients twice, torch
+    raises in the first step that does so. The model then runs eagerly from the next call on, with a warning.
+    ``backward(retain_graph=True)`` raises if the backward pass writes into tensors that forward has saved.
 
     CUDA graphs (``"reduce-overhead"``, ``"max-autotune"``) replay into the same memory at each call. Outputs are copied
-    out of it, and so are gradients that the parameters still hold at the next call or at the removal, as in gradient
-    accumulation. Outputs in objects that :func:`~torchboost.core.forward.with_tensors` does not search, and gradients
-    that the loop keeps elsewhere, are overwritten. If shapes change, code compiled for changing shapes runs without
-    CUDA graphs. On GPUs only trials have run this.
+    out of it, and so are gradients that the parameters still hold at the next call or at the removal. Outputs in
+    objects that :func:`~torchboost.core.forward.with_tensors` does not search, and gradients that the loop keeps
+    elsewhere, are overwritten. If shapes change, code compiled for changing shapes runs without CUDA graphs.
 
     Args:
         mode: Of ``torch.compile``. None is its default.

@@ -193,7 +193,8 @@ def freeze_blocks(model: nn.Module, optimizer: Optimizer, settings: GradFreeze, 
     if settings.cache_mebibytes:
         rounded, by_content = torch.bfloat16 if settings.cache_dtype else None, settings.cache_by == "content"
         fast = FastPrefix(model, settings.cache_mebibytes * 2**20, by_content=by_content, dtype=rounded)
-    alike = {"seed": seed, "checksum of the settings": _fingerprint(settings)}
+    shared = replace(settings, cache_mebibytes=0, cache_by="name", cache_dtype=None)  # the cache may differ per rank
+    alike = {"seed": seed, "checksum of the settings": crc32(repr(shared).encode())}
     shares = (1 / len(blocks),) * len(blocks)
     costs = [sum(shares[a:b]) for a, b in zip(starts, [*starts[1:], len(blocks)], strict=True)]
     few = None if settings.prefixes else settings.schedule(costs, seed=seed, prefixes=compiled_prefixes())
@@ -209,11 +210,6 @@ def freeze_blocks(model: nn.Module, optimizer: Optimizer, settings: GradFreeze, 
         alike=alike,
         agree_within=settings.agree_within,
     )
-
-
-def _fingerprint(settings: GradFreeze) -> int:
-    """A number that differs between ranks whose flags may differ. Cache settings may differ per rank."""
-    return crc32(repr(replace(settings, cache_mebibytes=0, cache_by="name", cache_dtype=None)).encode())
 
 
 def _check_length(settings: GradFreeze) -> None:

@@ -57,25 +57,23 @@ def check_cacheable(model: nn.Module) -> None:
 class FastPrefix(Attachment):
     """Computes the frozen first part of a network once per sample, and skips it from then on.
 
-    The ``forward`` of this one instance is replaced. If the samples of a batch are named, it is cut in training mode
-    before the first operation that uses a trainable parameter, draws random numbers (dropout), changes a buffer
-    (BatchNorm in training mode), or writes into an input or a constant. The operations before the cut run under
-    ``no_grad``, and their results are cached under the id of the sample, in the memory of the CPU. If all samples of a
-    batch are cached, this part is skipped. Both parts call the model's own modules. The cached rows are correct only if
-    a sample is the same tensor in every epoch: no random augmentation.
+    The ``forward`` of this one instance is replaced. In training mode it is cut before the first operation that uses a
+    trainable parameter, draws random numbers (dropout), changes a buffer (BatchNorm in training mode), or writes into
+    an input or a constant. The operations before the cut run under ``no_grad``, and their results are cached under the
+    id of the sample, in the memory of the CPU. If all samples of a batch are cached, this part is skipped.
 
-    With ``by_content`` nothing is named: a sample is known by a hash of all its entries in the inputs that the prefix
-    reads. So it gets its own rows in every order and every batch, and a sample that random augmentation has changed is
-    another one, which is computed. If nothing or only a part is cached, a warning says why. If hardly a sample comes
-    twice, the cache ends, with a warning.
+    If the loop names the samples of a batch, a sample must be the same tensor in every epoch: no random augmentation.
+    With ``by_content`` a sample is known by a hash of all its entries in the inputs that the prefix reads, so that a
+    changed one is computed. If nothing or only a part is cached, a warning says why. If hardly a sample comes twice,
+    the cache ends, with a warning.
 
     The forward runs unchanged in eval mode, with inputs that require gradients, with arguments that are not positional
     tensors, for another number of them than at first, for samples of another shape or type than the first ones, or if
     no frozen part comes first.
 
     A parameter with ``requires_grad=False`` counts as frozen. Before each forward the model is compared with its last
-    state: flags, the attributes of all modules (parameters, buffers, submodules and hooks among them), and versions and
-    addresses of the frozen tensors. After any change the forward is traced again and the rows are dropped.
+    state: flags, the attributes of all modules, and versions and addresses of the frozen tensors. After any change the
+    forward is traced again and the rows are dropped.
 
     Limits: Python state that is not an attribute of a module (a global, a list in a list) keeps its value from the
     trace. An in-place write to a frozen weight through ``.data`` is not detected. Call :meth:`update` after either.
