@@ -24,9 +24,9 @@ from torchboost.algorithms.dim_reduce.basis import (
     shapes_of,
     write_matrix,
 )
-from torchboost.algorithms.dim_reduce.optimizer import Subspace, check_line_search, check_weights, evaluated
+from torchboost.algorithms.dim_reduce.optimizer import Subspace, check_settings, check_weights, evaluated
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
-from torchboost.core.arguments import check_number, is_integer
+from torchboost.core.arguments import is_integer
 from torchboost.core.step import ClosureOptimizer
 from torchboost.core.wrapping import only_ddp, parameters_of, unwrap, wrapper_of
 from torchboost.distributed.agreement import Agreement, several
@@ -85,8 +85,7 @@ class DimReduction(Algorithm):
             value, optional = getattr(self, name), name == "snapshots"
             if not (optional and value is None) and (not is_integer(value) or value < 1):
                 raise ValueError(f"{name}={value}: an integer of 1 or more{', or None' * optional}.")
-        check_number("alpha", self.alpha)
-        check_line_search(rho=self.rho, sigma=self.sigma, gamma=self.gamma)
+        check_settings(alpha=self.alpha, rho=self.rho, sigma=self.sigma, gamma=self.gamma)
         if self.timeout > 10**9:  # a wait is a timedelta, which holds no more than some millennia
             raise ValueError(f"timeout={self.timeout}: seconds, at most {10**9}.")
         if self.snapshots is not None and self.snapshots < self.n_components:

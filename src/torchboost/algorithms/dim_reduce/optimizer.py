@@ -68,8 +68,7 @@ class Subspace:
         sigma: float = 0.4,
         buffers: Iterable[Tensor] = (),
     ) -> None:
-        check_number("alpha", alpha)
-        check_line_search(rho=rho, sigma=sigma, gamma=gamma)
+        check_settings(alpha=alpha, rho=rho, sigma=sigma, gamma=gamma)
         length = sum(weight.numel() for weight in weights)
         if length != basis.length:
             raise ValueError(
@@ -261,8 +260,9 @@ def evaluated(closure: Callable[[], Any] | None, parameters: Sequence[Tensor]) -
             parameter.grad = None
 
 
-def check_line_search(*, rho: float, sigma: float, gamma: float) -> None:
-    """Raise ``TypeError`` or ``ValueError`` unless rho and sigma are above 0, gamma at least 0, and all below 1."""
+def check_settings(*, alpha: float, rho: float, sigma: float, gamma: float) -> None:
+    """Raise ``TypeError`` or ``ValueError`` unless all are 0 or more, rho and sigma more, all but alpha below 1."""
+    check_number("alpha", alpha)
     for name, value in (("rho", rho), ("sigma", sigma), ("gamma", gamma)):
         check_number(name, value, above=name != "gamma")
         if value >= 1:

@@ -157,14 +157,22 @@ class FastPrefix(Attachment):
     ) -> Any:
         ids, self._ids = self._ids, []
         # A deep copy of the model calls this too, with itself as the module.
-        if not (ids or self._by_content) or module is not self._model or not module.training:
+        ours = module is self._model and module.training and not torch.compiler.is_compiling()
+        known = bool(ids) or (self._by_content and _is_readable(args))
+        halves = self._usable(ids, args, kwargs) if ours and known else None
+        if halves is None:
             return forward(module, *args, **kwargs)
-        if torch.compiler.is_compiling() or not (ids or _is_readable(args)):
-            return forward(module, *args, **kwargs)
+        names = ids or _contents([args[at] for at in halves.inputs])
+        values = self._border(halves, args, names)
+        if self._misses > 2 * len(self._rows):  # by content more than twice as many as there is room for
+            self.judge()
+        return halves.suffix.forward(*args, *values)
+
+    def _usable(self, ids: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Halves | None:
+        """Return the halves if a training call can be cut, or tell why not."""
         if not ids and inside_mode():
             self._tell("the forward runs inside a mode of torch, such as that of the switch unpad")
-            return forward(module, *args, **kwargs)
-        if kwargs or not args or not all(isinstance(argument, Tensor) for argument in args):
+        elif kwargs or not args or not all(isinstance(argument, Tensor) for argument in args):
             self._tell("an argument of the forward is not a positional tensor")
         elif any(tensor.requires_grad for tensor in args):
             self._tell("an input requires gradients")
@@ -175,15 +183,11 @@ class FastPrefix(Attachment):
         else:
             count = len(ids) or len(args[0])
             halves = self._current(args, count, named=bool(ids))
-            if halves is not None and self._by_content and not halves.accepts(args, count):
+            if halves is None or halves.accepts(args, count):
+                return halves
+            if self._by_content:
                 self._tell("inputs of another shape or type than the first ones are computed in every step")
-            elif halves is not None and halves.accepts(args, count):
-                names = ids or _contents([args[at] for at in halves.inputs])
-                values = self._border(halves, args, names)
-                if self._misses > 2 * len(self._rows):  # by content more than twice as many as there is room for
-                    self.judge()
-                return halves.suffix.forward(*args, *values)
-        return forward(module, *args, **kwargs)
+        return None
 
     def _current(self, tensors: tuple[Tensor, ...], count: int, *, named: bool) -> Halves | None:
         """Return the halves, if there are any. Build them again if the model has changed."""

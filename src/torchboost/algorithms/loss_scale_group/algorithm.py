@@ -242,14 +242,15 @@ class GroupGradScaler(GroupScaler):
 
     def remove(self) -> None:
         """Remove the borders. The scale is 1 from then on, and gradients that are scaled are divided."""
-        if self._borders is not None and self._in_use is not None:
+        if self._borders is None:
+            return
+        if self._in_use is not None:
             true = set(map(id, parameters_of(*self._overflows)))
             members = [[p for p in group if id(p) not in true] for group in (self._rest, *self._grouped())]
             divide_(members, self._in_use)
-        if self._borders is not None:
-            self._borders.remove()
+        self._borders.remove()
         self._borders = None
-        self._in_use = self._applied() if self._in_use is not None else None
+        self._in_use = None if self._in_use is None else self._applied()
 
     def _grouped(self) -> Sequence[Sequence[Tensor]]:
         return [[param for module in group.values() for param in module.parameters()] for group in self._groups]

@@ -115,8 +115,7 @@ class TokenDropping(Attachment):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a checkpoint, with the tokens that the interrupted run would have had.
 
-        Raises:
-            ValueError: These settings compute another share of tokens at that update. Nothing was changed.
+        ``ValueError``: these settings compute another share of tokens at that update. Nothing was changed.
         """
         step, seed, share = int(state["step"]), int(state["seed"]), float(state["share"])
         if share != self._share(step):
