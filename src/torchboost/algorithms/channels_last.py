@@ -35,9 +35,9 @@ _BEFORE = WeakTensorKeyDictionary()
 def to_channels_last(model: nn.Module, optimizer: Optimizer | None = None) -> Attachment:
     """Store the kernels of 2-d and 3-d convolutions channels-last, so that these compute in that format.
 
-    The fast convolution kernels of oneDNN and cuDNN work on channels-last data. A convolution with such a kernel
-    brings images into the format, and its outputs have it, so that no later layer converts between layouts. Only
-    strides change, not values. The order of additions inside a kernel may change, so results agree up to rounding.
+    The fast convolution kernels of oneDNN and cuDNN work on such data. A convolution with such a kernel brings images
+    into the format, and its outputs have it, so that no later layer converts between layouts. Only strides change, not
+    values. The order of additions inside a kernel may change, so results agree up to rounding.
 
     Nothing is checked here. :func:`torchboost.boost` compares the first batch in both formats.
 
@@ -235,7 +235,13 @@ def _convert(model: nn.Module, *optimizers: Optimizer | None) -> Callable[[], No
     for weight, strides in before:
         _rewrite(weight, optimizers, _strides(weight.shape))
         _BEFORE[weight] = strides
-    return functools.partial(_restride, before, optimizers)
+
+    def restore() -> None:
+        for weight, strides in before:
+            _rewrite(weight, optimizers, strides)
+            _BEFORE.pop(weight, None)
+
+    return restore
 
 
 def _plain_checkpoints(model: nn.Module, optimizer: Optimizer | None) -> Attachment:
@@ -266,12 +272,6 @@ def _follow(kernels: list[nn.Parameter], optimizer: Optimizer) -> None:
 
 def _belongs(value: Any, weight: Tensor) -> bool:
     return isinstance(value, Tensor) and value.layout is torch.strided and value.shape == weight.shape
-
-
-def _restride(before: list[tuple[nn.Parameter, tuple[int, ...]]], optimizers: tuple[Optimizer | None, ...]) -> None:
-    for weight, strides in before:
-        _rewrite(weight, optimizers, strides)
-        _BEFORE.pop(weight, None)
 
 
 def _rewrite(weight: nn.Parameter, optimizers: tuple[Optimizer | None, ...], strides: tuple[int, ...]) -> None:

@@ -187,10 +187,9 @@ def less_bn(
 ) -> LessBnReport:
     """Remove, in place, the BatchNorm layers that are not needed, so that every step costs less.
 
-    The data flow is traced. Names do not matter. These are kept: in every residual block the BatchNorm of the main
-    branch over the fewest channels, the network's first one, the last one of an inverted residual without skip, and in
-    plain stacks one of every ``keep_every`` convolutions, counted back from the last. BatchNorms that do not directly
-    follow a convolution or linear layer outside of residual blocks are kept too.
+    The data flow is traced. These are kept: in every residual block the BatchNorm of the main branch over the fewest
+    channels, the network's first one, the last one of an inverted residual without skip, in plain stacks one of every
+    ``keep_every`` convolutions, counted from the end, and those not directly behind a convolution or linear layer.
 
     In an untrained network (all statistics and counters at their initial values) a removed layer becomes the identity
     and the weights in front, which are not drawn again, are scaled by one number per layer so that activations keep

@@ -41,11 +41,9 @@ def unpad_forward(model: nn.Module, *, pairs: Sequence[Pair] = _PAIRS) -> Attach
     The padding is known from the masks among the arguments, from the ``padding_idx`` of embeddings and from the
     ``key_padding_mask`` of ``nn.MultiheadAttention``. It is a guess: if it is wrong, a function asks for the padding.
 
-    Outputs keep their padded shape. Their tokens are computed. If the loop reads padding, the call is repeated, and
-    later calls compute the padding. The first call computes everything and sees which positions the loop reads.
-
-    Dropout draws one number for each computed entry, so it draws others than with the padding. Evaluation is not
-    changed.
+    Outputs keep their padded shape. If the loop reads padding in them, the call is repeated, and later calls compute
+    it. The first call computes everything and sees which positions the loop reads. Dropout draws one number for each
+    computed entry, so it draws others than with the padding. Evaluation is not changed.
 
     Args:
         model: The bare model, as the loop calls it.

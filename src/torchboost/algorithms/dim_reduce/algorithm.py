@@ -114,10 +114,8 @@ class DimReduction(Algorithm):
         """Replace the optimizer of the target by a :class:`DimReduceRun`.
 
         Raises:
-            IncompatibleError: FSDP, accumulation, several precisions or devices, parameters that the optimizer does
-                not train.
-            ValueError: The basis does not fit the model, there are too few checkpoints, or one has NaN or is of another
-                model.
+            IncompatibleError: FSDP, accumulation, several precisions or devices, or parameters that are not trained.
+            ValueError: The basis or a checkpoint does not fit the model, or there are too few checkpoints.
             FileNotFoundError: The file or folder is missing.
             RankDisagreementError: A rank did not arrive, has other settings, or could not make its part of the basis.
         """
@@ -135,23 +133,15 @@ class DimReduction(Algorithm):
 class DimReduceRun(WrappingOptimizer, ClosureOptimizer):  # pyright: ignore[reportIncompatibleVariableOverride]
     """An optimizer that trains with the original optimizer while snapshots are taken, and then in a subspace.
 
-    Args:
-        opt: Trains while snapshots are taken. This object has the same groups and state, so that schedulers may drive
-            either.
-        model: The model as the loop calls it. Under DDP the rows of the basis are shared out over its ranks.
-        settings: See :class:`DimReduction`.
-
-    Attributes:
-        direct: Refuses direct steps of ``opt``.
-        subspace: The subspace, None before there is a basis.
-        updates: Updates so far.
+    It has the groups and the state of ``opt``, so that schedulers may drive either. The model is as the loop calls it.
+    Under DDP the rows of the basis are shared out over its ranks.
     """
 
     def __init__(self, opt: Optimizer, model: nn.Module, settings: DimReduction) -> None:
         super().__init__(opt)
         self.settings = settings
         self.updates = 0
-        self.subspace: Subspace | None = None
+        self.subspace: Subspace | None = None  # before there is a basis
         self._model = model
         self._weights = _parameters(model, opt)
         self._snapshots: Snapshots = []
@@ -160,14 +150,7 @@ class DimReduceRun(WrappingOptimizer, ClosureOptimizer):  # pyright: ignore[repo
         self.direct = DirectSteps(opt, self, _PASSED_BY)  # last, when nothing can fail
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update once and return the loss before it.
-
-        Args:
-            closure: Returns the loss of the batch and does nothing else.
-
-        Raises:
-            TypeError: No closure.
-        """
+        """Update once and return the loss before it. ``closure`` returns the loss of the batch and does no more."""
         with evaluated(closure, self._weights) as (replay, loss):
             if self.subspace is not None:
                 self.subspace.step(replay)

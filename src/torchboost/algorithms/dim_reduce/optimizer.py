@@ -100,10 +100,6 @@ class Subspace:
                 :class:`~torchboost.core.step.Replay` has seen are used. Otherwise the step runs the backward pass
                 itself, and clears the gradients at its end.
 
-        Raises:
-            TypeError, ValueError: The closure does not return a loss, or does more than that.
-            IncompatibleError: A parameter was frozen after the basis was made.
-
         An error of the closure in a trial passes through. Weights, buffers and state are then as before the step,
         except for changes by the first pass.
         """

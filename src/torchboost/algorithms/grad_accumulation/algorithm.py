@@ -169,10 +169,8 @@ class Accumulator:
 
     Limits: gradients of parameters outside ``model`` are not averaged over ragged or short windows. If ``model``
     contains a DDP, gradients of parameters outside that DDP are not exchanged, as without accumulation. BatchNorm
-    normalises each micro-batch separately, so its statistics differ from the statistics of one large batch. If an
-    exception follows :meth:`share`, the gradients may hold half a backward pass: call :meth:`reset`. CUDA graphs
-    overwrite accumulated gradients: a model that is already compiled with them is refused. Compiling it later is not
-    detected.
+    normalises each micro-batch separately. CUDA graphs overwrite accumulated gradients: a model that is already
+    compiled with them is refused. Compiling it later is not detected.
 
     Args:
         steps: Micro-steps per update, 1 or more. Setting the attribute applies from the next window on.

@@ -190,12 +190,9 @@ class Freezing(Attachment):
         return {"step": self.step, "frozen": frozen, "compiled": self._for_compiled, **self._reach.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a checkpoint.
+        """Resume from a checkpoint. Flags follow as in training: what the user froze in this process remains frozen.
 
-        Flags follow as in training: parameters that the user froze in this process remain frozen.
-
-        Raises:
-            ValueError: These settings freeze another part of the network at that step. Nothing was changed.
+        ``ValueError``: these settings freeze another part of the network at that step. Nothing was changed.
         """
         self.loading(state)()
 
@@ -285,7 +282,7 @@ class Freezing(Attachment):
             self._replicas.release()
 
     def _apply(self, index: int) -> None:
-        """Apply the largest usable index up to ``index``. Change only flags that differ."""
+        """Apply the largest usable index up to ``index``."""
         index = self._reach.usable(index, self._reach.closed)
         spared = self._reach.spared(index)
         if index == self.index and spared == self._spared:

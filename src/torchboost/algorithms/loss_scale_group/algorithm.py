@@ -50,10 +50,7 @@ class GroupScaler(LossScaler):
         pinned: Whether the first scale is always 1, as nothing would tell of its overflows.
         exact: Use the scales as they are, and from the start. Otherwise the power of two below, between the first
             :meth:`scale` and :meth:`update`.
-        agree: See :class:`~torchboost.algorithms.loss_scale_group.scalers.LossScaler`.
-
-    Attributes:
-        scaled: Whether a loss was scaled.
+        agree: As for every scaler.
     """
 
     def __init__(
@@ -68,7 +65,8 @@ class GroupScaler(LossScaler):
         agree: bool = True,
     ) -> None:
         super().__init__(agree=agree)
-        self.rule, self.ratios, self.scaled = rule, Ratios(len(names)), False
+        self.rule, self.ratios = rule, Ratios(len(names))
+        self.scaled = False  # whether a loss ever was
         self._names, self._groups, self._pinned, self._exact = tuple(names), groups, pinned, exact
         self._membership: tuple[list[Tensor], list[list[Tensor]]] = ([], [])
         self.restart(scales)
