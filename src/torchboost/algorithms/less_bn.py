@@ -112,11 +112,6 @@ class LessBn(Algorithm):
         init: ``"unit_variance"`` rescales the layers that lose their BatchNorm in an untrained network. ``"keep"`` does
             not change the weights.
         head_multiplier: Start value of the normalised head's trainable factor.
-
-    Example:
-        >>> import torchboost
-        >>> torchboost.algorithms.LessBn(keep_shortcut=True).keep_every
-        2
     """
 
     name: ClassVar[str] = "less_bn"

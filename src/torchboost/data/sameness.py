@@ -20,11 +20,6 @@ def same(first: Any, second: Any) -> bool:
 
     Tensors are compared with their strides, NaN equals NaN of the same bits, and 0.0 differs from -0.0. Objects of
     other types are compared by their pickles, as a worker sends them.
-
-    Example:
-        >>> import torch
-        >>> same({"x": torch.tensor([0.0])}, {"x": torch.tensor([-0.0])})
-        False
     """
     try:
         (structure, arrays), (other, others) = parts_of(first), parts_of(second)

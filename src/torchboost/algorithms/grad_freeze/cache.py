@@ -92,17 +92,6 @@ class FastPrefix(Attachment):
 
     Raises:
         IncompatibleError: The forward cannot be replaced, or, in the first training step, not traced.
-
-    Example:
-        >>> import torch
-        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
-        >>> _ = model[0].requires_grad_(False)
-        >>> with FastPrefix(model, 2**20) as fast:
-        ...     for epoch in range(2):
-        ...         with fast.samples([5, 3]):
-        ...             _ = model(torch.ones(2, 4))
-        ...     fast.report().rows, fast.report().hit_rate
-        (2, 0.5)
     """
 
     def __init__(
