@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -18,7 +18,7 @@ from typing_extensions import Self
 
 from torchboost.core.algorithm import Algorithm, AlreadyOn, Attachment, Target, Traits
 from torchboost.core.arguments import check_module
-from torchboost.core.forward import ForwardWatch, cover_forward, tensors_in, with_tensors
+from torchboost.core.forward import Forward, ForwardWatch, cover_forward, tensors_in, with_tensors
 from torchboost.core.hardware import is_on_cpu
 from torchboost.core.torch_private import (
     AnyConv,
@@ -133,9 +133,7 @@ def _cover(model: nn.Module, dtype: torch.dtype, heads: Heads | None, watch: For
     device_type = next((p.device.type for p in model.parameters()), default_device().type)
     ends = _Ends(model, device_type, heads)
 
-    def under_autocast(
-        forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def under_autocast(forward: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if watch is not None:
             watch.called = True
         try:
@@ -167,7 +165,7 @@ class _Ends(Attachment):
         self._covers = Attachment()
         self._cover(guessed_heads(model) if heads is None else heads)
 
-    def run(self, forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, forward: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``forward``. If the heads are not known and this is an eager pass with gradients, find them first."""
         if not self._known and torch.is_grad_enabled() and module is self._model and not _is_traced():
             self._known = True
@@ -185,9 +183,7 @@ class _Ends(Attachment):
             *(cover_forward(module, around, innermost=True) for module, around in covered if _is_in_float32(module))
         )
 
-    def _in_float32(
-        self, forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _in_float32(self, forward: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with torch.autocast(self._device_type, enabled=False):
             return forward(module, *with_tensors(args, _to_float32), **with_tensors(kwargs, _to_float32))
 
@@ -211,7 +207,7 @@ def _heads_of_copy(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         return None
 
 
-def _returns_float32(forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
+def _returns_float32(forward: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
     return with_tensors(forward(module, *args, **kwargs), _to_float32)
 
 
@@ -228,7 +224,7 @@ def _unknown_name(model: nn.Module, heads: Heads) -> str | None:
     return f"the model has no module {missing!r}; give names of named_modules(). {nearest(missing, known)}".rstrip()
 
 
-def _in_float32_if_unsafe(forward: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+def _in_float32_if_unsafe(forward: Forward, module: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     inputs = args[0] if args else kwargs["input"]
     if not _is_unsafe_in_bfloat16(module, inputs):
         return forward(module, *args, **kwargs)

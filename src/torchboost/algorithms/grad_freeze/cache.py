@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from torchboost.algorithms.grad_freeze.cut import Halves, halves_of, mode_of_torch
 from torchboost.core.algorithm import Attachment
-from torchboost.core.forward import cover_forward, own_forward
+from torchboost.core.forward import Forward, cover_forward, own_forward
 from torchboost.core.torch_private import inside_function_transform, inside_mode, is_tracing, versions
 from torchboost.core.wrapping import wrapper_of
 from torchboost.errors import IncompatibleError, warn_no_effect
@@ -141,9 +141,7 @@ class FastPrefix(Attachment):
             note=self._note,
         )
 
-    def _forward(
-        self, forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _forward(self, forward: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ids, self._ids = self._ids, []
         # A deep copy of the model calls this too, with itself as the module.
         ours = module is self._model and module.training and not torch.compiler.is_compiling()

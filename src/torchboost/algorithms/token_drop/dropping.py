@@ -23,7 +23,7 @@ from torchboost.algorithms.token_drop.axes import (
     token_axes,
 )
 from torchboost.core.algorithm import Attachment
-from torchboost.core.forward import cover_forward, is_our_hook, with_tensors
+from torchboost.core.forward import Forward, cover_forward, is_our_hook, with_tensors
 from torchboost.core.step import learns_nothing
 from torchboost.core.torch_private import (
     inside_backward,
@@ -141,9 +141,7 @@ class TokenDropping(Attachment):
         """Return a function to call instead of a block's forward. The compiler does not trace it, but the block."""
         before, after = not_traced(self._before), not_traced(_put_back)
 
-        def around(
-            forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> Any:
+        def around(forward: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             ready = before(block, module, args, kwargs)
             if ready is None:
                 return forward(module, *args, **kwargs)
