@@ -281,11 +281,12 @@ def _basis(settings: DimReduction, model: nn.Module, snapshots: Snapshots) -> Di
             rows = read_matrix(path, k, shapes, share)
         else:
             weights = snapshots if folder is None else read_checkpoints(folder, shapes)
-            writes = path is not None and rank == 0  # for the next run
-            rows = principal_components(weights, k, None if writes else share)
-            if path is not None and writes:
-                write_matrix(path, rows, shapes)
-                rows = rows[share.start : share.stop].clone()
+            if path is not None and rank == 0:  # for the next run
+                every = principal_components(weights, k)
+                write_matrix(path, every, shapes)
+                rows = every[share.start : share.stop].clone()
+            else:
+                rows = principal_components(weights, k, share)
         return DimReduceBasis(rows.to(like), group, k)
 
     basis = make() if group is None else _on_ranks(make, settings, group)
