@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import is_integer, is_number
-from torchboost.core.torch_private import compiled_call, exchange_of_a_pass, inside_compiled
-from torchboost.core.wrapping import only_ddp, wrapper_of
+from torchboost.core.torch_private import compiled_call, exchange_of_a_pass
+from torchboost.core.wrapping import data_parallel, unwrap
 from torchboost.errors import IncompatibleError, shown
 
 
@@ -81,19 +81,15 @@ class _Ranks:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        inside = inside_compiled(model)
-        outer = model if inside is None else inside
-        if wrapper_of(outer) == "FullyShardedDataParallel":
-            raise IncompatibleError(
-                "the model is sharded by FullyShardedDataParallel (FSDP1), not supported; use fully_shard (FSDP2)."
-            )
-        self._model, self._ddp = model, only_ddp(outer)
+        self._model, self._ddp = model, data_parallel(model, replicas=True)
         if self._ddp is not None and self._ddp.static_graph:
             raise IncompatibleError(
                 "DistributedDataParallel was built with static_graph=True, under which a backward pass without "
                 "synchronisation fails in torch; build it without static_graph."
             )
-        self._units: list[Any] = [unit for unit in outer.modules() if hasattr(unit, "set_requires_gradient_sync")]
+        self._units: list[Any] = [
+            unit for unit in unwrap(model).modules() if hasattr(unit, "set_requires_gradient_sync")
+        ]
         self._group = None if self._ddp is None else self._ddp.process_group
         self.sharded = bool(self._units)  # gradients that are not yet reduced cannot be read
         self._count = dist.get_world_size(self._group) if self._ddp is not None or self.sharded else 1
