@@ -159,7 +159,7 @@ class _Ends(Attachment):
     """
 
     def __init__(self, model: nn.Module, device_type: str, heads: Heads | None) -> None:
-        super().__init__(undo=lambda: self._covers.remove())
+        super().__init__(undo=self._uncover)
         self._model, self._device_type = model, device_type
         self._known = heads is not None or isinstance(model, DataParallel)  # replicas run in threads
         self._covers = Attachment()
@@ -171,9 +171,12 @@ class _Ends(Attachment):
             self._known = True
             heads = None if has_saved_tensor_hooks() else _heads_of_copy(unwrap(module), args, kwargs)
             if heads is not None:
-                self._covers.remove()
+                self._uncover()
                 self._cover(heads)
         return forward(module, *args, **kwargs)
+
+    def _uncover(self) -> None:
+        self._covers.remove()
 
     def _cover(self, heads: Heads) -> None:
         modules = dict(unwrap(self._model).named_modules())

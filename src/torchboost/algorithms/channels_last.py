@@ -235,13 +235,7 @@ def _convert(model: nn.Module, *optimizers: Optimizer | None) -> Callable[[], No
     for weight, strides in before:
         _rewrite(weight, optimizers, _strides(weight.shape))
         _BEFORE[weight] = strides
-
-    def restore() -> None:
-        for weight, strides in before:
-            _rewrite(weight, optimizers, strides)
-            _BEFORE.pop(weight, None)
-
-    return restore
+    return functools.partial(_restride, before, optimizers)  # which is copied with the model
 
 
 def _plain_checkpoints(model: nn.Module, optimizer: Optimizer | None) -> Attachment:
@@ -272,6 +266,12 @@ def _follow(kernels: list[nn.Parameter], optimizer: Optimizer) -> None:
 
 def _belongs(value: Any, weight: Tensor) -> bool:
     return isinstance(value, Tensor) and value.layout is torch.strided and value.shape == weight.shape
+
+
+def _restride(before: list[tuple[nn.Parameter, tuple[int, ...]]], optimizers: tuple[Optimizer | None, ...]) -> None:
+    for weight, strides in before:
+        _rewrite(weight, optimizers, strides)
+        _BEFORE.pop(weight, None)
 
 
 def _rewrite(weight: nn.Parameter, optimizers: tuple[Optimizer | None, ...], strides: tuple[int, ...]) -> None:

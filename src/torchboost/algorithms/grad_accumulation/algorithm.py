@@ -267,7 +267,7 @@ class Accumulator:
         number = window.checked(count)
         if number == 0 and not bool(torch.isfinite(loss)):
             raise ValueError(
-                f"count: found 0 for a loss of {loss.item()}, a mean over nothing; divide the sum by at least 1."
+                f"count: found 0 for a loss of {loss.item()}; the mean over nothing: divide the sum by at least 1."
             )
         if number is not None and self._nominal is None:
             # A typical count keeps losses at their usual size. Any number works if it is the same on all ranks.

@@ -101,7 +101,8 @@ class GradFreeze(Algorithm):
                 raise ValueError(f"{name}={number}: pass {meaning}.")
         if not 0 <= self.full_share < 1:
             raise ValueError(
-                f"full_share={self.full_share}: pass 0 or more and below 1; 1 never freezes: leave the algorithm out."
+                f"full_share={self.full_share}: the share of updates that train everything must be 0 or more and below "
+                "1; 1 never freezes, so leave the algorithm out instead."
             )
         if self.total_steps is not None and self.total_steps > freeze_schedule.MOST_STEPS:
             raise ValueError("total_steps: found more than 2**53; pass the number of updates of the run.")
@@ -185,7 +186,8 @@ def freeze_blocks(model: nn.Module, optimizer: Optimizer, settings: GradFreeze, 
         warn_no_effect("grad_freeze: the model is a single block, so nothing is frozen.")
     elif len(starts) < settings.groups and asked and settings.pattern in ("continuous", "interval"):
         warn_no_effect(
-            f"grad_freeze: found groups={settings.groups} for {len(blocks)} blocks; {len(starts)} groups are used."
+            f"grad_freeze: found groups={settings.groups}, but the model has {len(blocks)} blocks; {len(starts)} "
+            "groups are used."
         )
     check_freezable(model, optimizer)
     prefixes = prefixes_of(blocks, starts, settings.norms)
