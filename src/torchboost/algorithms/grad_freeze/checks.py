@@ -186,11 +186,8 @@ class Replicas(Attachment):
     whether it runs inside one. A pass in eval mode is compared only while updates come from such passes. After a pass
     in training mode it counts as an evaluation, which a rank may run alone.
 
-    Args:
-        model: The model as the loop calls it. If it is wrapped later, a pass raises the errors of the wrapper.
-        version: A number that grows with each change of flags.
-        figures: Numbers that must be equal on all ranks before a pass.
-        within: Seconds to wait for a rank before an error is raised. 0 disables the comparison.
+    ``version`` returns a number that grows with each change of flags. Ranks wait for each other ``within`` seconds, or
+    compare nothing if that is 0. If the model is wrapped later, a pass raises the errors of the wrapper.
     """
 
     def __init__(

@@ -25,13 +25,9 @@ _HALF_TOLERANCE = 0.1
 class Halves:
     """One forward, cut in two. Both halves keep the order of the operations, and call the model's own modules.
 
-    Args:
-        prefix: Takes the tensors of the call, and returns the tuple of border values.
-        suffix: Takes the tensors of the call and the border values.
-        names: Names of the border values.
-        inputs: Positions of the tensors that the prefix reads.
-        tensors: The tensors of the first call.
-        end: Why the prefix ends at this node. Empty if a trained parameter comes next.
+    The prefix takes the tensors of a call, of which it reads those at ``inputs``, and returns the border values, called
+    ``names``. The suffix takes the tensors and the border values. ``tensors`` are those of the first call. ``end`` says
+    why the prefix ends, empty if a trained parameter comes next.
     """
 
     def __init__(

@@ -87,17 +87,14 @@ class Freezing(Attachment):
     index below it at which something trains. Freezing of these parameters by an earlier attachment is undone first.
 
     Args:
-        model: The model as the loop calls it, wrapped or not (DDP may follow later). None if only parameters are known.
-            A DDP is then not detected.
+        model: As the loop calls it, wrapped or not (DDP may follow later). None if only parameters are known.
         optimizer: The optimizer whose updates are counted. Held weakly.
         prefixes: The frozen part at index 0, 1, ...
         schedule: Index for each update, counted from 0.
-        compiled: Schedule to use instead if the model is compiled when this is attached, or later but before the first
-            update that freezes. None always uses ``schedule``.
+        compiled: Schedule to use instead if the model is compiled before the first update that freezes.
         fast: Runs the frozen part. It detects which parameters are frozen, and is removed with this.
         total_steps: Number of updates after which everything is thawed. Later updates warn once. None never ends.
-        judged_at: Number of updates of this process after which ``fast`` ends if it has found next to nothing. If None,
-            ``fast`` decides.
+        judged_at: Number of updates of this process after which ``fast`` ends if it has found next to nothing.
         alike: Further numbers that must be equal on all ranks, such as the seed of the schedule.
         agree_within: Seconds to wait for a rank before a pass. Then an error is raised. 0 disables the comparison.
 

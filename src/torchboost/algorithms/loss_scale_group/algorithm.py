@@ -186,9 +186,8 @@ class GroupGradScaler(GroupScaler):
     Warns:
         ScaleCollapseWarning: A scale collapses. The message names the group.
 
-    Cost: one pass over each tensor that crosses a border, in the backward pass. In float16 a copy in float32 of tensors
-    that leave a group for anything but a module of another group. One pass over the gradients and one wait for the
-    device per update.
+    Cost: in the backward pass one pass over each tensor that crosses a border. In float16 a copy in float32 of tensors
+    that leave the groups. Per update one pass over the gradients and one wait for the device.
 
     Limits: a module's weight that is used outside of it (``F.linear(x, embedding.weight)``) gets gradients of the wrong
     scale there. Put the user of the weight into the same group, or neither into any. torch refuses operations in place
