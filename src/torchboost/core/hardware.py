@@ -89,6 +89,15 @@ def matmul_backends() -> dict[str, Any]:
     return {"cuda.matmul": torch.backends.cuda.matmul, "mkldnn.matmul": mkldnn.matmul}
 
 
+def matmul_precision() -> tuple[str | None, dict[str, str]]:
+    """Return the precision of float32 matrix products, None if backends were set one by one, and by backend."""
+    try:
+        products = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        products = None
+    return products, {name: backend.fp32_precision for name, backend in matmul_backends().items()}
+
+
 class ProcessSettings:
     """The number of CPU threads and the precision of float32 products, kept for one of several trainings in a process.
 
@@ -110,20 +119,15 @@ class ProcessSettings:
             _set(before)
 
 
-def _settings() -> tuple[int, str | None, dict[str, str]]:
-    try:
-        products = torch.get_float32_matmul_precision()
-    except RuntimeError:  # backends were set one by one
-        products = None
-    return torch.get_num_threads(), products, {name: b.fp32_precision for name, b in matmul_backends().items()}
+def _settings() -> tuple[int, tuple[str | None, dict[str, str]]]:
+    return torch.get_num_threads(), matmul_precision()
 
 
-def _set(wanted: tuple[int, str | None, dict[str, str]]) -> None:
-    threads, products, by_backend = wanted
-    now = _settings()
-    if threads != now[0]:
+def _set(wanted: tuple[int, tuple[str | None, dict[str, str]]]) -> None:
+    threads, (products, by_backend) = wanted
+    if threads != torch.get_num_threads():
         torch.set_num_threads(threads)
-    if now[1:] == wanted[1:]:
+    if matmul_precision() == wanted[1]:
         return
     if products is not None:
         torch.set_float32_matmul_precision(products)
