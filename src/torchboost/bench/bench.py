@@ -28,8 +28,6 @@ from torchboost.measure.machine import PeakMemory
 from torchboost.measure.statistics import SequentialTest
 from torchboost.measure.stopwatch import Clock, Progress, compare, environment, interrupts_kept
 
-__all__ = ["CONTESTANTS", "check_same", "run_bench"]
-
 CONTESTANTS = ("stock", "hand", "O1", "O2")
 
 WARM_BATCHES = 8

@@ -44,8 +44,6 @@ from torchboost.optim.fusing import obstacle
 from torchboost.plan import Plan
 from torchboost.registry import Facts
 
-__all__ = ["Loop", "Planner", "Recipe", "averaged", "build_loop", "plan_for", "version_of"]
-
 BASES = ("stock", "hand", "O0", "O1", "O2")
 BY_HAND = "compile"
 CONFIG = ".json"

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from torchboost.bench.factory import Parts, one_epoch, streams_restored
 
-__all__ = ["check_unchanged", "data_of", "fingerprint_of"]
-
 
 def fingerprint_of(parts: Parts) -> str:
     """Return a text that tells trainings apart by the optimizer's settings, the modules, the start weights and buffers.

@@ -29,28 +29,6 @@ from torchboost.core.step import ClosureOptimizer
 from torchboost.errors import FactoryError
 from torchboost.graph.copies import generators_kept
 
-__all__ = [
-    "Epoch",
-    "Factory",
-    "Parts",
-    "check_fresh",
-    "check_seeds",
-    "count_of",
-    "function_at",
-    "kept",
-    "loop_body",
-    "made_by",
-    "mapped",
-    "metric_of",
-    "one_epoch",
-    "outputs_of",
-    "packed",
-    "score_of",
-    "source_of",
-    "streams_restored",
-    "unpacked",
-]
-
 SECONDS_OF_AN_EPOCH = 60.0
 """Time in which the batches of an epoch must be read, if they have no length: they may be endless."""
 LOADED = "torchboost_factory_"

@@ -10,8 +10,6 @@ from torchboost.config import RecipeSection
 from torchboost.errors import IncompatibleError
 from torchboost.front import Boosted, boost
 
-__all__ = ["ABSOLUTE", "LEAST_STEPS", "check_schedule", "of_boosted", "schedule_sets_rates", "without_effect"]
-
 LEAST_STEPS = 2
 """The first step of a run is its set-up, so the time of a step is known from the second on."""
 

@@ -18,18 +18,6 @@ from torchboost.measure.evidence import BenchReport, Contestant, Interval, Ratio
 from torchboost.measure.statistics import mean_of, mean_ratio, paired_difference
 from torchboost.sheet import percent
 
-__all__ = [
-    "Difference",
-    "Sentence",
-    "Summary",
-    "best_hand",
-    "headline",
-    "stock_of",
-    "summarise",
-    "target_of",
-    "verdicts",
-]
-
 MARGIN = ACCURACY_DROPS[0]
 """Largest drop of a share metric that counts as unchanged, unless a level promises another: half a point."""
 

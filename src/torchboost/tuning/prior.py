@@ -8,8 +8,6 @@ from pathlib import Path
 
 from torchboost.tuning.report import FRESH_SEED, Candidate, Finding, Start, TuneReport
 
-__all__ = ["Prior", "fresh_after", "ordered", "reports_of"]
-
 Prior = str | Path | TuneReport
 
 

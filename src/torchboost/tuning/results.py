@@ -15,17 +15,6 @@ from torchboost.errors import ConfigError
 from torchboost.sheet import percent
 from torchboost.tuning.report import Finding, TuneReport, headline, proven_whole, turned_on
 
-__all__ = [
-    "RESULTS",
-    "Result",
-    "data_of_results",
-    "figures_of_results",
-    "machines",
-    "recipe_rows",
-    "result_rows",
-    "results_in",
-]
-
 RESULTS = ("", "report", "training", "date", "drop", "turned on", "time", "metric against stock", "your rate", "tuning")
 
 

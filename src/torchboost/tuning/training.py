@@ -40,17 +40,6 @@ from torchboost.registry import LEVELS, REGISTRY
 from torchboost.tuning.report import BLOCK, STOCK, Candidate, Finding, Run
 from torchboost.tuning.runs import Watch
 
-__all__ = [
-    "Training",
-    "boosted_by",
-    "fresh",
-    "looked_at",
-    "named_candidates",
-    "placed",
-    "standard_recipes",
-    "try_levers",
-]
-
 Make = Callable[[int], object]
 
 _CPU = torch.device("cpu")

@@ -37,8 +37,6 @@ from torchboost.tuning.training import (
 )
 from torchboost.tuning.workers import Shares, Workers, shares
 
-__all__ = ["report_path", "tune"]
-
 TRIAL_SHARE, TRIAL_MOST = 0.1, 60.0
 """The trial of the levers takes at most this share of the budget, and at most so many seconds."""
 

@@ -25,8 +25,6 @@ from torchboost.tuning.report import Run
 from torchboost.tuning.runs import Job
 from torchboost.tuning.training import Training
 
-__all__ = ["Shares", "Workers", "shares"]
-
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 """The variable with the GPUs that a process sees."""
 

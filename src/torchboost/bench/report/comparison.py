@@ -12,8 +12,6 @@ from torchboost.bench.verdict import LEAST_PAIRS
 from torchboost.measure.evidence import BenchReport, Contestant, Interval, Record
 from torchboost.measure.statistics import mean_of, paired_difference, unpaired_ratio
 
-__all__ = ["Compared", "compared", "comparison_table", "differing", "remarks"]
-
 MACHINE = ("processor", "instructions", "cores", "threads", "device", "platform", "torch", "python", "torchboost")
 METRIC = ("metric_name", "metric_higher_is_better")
 TRAINING = ("workload", "model", "parameters", "batch", "epochs", "train_samples", *METRIC, "source", "data")

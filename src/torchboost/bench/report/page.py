@@ -20,8 +20,6 @@ from torchboost.core.files import write_whole
 from torchboost.measure.evidence import BenchReport
 from torchboost.measure.statistics import mean_of
 
-__all__ = ["Chart", "Line", "Scale", "Tick", "bench_page", "chart", "render", "ticks", "write_page"]
-
 Points = list[tuple[float, float]]
 
 COLOURS = 7

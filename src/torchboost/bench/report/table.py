@@ -13,8 +13,6 @@ from torchboost.bench.report import wording
 from torchboost.bench.verdict import LEAST_PAIRS, Summary, headline, summarise, verdicts
 from torchboost.measure.evidence import BenchReport, Ratio
 
-__all__ = ["Table", "plain", "print_report", "print_table", "ratio_text", "result_table"]
-
 NOTHING = "\N{EN DASH}"
 
 _MARKS = {"good": "+", "bad": "-", "open": "?"}
