@@ -61,15 +61,11 @@ def check_schedule(parts: Parts, boosted: Boosted) -> None:
 def without_effect(make: Callable[[int], object], recipe: RecipeSection, steps: int) -> str:
     """Return the parts of a recipe without effect under the factory's schedule, and why, or an empty text.
 
-    Args:
-        make: The factory.
-        recipe: Of a configuration.
-        steps: Updates of a run without the recipe.
+    ``steps`` are the updates of a run without the recipe. If the recipe has Muon or a rate, and the factory a schedule,
+    the factory is called up to four times.
 
     Raises:
         IncompatibleError: The schedule cannot drive the optimizer that the recipe builds, or sets its rates.
-
-    Cost: if the recipe has Muon or a rate, and the factory a schedule, the factory is called up to four times.
     """
     muon = recipe.optimizer == "muon"
     if not (muon or (recipe.rate != 1 and recipe.optimizer is None)) or (parts := made_by(make, 0)).schedule is None:

@@ -45,10 +45,9 @@ class Difference(NamedTuple):
     """Difference of the final metric to stock. Above 0 is better.
 
     Args:
-        mean: Mean over the common seeds. NaN if one of the two diverged.
-        worst: Lower one-sided bound. Minus infinity with fewer than two seeds.
-        best: Upper one-sided bound.
-        seeds: Number of seeds.
+        mean: Over the common seeds. NaN if one of the two diverged.
+        worst, best: One-sided bounds. Infinite with fewer than two seeds.
+        seeds: Their number.
         margin: Largest allowed drop. None if it is not defined.
     """
 

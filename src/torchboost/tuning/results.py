@@ -20,14 +20,7 @@ RESULTS = ("", "report", "training", "date", "drop", "turned on", "time", "metri
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """A file of a report.
-
-    Args:
-        path: The file.
-        report: Its content. None if it cannot be used.
-        sealed: Whether it has a seal. Reports of earlier versions have none.
-        fault: Why it cannot be used.
-    """
+    """The report in a file, or why it cannot be used. Reports of earlier versions are not sealed."""
 
     path: Path
     report: TuneReport | None = None

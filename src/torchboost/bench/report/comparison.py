@@ -18,15 +18,10 @@ TRAINING = ("workload", "model", "parameters", "batch", "epochs", "train_samples
 
 
 class Compared(Record):
-    """A contestant of two reports.
+    """A contestant of two reports, A and B: times per step, and means of the last metric.
 
     Args:
-        name: Of the contestant.
-        step_a: Its time per step in the first report.
-        step_b: In the second report.
         speed: The first time over the second, above 1 if the second report is faster. None with fewer than six samples.
-        final_a: The mean of the last metric in the first report. None if there was no training.
-        final_b: In the second report.
         difference: The second metric minus the first, over the seeds that both have. Without bounds if they are fewer
             than three, None if they have none or the metric is another one.
         seeds: How many these are.
