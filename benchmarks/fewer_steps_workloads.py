@@ -16,7 +16,7 @@ from options import Options
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchboost.workloads.data import Images, cifar10, text
+from torchboost.workloads.data import Images, cifar10, content_of, text
 from torchboost.workloads.models import GPT, BasicBlock, Bottleneck, ResNet
 from torchboost.workloads.named import one_cycle
 
@@ -107,7 +107,7 @@ def gpt_characters(options: Options) -> Workload:
 def gpt_pieces(options: Options) -> Workload:
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-    content = Path(options.text).read_text(encoding="utf-8") if options.text else _topics()
+    content = content_of(options.text)
     ends = [len(content) * share // 100 for share in (86, 90)]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
@@ -127,12 +127,6 @@ def gpt_pieces(options: Options) -> Workload:
         metric="loss",
         autocast=True,
     )
-
-
-def _topics() -> str:
-    from pydoc_data.topics import topics
-
-    return "\n".join(topics[name] for name in sorted(topics))
 
 
 def images(options: Options, classes: range = range(10)) -> tuple[Images, dict[str, list[Pair]]]:
