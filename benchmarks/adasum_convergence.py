@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from images import endless
 from options import Options, parameters_of, parser, run_own, save_result
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -143,14 +144,6 @@ WAYS = {
 }
 
 
-def batches(data: Images, ranks: int, seed: int) -> Iterator[list[Batch]]:
-    epoch = 0
-    while True:
-        for images, labels in data.train(BATCH * ranks, seed=seed, epoch=epoch):
-            yield list(zip(images.split(BATCH), labels.split(BATCH), strict=True))
-        epoch += 1
-
-
 def curve(data: Images, way: Way, ranks: int, lr: float, seed: int, limit: int) -> list[float]:
     """Return the held-out accuracy after every step, up to the one that reaches the target, at most ``limit``."""
     torch.manual_seed(seed)
@@ -158,8 +151,8 @@ def curve(data: Images, way: Way, ranks: int, lr: float, seed: int, limit: int) 
     step = way.build(model, ranks, lr)
     images, labels = next(data.test(len(data.test_inputs)))
     found: list[float] = []
-    for batch in batches(data, ranks, seed):
-        step(batch)
+    for inputs, targets in endless(data, BATCH * ranks, seed):
+        step(list(zip(inputs.split(BATCH), targets.split(BATCH), strict=True)))
         with torch.no_grad():
             found.append(float((model(images).argmax(1) == labels).float().mean()))
         if len(found) >= limit or steps_to_target(found) < math.inf:

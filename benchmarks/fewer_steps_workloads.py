@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from images import of_classes
+from images import endless, of_classes
 from options import Options
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -137,13 +137,6 @@ def images(options: Options, classes: range = range(10)) -> tuple[Images, dict[s
     held = replace(data, test_inputs=data.train_inputs[border:], test_labels=data.train_labels[border:])
     splits = {"validation": list(held.test(250))[:8], "test": list(data.test(250))[:16]}
     return replace(data, train_inputs=data.train_inputs[:border], train_labels=data.train_labels[:border]), splits
-
-
-def endless(data: Images, batch: int, seed: int) -> Iterator[Pair]:
-    epoch = 0
-    while True:
-        yield from data.train(batch, seed=seed, epoch=epoch)
-        epoch += 1
 
 
 def image_workload(options: Options, name: str, title: str, build: Callable[[], nn.Module], steps: int) -> Workload:

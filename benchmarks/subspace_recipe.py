@@ -8,11 +8,11 @@ of the last snapshots at the cost of the collection alone. Cost is processor tim
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from images import endless
 from options import Options, parser, run_own, save_result
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -59,24 +59,13 @@ def sgd(model: nn.Module, rate: float) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, weight_decay=5e-4)
 
 
-def epochs(data: Images, batch: int, seed: int) -> Iterator[Iterator[tuple[Tensor, Tensor]]]:
-    epoch = 0
-    while True:
-        yield data.train(batch, seed=seed, epoch=epoch)
-        epoch += 1
-
-
 def recipe(data: Images, seed: int, rate: float, collecting: int, subspace: int) -> dict[str, Any]:
     """Run the whole recipe with one algorithm object; return scores and costs after every part."""
     model = network(seed)
     target = Target(model, sgd(model, rate))
     per_epoch = data.steps(BATCH)
     every = collecting * per_epoch // SNAPSHOTS
-    settings = DimReduction(
-        n_components=DIRECTIONS,
-        snapshots=SNAPSHOTS,
-        snapshot_every=every,
-    )
+    settings = DimReduction(n_components=DIRECTIONS, snapshots=SNAPSHOTS, snapshot_every=every)
     first = [p.detach().clone() for p in model.parameters()]
     attach_all(target, [settings])
     run = target.optimizer
@@ -84,28 +73,25 @@ def recipe(data: Images, seed: int, rate: float, collecting: int, subspace: int)
     mean, taken = [torch.zeros_like(p) for p in model.parameters()], 0
     found: dict[str, Any] = {"curve": []}
     spent = 0.0
-    for batches in epochs(data, BATCH, seed):
-        for batch in batches:
-            began = time.process_time()
-            run.step(lambda batch=batch: loss_of(model, batch))
-            spent += time.process_time() - began
-            if run.phase == "subspace":
-                break
-            if run.updates % every == 0 and run.updates > SNAPSHOTS * every * 3 // 4:
-                taken += 1
-                for held, p in zip(mean, model.parameters(), strict=True):
-                    held.add_(p.detach())
-            if run.updates == SNAPSHOTS * every - 1:
-                found["collected"] = {"accuracy": scored(model, data), "seconds": spent}
-                found["mean"] = {"accuracy": averaged(model, mean, taken, data, seed), "seconds": spent}
+    for batch in endless(data, BATCH, seed):
+        began = time.process_time()
+        run.step(lambda batch=batch: loss_of(model, batch))
+        spent += time.process_time() - began
         if run.phase == "subspace":
             break
+        if run.updates % every == 0 and run.updates > SNAPSHOTS * every * 3 // 4:
+            taken += 1
+            for held, p in zip(mean, model.parameters(), strict=True):
+                held.add_(p.detach())
+        if run.updates == SNAPSHOTS * every - 1:
+            found["collected"] = {"accuracy": scored(model, data), "seconds": spent}
+            found["mean"] = {"accuracy": averaged(model, mean, taken, data, seed), "seconds": spent}
     with torch.no_grad():
         for p, start in zip(model.parameters(), first, strict=True):
             p.copy_(start)  # as published
     found["start"] = {"accuracy": scored(model, data), "seconds": spent}
-    for batches, _ in zip(epochs(data, LARGE, seed + 100), range(subspace), strict=False):
-        for batch in batches:
+    for epoch in range(subspace):
+        for batch in data.train(LARGE, seed=seed + 100, epoch=epoch):
             began = time.process_time()
             run.step(lambda batch=batch: loss_of(model, batch))
             spent += time.process_time() - began
@@ -137,22 +123,20 @@ def alone(data: Images, seed: int, rate: float, budget: float) -> dict[str, Any]
     """SGD with a one-cycle rate that ends when the budget does; its length is estimated from the first steps."""
     model = network(seed)
     optimizer = sgd(model, rate)
-    spent, done, planned = 0.0, 0, 0
-    for batches in epochs(data, BATCH, seed):
-        for batch in batches:
-            factor = one_cycle(done, planned) if planned else one_cycle(done, 1000)
-            for group in optimizer.param_groups:
-                group["lr"] = rate * factor
-            began = time.process_time()
-            loss_of(model, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            spent += time.process_time() - began
-            done += 1
-            if done >= 20:
-                planned = round(done * budget / spent)
-            if planned and done >= planned:
-                return {"accuracy": scored(model, data), "seconds": spent, "epochs": done / data.steps(BATCH)}
+    spent, planned = 0.0, 0
+    for done, batch in enumerate(endless(data, BATCH, seed), start=1):
+        factor = one_cycle(done - 1, planned or 1000)
+        for group in optimizer.param_groups:
+            group["lr"] = rate * factor
+        began = time.process_time()
+        loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        spent += time.process_time() - began
+        if done >= 20:
+            planned = round(done * budget / spent)
+        if planned and done >= planned:
+            return {"accuracy": scored(model, data), "seconds": spent, "epochs": done / data.steps(BATCH)}
     raise AssertionError("epochs do not end")
 
 
