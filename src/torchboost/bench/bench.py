@@ -317,7 +317,7 @@ class _Session:
         contestant = next(c for c in self.report.contestants if c.name == name)
         if any(curve.seed == seed for curve in contestant.curves):
             return
-        more = contestant.model_copy(update={"curves": [*contestant.curves, self.curve(contestant, seed, share)]})
+        more = contestant.model_copy(update={"curves": [*contestant.curves, self.curve(name, seed, share)]})
         self.update(contestants=[more if c is contestant else c for c in self.report.contestants])
         if name == STOCK:
             sound = (curve for curve in more.curves if math.isfinite(curve.train_loss[-1]))
@@ -325,9 +325,9 @@ class _Session:
         self.judge()
         self.save()
 
-    def curve(self, contestant: Contestant, seed: int, share: Callable[[int], tuple[int, int]]) -> Curve:
+    def curve(self, name: str, seed: int, share: Callable[[int], tuple[int, int]]) -> Curve:
         """Train a contestant from scratch."""
-        name = contestant.name
+        contestant = next(one for one in self.report.contestants if one.name == name)
         self.check_version(contestant)
         curve, clock = Curve(seed=seed, epochs=[], seconds=[], train_loss=[], metric=[]), Clock.of(self.device)
         losses: list[Tensor] = []
