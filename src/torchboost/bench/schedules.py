@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torchboost.bench.factory import Parts, made_by
 from torchboost.calibration.choice import in_a_line
@@ -75,12 +76,16 @@ def without_effect(make: Callable[[int], object], recipe: RecipeSection, steps: 
             raise IncompatibleError(f"recipe.optimizer='muon': {ABSOLUTE}")
         return f"recipe.rate={recipe.rate:g} has no effect: {ABSOLUTE}"
     if muon:
-        config = {"recipe": recipe.model_dump()}
-        pair = parts.model, parts.optimizer
-        boosted = boost(*pair, level="O0", config=config, total_steps=steps, calibrate=False, verify=False)
+        boosted = boosted_as(parts, {"recipe": recipe.model_dump()}, steps)
         check_schedule(parts, boosted)
         boosted.remove()
     return ""
+
+
+def boosted_as(parts: Parts, config: dict[str, Any], steps: int) -> Boosted:
+    """Boost model and optimizer with a configuration and nothing else, for a run of so many steps of stock."""
+    pair = parts.model, parts.optimizer
+    return boost(*pair, level="O0", config=config, total_steps=steps, calibrate=False, verify=False)
 
 
 def of_boosted(parts: Parts, boosted: Boosted) -> Parts:

@@ -27,7 +27,7 @@ from torchboost.bench.factory import (
     score_of,
     streams_restored,
 )
-from torchboost.bench.schedules import LEAST_STEPS, check_schedule, of_boosted
+from torchboost.bench.schedules import LEAST_STEPS, boosted_as, check_schedule, of_boosted
 from torchboost.core.algorithm import Algorithm
 from torchboost.core.hardware import ProcessSettings
 from torchboost.core.torch_private import compiled_graphs, forget_compiled
@@ -159,9 +159,7 @@ def boosted_by(parts: Parts, candidate: Candidate, steps: int) -> Boosted:
     Raises:
         ConfigError, IncompatibleError, ValueError: It cannot work on this pair.
     """
-    config = {"extra": candidate.extra, "recipe": candidate.section}
-    pair = parts.model, parts.optimizer
-    return boost(*pair, level="O0", config=config, total_steps=steps, calibrate=False, verify=False)
+    return boosted_as(parts, {"extra": candidate.extra, "recipe": candidate.section}, steps)
 
 
 def _is_hopeless(first: float, means: Sequence[float], best: Sequence[float], steps: int) -> bool:

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 from torchboost.bench.report import wording
 from torchboost.bench.report.table import NOTHING, Table
-from torchboost.bench.verdict import LEAST_PAIRS
+from torchboost.bench.verdict import LEAST_PAIRS, finals_of
 from torchboost.measure.evidence import BenchReport, Contestant, Interval, Record
 from torchboost.measure.statistics import mean_of, paired_difference, unpaired_ratio
 
@@ -46,7 +46,7 @@ def compared(first: BenchReport, second: BenchReport) -> list[Compared]:
 
 def _pair(one: Contestant, other: Contestant, same_metric: bool) -> Compared:
     enough = min(len(one.samples), len(other.samples)) >= LEAST_PAIRS
-    ours, theirs = ({curve.seed: curve.final for curve in each.curves if curve.metric} for each in (one, other))
+    ours, theirs = finals_of(one), finals_of(other)
     seeds = [seed for seed in ours if seed in theirs] if same_metric else []
     changes = [theirs[seed] - ours[seed] for seed in seeds]
     difference = None
