@@ -18,30 +18,6 @@ from torchboost.errors import ConfigError
 from torchboost.measure.evidence import Environment, Interval, Record, SavedRecord
 from torchboost.sheet import Sheet, percent
 
-__all__ = [
-    "BLOCK",
-    "FRESH_SEED",
-    "HEADINGS",
-    "STOCK",
-    "Candidate",
-    "Finding",
-    "Outcome",
-    "Rate",
-    "Run",
-    "Start",
-    "TuneReport",
-    "cost",
-    "headline",
-    "horizon",
-    "notes",
-    "rate_rows",
-    "rate_words",
-    "rows",
-    "seal_of",
-    "tune_page",
-    "turned_on",
-]
-
 STOCK = "stock"
 """The name of the plain loop. Its rate and its length may differ from yours."""
 
