@@ -257,11 +257,12 @@ def _apart_from(number: int) -> int:
 
 
 def one_epoch(batches: Iterable[Any], *, seed: int, epoch: int, device: torch.device) -> Iterator[tuple[Any, Any]]:
-    """Yield the pairs of an epoch on a device, which depend on seed and epoch alone.
+    """Yield copies of the pairs of an epoch on a device, which depend on seed and epoch alone.
 
     A loader draws its order, and its samples draw their augmentation, from the global generators of torch, NumPy and
     Python, or from a generator of the loader. All of them are therefore seeded. What a model draws from torch's
-    generator between two batches does not change the next one.
+    generator between two batches does not change the next one, nor does what a loss takes out of a batch of a list or
+    writes into it.
 
     Raises:
         FactoryError: The loader yields no batch, or one is neither a pair nor a dict.
@@ -269,7 +270,7 @@ def one_epoch(batches: Iterable[Any], *, seed: int, epoch: int, device: torch.de
     empty = True
     for inputs, targets in map(_pair, _drawn_apart(batches, 1_000_003 * seed + epoch)):
         empty = False
-        yield with_tensors((inputs, targets), lambda tensor: tensor.to(device))
+        yield with_tensors((inputs, targets), lambda tensor: tensor.to(device, copy=True))
     if empty:
         raise FactoryError(
             f"the factory's batches gave nothing in pass {epoch + 1}; give an iterable that starts again in every "
