@@ -56,12 +56,12 @@ class Seen(NamedTuple):
     """Findings in the arguments of the modules.
 
     Args:
-        padded: The calls with padding of the outermost module that has some.
+        padded: The first call with padding of the outermost module that has one. None without.
         useless: Masks that may mask nothing.
         masked: Whether an argument tells where another one has padding, be there some or none.
     """
 
-    padded: list[Padded]
+    padded: Padded | None
     useless: list[UselessMask]
     masked: bool
 
@@ -73,18 +73,19 @@ def seen_in(passes: Passes, root: str) -> Seen:
         passes: Passes of the model.
         root: The name of the model, with which the names of its parts begin. Empty without one.
     """
-    padded, masks, marks = list[Padded](), list[UselessMask](), list[str]()
+    padded: Padded | None = None
+    masks, masked = list[UselessMask](), False
 
     def look(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal padded, masked
         try:
             signature = inspect.signature(module.forward)
             arguments = signature.bind_partial(*args, **kwargs).arguments
         except (TypeError, ValueError):
             return
-        if not padded:
-            padded.extend(Padded(name, module, mask) for mask in masks_among(module, args, kwargs))
-        if not marks and marks_padding(module, args, kwargs):
-            marks.append(name)
+        if padded is None:
+            padded = next((Padded(name, module, mask) for mask in masks_among(module, args, kwargs)), None)
+        masked = masked or marks_padding(module, args, kwargs)
         for argument, value in arguments.items():
             if signature.parameters[argument].default is None and len(masks) < _MOST_MASKS and _is_constant(value):
                 masks.append(UselessMask(name, module, argument, value))
@@ -95,7 +96,7 @@ def seen_in(passes: Passes, root: str) -> Seen:
             hooks.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
         with passes.prepared():
             passes.run()
-    return Seen(padded, masks, bool(marks))
+    return Seen(padded, masks, masked)
 
 
 def _is_constant(value: Any) -> bool:
