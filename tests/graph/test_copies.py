@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import itertools
-import random
 import threading
 import types
 import weakref
@@ -23,7 +21,6 @@ from torchboost.algorithms.channels_last import ChannelsLast
 from torchboost.graph.copies import (
     ReachesOriginal,
     copies_of,
-    generators_kept,
     twin,
     undisturbed,
 )
@@ -255,16 +252,3 @@ def test_copies_of_a_copy_do_not_reach_the_first_original() -> None:
         pass
     with copies_of(model), pytest.raises(ReachesOriginal):
         evaluate(copied, torch.randn(2, 3, 8, 8))
-
-
-def test_draws_are_forgotten_after_an_error_too():
-    for error in (None, KeyError):
-        before, python = torch.get_rng_state(), random.getstate()
-        with pytest.raises(error) if error else contextlib.nullcontext(), generators_kept():
-            torch.randn(3)
-            F.dropout(torch.ones(8))
-            random.random()
-            if error:
-                raise error
-        assert torch.equal(torch.get_rng_state(), before)
-        assert random.getstate() == python

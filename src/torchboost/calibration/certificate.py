@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 
 from torchboost.calibration.choice import Verdict, in_a_line
 from torchboost.calibration.passes import Change, Pass, Passes, distance, noise
-from torchboost.calibration.snapshot import Streams
 from torchboost.calibration.trial import Contestant
 from torchboost.core.algorithm import Algorithm, Target, attach_all
 from torchboost.registry import REGISTRY
@@ -372,7 +371,7 @@ def _difference_of_updates(
     Returns:
         The largest difference of two updates, as a multiple of the allowed one.
     """
-    streams, worst = Streams(passes.model), 0.0
+    worst = 0.0
     of_model = [lever for lever in levers if not REGISTRY[lever.name].of_optimizer]
     others = [lever for lever in levers if lever not in of_model]
     plain, boosted = (Contestant(passes, optimizers, each, scaler, _PART) for each in ((), others))
@@ -381,11 +380,10 @@ def _difference_of_updates(
         try:
             for contestant in (plain, boosted):
                 for optimizer, pairs, _ in contestant.copies:
-                    streams.restore()
+                    passes.streams.restore()
                     _move(optimizer, [copied for _, copied in pairs])
         finally:
             boosted.detach()
-    streams.restore()
     for (_, before, _), (_, after, _) in zip(plain.copies, boosted.copies, strict=True):
         for (start, one), (_, two) in zip(before, after, strict=True):
             base, first, second = (tensor.detach() for tensor in (start, one, two))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import random
 import sys
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torchboost.core.forward import is_our_hook, tensors_in
-from torchboost.core.hardware import accelerators, generator_states, set_generator_states
+from torchboost.core.hardware import accelerators, streams_kept
 from torchboost.core.torch_private import DispatchMode, beneath_compiled, buffer_slots, module_hooks, parameter_slots
 
 
@@ -128,7 +127,7 @@ def copies_of(*models: nn.Module) -> Iterator[None]:
 def undisturbed(model: nn.Module, *, numbers: bool = True) -> Iterator[nn.Module]:
     """Yield a copy of a model in eval mode to run without gradients. See :func:`twin`.
 
-    Default generators are restored (:func:`generators_kept`).
+    Default random generators are restored (:class:`~torchboost.core.hardware.Streams`).
 
     Operations of this thread on parameters and buffers of the original are refused. A deep copy does not copy objects
     that a function holds (a wrapped ``forward``, a lambda that uses ``self``), nor the target of a weak reference. Such
@@ -145,7 +144,7 @@ def undisturbed(model: nn.Module, *, numbers: bool = True) -> Iterator[nn.Module
     copied = _copied(model, numbers=numbers)
     watch = _Watch((*_ORIGINALS.get(), model))
     try:
-        with torch.no_grad(), generators_kept(accelerators(model.parameters())), watch:
+        with torch.no_grad(), streams_kept(accelerators(model.parameters())), watch:
             yield copied
     except Exception as error:
         if watch.reached and not isinstance(error, ReachesOriginal):
@@ -206,19 +205,3 @@ def memory(tensor: Tensor) -> int:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # sparse, fake, wrapped by functorch
         return 0
-
-
-@contextmanager
-def generators_kept(devices: Sequence[torch.device] = ()) -> Iterator[None]:
-    """Restore the default generators of torch and of ``random`` at the end.
-
-    Args:
-        devices: Accelerators, in addition to the CPU.
-    """
-    states, python = generator_states(devices), random.getstate()
-    try:
-        yield
-    finally:
-        set_generator_states(states, devices)
-        if random.getstate() != python:
-            random.setstate(python)
