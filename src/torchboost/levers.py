@@ -24,7 +24,6 @@ from torchboost.calibration.calibration import (
     changes_model,
     decide,
     deciding_ranks,
-    device_of,
     obstacle_to_passes,
     tell,
 )
@@ -32,7 +31,7 @@ from torchboost.calibration.choice import WASTE, Choice, Verdict
 from torchboost.calibration.waste import NOTABLE, WasteReport, padded_share, waste_of
 from torchboost.calibration.watch import Call, Gate, is_training_call, shapes_of, uninterrupted
 from torchboost.core.algorithm import Algorithm, AlreadyOn, Target, attach_all
-from torchboost.core.hardware import accelerators, streams_kept
+from torchboost.core.hardware import accelerators, device_of, streams_kept
 from torchboost.core.torch_private import AnyBatchNorm
 from torchboost.core.wrapping import hookable
 from torchboost.distributed.topology import Topology

@@ -22,6 +22,7 @@ from torchboost.calibration.search import SET_ASIDE, Price, search
 from torchboost.calibration.trial import Reduce, Trial, free_bytes, needed_bytes, obstacle_to_updates
 from torchboost.calibration.watch import Call
 from torchboost.core.algorithm import Algorithm, AlreadyOn, Form, Target
+from torchboost.core.hardware import device_of
 from torchboost.core.torch_private import (
     active_ddp,
     all_reduce_hooks,
@@ -533,8 +534,3 @@ def _forms_of(lever: Algorithm, device: torch.device, name: str = "") -> dict[st
         label = f"{lever.name}({own_settings(form.algorithm)})"
         forms |= {label: (name or lever.name, form), **_forms_of(form.algorithm, device, label)}
     return forms
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Return the device of the first parameter."""
-    return next((p.device for p in model.parameters()), torch.device("cpu"))

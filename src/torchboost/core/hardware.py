@@ -185,6 +185,11 @@ def is_on_cpu(module: nn.Module) -> bool:
     return all(parameter.device.type == "cpu" for parameter in module.parameters())
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of the first parameter, the CPU without one."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
 def accelerators(tensors: Iterable[Tensor]) -> list[torch.device]:
     """Return the devices of tensors that draw random numbers of their own: all but the CPU and ``meta``."""
     devices = {tensor.device for tensor in tensors}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchboost.core.forward import tensors_in
+from torchboost.core.hardware import device_of
 from torchboost.core.torch_private import DispatchMode
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.graph.copies import ReachesOriginal, full_precision, memory, undisturbed
@@ -120,9 +121,8 @@ def _uses(network: nn.Module, sample: Any) -> dict[nn.Parameter, Use]:
 
 def _tokens(model: nn.Module) -> tuple[Tensor, ...]:
     """Return a few numbers of tokens for each argument that a call must have: also targets, if it returns its loss."""
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     rows = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
-    tokens = torch.arange(_TOKENS[0] * _TOKENS[1], device=device).view(_TOKENS) % min(rows, default=1)
+    tokens = torch.arange(_TOKENS[0] * _TOKENS[1], device=device_of(model)).view(_TOKENS) % min(rows, default=1)
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     arguments = inspect.signature(model.forward).parameters.values()
     needed = sum(one.kind in kinds and one.default is inspect.Parameter.empty for one in arguments)

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from torchboost.core.arguments import check_shapes
 from torchboost.core.forward import own_forward, tensors_in, with_tensors
+from torchboost.core.hardware import device_of
 from torchboost.core.torch_private import AnyBatchNorm, AnyConv, module_hooks
 from torchboost.graph.copies import ReachesOriginal, copies_of, full_precision, is_large, undisturbed
 from torchboost.graph.flow import Dataflow, Kind, Traced
@@ -437,7 +438,7 @@ def evaluate(network: nn.Module, sample: Any) -> list[Tensor]:
     The inputs are copied. Inputs that autocast would cast are cast to the precision of the parameters.
     """
     kinds = [p.dtype for p in network.parameters() if p.is_floating_point()]
-    device = next((p.device.type for p in network.parameters()), "cpu")
+    device = device_of(network).type
     cast = kinds[0] if kinds and device != "meta" and torch.is_autocast_enabled(device) else None
     inputs = with_tensors(
         Arguments.of(sample), lambda x: x.detach().to(cast if x.is_floating_point() else None, copy=True)
