@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchboost.calibration.certificate import verified
+from torchboost.calibration.certificate import Result, verified
 from torchboost.calibration.choice import Choice, Verdict, in_a_line, machine_of
 from torchboost.calibration.passes import Passes, on_real_inputs, reshard
 from torchboost.calibration.search import SET_ASIDE, Price, search
@@ -361,15 +361,13 @@ class Calibration:
         try:
             results = verified(on, passes, target.optimizers, scaler=target.scaler)
         except Exception as error:  # a check must never end a training
-            text = f"not checked: {in_a_line(error)}"
-            results = tuple(Verdict(lever=lever.name, kept=True, reason="", check=text) for lever in on)
-        changes: dict[str, dict[str, Any]] = {}
-        for lever, result, gone in zip(on, results, reduce([float(not r.kept) for r in results]), strict=True):
-            changes[lever.name] = {"check": result.check}
-            if gone:
-                lever.forget()
-                reason = "another rank left it out" if result.kept else result.reason
-                changes[lever.name] = {"kept": False, "reason": reason}
+            results = {lever.name: Result(True, f"not checked: {in_a_line(error)}") for lever in on}
+        gone = reduce([float(not results[lever.name].kept) for lever in on])
+        changes: dict[str, dict[str, Any]] = {name: {"check": result.text} for name, result in results.items()}
+        for lever in (lever for lever, goes in zip(on, gone, strict=True) if goes):
+            lever.forget()
+            result = results[lever.name]
+            changes[lever.name] = {"kept": False, "reason": "another rank left it out" if result.kept else result.text}
         dropped = any(not changes.get(lever.name, {}).get("kept", True) for lever in self.levers)
         verdicts = tuple(verdict.but(**changes.get(verdict.lever, {})) for verdict in choice.verdicts)
         return choice.model_copy(update={"verdicts": verdicts, "ratio": None if dropped else choice.ratio})
