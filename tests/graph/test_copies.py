@@ -25,7 +25,7 @@ from torchboost.graph.copies import (
     undisturbed,
 )
 from torchboost.graph.matrix_uses import matrix_uses
-from torchboost.graph.trace import evaluate, trace, trace_run
+from torchboost.graph.trace import evaluate, first_run, record_run, trace
 
 
 class Stateful(nn.Module):
@@ -182,7 +182,7 @@ def test_a_copy_that_leads_back_is_not_run_and_leaves_no_mark() -> None:
         before, generator = everything(model), torch.get_rng_state()
         with pytest.raises(ReachesOriginal, match="of the original"):
             evaluate(model, x)
-        assert trace_run(model) is None
+        assert first_run(model, None, record_run) is None
         trace(model)
         assert matrix_uses(model, x) is None
         assert_unchanged(model, before)

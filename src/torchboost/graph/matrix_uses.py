@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torchboost.core.forward import tensors_in
 from torchboost.core.hardware import device_of
 from torchboost.core.torch_private import DispatchMode
 from torchboost.core.wrapping import unwrap, wrapper_of
-from torchboost.graph.copies import ReachesOriginal, full_precision, memory, undisturbed
+from torchboost.graph.copies import full_precision, memory, undisturbed
 from torchboost.graph.fused_matrices import Marks, OutputTrail, Parts
 from torchboost.graph.trace import Arguments, call, first_run
 
@@ -94,17 +95,11 @@ def matrix_uses(model: nn.Module, sample: Any = None) -> dict[nn.Parameter, Use]
     if wrapper_of(model) == "fully_shard" or any(parameter.is_meta for parameter in bare.parameters()):
         return None
     matrices = {parameter for parameter in bare.parameters() if parameter.ndim > 1}
-    try:
-        uses = first_run(bare, sample, _uses)
-        if sample is None and (uses is None or not matrices.issubset(uses)):
-            # At most a part of the model was run, such as the head alone.
+    uses = first_run(bare, sample, _uses)
+    if sample is None and (uses is None or not matrices.issubset(uses)):
+        uses = None  # at most a part of the model was run, such as the head alone
+        with suppress(ValueError):
             uses = first_run(bare, _tokens(bare), _uses)
-    except ReachesOriginal:
-        return None
-    except ValueError:
-        if sample is not None:
-            raise
-        return None
     return None if uses is None else dict.fromkeys(bare.parameters(), Use("not reached")) | uses
 
 

@@ -351,7 +351,7 @@ def _traced(model: nn.Module, sample: Any) -> Dataflow:
             flows = trace_paths(network, sample if network is model else None, most=1)
             if flows is not None:
                 return flows[0]
-        return trace_run(model, sample) or Dataflow("structure")
+        return first_run(model, sample, record_run) or Dataflow("structure")
 
 
 def trace_paths(model: nn.Module, sample: Any = None, *, most: int = _PATHS) -> list[Dataflow] | None:
@@ -397,35 +397,21 @@ def _paths(model: nn.Module, sample: Any, most: int) -> Iterator[Dataflow]:
             yield flow
 
 
-def trace_run(model: nn.Module, sample: Any = None) -> Dataflow | None:
-    """Return the data flow of one pass on ``sample`` or a guessed input, or None if the model does not run on a guess.
-
-    None too if a copy of it computes with tensors of the model itself.
-
-    Raises:
-        ValueError: The model does not run on ``sample``.
-    """
-    try:
-        return first_run(model, sample, record_run)
-    except ReachesOriginal:
-        return None
-
-
 def first_run(model: nn.Module, sample: Any, run: Callable[[nn.Module, Any], _T]) -> _T | None:
     """Return the result of ``run`` for the model and ``sample``, or for the first guessed input on which it runs.
 
-    Returns None if it runs on no guess. ``run`` gets the network that a guess is for, which may be a part of the model.
+    Returns None if it runs on no guess, or if a copy computes with tensors of the model itself. ``run`` gets the
+    network that a guess is for, which may be a part of the model.
 
     Raises:
         ValueError: The model does not run on ``sample``.
-        ReachesOriginal: A copy computes with tensors of the model itself.
     """
     for network, candidate in _candidates(model, sample):
         try:
             with copies_of(model):
                 return run(network, candidate)
         except ReachesOriginal:
-            raise
+            return None
         except Exception as error:
             if sample is not None:
                 raise ValueError(f"the model does not run on the sample: {error}") from error
