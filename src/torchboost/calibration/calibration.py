@@ -342,15 +342,14 @@ class Calibration:
         """Return a choice of rules without levers that the loop has, as the first call has shown on every rank."""
         elsewhere = reduce([float(not isinstance(lever.without_effect, AlreadyOn)) for lever in self.levers])
         before = [lever for lever, other in zip(self.levers, elsewhere, strict=True) if not other]
-        changes = {lever.name: {"kept": False, "reason": str(lever.without_effect), "before": True} for lever in before}
-        verdicts = tuple(verdict.but(**changes.get(verdict.lever, {})) for verdict in choice.verdicts)
-        return choice.model_copy(update={"verdicts": verdicts})
+        off: dict[str, Any] = {"kept": False, "before": True}
+        return choice.changed({lever.name: off | {"reason": str(lever.without_effect)} for lever in before})
 
     def unchecked(self, choice: Choice, reason: str = "") -> Choice:
         """Return a choice with the reason why its levers were not compared with the plain step."""
         text = f"not checked: {reason or (_UNCHECKED if self.sharded else 'verify=False')}"
-        verdicts = self._with_asked(choice).verdicts
-        return choice.model_copy(update={"verdicts": tuple(v.but(check=text) if v.kept else v for v in verdicts)})
+        choice = self._with_asked(choice)
+        return choice.changed({name: {"check": text} for name in choice.kept})
 
     def check(self, choice: Choice, target: Target, passes: Passes, reduce: Reduce = list) -> Choice:
         """Compare the plain step with a step of the chosen levers, and drop levers with which it differs too much."""
@@ -368,9 +367,9 @@ class Calibration:
             lever.forget()
             result = results[lever.name]
             changes[lever.name] = {"kept": False, "reason": "another rank left it out" if result.kept else result.text}
-        dropped = any(not changes.get(lever.name, {}).get("kept", True) for lever in self.levers)
-        verdicts = tuple(verdict.but(**changes.get(verdict.lever, {})) for verdict in choice.verdicts)
-        return choice.model_copy(update={"verdicts": verdicts, "ratio": None if dropped else choice.ratio})
+        if any("kept" in changes.get(lever.name, ()) for lever in self.levers):
+            choice = choice.model_copy(update={"ratio": None})
+        return choice.changed(changes)
 
     def _with_asked(self, choice: Choice) -> Choice:
         names = {lever.name for lever in self.asked}

@@ -120,7 +120,9 @@ class Choice(_Record):
         try:
             if key == "choice":
                 saved = cls.model_validate({**json.loads(state[key]), "source": "checkpoint"})
-                return saved.model_copy(update={"verdicts": tuple(map(_elsewhere, saved.verdicts))})
+                where = "off as in the run of the checkpoint, where"  # says nothing about this program
+                before = [verdict for verdict in saved.verdicts if verdict.before]
+                return saved.changed({v.lever: {"before": False, "reason": f"{where} {v.reason}"} for v in before})
             verdicts = tuple(_as_it_was(name, on) for name, on in state[key].items())
         except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(
@@ -128,6 +130,11 @@ class Choice(_Record):
                 f"another checkpoint, or this state without its key {key!r}: the first training call measures again."
             ) from error
         return cls(verdicts=verdicts, source="checkpoint")
+
+    def changed(self, changes: Mapping[str, Mapping[str, Any]]) -> Self:
+        """Return the same with other entries in the verdicts about some levers, by name."""
+        verdicts = tuple(v.model_copy(update=changes.get(v.lever)) for v in self.verdicts)
+        return self.model_copy(update={"verdicts": verdicts})
 
     def only(self, levers: Iterable[Algorithm]) -> Self:
         """Return the same without the verdicts about other levers."""
@@ -203,13 +210,6 @@ class Choice(_Record):
             'trial. To measure here, boost again and load the state without its key "choice"; to choose, name them in '
             'boost(..., config={"extra": {...}}).'
         )
-
-
-def _elsewhere(verdict: Verdict) -> Verdict:
-    """Return a verdict of another program, which says nothing about the levers of this one."""
-    if not verdict.before:
-        return verdict
-    return verdict.but(before=False, reason=f"off as in the run of the checkpoint, where {verdict.reason}")
 
 
 def _as_it_was(lever: str, on: Any) -> Verdict:

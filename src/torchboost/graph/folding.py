@@ -20,7 +20,7 @@ from torchboost.core.torch_private import AnyBatchNorm, AnyConv, conv_forward, p
 from torchboost.core.wrapping import wrapper_of
 from torchboost.errors import IncompatibleError
 from torchboost.graph.flow import Dataflow
-from torchboost.graph.norms import WEIGHTED, is_customised, norm_tail
+from torchboost.graph.norms import WEIGHTED, is_customised, why_unknown
 from torchboost.graph.removed_norm import fused_weights, put_removed_norm
 from torchboost.graph.surgery import changing, held_elsewhere
 from torchboost.graph.trace import evaluate, first_run, record_run, trace, trace_paths
@@ -217,16 +217,9 @@ def shared_weights(model: nn.Module) -> set[Tensor]:
 
 def _layer_before(flow: Dataflow, norm: AnyBatchNorm, shared: set[Tensor]) -> nn.Module | str:
     """Return the layer before a BatchNorm in this data flow, into which it can be folded, or why it cannot."""
-    calls = flow.calls(norm)
-    if flow.traced == "structure":
-        return "the data flow could not be traced; pass an input as sample="
-    if norm_tail(norm) is None:
-        return f"{type(norm).__name__} has its own forward, or hooks"
-    if norm.running_mean is None or norm.running_var is None:
-        return "it keeps no running statistics"
-    if len(calls) != 1:
-        return f"it is used {len(calls)} times" if calls else "the traced pass does not reach it"
-    node = flow.nodes[calls[0]]
+    if (reason := why_unknown(flow, norm)) is not None:
+        return reason
+    node = flow.nodes[flow.calls(norm)[0]]
     before = flow.nodes[node.inputs[0]] if len(node.inputs) == 1 else None
     layer = None if before is None else before.module
     if before is None or not isinstance(layer, WEIGHTED):
