@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ from torchboost.core.forward import tensors_in
 from torchboost.core.wrapping import is_compiled, sharded_units
 from torchboost.errors import IncompatibleError
 from torchboost.measure.statistics import paired_ratio
-from torchboost.measure.stopwatch import Clock, collector_off
+from torchboost.measure.stopwatch import Clock, collector_off, pair_of
 from torchboost.sheet import Sheet, percent
 
 NOTABLE = 0.1
@@ -242,13 +243,14 @@ class _Bench:
     def waste(self, change: Change, remedy: str, detail: str = "") -> _Result:
         """Time steps with and without the work that a change skips."""
         self.step(change)
+        without = partial(self.step, change)
         times: list[tuple[float, float]] = []
         began, low, share, high = self.clock(), 0.0, 0.0, 1.0
         for pairs in _ROUNDS:
             if times and (high - low < _CLOSE or self.clock() - began > _SECONDS):
                 break
             with collector_off():
-                times += [self._pair(change, turned=number % 2 == 1) for number in range(pairs)]
+                times += [pair_of(self.step, without, turned=number % 2 == 1) for number in range(pairs)]
             ratio = paired_ratio(*zip(*times, strict=True))
             low, share, high = (1 - 1 / each for each in (ratio.low, ratio.mid, ratio.high))
         self._plain += [plain for plain, _ in times]
@@ -257,13 +259,6 @@ class _Bench:
             return _Result(f"{detail}no measurable time in {len(times)} pairs of steps")
         between = f"{detail}{percent(low)} to {percent(high)} of the computation"
         return _Result(f"{between}, in {len(times)} pairs of steps with and without it", share, remedy)
-
-    def _pair(self, change: Change, *, turned: bool) -> tuple[float, float]:
-        """Return the seconds of a plain step and of one that skips some work."""
-        if turned:
-            without = self.step(change)
-            return self.step(), without
-        return self.step(), self.step(change)
 
 
 def _guarded(measure: Callable[[], _Result]) -> _Result:

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import functools
 import gc
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from torchboost.measure.stopwatch import Clock
+from torchboost.measure.stopwatch import Clock, pair_of, seconds_of
 
 __all__ = ["PAYS", "Kind", "PeakMemory", "Products", "half_speed", "products"]
 
@@ -167,21 +166,16 @@ def climb(kind: Kind, rungs: Sequence[Rung], *, seconds: float, pairs: int = 9, 
     for position, rung in enumerate(rungs):
         if position and clock() - start + (1 + LEAST_PAIRS) * cost * rung.work / rungs[position - 1].work > seconds:
             break
-        calls = {dtype: rung.build(dtype) for dtype in (torch.float32, torch.bfloat16)}
-        for call in calls.values():
+        calls = [rung.build(dtype) for dtype in (torch.float32, torch.bfloat16)]
+        for call in calls:
             call()
+        timed = [functools.partial(seconds_of, call, clock) for call in calls]
         times: list[tuple[float, float]] = []
         while len(times) < (LEAST_PAIRS if position < len(rungs) - 1 else pairs):
             limit = seconds * (BUSY if len(times) < LEAST_PAIRS and position == 0 else 1.0)
             if times and clock() - start + sum(times[-1]) > limit:
                 break
-            order = list(calls) if len(times) % 2 == 0 else list(reversed(calls))
-            marks = [clock()]
-            for dtype in order:
-                calls[dtype]()
-                marks.append(clock())
-            taken = dict(zip(order, map(operator.sub, marks[1:], marks), strict=True))
-            times.append((taken[torch.float32], taken[torch.bfloat16]))
+            times.append(pair_of(*timed, turned=len(times) % 2 == 1))
         if result is None or len(times) >= LEAST_PAIRS:
             full, half = (max(min(column), 1e-12) for column in zip(*times, strict=True))
             result = Products(
