@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from types import TracebackType
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -89,15 +89,8 @@ class Products:
         return f"a bfloat16 {self.kind} takes {factor} times the time of a float32 one here"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rung:
-    """One size of a product.
-
-    Args:
-        size: The size in words.
-        work: Floating-point operations of one call.
-        build: Returns the call for a precision.
-    """
+class Rung(NamedTuple):
+    """One size of a product: in words, the floating-point operations of a call, and what makes it for a precision."""
 
     size: str
     work: float
@@ -209,10 +202,7 @@ def _matrices(device: torch.device) -> list[Rung]:
 
         return call
 
-    return [
-        Rung(size=f"{n} x {n} x {n}", work=6.0 * n**3, build=functools.partial(built, n))
-        for n in MATRIX_SIZES[device.type]
-    ]
+    return [Rung(f"{n} x {n} x {n}", 6.0 * n**3, functools.partial(built, n)) for n in MATRIX_SIZES[device.type]]
 
 
 def _convolutions(device: torch.device) -> list[Rung]:
@@ -231,14 +221,12 @@ def _convolutions(device: torch.device) -> list[Rung]:
 
         return call
 
-    return [
-        Rung(
-            size=f"{batch} x {channels} channels x {SIDE} x {SIDE}",
-            work=6.0 * batch * SIDE**2 * 9 * channels**2,
-            build=functools.partial(built, batch, channels),
-        )
-        for batch, channels in IMAGES[device.type]
-    ]
+    rungs: list[Rung] = []
+    for batch, channels in IMAGES[device.type]:
+        work = 6.0 * batch * SIDE**2 * 9 * channels**2
+        size = f"{batch} x {channels} channels x {SIDE} x {SIDE}"
+        rungs.append(Rung(size, work, functools.partial(built, batch, channels)))
+    return rungs
 
 
 class PeakMemory:
