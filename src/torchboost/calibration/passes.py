@@ -192,7 +192,8 @@ class Passes:
         Raises:
             IncompatibleError: They differ, because something moves from pass to pass that the snapshot does not reach.
         """
-        difference = max(map(relative, first, second), default=0.0)
+        same_number = len(first) == len(second)
+        difference = max(map(relative, first, second), default=0.0) if same_number else math.inf
         if difference > _EQUAL:
             self.unequal = difference
             raise IncompatibleError(f"two equal passes differ by {difference:.1e}: {_MOVES}")
