@@ -238,13 +238,7 @@ class Calibration:
         return Choice(verdicts=tuple(map(verdict, levers)), source="prior")
 
     def measure(self, target: Target, passes: Passes, reduce: Reduce = list) -> Choice:
-        """Try the levers on the plain pair, which does not change.
-
-        Args:
-            target: Model and optimizer without levers.
-            passes: Passes of the model on a training call.
-            reduce: Takes the largest of each number over the ranks.
-        """
+        """Try the levers on the plain pair, which does not change, with passes of its model on a training call."""
         model, device = target.model, device_of(target.model)
         levers = {lever.name: lever for lever in self.levers if lever.name not in self.fixed}
         base = [lever for lever in self.levers if lever.name in self.fixed and lever.name in self.prior]
@@ -390,14 +384,9 @@ def tell(text: str, details: str = "", *, warns: bool = False) -> None:
 def decide(
     target: Target, calibration: Calibration, call: Call, choice: Choice | None, detach: Callable[[], None]
 ) -> tuple[Choice, list[Algorithm]]:
-    """Measure the levers if there is no choice, and check the chosen ones. The pair does not change.
+    """Measure the levers if there is no choice yet, and check the chosen ones. The pair does not change.
 
-    Args:
-        target: The pair.
-        calibration: What to decide and at what price.
-        call: A training call.
-        choice: An earlier choice, which is used instead of a trial. None without one.
-        detach: Detaches the levers that are on. Called unless there is a choice that is not checked.
+    ``detach`` takes off the levers that are on. It is called unless there is a choice that is not checked.
 
     Returns:
         The choice, also about levers that were asked for. Those that are on, in the chosen form and fitted to a pass.

@@ -260,12 +260,7 @@ def _dirty_memory() -> Iterator[None]:
 
 
 def _fill_freed_memory(sizes: Iterable[int], device: torch.device) -> None:
-    """Fill blocks of memory with large numbers and free them, so that the next allocations find those.
-
-    Args:
-        sizes: Entries of float32 of tensors that the next pass allocates. Powers of two are added.
-        device: Where.
-    """
+    """Fill blocks of these numbers of float32, and of powers of two, with large numbers that next allocations find."""
     filled = [size for size in sizes if 0 < size <= _LARGEST_BLOCK] + [2**power for power in range(4, 21)]
     counted = [(size, _SMALL_BLOCKS if size <= _SMALL else _LARGE_BLOCKS) for size in filled]
     blocks = [torch.full((size,), _GARBAGE, device=device) for size, count in counted for _ in range(count)]
@@ -373,11 +368,7 @@ def _compared(levers: Sequence[Algorithm], certificate: Certificate) -> Result:
 def _difference_of_updates(
     levers: Sequence[Algorithm], passes: Passes, optimizers: Sequence[Optimizer], scaler: Any
 ) -> float:
-    """Step copies of the optimizers on equal gradients, with and without the levers.
-
-    Returns:
-        The largest difference of two updates, as a multiple of the allowed one.
-    """
+    """Return by how much updates with and without the levers differ at most, as a multiple of what is allowed."""
     worst = 0.0
     of_model = [lever for lever in levers if not REGISTRY[lever.name].of_optimizer]
     others = [lever for lever in levers if lever not in of_model]

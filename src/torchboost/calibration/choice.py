@@ -180,11 +180,7 @@ class Choice(_Record):
         return ", ".join(text for text in (self.gain, where) if text)
 
     def summary(self, untimed: str = "") -> str:
-        """Return the result of a trial, and what to do next, in a line.
-
-        Args:
-            untimed: The algorithms that were on in all of its steps, as a clause. Empty for none.
-        """
+        """Return the result of a trial, and what to do next, in a line. ``untimed`` names what was on in all steps."""
         on = ", ".join(verdict.lever for verdict in self.verdicts if verdict.kept)
         gain, seconds = self.gain or _NOT_TOGETHER, in_seconds(self.seconds)
         gain = f"{gain}; {untimed}" if untimed else gain

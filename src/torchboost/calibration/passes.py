@@ -112,11 +112,7 @@ class Passes:
 
     @contextmanager
     def prepared(self, change: Change | None = None) -> Iterator[None]:
-        """Set up a pass, which the block runs, and restore its changes at the end, also if it raised.
-
-        Args:
-            change: Changes the inputs.
-        """
+        """Set up a pass on changed inputs, which the block runs, and undo its effects at the end, also if it raised."""
         self._leaves, self._complete = [], False
         copies: dict[int, Tensor] = {}
 
@@ -146,10 +142,7 @@ class Passes:
             self._inputs, self._copies = ((), {}), []
 
     def run(self, between: Callable[[], None] | None = None) -> Pass:
-        """Run forward and backward of the prepared pass. This is the part of a step that is timed.
-
-        Args:
-            between: Called between the two.
+        """Run forward and backward of the prepared pass, with a call between them. This part of a step is timed.
 
         Raises:
             IncompatibleError: No output of the model depends on its parameters, or a part of the model runs inside a

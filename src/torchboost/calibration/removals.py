@@ -67,12 +67,7 @@ class Seen(NamedTuple):
 
 
 def seen_in(passes: Passes, root: str) -> Seen:
-    """Look at the arguments of all modules in one pass, outer modules first.
-
-    Args:
-        passes: Passes of the model.
-        root: The name of the model, with which the names of its parts begin. Empty without one.
-    """
+    """Look at the arguments of all modules in one pass, outer modules first. Names begin with ``root``, if any."""
     padded: Padded | None = None
     masks, masked = list[UselessMask](), False
 
@@ -171,13 +166,10 @@ def each_end(model: nn.Module, look: Callable[[nn.Module, Any], object]) -> Iter
 
 
 class HostWaits(DispatchMode):
-    """Counts the operators in which the host waits for the device.
+    """Counts the operators in which the host waits for a type of device.
 
     These are readings of a number, such as ``.item()``, copies to the CPU, and functions whose result has a shape that
     depends on numbers, such as an index of booleans.
-
-    Args:
-        device: Type of the device.
 
     Attributes:
         places: Where the host waited, as ``file:line function`` -> how many times.

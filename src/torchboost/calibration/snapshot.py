@@ -205,12 +205,9 @@ class Snapshot:
 
     @contextmanager
     def changed(self, change: Callable[[Tensor], None]) -> Iterator[None]:
-        """Run the block with the numbers of the model changed.
+        """Run the block with the numbers of the model changed, by a function that changes a tensor in place.
 
         Tensors that are neither trained nor written by passes get other memory, because their own may be read-only.
-
-        Args:
-            change: Changes a tensor in place.
         """
         self.restore()  # the numbers that are exchanged with the snapshot must be restored
         rows = [one for key, one in self._tensors.items() if key in self._own and one.tensor.is_floating_point()]

@@ -152,13 +152,9 @@ for _name in _OPERATORS:
 class _Symbols(_Recorder, fx.Tracer):
     """Run the Python code of ``forward`` on stand-ins for its tensors. Nothing is computed.
 
-    The flow holds for all tensors, unless ``decide`` was called. Limit: a stand-in is not an instance of ``Tensor``.
-    ``fx.Tracer.trace`` is not used: it patches ``nn.Module`` for all threads.
-
-    Args:
-        copied: A copy of the model.
-        model: The original, whose names and modules the nodes have.
-        decide: Returns the outcome of the next decision by a value or a shape.
+    The flow holds for all tensors, unless ``decide`` was called, which returns the outcome of the next decision by a
+    value or a shape. Nodes have the names and modules of the original. Limit: a stand-in is not an instance of
+    ``Tensor``. ``fx.Tracer.trace`` is not used: it patches ``nn.Module`` for all threads.
     """
 
     def __init__(self, copied: nn.Module, model: nn.Module, decide: Callable[[], bool]) -> None:
