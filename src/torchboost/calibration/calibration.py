@@ -191,13 +191,10 @@ class Calibration:
         )
 
     def seconds(self, step_seconds: float, price: Price | None = None, spent: float = 0.0) -> float:
-        """Return the budget of a trial.
+        """Return the budget of a trial, by the time of a plain step.
 
-        Args:
-            step_seconds: Time of a plain step.
-            price: Of a lever for which the trial may take longer, up to 5 % of the run, if the run is expected to repay
-                it. None without one.
-            spent: Seconds that the trial has spent before it tries this price.
+        For the price of a lever it may take longer, up to 5 % of the run, if the run is expected to repay it. ``spent``
+        are the seconds that the trial has spent before it tries this price.
         """
         if not isinstance(self.calibrate, (bool, str)):
             return float(self.calibrate)

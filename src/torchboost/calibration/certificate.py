@@ -129,11 +129,7 @@ class Certificate:
             passes.compare(self._plain.outputs, self._run().outputs)
 
     def check(self, levers: Sequence[Algorithm], *, rounding: float = 0.0) -> Finding:
-        """Run a pass with levers attached and compare it.
-
-        Args:
-            levers: They are attached for the pass and removed after it.
-            rounding: Relative rounding of the lowest precision in which they compute. 0 if the plain pass has the same.
+        """Run a pass with levers and compare it. ``rounding`` is that of a precision below the plain pass's, or 0.
 
         Raises:
             Exception: Whatever the levers or the model raise with them.

@@ -187,9 +187,6 @@ class Trial:
 class Contestant:
     """A set of levers for the model, and copies of the optimizers with them.
 
-    Args:
-        part: About as many entries of the parameters are copied.
-
     Attributes:
         copies: For each optimizer the result of :func:`optimizer_over`.
         outputs: Of the last step.
@@ -274,12 +271,9 @@ def obstacle_to_updates(optimizers: Sequence[Optimizer]) -> str | None:
 def optimizer_over(
     optimizer: Optimizer, parameters: Sequence[Tensor], part: int = _PART
 ) -> tuple[Optimizer, list[tuple[Tensor, Tensor]], float]:
-    """Copy an optimizer over copies of the parameters, or of a part of them.
+    """Copy an optimizer over copies of the trained parameters, or of about ``part`` of their entries.
 
-    Args:
-        optimizer: Of the loop. Its hooks are not copied. Modules that it refers to are shared.
-        parameters: The parameters that get a gradient.
-        part: About as many entries are copied.
+    Its hooks are not copied, and modules that it refers to are shared.
 
     Returns:
         The copy, each parameter with its copy, and the copied share of the entries.

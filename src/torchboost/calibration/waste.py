@@ -151,12 +151,8 @@ def waste_of(
 
     A kind that can be skipped is timed in pairs of steps, with it and without it. The order in a pair alternates.
 
-    Args:
-        target: The pair, without levers.
-        call: A training call.
-        forward: Makes the context of each forward pass, such as the mixed precision of a trainer.
-        clock: By default the one of the device.
-        root: The user's name for the model of the pair. Empty if its parts have the user's names.
+    ``forward`` makes the context of each forward pass, such as the mixed precision of a trainer. ``root`` is the user's
+    name for the model of the pair, or empty if its parts have the user's names.
 
     Raises:
         IncompatibleError: A part of the model is compiled or sharded, it or its inputs hold an iterator, no output

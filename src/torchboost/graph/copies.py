@@ -122,17 +122,12 @@ def copies_of(*models: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def undisturbed(model: nn.Module, *, numbers: bool = True) -> Iterator[nn.Module]:
-    """Yield a copy of a model in eval mode to run without gradients. See :func:`twin`.
+    """Yield a :func:`twin` of a model to run without gradients. Random generators are restored.
 
-    Default random generators are restored (:class:`~torchboost.core.hardware.Streams`).
-
-    Operations of this thread on parameters and buffers of the original are refused. A deep copy does not copy objects
-    that a function holds (a wrapped ``forward``, a lambda that uses ``self``), nor the target of a weak reference. Such
-    a copy would compute with the weights of the original, write its statistics and add to its gradients.
-
-    Args:
-        model: A bare module. It is not changed. The models of the surrounding :func:`copies_of` are protected too.
-        numbers: As in :func:`twin`.
+    Operations of this thread on parameters and buffers of the original, and of the models of the surrounding
+    :func:`copies_of`, are refused. A deep copy does not copy objects that a function holds (a wrapped ``forward``, a
+    lambda that uses ``self``), nor the target of a weak reference. Such a copy would compute with the weights of the
+    original, write its statistics and add to its gradients.
 
     Raises:
         TypeError: The model cannot be copied.

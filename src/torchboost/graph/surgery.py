@@ -126,13 +126,10 @@ def _rebind(
 
 
 def held_elsewhere(model: nn.Module) -> dict[nn.Module, str]:
-    """Find modules that plain attributes hold outside the module tree, which :func:`replace_module` does not reach.
+    """Return modules that plain attributes hold outside the module tree, which :func:`replace_module` does not reach.
 
-    Searches the plain attributes of all modules: lists, tuples, sets, dicts, bound methods, partial functions and
-    unregistered modules in them.
-
-    Returns:
-        Each such module and its holder, such as ``"'path' of the model"``.
+    Each comes with its holder, such as ``"'path' of the model"``. Lists, tuples, sets, dicts, bound methods, partial
+    functions and unregistered modules in attributes are searched.
     """
     found: dict[nn.Module, str] = {}
     registered = set(model.modules())
