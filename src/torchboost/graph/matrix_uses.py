@@ -196,11 +196,8 @@ class _Recorder(DispatchMode):
         """Return the use that decides: a table or an output matrix is one wherever else it is used."""
         number = self._numbers[id(parameter)]
         places = self._uses.get(number, set())
-        place: Place = "other" if number in self._reached else "not reached"
-        for deciding in _DECIDING:
-            if deciding in places:
-                place = deciding
-                break
+        otherwise: Place = "other" if number in self._reached else "not reached"
+        place = next((place for place in _DECIDING if place in places), otherwise)
         filters, reshaped = number in self._filters, number in self._reshaped
         parts = None if reshaped else self._trail.parts_of(number, filters=filters)
         return Use(place, filters, reshaped, parts)

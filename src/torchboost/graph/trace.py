@@ -358,19 +358,11 @@ def trace_paths(model: nn.Module, sample: Any = None, *, most: int = _PATHS) -> 
 
     Cost: one symbolic trace for each path, on copies without the values of the parameters.
     """
-    try:
-        return list(_paths(model, sample, most)) or None
-    except Exception:  # data-dependent Python has no common error class
-        return None
-
-
-def _paths(model: nn.Module, sample: Any, most: int) -> Iterator[Dataflow]:
     waiting: list[list[bool]] = [[]]
-    paths = 0
-    while waiting:
+    flows: list[Dataflow] = []
+    for _ in range(most):
         script = waiting.pop()
         taken: list[bool] = []
-        paths += 1
 
         def decide(script: list[bool] = script, taken: list[bool] = taken) -> bool:
             if len(taken) == len(script):
@@ -381,16 +373,15 @@ def _paths(model: nn.Module, sample: Any, most: int) -> Iterator[Dataflow]:
             taken.append(script[len(taken)])
             return taken[-1]
 
-        if paths > most:
-            raise RecursionError("too many paths")
         try:
             with undisturbed(model, numbers=False) as copied:
-                flow = _Symbols(copied, model, decide).run(sample)
-        except Exception as error:
+                flows.append(_Symbols(copied, model, decide).run(sample))
+        except Exception as error:  # data-dependent Python has no common error class
             if type(error) not in (ValueError, AssertionError):
-                raise
-        else:
-            yield flow
+                return None
+        if not waiting:
+            return flows or None
+    return None
 
 
 def first_run(model: nn.Module, sample: Any, run: Callable[[nn.Module, Any], _T]) -> _T | None:
