@@ -449,11 +449,8 @@ def _comparing(ranks: list[int] | None) -> Iterator[Reduce]:
     if not ranks:
         yield list
         return
-    agreement = Agreement(ranks, subject="the trial of the switches", timeout=_RANKS_TIMEOUT)
-    try:
+    with closing(Agreement(ranks, subject="the trial of the switches", timeout=_RANKS_TIMEOUT)) as agreement:
         yield lambda numbers: agreement.largest(numbers, step="sample")
-    finally:
-        agreement.close()
 
 
 def obstacle_to_passes(target: Target) -> str | None:

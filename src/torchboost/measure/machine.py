@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from types import TracebackType
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -260,9 +259,7 @@ class PeakMemory:
             self._before = _resident("VmRSS") if _reset() else None
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         counts = self._counts
         if self._before is not None:
             peak = _resident("VmHWM") if counts is None else counts.max_memory_allocated(self._device)
