@@ -132,7 +132,7 @@ class Trial:
     def _warmed(self, levers: Sequence[str], within: float) -> tuple[Contestant, float, float]:
         """Return a contestant after its first steps, the seconds that this took, and the seconds of the last step."""
         failure: Exception | None = None
-        warm, steady, started = None, math.inf, self._clock()
+        warm, late, steady, started = None, False, 0.0, self._clock()
         try:
             until = started + within
             contestant = self._contestant(levers)
@@ -145,17 +145,19 @@ class Trial:
                 self._passes.compare(first, contestant.outputs)
             warm = contestant
         except TimeUp:
-            failure = TimeoutError(f"its first steps take longer than the {within:.1f} s that the trial had left")
+            late = True
         except Exception as error:  # levers may raise anything. The other ranks are told before it is raised here
             failure = error
-        if failure is not None:
+        if warm is None:
             self._activate(None)
-            steady = math.inf
-        spent, steady = self._reduce([self._clock() - started, steady])
+        flags = [float(failure is not None), float(late)]
+        spent, steady, failed, late = self._reduce([self._clock() - started, steady, *flags])
         if failure is not None:
             raise failure
-        if warm is None or steady == math.inf:
+        if failed:
             raise IncompatibleError(_ELSEWHERE)
+        if late or warm is None:  # on all ranks, so that they continue with the same
+            raise TimeoutError(f"its first steps take longer than the {within:.1f} s that the trial had left")
         return warm, spent, steady
 
     def _contestant(self, levers: Sequence[str]) -> Contestant:
