@@ -25,11 +25,11 @@ from torchboost.graph.norms import (
     NormalizedLinear,
     ResidualBlock,
     is_customised,
-    norm_tail,
     plain_stacks,
     rescale_layers,
     residual_blocks,
     was_trained,
+    why_unknown,
 )
 from torchboost.graph.removed_norm import RemovedNorm, put_removed_norm
 from torchboost.graph.surgery import (
@@ -375,16 +375,9 @@ def _plan(model: nn.Module, settings: LessBn, sample: Any) -> _Plan:
 
 def _reason(flow: Dataflow, norm: AnyBatchNorm, reasons: Mapping[int, str | None]) -> str | None:
     """Return why a BatchNorm is kept, by its own properties first, then its position, or None if it is removed."""
-    calls = flow.calls(norm)
-    if norm_tail(norm) is None:
-        return f"{type(norm).__name__} has its own forward, or hooks"
-    if flow.traced == "structure":
-        return "the data flow could not be traced; pass an input as sample="
-    if len(calls) != 1:
-        return f"it is used {len(calls)} times" if calls else "the traced pass does not reach it"
-    if norm.running_mean is None:
-        return "it keeps no running statistics"
-    return reasons.get(calls[0], "not directly after a convolution or linear layer")
+    if (reason := why_unknown(flow, norm)) is not None:
+        return reason
+    return reasons.get(flow.calls(norm)[0], "not directly after a convolution or linear layer")
 
 
 def _reasons(flow: Dataflow, blocks: list[ResidualBlock], settings: LessBn) -> dict[int, str | None]:

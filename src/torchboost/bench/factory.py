@@ -26,9 +26,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchboost.core.forward import with_tensors
+from torchboost.core.hardware import streams_kept
 from torchboost.core.step import ClosureOptimizer
 from torchboost.errors import FactoryError
-from torchboost.graph.copies import generators_kept
 
 SECONDS_OF_AN_EPOCH = 60.0
 """Time in which the batches of an epoch must be read, if they have no length: they may be endless."""
@@ -230,12 +230,9 @@ def check_seeds(trainings: Iterable[tuple[int, tuple[float | None, ...]]]) -> No
 @contextlib.contextmanager
 def streams_restored() -> Iterator[None]:
     """Restore the random generators of torch, NumPy and Python at the end of the block."""
-    numpy, count = np.random.get_state(), torch.cuda.device_count() if torch.cuda.is_initialized() else 0
-    try:
-        with generators_kept([torch.device("cuda", number) for number in range(count)]):
-            yield
-    finally:
-        np.random.set_state(numpy)
+    count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+    with streams_kept([torch.device("cuda", number) for number in range(count)]):
+        yield
 
 
 def _seed(number: int) -> None:

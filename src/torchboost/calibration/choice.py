@@ -120,7 +120,9 @@ class Choice(_Record):
         try:
             if key == "choice":
                 saved = cls.model_validate({**json.loads(state[key]), "source": "checkpoint"})
-                return saved.model_copy(update={"verdicts": tuple(map(_elsewhere, saved.verdicts))})
+                where = "off as in the run of the checkpoint, where"  # says nothing about this program
+                before = [verdict for verdict in saved.verdicts if verdict.before]
+                return saved.changed({v.lever: {"before": False, "reason": f"{where} {v.reason}"} for v in before})
             verdicts = tuple(_as_it_was(name, on) for name, on in state[key].items())
         except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(
@@ -128,6 +130,11 @@ class Choice(_Record):
                 f"another checkpoint, or this state without its key {key!r}: the first training call measures again."
             ) from error
         return cls(verdicts=verdicts, source="checkpoint")
+
+    def changed(self, changes: Mapping[str, Mapping[str, Any]]) -> Self:
+        """Return the same with other entries in the verdicts about some levers, by name."""
+        verdicts = tuple(v.model_copy(update=changes.get(v.lever)) for v in self.verdicts)
+        return self.model_copy(update={"verdicts": verdicts})
 
     def only(self, levers: Iterable[Algorithm]) -> Self:
         """Return the same without the verdicts about other levers."""
@@ -173,11 +180,7 @@ class Choice(_Record):
         return ", ".join(text for text in (self.gain, where) if text)
 
     def summary(self, untimed: str = "") -> str:
-        """Return the result of a trial, and what to do next, in a line.
-
-        Args:
-            untimed: The algorithms that were on in all of its steps, as a clause. Empty for none.
-        """
+        """Return the result of a trial, and what to do next, in a line. ``untimed`` names what was on in all steps."""
         on = ", ".join(verdict.lever for verdict in self.verdicts if verdict.kept)
         gain, seconds = self.gain or _NOT_TOGETHER, in_seconds(self.seconds)
         gain = f"{gain}; {untimed}" if untimed else gain
@@ -203,13 +206,6 @@ class Choice(_Record):
             'trial. To measure here, boost again and load the state without its key "choice"; to choose, name them in '
             'boost(..., config={"extra": {...}}).'
         )
-
-
-def _elsewhere(verdict: Verdict) -> Verdict:
-    """Return a verdict of another program, which says nothing about the levers of this one."""
-    if not verdict.before:
-        return verdict
-    return verdict.but(before=False, reason=f"off as in the run of the checkpoint, where {verdict.reason}")
 
 
 def _as_it_was(lever: str, on: Any) -> Verdict:

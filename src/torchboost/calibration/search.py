@@ -293,7 +293,7 @@ class _Search:
     def _try(self, lever: str, share: float, also: Sequence[str] = ()) -> None:
         within = self._left()
         if lever in self.prices and (refusal := self._dear(lever, share)) is not None:
-            self._decide(lever, False, refusal, None)
+            self._decide(lever, False, refusal)
             return
         if within <= 0:
             self._leave_open(lever, "the time for the trial was used up")
@@ -307,19 +307,18 @@ class _Search:
                 return
             took = max(within, self.bench.elapsed() - began)
             twice = _rounded(2 * (took / SET_ASIDE if lever in self.prices else self.seconds))
-            self._decide(lever, False, f"{error}; boost(..., calibrate={twice}) gives it twice as long", None)
+            self._decide(lever, False, f"{error}; boost(..., calibrate={twice}) gives it twice as long")
             if within < _PATIENCE * self.last_step:
                 self.open.add(lever)
             return
         except Exception as error:  # a lever may raise anything. Training continues without it
-            self._decide(lever, False, f"it raised {in_a_line(error)}", None)
+            self._decide(lever, False, f"it raised {in_a_line(error)}")
             return
         sample = _Sample(price=price, second=bool(also))
         if lever not in self.prices:
             sample.early = _CONFIRMED if self.undecided.get(lever, False) else _EARLY
-        self._measure(
-            sample, min(self.bench.elapsed() + share, self.until), grace=_GRACE if lever in self.prices else 0.0
-        )
+        deadline = min(self.bench.elapsed() + share, self.until)
+        self._measure(sample, deadline, grace=_GRACE if lever in self.prices else 0.0)
         if not sample.ratios and self._is_few(self.bench.elapsed() - began):
             self._leave_open(lever, "the time for the trial was used up before its first pair of steps")
             return
@@ -413,11 +412,10 @@ class _Search:
             else:
                 self.open.add(lever)
 
-    def _decide(self, lever: str, kept: bool, reason: str, sample: _Sample | None) -> None:
-        interval = None if sample is None else sample.interval
-        pairs = 0 if sample is None else len(sample.ratios)
-        price = 0.0 if sample is None or lever not in self.prices else sample.price
-        self.verdicts[lever] = Verdict(lever=lever, kept=kept, reason=reason, ratio=interval, pairs=pairs, price=price)
+    def _decide(self, lever: str, kept: bool, reason: str, sample: _Sample | None = None) -> None:
+        sample = sample or _Sample()
+        ratio, pairs, price = sample.interval, len(sample.ratios), sample.price if lever in self.prices else 0.0
+        self.verdicts[lever] = Verdict(lever=lever, kept=kept, reason=reason, ratio=ratio, pairs=pairs, price=price)
         if kept:
             staying = self._with(lever)
             for other in self.kept:

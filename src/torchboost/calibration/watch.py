@@ -121,9 +121,6 @@ def time_limit(seconds: float) -> Iterator[None]:
     at that moment is completed first. The limit needs the signal ``SIGALRM``. It has no effect outside the main thread,
     on Windows, or if the program uses this signal itself.
 
-    Args:
-        seconds: Above 0.
-
     Raises:
         TimeUp: The time is over.
     """

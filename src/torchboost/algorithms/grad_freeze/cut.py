@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchboost.core.forward import own_forward, tensors_in
-from torchboost.core.hardware import accelerators, generator_states
+from torchboost.core.hardware import accelerators, generator_states, streams_kept
 from torchboost.core.torch_private import buffer_slots, is_traced_constant, module_hooks, versions
 from torchboost.errors import IncompatibleError
-from torchboost.graph.copies import generators_kept
 from torchboost.graph.trace import LAYERS, StandIn
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3}
@@ -171,7 +170,7 @@ class _Front(fx.Interpreter):
         inputs = [tensor.clone() for tensor in tensors]
         # The interpreter drops values after their last use, and a view of them may be written to later.
         self._kept = [*(buffer for buffer, _ in buffers), *inputs]
-        with torch.no_grad(), generators_kept(self._devices):
+        with torch.no_grad(), streams_kept(self._devices):
             self.run(*inputs)
         for buffer, value in buffers:
             if not torch.equal(buffer, value):
@@ -265,7 +264,7 @@ def _traced(model: nn.Module, tensors: tuple[Tensor, ...]) -> tuple[fx.Graph, di
     names, constants, changed = set(vars(model)), dict[str, Any](), list[str]()
     before, drawn, why = _random_state(devices), False, ""
     try:
-        with generators_kept(devices):
+        with streams_kept(devices):
             graph = _Tracer(len(tensors)).trace(model)
             drawn = _random_state(devices) != before
     except Exception as error:  # data-dependent Python: torch.fx has no common error class
