@@ -57,6 +57,7 @@ class Verdict(_Record):
         check: How far its step was found to be from the plain one, in words. Empty if it is off.
         before: Whether the model or the loop had the same before.
         untried: Whether there was no time to try it.
+        undecided: Whether its pairs did not decide in the time that there was.
     """
 
     lever: str
@@ -69,14 +70,14 @@ class Verdict(_Record):
     check: str = ""
     before: bool = False
     untried: bool = False
+    undecided: bool = False
 
     @property
     def found(self) -> str:
-        """The reason, with the interval and the number of pairs behind it if it was measured."""
-        if self.ratio is None:
+        """The reason, with the interval and the number of pairs behind it if it was measured and does not say them."""
+        if self.ratio is None or self.reason.startswith(f"{self.pairs} "):
             return self.reason
-        counted = "" if self.reason.startswith(f"{self.pairs} ") else f", {self.pairs} pairs"
-        return f"{self.reason} ({self.ratio.low:.2f} to {self.ratio.high:.2f}{counted})"
+        return f"{self.reason} ({self.ratio.low:.2f} to {self.ratio.high:.2f}, {self.pairs} pairs)"
 
     def but(self, **changes: Any) -> Self:
         """Return the same with other entries."""
@@ -168,8 +169,10 @@ class Choice(_Record):
 
     @property
     def gains(self) -> bool:
-        """Whether levers are on that are not known to gain nothing together."""
-        return bool(self.kept) and (self.ratio is None or self.ratio.low > 1)
+        """Whether levers are on that gain something: all together, or one by itself if that was not measured."""
+        if self.ratio is not None:
+            return bool(self.kept) and self.ratio.low > 1
+        return any(verdict.kept and verdict.pairs and not verdict.undecided for verdict in self.verdicts)
 
     @property
     def measured(self) -> str:
@@ -188,7 +191,7 @@ class Choice(_Record):
             return f"on after {seconds} of measuring: {on}; {gain}. boosted.explain() says why"
         tried = ", ".join(verdict.lever for verdict in self.verdicts if verdict.pairs) or "nothing"
         found = f"on: {on}; {gain}" if on else f"timed: {tried}; all are off{f'; {untimed}' if untimed else ''}"
-        open_ = on and self.ratio is not None and self.ratio.mid >= SEEMS_FASTER
+        open_ = on and (self.ratio is None or self.ratio.mid >= SEEMS_FASTER)
         lead = f"{seconds} of measuring did not decide" if open_ else f"no gain was found in {seconds} of measuring"
         if untried := ", ".join(verdict.lever for verdict in self.verdicts if verdict.untried):
             lead = f"{seconds} of measuring did not suffice, there was no time for {untried}"

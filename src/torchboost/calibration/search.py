@@ -177,8 +177,16 @@ def _without_gain(sample: _Sample, interval: Interval) -> str:
     if interval.low > 1:
         return f"it gains too little: {figure}"
     if interval.mid >= _PROMISING:
-        return f"{_pairs(sample)} did not decide: {figure}; left out"
+        return f"{_undecided(sample)}; left out"
     return f"no gain was found: {figure}"
+
+
+def _undecided(sample: _Sample) -> str:
+    """Say that a lever is still open, with its figure if there are enough pairs for one."""
+    text, interval = f"{_pairs(sample)} did not decide", sample.interval
+    if not sample.is_shown or interval is None:
+        return text
+    return f"{text} ({interval.mid:.2f} times as fast, {interval.low:.2f} to {interval.high:.2f})"
 
 
 def _is_clearly_slower(ratios: Sequence[float]) -> bool:
@@ -402,11 +410,11 @@ class _Search:
         elif sample.interval is not None and (sample.is_decided or len(sample.ratios) >= _LOOKS[-1]):
             self._decide(lever, False, _without_gain(sample, sample.interval), sample)
         else:
-            keep = self.undecided.get(lever, False) and middle > 1
-            what = "kept as usual" if keep else "left out"
-            figure = f" ({middle:.2f} times as fast)" if sample.is_shown else ""
-            text = f"{_pairs(sample)} did not decide{figure}; {what}; {self._more}"
-            self._decide(lever, keep, text, sample)
+            usual = self.undecided.get(lever, False)
+            keep = usual and middle > 1
+            what = "kept as usual" if keep else "left out, since they lean to slower" if usual else "left out"
+            self._decide(lever, keep, f"{_undecided(sample)}; {what}; {self._more}", sample)
+            self.verdicts[lever] = self.verdicts[lever].but(undecided=True)
             if keep:
                 self.last_step /= middle
             else:
