@@ -32,8 +32,7 @@ _FUSABLE: dict[type[Optimizer], type[Optimizer]] = {
 def care_for_fused(optimizer: Optimizer) -> Attachment:
     """Keep the steps right of groups that are fused already, if memory formats or the set of trained parameters change.
 
-    See :func:`torchboost.algorithms.fuse_optimizer` for the possible errors. Without a fused group, and if a
-    :class:`Fusion` does the same, nothing is attached.
+    Without a fused group, and if a :class:`Fusion` does the same, nothing is attached.
     """
     optimizer = hookable(optimizer)
     fused = [bool(group.get("fused")) for group in optimizer.param_groups]
@@ -42,12 +41,7 @@ def care_for_fused(optimizer: Optimizer) -> Attachment:
 
 
 class Fusion(Attachment):
-    """Fuses groups, and looks at gradients and state before each step.
-
-    Args:
-        optimizer: It calls hooks.
-        chosen: For each group, whether it is fused. Other groups keep their form.
-    """
+    """Fuses the chosen groups, and looks at gradients and state before each step. Other groups keep their form."""
 
     def __init__(self, optimizer: Optimizer, chosen: list[bool]) -> None:
         super().__init__(undo=self._restore)

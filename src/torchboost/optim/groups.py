@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from torchboost.core.arguments import check_module, check_number, check_shapes
+from torchboost.core.arguments import check_flag, check_module, check_number, check_shapes
 from torchboost.core.torch_private import AnyConv, AnyNorm
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.errors import IncompatibleError
@@ -39,6 +39,11 @@ _WHY: Mapping[Place, str] = {
     "other": "not multiplied as a matrix",
     "not reached": "not used by the pass",
 }
+
+
+def options_of(group: Mapping[str, Any]) -> ParamGroup:
+    """Return the options of a param group, without its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -335,8 +340,8 @@ def _check_options(what: str, options: Any) -> None:
             raise ValueError(f"{what}: found '{key}', which param_groups sets itself; leave it out.")
         if key in ("lr", "weight_decay") and not callable(value) and not isinstance(value, (Tensor, list, tuple)):
             check_number(f"{what}: {key}", value)
-        if key == CENTRALIZE and not isinstance(value, bool):
-            raise TypeError(f"{what}: {key}: found {value!r}; give True or False.")
+        if key == CENTRALIZE:
+            check_flag(f"{what}: {key}", value)
 
 
 def _check_types(what: str, kinds: Any) -> None:
@@ -467,7 +472,7 @@ def muon_groups(
             continue
         use = use if split else use._replace(parts=None)
         name, group = chosen[param]
-        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        options = options_of(group)
         reason = _reason(param, use)
         rule = options.get("rule", "muon" if reason is None else "adamw")
         why = reason or use.described(param)

@@ -106,12 +106,7 @@ def named_optimizer(
 
 
 def check_given(optimizer: Any, **rates: Any) -> None:
-    """Require an optimizer, a list of them or a name, and refuse rates next to an optimizer that has its own.
-
-    Raises:
-        TypeError: The argument is something else.
-        ValueError: A rate is given.
-    """
+    """Require an optimizer, a list of them or a name, and refuse rates next to an optimizer that has its own."""
     if not isinstance(optimizer, (Optimizer, Sequence)):
         names = " or ".join(f'"{name}"' for name in _NAMED)
         raise TypeError(

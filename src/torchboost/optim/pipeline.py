@@ -22,7 +22,7 @@ from torchboost.core.step import ClosureOptimizer, Replay, after_closure
 from torchboost.core.torch_private import foreach, versions
 from torchboost.core.wrapping import hookable
 from torchboost.errors import IncompatibleError
-from torchboost.optim.tensors import values_of, writable
+from torchboost.optim.tensors import forget_scale, values_of, writable
 
 
 @dataclass(slots=True)
@@ -126,9 +126,6 @@ class _Attached(Attachment):
             optimizer.register_step_pre_hook(self._before_step), optimizer.register_step_post_hook(self._after_step)
         )
 
-    def _params(self) -> list[Tensor]:
-        return [param for group in self._optimizer.param_groups for param in group["params"]]
-
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -165,17 +162,17 @@ class _Attached(Attachment):
 
     def _is_as_left(self) -> bool:
         """Whether the transforms changed these gradients last."""
-        grads = [p.grad for p in self._params() if p.grad is not None]
+        grads = self._gradients().grads
         return len(grads) == len(self._seen) and all(
             seen() is grad and version == now
             for grad, now, (seen, version) in zip(grads, versions(grads), self._seen, strict=True)
         )
 
     def _remember(self) -> None:
-        grads = [p.grad for p in self._params() if p.grad is not None]
+        grads = self._gradients().grads
         self._seen = list(zip(map(weakref.ref, grads), versions(grads), strict=True))
 
-    def _apply(self) -> None:
+    def _gradients(self) -> Gradients:
         gradients = Gradients([], [], [])
         for group in self._optimizer.param_groups:
             for param in group["params"]:
@@ -183,6 +180,10 @@ class _Attached(Attachment):
                     gradients.params.append(param)
                     gradients.grads.append(param.grad)
                     gradients.groups.append(group)
+        return gradients
+
+    def _apply(self) -> None:
+        gradients = self._gradients()
         before = list(gradients.grads)
         try:
             with torch.no_grad():
@@ -190,9 +191,7 @@ class _Attached(Attachment):
                 self._unscale(gradients)
                 transform_gradients(self._transforms, gradients)
         except BaseException:
-            # GradScaler.step does not clean up after an exception, so the next step would multiply by this scale.
-            for name in ("grad_scale", "found_inf"):
-                vars(self._optimizer).pop(name, None)
+            forget_scale(self._optimizer)
             raise
         for param, old, new in zip(gradients.params, before, gradients.grads, strict=True):
             if new is not old:
@@ -215,11 +214,7 @@ class _Attached(Attachment):
 
 
 def check_transforms(transforms: Iterable[object]) -> None:
-    """Refuse objects that are not transforms.
-
-    Raises:
-        TypeError: Something is not a transform.
-    """
+    """Refuse objects that are not transforms."""
     for transform in transforms:
         if isinstance(transform, type):
             raise TypeError(f"found the class {transform.__name__}; give an instance: {transform.__name__}(...).")
@@ -230,11 +225,7 @@ def check_transforms(transforms: Iterable[object]) -> None:
 
 
 def check_gradients(transforms: Iterable[GradientTransform], gradients: Gradients) -> list[Tensor]:
-    """Run the ``check`` of every transform that has one, before any transform runs.
-
-    Returns:
-        The gradients, with stand-ins for entries whose layout a transform is going to change.
-    """
+    """Run the ``check`` of every transform that has one, and return the gradients with the stand-ins of these."""
     expected = Gradients(gradients.params, list(gradients.grads), gradients.groups)
     for transform in transforms:
         check = getattr(transform, "check", None)
@@ -251,11 +242,7 @@ def transform_gradients(transforms: Iterable[GradientTransform], gradients: Grad
 
 
 def refuse_sparse(transform: object, gradients: Gradients) -> None:
-    """Refuse sparse gradients before anything is changed.
-
-    Raises:
-        IncompatibleError: A gradient is sparse.
-    """
+    """Refuse sparse gradients before anything is changed."""
     for param, grad in zip(gradients.params, gradients.grads, strict=True):
         if grad.layout is not torch.strided:
             raise IncompatibleError(

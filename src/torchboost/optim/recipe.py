@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from torchboost.core.arguments import check_number, check_pair, is_number
 from torchboost.core.torch_private import drives_schedule, step_post_hooks, step_pre_hooks
 from torchboost.core.wrapping import hookable
 from torchboost.errors import IncompatibleError, NoEffectWarning
-from torchboost.optim.groups import ParamGroup, muon_groups
+from torchboost.optim.groups import ParamGroup, muon_groups, options_of
 from torchboost.optim.rules.base import UpdateRule
 from torchboost.optim.rules.mixed import GROUP_RULES, MixedOptimizer
 from torchboost.optim.rules.muon import Muon
@@ -91,17 +92,12 @@ def muon_from(optimizer: Optimizer, model: nn.Module, *, lr: float, sample: Any 
 
 @dataclass(frozen=True)
 class Applied:
-    """The result of a recipe.
-
-    Args:
-        optimizers: To be trained, one for each given one.
-        built: Their description in words.
-        undo: Lets the given optimizers be stepped again, and gives them back their rates unless these have changed.
-    """
+    """The optimizers to train, one for each given one, and their description in words."""
 
     optimizers: list[Optimizer]
     built: str
     undo: Callable[[], None]
+    """Lets the given optimizers be stepped again, and gives them back their rates unless these have changed."""
 
 
 def apply_recipe(
@@ -110,14 +106,8 @@ def apply_recipe(
     """Build the optimizer that a recipe asks for, and scale rates.
 
     Without another optimizer the rates of the given ones are scaled in place. Otherwise the given one does not change,
-    but refuses steps, because the new one must be stepped.
-
-    Args:
-        recipe: If it is neutral, nothing changes.
-        optimizers: The given ones.
-        model: Not changed, except that a hook warns of evaluations on the weights of training if the optimizer is
-            schedule-free.
-        total_steps: Updates of the run. None if they are not known.
+    but refuses steps, because the new one must be stepped. If the new one is schedule-free, a hook of the model warns
+    of evaluations on the weights of training.
 
     Raises:
         IncompatibleError: The recipe cannot be applied to these optimizers. Nothing is changed.
@@ -136,14 +126,15 @@ def apply_recipe(
         )
     inner = [hookable(one) for one in optimizers]
     _check(recipe, optimizers, inner)
+    undo = ExitStack()
     if recipe.optimizer is None:
         tensors: dict[int, tuple[Any, Any]] = {}
-        undos = [_scale(one, recipe.rate, tensors) for one in inner] if recipe.rate != 1 else []
-        return Applied(list(optimizers), " and ".join(type(one).__name__ for one in optimizers), _all(undos))
+        for one in inner if recipe.rate != 1 else ():
+            undo.callback(_scale(one, recipe.rate, tensors))
+        return Applied(list(optimizers), " and ".join(type(one).__name__ for one in optimizers), undo.close)
     given, lr, groups = optimizers[0], recipe.built_lr, described_groups(optimizers[0])
     if recipe.rate != 1:
         groups = [{**group, "lr": group["lr"] * recipe.rate} for group in groups]
-    undos: list[Callable[[], None]] = []
     new: UpdateRule
     if recipe.optimizer == "muon":
         new = _with_muon(given, groups, model, lr, None)
@@ -151,14 +142,14 @@ def apply_recipe(
     else:
         new = _schedule_free(given, groups, lr)
         built = f"schedule-free AdamW at {lr:g} in place of {type(given).__name__}"
-        undos.append(warn_if_evaluated(model, new).remove)
+        undo.callback(warn_if_evaluated(model, new).remove)
     instead = (
         f"the recipe trains with {built}, so a step of the {type(given).__name__} that was given would train twice; "
         "step boosted.optimizer: model, optimizer = boost(model, optimizer, ...)."
     )
-    undos.append(DirectSteps(given, new, instead).remove)
-    undos.append(new.register_step_pre_hook(_LooksForSchedule(given)).remove)
-    return Applied([new], built, _all(undos))
+    undo.callback(DirectSteps(given, new, instead).remove)
+    undo.callback(new.register_step_pre_hook(_LooksForSchedule(given)).remove)
+    return Applied([new], built, undo.close)
 
 
 def _check(recipe: RecipeSection, optimizers: Sequence[Optimizer], inner: Sequence[Optimizer]) -> None:
@@ -212,16 +203,6 @@ class _LooksForSchedule:
                 NoEffectWarning,
                 stacklevel=4,
             )
-
-
-def _all(functions: Iterable[Callable[[], None]]) -> Callable[[], None]:
-    todo = list(functions)
-
-    def call() -> None:
-        while todo:
-            todo.pop()()
-
-    return call
 
 
 def _check_unscheduled(optimizer: Optimizer) -> None:
@@ -309,11 +290,7 @@ def _scale(optimizer: Optimizer, rate: float, tensors: dict[int, tuple[Any, Any]
 
 
 def _rule_of(optimizer: Optimizer, group: Mapping[str, Any]) -> str:
-    """Return the name of the rule of a group.
-
-    Raises:
-        IncompatibleError: No group may have it, or it is Muon.
-    """
+    """Return the name of the rule of a group. Refuse one that no group may have, and Muon."""
     kind = type(optimizer)
     names = {**OF_TORCH, **{rule: name for name, rule in GROUP_RULES.items()}}
     name = group.get("rule", optimizer.defaults["rule"]) if kind is MixedOptimizer else names.get(kind)
@@ -334,7 +311,7 @@ def _rule_of(optimizer: Optimizer, group: Mapping[str, Any]) -> str:
 
 def _kept(optimizer: Optimizer, group: Mapping[str, Any], rule: str) -> ParamGroup:
     """Return the options of a group that keeps its rule, without entries that torch's class would not read."""
-    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    options = options_of(group)
     if type(optimizer) in OF_TORCH:
         own = set(_defaults(rule)) - set(optimizer.defaults)
         options = {key: value for key, value in options.items() if key not in own}
@@ -351,9 +328,9 @@ def _defaults(rule: str) -> dict[str, Any]:
 def _carried(optimizer: Optimizer, group: Mapping[str, Any], known: Iterable[str]) -> ParamGroup:
     """Return the options of a group that any rule has, and entries that are the user's own, such as a name."""
     own = optimizer.defaults_for(group) if isinstance(optimizer, UpdateRule) else optimizer.defaults
-    strange = {*known, *own, "params", "param_names", "rule", "lr", "weight_decay", "updates"}
+    strange = {*known, *own, "rule", "lr", "weight_decay", "updates"}
     common = {key: group[key] for key in ("maximize", "master_weights") if key in group and key in own}
-    return {**{key: value for key, value in group.items() if key not in strange}, **common}
+    return {**{key: value for key, value in options_of(group).items() if key not in strange}, **common}
 
 
 def _members(group: Mapping[str, Any], chosen: Callable[[Any], bool]) -> ParamGroup:
@@ -370,8 +347,7 @@ def _with_muon(
     forms: dict[Any, ParamGroup] = {}
     for found in muon_groups(model, sample=sample, include_frozen=True):
         if found["rule"] == "muon":
-            form = {key: value for key, value in found.items() if key not in ("params", "param_names")}
-            forms |= dict.fromkeys(found["params"], form)
+            forms |= dict.fromkeys(found["params"], options_of(found))
     having = [any(param in forms for param in group["params"]) for group in groups]
     largest = max((rate for rate, has in zip(rates, having, strict=True) if has), default=0.0)
     if any(having) and not largest:
@@ -388,8 +364,8 @@ def _with_muon(
             "momentum": 0.9,
             "adjust_lr_fn": "original",
         }
-        found = _distinct(forms[param] for param in group["params"] if param in forms)
-        built += [{**options, **f, **_members(group, lambda param, f=f: forms.get(param) is f)} for f in found]
+        found = {id(forms[param]): forms[param] for param in group["params"] if param in forms}
+        built += [{**options, **f, **_members(group, lambda param, f=f: forms.get(param) is f)} for f in found.values()]
     try:
         mixed = MixedOptimizer(built, rules[0], **_pipeline(optimizer))
     except (TypeError, ValueError) as error:
@@ -405,11 +381,6 @@ def _with_muon(
             stacklevel=3,
         )
     return mixed
-
-
-def _distinct(forms: Iterable[ParamGroup]) -> list[ParamGroup]:
-    """Return each form once, in order. Forms of one kind are one object."""
-    return list({id(form): form for form in forms}.values())
 
 
 def _pipeline(optimizer: Optimizer) -> dict[str, Any]:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from torchboost.core.arguments import check_count, check_number
+from torchboost.core.arguments import check_count, check_flag, check_number
 from torchboost.core.torch_private import foreach, sparse_values
 from torchboost.errors import IncompatibleError
 from torchboost.optim.pipeline import Gradients, GradientTransform, refuse_sparse
-from torchboost.optim.tensors import merge_sparse, stand_in, values_of
+from torchboost.optim.tensors import by_device, is_rows, merge_sparse, places_by, stand_in, values_of
 
 CENTRALIZE = "grad_centralization"
 """Key of a group that says whether its gradients are centralised: True, False, or absent (MindSpore's convention)."""
@@ -61,11 +61,7 @@ class Centralize:
         object.__setattr__(self, "skip", frozenset(self.skip))
 
     def applies(self, param: Tensor, group: Mapping[str, Any]) -> bool:
-        """Whether the gradient of a parameter is centralised.
-
-        Raises:
-            TypeError: The group's ``"grad_centralization"`` is not a boolean.
-        """
+        """Whether the gradient of a parameter is centralised."""
         if wish(group) is False or not has_rows(param) or param in self.skip or param.shape[1] % self.multiple_of:
             return False
         return self.flag is None or bool(group.get(self.flag))
@@ -136,8 +132,7 @@ class Coalesce:
     dense: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.dense, bool):
-            raise TypeError(f"dense: found {self.dense!r}; give True or False.")
+        check_flag("dense", self.dense)
 
     def check(self, gradients: Gradients) -> None:
         """Put stand-ins of the new layout into the list."""
@@ -192,13 +187,9 @@ class Decay:
 
     def __call__(self, gradients: Gradients) -> None:
         """Add the decay in place."""
-        by_factor: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
-        for param, grad, group in zip(gradients.params, gradients.grads, gradients.groups, strict=True):
-            params, grads = by_factor.setdefault(self.of(group), ([], []))
-            params.append(param)
-            grads.append(grad)
-        for factor, (params, grads) in by_factor.items():
+        for factor, places in places_by(map(self.of, gradients.groups)).items():
             if factor:
+                grads, params = ([listed[at] for at in places] for listed in (gradients.grads, gradients.params))
                 foreach.add_(grads, params, alpha=factor)
 
 
@@ -242,7 +233,7 @@ class ClipNorm:
         if not filled:
             return
         factor = torch.clamp(self.max_norm / (get_total_norm(filled, float(self.norm_type)) + 1e-6), max=1.0)
-        for device, part in _by_device(grads).items():
+        for device, part in by_device(grads).items():
             foreach.mul_(part, factor.to(device))
 
 
@@ -277,7 +268,7 @@ class ClipValue:
     def __call__(self, gradients: Gradients) -> None:
         """Clip in place. Sparse gradients are merged."""
         merge_sparse(gradients.grads)
-        for grads in _by_device([values_of(grad) for grad in gradients.grads]).values():
+        for grads in by_device([values_of(grad) for grad in gradients.grads]).values():
             foreach.clamp_min_(grads, -self.value)
             foreach.clamp_max_(grads, self.value)
 
@@ -296,14 +287,10 @@ def has_rows(param: Tensor) -> bool:
 
 
 def wish(group: Mapping[str, Any]) -> bool | None:
-    """Return the ``"grad_centralization"`` of a param group, or None if it is not set.
-
-    Raises:
-        TypeError: Something other than a boolean.
-    """
+    """Return the ``"grad_centralization"`` of a param group, a boolean, or None if it is not set."""
     value = group.get(CENTRALIZE)
-    if value is not None and not isinstance(value, bool):
-        raise TypeError(f"{CENTRALIZE}: found {value!r}; give True or False.")
+    if value is not None:
+        check_flag(CENTRALIZE, value)
     return value
 
 
@@ -313,9 +300,6 @@ def with_centralization(
     """Return the transforms, with :class:`Centralize` added if a group requires it and it is missing.
 
     It is placed after the decay, as in MindSpore, and before everything else, such as clipping.
-
-    Raises:
-        TypeError: A group's ``"grad_centralization"`` is not a boolean.
     """
     if not any(wish(group) for group in groups):
         return transforms
@@ -330,7 +314,7 @@ def with_centralization(
 def _rows(grad: Tensor) -> Tensor:
     """Return the tensor whose rows are whole rows of ``grad``, sharing its memory."""
     if grad.layout is not torch.strided:
-        if grad.layout is not torch.sparse_coo or grad.sparse_dim() != 1:
+        if not is_rows(grad):
             raise IncompatibleError(
                 f"Centralize needs dense gradients or sparse rows, found layout {grad.layout} and shape "
                 f"{tuple(grad.shape)}. Add the parameter to 'skip'."
@@ -342,10 +326,3 @@ def _rows(grad: Tensor) -> Tensor:
         local: Any = grad
         return local.to_local()
     return grad
-
-
-def _by_device(grads: list[Tensor]) -> dict[torch.device, list[Tensor]]:
-    devices: dict[torch.device, list[Tensor]] = {}
-    for grad in grads:
-        devices.setdefault(grad.device, []).append(grad)
-    return devices

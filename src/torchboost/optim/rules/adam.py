@@ -157,20 +157,9 @@ class Adam(UpdateRule):
 class AdamW(Adam):
     """Adam with decoupled weight decay, equal to ``torch.optim.AdamW`` bit for bit in each of its forms.
 
-    The defaults are torch's. Checkpoints load both ways.
+    The defaults are torch's. Checkpoints load both ways. Arguments and errors are those of :class:`Adam`.
 
     Source: I. Loshchilov, F. Hutter, "Decoupled Weight Decay Regularization", arXiv 1711.05101.
-
-    Args:
-        params: See :class:`Adam`.
-        lr: See :class:`Adam`.
-        betas: See :class:`Adam`.
-        eps: See :class:`Adam`.
-        weight_decay: ``w -= lr * weight_decay * w``. At least 0, also a list or function, as ``lr``.
-        **options: See :class:`Adam`.
-
-    Raises:
-        TypeError, ValueError: An option is invalid, or two exclude each other.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -197,22 +186,9 @@ class AdamWeightDecay(Adam):
     """Adam with decoupled weight decay and no bias correction: ``w -= lr * (m / (sqrt(v) + eps) + weight_decay * w)``.
 
     MindSpore's ``AdamWeightDecay``. With bias correction it is :class:`AdamW`. If a checkpoint of
-    ``torch.optim.AdamW`` is loaded, bias correction is on.
+    ``torch.optim.AdamW`` is loaded, bias correction is on. Arguments and errors are those of :class:`Adam`.
 
-    Source: I. Loshchilov, F. Hutter, "Decoupled Weight Decay Regularization", arXiv 1711.05101. BERT uses the form
-    without correction (J. Devlin et al., arXiv 1810.04805).
-
-    Args:
-        params: See :class:`Adam`.
-        lr: See :class:`Adam`.
-        betas: See :class:`Adam`.
-        eps: See :class:`Adam`.
-        weight_decay: At least 0. Also a list or function, as ``lr``.
-        bias_correction: See :class:`Adam`.
-        **options: See :class:`Adam`.
-
-    Raises:
-        TypeError, ValueError: An option is invalid, or two exclude each other.
+    Source: J. Devlin et al., "BERT", arXiv 1810.04805, which leaves out the correction.
     """
 
     def __init__(

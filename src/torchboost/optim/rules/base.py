@@ -38,7 +38,7 @@ from torchboost.optim.rules.options import (
     full_signature,
     take_schedules,
 )
-from torchboost.optim.tensors import Batch, Checked, all_finite, holds_a_part, stand_in
+from torchboost.optim.tensors import Batch, Checked, all_finite, forget_scale, holds_a_part, stand_in
 from torchboost.optim.transforms import with_centralization
 
 _not_traced: Any = torch.compiler.disable  # its stubs refuse an optional argument
@@ -175,11 +175,7 @@ class UpdateRule(Optimizer):
         return "\n".join([*lines, ")"])
 
     def check_group(self, group: Mapping[str, Any]) -> None:
-        """Refuse options that exclude each other in this rule.
-
-        Raises:
-            ValueError: Two options exclude each other.
-        """
+        """Refuse options that exclude each other in this rule, with ``ValueError``."""
 
     def check_grad(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
         """Refuse a gradient that the rule cannot use. By default only dense ones of the parameter's precision pass.
@@ -206,11 +202,7 @@ class UpdateRule(Optimizer):
             )
 
     def _check_state(self, param: Tensor, state: Mapping[str, Any]) -> None:
-        """Refuse a saved state that the rule cannot use. Called before anything is loaded.
-
-        Raises:
-            ValueError: The state cannot be used.
-        """
+        """Refuse a saved state that the rule cannot use, with ``ValueError``, before anything is loaded."""
         if "past" in state:
             raise ValueError(
                 f"the checkpoint is of a LazyAdam whose rows have steps to make, which {type(self).__name__} cannot "
@@ -300,9 +292,7 @@ class UpdateRule(Optimizer):
             work = [self._gather(group, fresh) for group in self.param_groups]
             perform = self.prepare(work)
         except BaseException:
-            # GradScaler does not clean up after an exception, so the next step would use this scale.
-            for name in ("grad_scale", "found_inf"):
-                self.__dict__.pop(name, None)
+            forget_scale(self)
             raise
         finally:
             if perform is None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from torchboost.core.algorithm import Attachment
+from torchboost.core.arguments import check_flag
 from torchboost.core.torch_private import sparse_rows, sparse_values
 from torchboost.errors import IncompatibleError
 from torchboost.optim.rules.adam import Adam
@@ -26,6 +27,7 @@ from torchboost.optim.rules.base import Batch, UpdateRule
 from torchboost.optim.rules.loading import damaged, is_entry
 from torchboost.optim.rules.masters import LOW_PRECISION
 from torchboost.optim.rules.options import Common, rule_arguments
+from torchboost.optim.tensors import is_rows, merge_sparse
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
@@ -73,25 +75,12 @@ class LazyAdam(Adam):
 
     Sources: ``mindspore.nn.LazyAdam``, ``LazyAdam`` of TensorFlow Addons, and D. Kingma, J. Ba, arXiv 1412.6980.
 
-    Args:
-        params: See :class:`Adam`.
-        lr: See :class:`Adam`.
-        betas: See :class:`Adam`.
-        eps: See :class:`Adam`.
-        weight_decay: See :class:`Adam`.
-        exact: Replay missed steps, so that the result equals dense Adam's. A group may set its own value.
-        amsgrad: See :class:`Adam`.
-        nesterov: See :class:`Adam`.
-        decoupled_weight_decay: See :class:`Adam`.
-        bias_correction: See :class:`Adam`.
-        eps_uncorrected: See :class:`Adam`.
-        foreach: See :class:`Adam`.
-        fused: See :class:`Adam`. ``GradScaler`` still unscales before the step.
-        capturable: See :class:`Adam`. Sparse gradients are then refused.
-        **common: See :class:`~torchboost.optim.UpdateRule`.
+    Other arguments, and errors, are those of :class:`Adam`.
 
-    Raises:
-        TypeError, ValueError: An option is invalid, or two exclude each other.
+    Args:
+        exact: Replay missed steps, so that the result equals dense Adam's. A group may set its own value.
+        fused: As in :class:`Adam`. ``GradScaler`` still unscales before the step.
+        capturable: As in :class:`Adam`. Sparse gradients are then refused.
 
     Example:
         >>> table = torch.nn.Embedding(10, 4, sparse=True)
@@ -129,22 +118,17 @@ class LazyAdam(Adam):
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Refuse the groups that :class:`Adam` refuses, and an ``exact`` that is not a bool or not supported."""
         super().check_group(group)
-        if not isinstance(group["exact"], bool):
-            raise TypeError(f"exact: found {group['exact']!r}; give True or False.")
+        check_flag("exact", group["exact"])
         if group["exact"] and group["capturable"]:
             raise ValueError("exact and capturable exclude each other: which rows lag changes at every step.")
 
     def check_grad(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
-        """Accept dense gradients and sparse rows.
-
-        Raises:
-            IncompatibleError: Another layout, entries instead of rows, or rows that this group does not support.
-        """
+        """Accept dense gradients, and sparse rows that this group supports."""
         if grad.layout is torch.strided:
             super().check_grad(param, grad, group)
             return
         found = f"found a gradient of layout {grad.layout} for a parameter of shape {tuple(param.shape)}"
-        if grad.layout is not torch.sparse_coo or grad.sparse_dim() != 1:
+        if not is_rows(grad):
             raise IncompatibleError(
                 f"LazyAdam needs dense gradients or sparse rows (torch.sparse_coo with sparse_dim 1), {found}. "
                 "Use transforms=(Coalesce(dense=True),)."
@@ -297,7 +281,7 @@ class LazyAdam(Adam):
     def prepare(self, work: Sequence[Batch]) -> Callable[[], None] | None:
         """Merge duplicate rows, then prepare as :class:`Adam` does."""
         for batch in work:
-            batch.grads[:] = [grad.coalesce() if grad.is_sparse else grad for grad in batch.grads]
+            merge_sparse(batch.grads)
         return super().prepare(work)
 
 
@@ -346,8 +330,7 @@ def replay(rows: Mapping[str, Tensor], last: Tensor, step: int, past: Mapping[st
     ``beta1 >= sqrt(beta2)``.
 
     Args:
-        rows: ``"weight"``, ``"exp_avg"``, ``"exp_avg_sq"`` and with ``amsgrad`` ``"max_exp_avg_sq"``: contiguous, in
-            float32 or float64, the first axis counts rows.
+        rows: The weight and the moments by name, contiguous, in float32 or float64. The first axis counts rows.
         last: The last step of every row, below ``step``.
         step: The step that all rows must reach.
         past: ``"form"``, the values of ``FORM``, and ``"options"``: for each step with a change, from the earliest of
@@ -368,25 +351,20 @@ def replay(rows: Mapping[str, Tensor], last: Tensor, step: int, past: Mapping[st
 
 @dataclass(frozen=True, slots=True)
 class _History:
-    """The options of a range of steps, for lookup by step.
-
-    Args:
-        first: The first step of each set of options.
-        values: The sets, one per line: learning rate, weight decay, betas, epsilon.
-        logs: Logarithms of the shares of both moments and, with decoupled decay, of a weight after a step, per set.
-        before: Sums of ``logs`` over all steps before each set.
-        end: The last step.
-        form: Options that choose the formula, by name.
-        most: Largest learning rate, first beta, and size of a move in units of the one before, and smallest epsilon.
-    """
+    """The options of a range of steps, for lookup by step."""
 
     first: Tensor
+    """The first step of each set of options."""
     values: Tensor
+    """The sets, one per line: learning rate, weight decay, betas, epsilon."""
     logs: Tensor
+    """Logarithms of the shares of both moments and, with decoupled decay, of a weight after a step, per set."""
     before: Tensor
+    """Sums of ``logs`` over all steps before each set."""
     end: int
     form: Mapping[str, bool]
     most: tuple[float, float, float, float]
+    """Largest learning rate, first beta, and size of a move in units of the one before, and smallest epsilon."""
 
     @classmethod
     def of(cls, options: Sequence[Any], form: Mapping[str, bool], end: int, like: Tensor) -> _History:
@@ -413,17 +391,9 @@ class _History:
         return (self.until(torch.full_like(begin, self.end)) - self.until(begin)).exp_()
 
     def terms(self, begin: Tensor, low: int, high: int, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """Return ``a``, ``e`` of the moves ``a m / (sqrt(v) + e)``, with the decay of the steps after them.
+        """Return ``a``, ``e`` of moves ``a m / (sqrt(v) + e)`` with the decay after them, of shape ``(rows, count)``.
 
-        Args:
-            begin: The last step that each row has made, from ``low`` to ``high``.
-            low: See above.
-            high: See above.
-            first: The first move of a row belongs to the step ``begin + first``.
-            count: Number of moves.
-
-        Returns:
-            Shape ``(rows, count)``.
+        The first move of a row belongs to the step ``begin + first``. ``begin`` is from ``low`` to ``high``.
         """
         number = torch.arange(first, first + count, dtype=torch.float64, device=begin.device)
         steps = (number + begin[:, None]).clamp_(max=self.end)

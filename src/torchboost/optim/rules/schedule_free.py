@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torchboost.optim.rules.base import Batch, UpdateRule
 from torchboost.optim.rules.masters import IN_CACHE, pieces
 from torchboost.optim.rules.options import Common, rule_arguments
 from torchboost.optim.schedules import whole
+from torchboost.optim.tensors import places_by
 
 
 class _ScheduleFree(UpdateRule):
@@ -64,14 +65,11 @@ class _ScheduleFree(UpdateRule):
                 fast = [self.state[param]["z"] for param in known]
                 slow = [self.state[param].get("master", param) for param in known]
                 foreach.lerp_(slow, fast, 1 - beta if training else 1 - 1 / beta)
-                self._round(known, slow)
+                for param, master in zip(known, slow, strict=True):
+                    if master is not param:
+                        param.copy_(master)
+                        self._stamps.note(param)
             group["training"] = training
-
-    def _round(self, params: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
-        pairs = [(param, master) for param, master in zip(params, masters, strict=True) if master is not param]
-        for param, master in pairs:
-            param.copy_(master)
-            self._stamps.note(param)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -100,12 +98,7 @@ class _ScheduleFree(UpdateRule):
         raise NotImplementedError
 
     def check_group(self, group: Mapping[str, Any]) -> None:
-        """Refuse invalid options, and steps in evaluation mode or under a scheduler.
-
-        Raises:
-            RuntimeError: The optimizer is in evaluation mode.
-            IncompatibleError: A learning-rate scheduler is attached.
-        """
+        """Refuse invalid options, and steps in evaluation mode or under a scheduler."""
         if "scheduled_lr" in group:
             raise ValueError(
                 f"lr: found a schedule; {type(self).__name__} takes a number, because its average takes the place of a "
@@ -313,12 +306,10 @@ class _Evaluated:
 
 def _alike(batch: Batch) -> Iterator[tuple[float, Batch]]:
     """Yield a number of updates with the parameters that had as many, at the same rates. Some may have rested."""
-    places_by_past: dict[tuple[float, ...], list[int]] = {}
-    for position, state in enumerate(batch.states):
-        past = tuple(float(state[key]) for key in ("step", *_ScheduleFree.numbers))
-        places_by_past.setdefault(past, []).append(position)
-    for (count, *_), at in sorted(places_by_past.items()):
-        yield count, batch.select(at)
+    numbers = ("step", *_ScheduleFree.numbers)
+    places_by_past = places_by(tuple(float(state[key]) for key in numbers) for state in batch.states)
+    for (count, *_), places in sorted(places_by_past.items()):
+        yield count, batch.select(places)
 
 
 def _share(batch: Batch, lr: float) -> float:

@@ -124,18 +124,8 @@ class SGD(UpdateRule):
 class Momentum(SGD):
     """SGD with momentum: ``a = momentum * a + g``, ``w -= lr * a``, or ``w -= lr * (g + momentum * a)`` (``nesterov``).
 
-    MindSpore's ``Momentum`` is this rule. MindSpore ignores its ``use_nesterov`` on CPU, but here it works.
-
-    Args:
-        params: See :class:`SGD`.
-        lr: See :class:`SGD`.
-        momentum: At least 0.
-        weight_decay: See :class:`SGD`.
-        nesterov: See :class:`SGD`.
-        **options: ``foreach`` and ``fused`` of :class:`SGD`, and options of :class:`~torchboost.optim.UpdateRule`.
-
-    Raises:
-        TypeError, ValueError: An option is invalid, or two exclude each other.
+    MindSpore's ``Momentum`` is this rule. MindSpore ignores its ``use_nesterov`` on CPU, but here it works. Arguments
+    and errors are those of :class:`SGD`.
     """
 
     def __init__(
