@@ -122,16 +122,12 @@ def param_groups(
     """Sort the parameters of a model into groups with separate options, for any ``torch.optim`` optimizer.
 
     A parameter gets the options of **all** rules it matches. If two rules set the same option, the later one wins, so
-    write the general rules first. Rules merge because they decide different things, such as the learning rate by depth
-    and the decay by kind of parameter. If only the first match counted, every combination would need its own rule.
-    Parameters that match the same rules form one group.
+    write the general rules first. Parameters that match the same rules form one group.
 
     Every trainable parameter is in exactly one group. Tied weights appear once, under their first name. Groups are
     ordered by the first rule they match, then by the next. Parameters without a rule come last. Inside a group the
-    parameters keep the order of the model, so the same model and rules give the same groups on every rank and after a
-    restart. Names are stored as ``param_names``, which torch saves with the optimizer's state.
-
-    Cost: one pass over the parameters per rule, in Python. The model is not changed.
+    parameters keep the order of the model. Names are stored as ``param_names``, which torch saves with the optimizer's
+    state. Cost: one pass over the parameters per rule, in Python.
 
     Args:
         model: Bare, inside DDP, ``DataParallel`` or ``torch.compile`` (whose prefixes are not part of the names), or
@@ -140,9 +136,6 @@ def param_groups(
         defaults: Options of every group, which rules override. The optimizer sets all others.
         include_frozen: Whether parameters with ``requires_grad=False`` also get a group. Set it if they are unfrozen
             later, or frozen in turns. torch skips them while they have no gradient.
-
-    Returns:
-        Groups to pass to an optimizer, as in ``torch.optim.AdamW(groups)``. None is empty.
 
     Raises:
         TypeError: An argument has the wrong type, or a rule's ``when`` returned something other than a boolean.
@@ -202,8 +195,7 @@ def no_decay(*, also: type | tuple[type, ...] = ()) -> tuple[GroupRule, ...]:
     """Return rules that disable weight decay for norms, biases and other vectors, found by structure.
 
     These are all parameters of at most one axis (biases, the scales and shifts of any norm, layer scales,
-    temperatures), and all parameters of torch's norm layers. Names are not considered. Weight decay is meant for
-    matrices and kernels. Not applying it to vectors is common practice since BERT (Devlin et al., 2019).
+    temperatures), and all parameters of torch's norm layers, as is common since BERT (Devlin et al., 2019).
     Parameters of several axes in a custom norm still decay, unless its type is in ``also``.
 
     Put these rules after others that set ``weight_decay``, because the later rule wins. The model need not have such
@@ -241,7 +233,6 @@ def layer_wise_decay(model: nn.Module, base_lr: float, *, factor: float) -> tupl
     ``base_lr``.
 
     The rules name parameters, so they also fit a copy of the model. They set only ``lr``. Add other rules to them.
-
     Cost: one symbolic trace of the forward pass, or one forward pass on two samples.
 
     Args:
@@ -378,12 +369,7 @@ class Row(NamedTuple):
 
 
 class MuonSplit(list[ParamGroup]):
-    """Param groups for :class:`~torchboost.optim.MixedOptimizer`. ``print`` shows them as a table.
-
-    Args:
-        groups: The groups.
-        rows: One per parameter, in the order of the model.
-    """
+    """Param groups for :class:`~torchboost.optim.MixedOptimizer`. ``print`` shows them, a row for each parameter."""
 
     def __init__(self, groups: Iterable[ParamGroup], rows: Iterable[Row]) -> None:
         super().__init__(groups)
@@ -441,14 +427,12 @@ def muon_groups(
         split: If False, each parameter is one matrix, as in checkpoints of groups without a split.
 
     Returns:
-        Groups to pass to :class:`~torchboost.optim.MixedOptimizer`. No group is empty.
+        Groups to pass to :class:`~torchboost.optim.MixedOptimizer`. Cost: two forward passes of a copy of the model.
 
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: The model does not run on ``sample``, a rule matches nothing, or there is nothing to train.
         IncompatibleError: The model is sharded by FSDP1.
-
-    Cost: two forward passes on ``sample``, of a copy of the model.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -503,9 +487,9 @@ def _warn_of_types(model: nn.Module) -> None:
 
 
 def _may_be_fused(model: nn.Module) -> bool:
-    """Whether a layer before the last has a multiple of its inputs as outputs that no layer near it reads whole.
+    """Whether a layer has a multiple of its inputs as outputs that no layer after it or beside it reads whole.
 
-    Near are the next layer, and layers in the same module. The wide layer of a perceptron has such a reader.
+    The wide layer of a perceptron has such a reader.
     """
     around = {child: parent for parent in model.modules() for child in parent.children()}
     layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
@@ -533,10 +517,7 @@ def _reason(parameter: nn.Parameter, use: Use) -> str | None:
 
 
 def _with_types(uses: Mapping[nn.Parameter, Use] | None, model: nn.Module) -> dict[nn.Parameter, Use]:
-    """Return the uses, guessed from the types of modules, in their order, for parameters that the pass did not reach.
-
-    A mixture of experts does not reach all of its experts, and they must not follow different rules.
-    """
+    """Return the uses, guessed from the types of modules for parameters that the pass did not reach, as of experts."""
     tables = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
     holders = [module for module in model.modules() if isinstance(module, _MATRICES)]
     guesses = {parameter: Use("other") for parameter in model.parameters()}

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -313,24 +313,30 @@ def _kept(optimizer: Optimizer, group: Mapping[str, Any], rule: str) -> ParamGro
     """Return the options of a group that keeps its rule, without entries that torch's class would not read."""
     options = options_of(group)
     if type(optimizer) in OF_TORCH:
-        own = set(_defaults(rule)) - set(optimizer.defaults)
+        own = set(_defaults(GROUP_RULES[rule])) - set(optimizer.defaults)
         options = {key: value for key, value in options.items() if key not in own}
         if options.get(CENTRALIZE):  # torch's class does not read it, and a pipeline centralises without it too
             del options[CENTRALIZE]
     return {**options, "rule": rule}
 
 
-def _defaults(rule: str) -> dict[str, Any]:
-    build: Any = GROUP_RULES[rule]
-    return build([{"params": []}]).defaults
+def _defaults(rule: Any) -> dict[str, Any]:
+    return rule([{"params": []}]).defaults
 
 
-def _carried(optimizer: Optimizer, group: Mapping[str, Any], known: Iterable[str]) -> ParamGroup:
-    """Return the options of a group that any rule has, and entries that are the user's own, such as a name."""
+def _moved(optimizer: Optimizer, group: Mapping[str, Any], largest: float, lr: float, rule: type) -> ParamGroup:
+    """Return the options of a group whose parameters get another rule, with ``lr`` in place of the ``largest`` rate.
+
+    Options that any rule has are kept, and entries that are the user's own, such as a name.
+    """
     own = optimizer.defaults_for(group) if isinstance(optimizer, UpdateRule) else optimizer.defaults
-    strange = {*known, *own, "rule", "lr", "weight_decay", "updates"}
-    common = {key: group[key] for key in ("maximize", "master_weights") if key in group and key in own}
-    return {**{key: value for key, value in options_of(group).items() if key not in strange}, **common}
+    common = {"maximize", "master_weights"} & own.keys()
+    strange = {*_defaults(rule), *own, "rule", "lr", "weight_decay", "updates"} - common
+    return {
+        **{key: value for key, value in options_of(group).items() if key not in strange},
+        "lr": lr * (float(group["lr"]) / largest),
+        "weight_decay": float(group.get("weight_decay", 0.0)) * largest / lr,
+    }
 
 
 def _members(group: Mapping[str, Any], chosen: Callable[[Any], bool]) -> ParamGroup:
@@ -353,19 +359,14 @@ def _with_muon(
     if any(having) and not largest:
         raise IncompatibleError("found the learning rate 0 for all hidden matrices, so they would not be trained.")
     built: list[ParamGroup] = []
-    for group, rule, rate, has in zip(groups, rules, rates, having, strict=True):
+    for group, rule, has in zip(groups, rules, having, strict=True):
         rest = _members(group, lambda param: param not in forms)
         if rest["params"] or not has:
             built.append({**_kept(optimizer, group, rule), **rest})
-        options = {
-            **_carried(optimizer, group, _defaults("muon")),
-            "lr": lr * (rate / largest) if has else lr,
-            "weight_decay": float(group.get("weight_decay", 0.0)) * largest / lr,
-            "momentum": 0.9,
-            "adjust_lr_fn": "original",
-        }
-        found = {id(forms[param]): forms[param] for param in group["params"] if param in forms}
-        built += [{**options, **f, **_members(group, lambda param, f=f: forms.get(param) is f)} for f in found.values()]
+        for form in {id(forms[param]): forms[param] for param in group["params"] if param in forms}.values():
+            members = _members(group, lambda param, form=form: forms.get(param) is form)
+            options = {**_moved(optimizer, group, largest, lr, Muon), "momentum": 0.9, "adjust_lr_fn": "original"}
+            built.append({**options, **form, **members})
     try:
         mixed = MixedOptimizer(built, rules[0], **_pipeline(optimizer))
     except (TypeError, ValueError) as error:
@@ -404,18 +405,11 @@ def _in_words(optimizer: Optimizer, lr: float, rest: str) -> str:
 
 def _schedule_free(optimizer: Optimizer, groups: Sequence[ParamGroup], lr: float) -> ScheduleFreeAdamW:
     """Return schedule-free AdamW over the groups. Rates and decays follow the rules of :func:`muon_from`."""
-    rates = [float(_rate(optimizer, group)) for group in groups]
-    largest = max(rates)
+    largest = max(float(_rate(optimizer, group)) for group in groups)
     if not largest:
         raise IncompatibleError("found the learning rate 0 in all groups, so nothing would be trained.")
-    known = ScheduleFreeAdamW([{"params": []}]).defaults
     built = [
-        {
-            **_carried(optimizer, group, known),
-            **_members(group, lambda param: True),
-            "lr": lr * (rate / largest),
-            "weight_decay": float(group.get("weight_decay", 0.0)) * largest / lr,
-        }
-        for group, rate in zip(groups, rates, strict=True)
+        {**_moved(optimizer, group, largest, lr, ScheduleFreeAdamW), **_members(group, lambda param: True)}
+        for group in groups
     ]
     return ScheduleFreeAdamW(built, **_pipeline(optimizer))
