@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from torchboost.core.hardware import accelerators, generator_states, set_generator_states
 from torchboost.distributed.agreement import first_holder, from_first_rank, ranks_of_shards
 from torchboost.distributed.topology import Topology
 
@@ -113,7 +114,12 @@ def save(
     buffers = _buffers(weights, model)
     holder, source = _holder(whole, _shards(_params(optimizer))), _holder(buffers, [_source(model)])
     saved_parts = {name: part.state_dict() for name, part in parts.items()}
-    saved_parts |= {OPTIMIZER: state, COPY: holder, BUFFERS: source, GENERATORS: _generator_states(model)}
+    saved_parts |= {
+        OPTIMIZER: state,
+        COPY: holder,
+        BUFFERS: source,
+        GENERATORS: generator_states(accelerators(model.parameters())),
+    }
     content = {
         "model": weights,
         _key("optimizer", holder): whole,
@@ -370,10 +376,12 @@ def _key(what: str, holder: int) -> str:
     return f"{what}-{holder}" if holder else what
 
 
-def _template(metadata: Metadata, key: str, names: list[str], optimizer: Optimizer) -> dict[str, Any]:
-    """Return the optimizer's state dict with empty tensors for the checkpoint, sharded as the parameters are."""
+def _optimizer_state(
+    path: Path, metadata: Metadata, key: str, names: list[str], optimizer: Optimizer
+) -> dict[str, Any]:
+    """Return the state that a checkpoint has under ``key``, sharded and ordered as this optimizer is."""
     params = dict(zip(names, _params(optimizer), strict=True))
-    template: dict[str, Any] = {"state": {}, "param_groups": []}
+    state: dict[str, Any] = {"state": {}, "param_groups": []}
     for name, entry in metadata.state_dict_metadata.items():
         place: tuple[Any, ...] = (metadata.planner_data or {})[name]
         if place[0] != key:
@@ -386,18 +394,11 @@ def _template(metadata: Metadata, key: str, names: list[str], optimizer: Optimiz
                 room = torch.empty_like(param, dtype=dtype)
             else:
                 room = torch.empty(entry.size, dtype=dtype, device="cpu")
-        _put(template, place[1:], room)
-    return template
-
-
-def _optimizer_state(
-    path: Path, metadata: Metadata, key: str, names: list[str], optimizer: Optimizer
-) -> dict[str, Any]:
-    """Return the state that a checkpoint has under ``key``, sharded and ordered as this optimizer is."""
-    room = {key: _template(metadata, key, names, optimizer)}
-    _read(path, room)
-    _match_groups(room[key], names, optimizer)
-    return room[key]
+        _put(state, place[1:], room)
+    content = {key: state}
+    _read(path, content)
+    _match_groups(content[key], names, optimizer)
+    return content[key]
 
 
 def _put(tree: Any, place: tuple[Any, ...], value: Any) -> None:
@@ -490,30 +491,9 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _generator_states(model: nn.Module) -> list[Tensor]:
-    """Return the states of torch's generators: of the CPU, then of the accelerators that hold the model."""
-    states = [torch.get_rng_state()]
-    for device in _accelerators(model):
-        with torch.accelerator.device_index(device.index):
-            states.append(torch.get_device_module(device).get_rng_state())
-    return states
-
-
 def _set_generator_states(states: Sequence[Tensor], model: nn.Module) -> None:
-    """Restore the states from :func:`_generator_states`, for as many accelerators as this process has.
-
-    A state of another kind of device, which has another size, is skipped.
-    """
-    torch.set_rng_state(states[0])
-    for device, state in zip(_accelerators(model), states[1:], strict=False):
-        with torch.accelerator.device_index(device.index):
-            module = torch.get_device_module(device)
-            if module.get_rng_state().shape == state.shape:
-                module.set_rng_state(state)
-
-
-def _accelerators(model: nn.Module) -> list[torch.device]:
-    kind = torch.accelerator.current_accelerator()
-    if kind is None:
-        return []
-    return sorted({param.device for param in model.parameters() if param.device.type == kind.type}, key=str)
+    """Restore the states of generators. Those of other kinds of devices, which have other sizes, are skipped."""
+    devices = accelerators(model.parameters())
+    _, *others = generator_states(devices)
+    saved = [old if old.shape == new.shape else new for old, new in zip(states[1:], others, strict=False)]
+    set_generator_states([states[0], *saved], devices[: len(saved)])

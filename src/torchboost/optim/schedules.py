@@ -51,8 +51,7 @@ class Constant(_ScheduleBase):
         lr: Learning rate, at least 0.
 
     Raises:
-        TypeError: Not a number.
-        ValueError: Negative or not finite.
+        TypeError, ValueError: Not a number, negative or not finite.
 
     Example:
         >>> Constant(0.1)(1000)
@@ -130,8 +129,7 @@ class ExponentialDecay(_Decay):
         staircase: Round ``step / decay_steps`` down.
 
     Raises:
-        TypeError: A setting has the wrong type.
-        ValueError: A setting is out of range.
+        TypeError, ValueError: A setting has the wrong type or is out of range.
 
     Example:
         >>> as_list(ExponentialDecay(0.8, decay_rate=0.5, decay_steps=2, staircase=True), 5)
@@ -203,8 +201,7 @@ class PolynomialDecay(_ScheduleBase):
         cycle: Start again after ``decay_steps``.
 
     Raises:
-        TypeError: A setting has the wrong type.
-        ValueError: A setting is out of range.
+        TypeError, ValueError: A setting has the wrong type or is out of range.
 
     Example:
         >>> as_list(PolynomialDecay(0.4, decay_steps=4), 6)
@@ -242,8 +239,7 @@ class CosineDecay(_ScheduleBase):
         decay_steps: Updates, at least 1.
 
     Raises:
-        TypeError: A setting has the wrong type.
-        ValueError: A setting is out of range.
+        TypeError, ValueError: A setting has the wrong type or is out of range.
 
     Example:
         >>> as_list(CosineDecay(0.2, decay_steps=2), 4)
@@ -280,8 +276,7 @@ class Warmup(_ScheduleBase):
             the start of the run, and the warm-up scales its first updates.
 
     Raises:
-        TypeError: A setting has the wrong type.
-        ValueError: A setting is out of range.
+        TypeError, ValueError: A setting has the wrong type or is out of range.
 
     Example:
         >>> as_list(Warmup(CosineDecay(0.2, decay_steps=2), steps=4), 7)

@@ -96,8 +96,7 @@ class Unscale:
         scale: The factor of the loss, above 0.
 
     Raises:
-        TypeError: Not a number.
-        ValueError: Not above 0, or not finite.
+        TypeError, ValueError: Not a number, not above 0, or not finite.
     """
 
     scale_free = True
@@ -160,8 +159,7 @@ class Decay:
         weight_decay: Factor, at least 0.
 
     Raises:
-        TypeError: Not a number.
-        ValueError: Negative or not finite.
+        TypeError, ValueError: Not a number, negative or not finite.
     """
 
     scale_free = False
@@ -247,8 +245,7 @@ class ClipValue:
         value: Limit, above 0.
 
     Raises:
-        TypeError: Not a number.
-        ValueError: Not above 0, or not finite.
+        TypeError, ValueError: Not a number, not above 0, or not finite.
     """
 
     scale_free = False

@@ -22,7 +22,7 @@ from torchboost.core.algorithm import Attachment
 from torchboost.core.arguments import check_flag
 from torchboost.core.torch_private import sparse_rows, sparse_values
 from torchboost.errors import IncompatibleError
-from torchboost.optim.rules.adam import Adam
+from torchboost.optim.rules.adam import Adam, adam_directions
 from torchboost.optim.rules.base import Batch, UpdateRule
 from torchboost.optim.rules.loading import damaged, is_entry
 from torchboost.optim.rules.masters import LOW_PRECISION
@@ -481,18 +481,10 @@ def _make_steps(
     live = {key: value[order] for key, value in rows.items()}
     for step in range(int(begun[0]) + 1, end + 1):
         active = int(torch.searchsorted(begun, float(step)))
-        weight, mean, square = (live[key][:active] for key in ("weight", "exp_avg", "exp_avg_sq"))
-        _, lr, decay, beta1, beta2, eps = options[max(bisect_right(options, (step, math.inf)) - 1, 0)]
-        first, second = (1 - beta1**step, (1 - beta2**step) ** 0.5) if form["bias_correction"] else (1.0, 1.0)
-        grad = weight * decay
-        mean.lerp_(grad, 1 - beta1)
-        square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        if "max_exp_avg_sq" in live:
-            largest = live["max_exp_avg_sq"][:active]
-            square = torch.maximum(largest, square, out=largest)
-        ahead = mean.lerp(grad, 1 - beta1) if form["nesterov"] else mean
-        root = square.sqrt() if form["eps_uncorrected"] else square.sqrt().div_(second)
-        size = lr * second / first if form["eps_uncorrected"] else lr / first
-        weight.addcdiv_(ahead, root.add_(eps), value=-size)
+        _, lr, decay, *betas, eps = options[max(bisect_right(options, (step, math.inf)) - 1, 0)]
+        state = {key: value[:active] for key, value in live.items()} | {"step": torch.tensor(step - 1.0, device="cpu")}
+        weight = state.pop("weight")
+        moves = adam_directions({**form, "betas": betas, "eps": eps}, Batch([weight], [weight * decay], [state]))
+        weight.sub_(moves[0], alpha=lr)
     for key, value in live.items():
         rows[key].index_copy_(0, order, value)
