@@ -72,10 +72,9 @@ def save(
 
     The files are written and synced under a temporary name and then renamed, so ``folder`` holds complete checkpoints
     only, even if the job is killed. The layout of model and optimizer is as in ``get_model_state_dict`` and
-    ``get_optimizer_state_dict``. If ranks hold copies, rank 0 writes, including BatchNorm statistics,
-    which DDP also takes from rank 0. Optimizer states that are not copies are all written. If the job has several DDP
-    or FSDP2 groups, such as the nodes of AdaSum, the buffers of the first rank of each group are written. Ranks with a
-    bare model are groups of one. The states of torch's generators are written for every rank.
+    ``get_optimizer_state_dict``. Of copies of a state the first rank's is written. Buffers are written of the first
+    rank of each DDP or FSDP2 group, from which DDP takes them too. Ranks with a bare model are groups of one. The
+    states of torch's generators are written for every rank.
 
     Args:
         folder: Folder of this job's checkpoints.
@@ -114,12 +113,8 @@ def save(
     buffers = _buffers(weights, model)
     holder, source = _holder(whole, _shards(_params(optimizer))), _holder(buffers, [_source(model)])
     saved_parts = {name: part.state_dict() for name, part in parts.items()}
-    saved_parts |= {
-        OPTIMIZER: state,
-        COPY: holder,
-        BUFFERS: source,
-        GENERATORS: generator_states(accelerators(model.parameters())),
-    }
+    generators = generator_states(accelerators(model.parameters()))
+    saved_parts |= {OPTIMIZER: state, COPY: holder, BUFFERS: source, GENERATORS: generators}
     content = {
         "model": weights,
         _key("optimizer", holder): whole,
@@ -192,29 +187,17 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, *
 
 
 def load_optimizer(path: str | os.PathLike[str], key: str, model: nn.Module, optimizer: Optimizer) -> None:
-    """Load an optimizer from a checkpoint that a trainer wrote with DCP. All ranks must call this.
+    """Load an optimizer from a checkpoint that a trainer wrote with DCP under ``key``. All ranks must call this.
 
-    Unlike ``set_optimizer_state_dict`` it keeps the moments of frozen parameters, and steps nothing.
-
-    Args:
-        path: Folder of the checkpoint. DCP reads it with ``pickle``: load only files you trust.
-        key: The name of the optimizer in it.
-        model: Sharded as for training.
-        optimizer: Over the same parameters in the same groups.
-
-    Raises:
-        FileNotFoundError: There is no checkpoint, or one of its files is missing.
-        ValueError: The groups differ, or a file is damaged. Nothing was loaded.
+    Unlike ``set_optimizer_state_dict`` it keeps the moments of frozen parameters, and steps nothing. ``model`` and the
+    errors are as for :func:`load`.
     """
     names = _names(model, _params(optimizer))
     optimizer.load_state_dict(_optimizer_state(Path(path), _metadata(Path(path)), key, names, optimizer))
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """Return the newest complete checkpoint in a folder of :func:`save`, or None if there is none.
-
-    All ranks must call this. All get the result of rank 0.
-    """
+    """Return the newest complete checkpoint in a folder of :func:`save`, or None. All ranks must call this."""
     return _by_first(lambda: next(reversed(_complete(Path(folder))), None))
 
 
@@ -252,10 +235,7 @@ def _check_place(path: Path) -> None:
 
 
 def _complete(folder: Path) -> list[Path]:
-    """Return the complete checkpoints of a folder, ordered by number. The folder need not exist.
-
-    Other files and folders with such a name do not count. A link to a checkpoint does.
-    """
+    """Return the complete checkpoints of a folder, and links to them, by number. The folder need not exist."""
     numbered = [path for path in folder.glob("[0-9]*") if re.fullmatch("[0-9]{8}|[1-9][0-9]{8,}", path.name)]
     return sorted((path for path in numbered if (path / METADATA).is_file()), key=lambda path: int(path.name))
 
@@ -317,9 +297,9 @@ def _names(model: nn.Module, params: list[Tensor]) -> list[str]:
 
 
 def _weights_of(metadata: Metadata, model: nn.Module) -> dict[str, Any]:
-    """Return the tensors that are read into a model: its state dict, or under the names of the version before.
+    """Return the tensors that are read into a model: its state dict, or parameters and buffers as they are.
 
-    That version wrote no entries for removed BatchNorms: it wrote the parameters and buffers as they are.
+    The version before wrote these, without entries for removed BatchNorms.
     """
     weights = get_model_state_dict(model)
     names = _names(model, list(model.parameters()))
@@ -353,10 +333,7 @@ def _buffers(weights: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
 
 
 def _source(model: nn.Module) -> int:
-    """Return the rank whose buffers this rank uses: the first of those that average gradients with it.
-
-    DDP copies the buffers of that rank at every forward pass.
-    """
+    """Return the rank whose buffers this rank uses, in DDP at every pass: the first that averages gradients with it."""
     ddp = next((module for module in model.modules() if isinstance(module, DistributedDataParallel)), None)
     return min(_shards(model.parameters()) if ddp is None else dist.get_process_group_ranks(ddp.process_group))
 

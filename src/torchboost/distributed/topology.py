@@ -65,9 +65,7 @@ class Topology:
     def current(cls, devices_per_node: int | None = None) -> Topology:
         """Read the default process group, or without one describe a single process.
 
-        Args:
-            devices_per_node: Ranks per node. By default the launcher's number (``LOCAL_WORLD_SIZE``). Without it all
-                ranks are assumed to be on one node.
+        Without ``devices_per_node`` the launcher's number (``LOCAL_WORLD_SIZE``) counts, and without that one node.
         """
         if not (dist.is_available() and dist.is_initialized()):
             return cls()
@@ -78,12 +76,7 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class NodeGroups:
-    """The process groups of this rank.
-
-    Args:
-        inside: The ranks of this node.
-        across: The ranks with the same position as this one, one per node.
-    """
+    """The process groups of this rank: of its node, and of the ranks with its position on each node."""
 
     inside: dist.ProcessGroup
     across: dist.ProcessGroup
@@ -91,9 +84,6 @@ class NodeGroups:
     @classmethod
     def of(cls, topology: Topology) -> NodeGroups:
         """Create both groups. All ranks of the job must call this at the same point.
-
-        Args:
-            topology: Of this rank.
 
         Raises:
             IncompatibleError: The nodes do not all have the same number of ranks.
@@ -134,12 +124,7 @@ def shutdown() -> None:
 
 
 def part(gloo: Any, patience: float) -> None:
-    """Wait until all ranks of a ``ProcessGroupGloo`` are done with it. Call this before it is dropped.
-
-    Args:
-        gloo: The group.
-        patience: Longest wait in seconds, for a rank that leaves alone after an error.
-    """
+    """Wait, at most ``patience`` seconds, until all ranks of a ``ProcessGroupGloo`` are done with it, to drop it."""
     options = dist.BarrierOptions()
     options.timeout = timedelta(seconds=patience)
     with suppress(RuntimeError):

@@ -143,11 +143,12 @@ class Boost(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remove the attachments."""
-        self._remove()
+        if self.boosted is not None:
+            self.boosted.levers.end()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Remove the attachments."""
-        self._remove()
+        self.teardown(trainer, pl_module, "fit")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
@@ -156,10 +157,6 @@ class Boost(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the state of a checkpoint until the algorithms are attached."""
         self._loaded = state_dict or None
-
-    def _remove(self) -> None:
-        if self.boosted is not None:
-            self.boosted.levers.end()
 
     def _network(self, pl_module: LightningModule) -> nn.Module:
         children = {name: child for name, child in pl_module.named_children() if any(True for _ in child.parameters())}

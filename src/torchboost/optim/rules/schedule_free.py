@@ -267,10 +267,7 @@ class ScheduleFreeSGD(_ScheduleFree):
 def warn_of_training_weights(optimizer: Optimizer, what: str, *, stacklevel: int) -> bool:
     """Warn if the parameters of a schedule-free optimizer are not their average, and return whether they are not.
 
-    Args:
-        optimizer: Any.
-        what: Begins the sentence that ends with the weights of training.
-        stacklevel: 1 is this function.
+    ``what`` begins the sentence that ends with the weights of training.
     """
     trained = isinstance(optimizer, _ScheduleFree) and bool(optimizer.state)
     if not trained or not any(group["training"] for group in optimizer.param_groups):
