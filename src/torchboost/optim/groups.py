@@ -226,11 +226,9 @@ def layer_wise_decay(model: nn.Module, base_lr: float, *, factor: float) -> tupl
 
     ``lr = base_lr * factor ** (number of blocks after this one)``: the last block, usually the head, learns with
     ``base_lr``, the first block with the lowest rate (ELECTRA, Clark et al., 2020; BEiT, Bao et al., 2022, with factors
-    from 0.65 to 0.9). Freezing uses the same blocks (:func:`torchboost.graph.blocks.blocks_of`): in the order in which
-    they run, a norm together with the layer before it. So a final norm learns at the rate of the last layer, and token
-    and position embeddings in two modules are two blocks. BEiT puts the norm with the head, and ELECTRA puts all
-    embeddings at one depth. Tied weights count once, at their last use: an embedding tied to the head learns with
-    ``base_lr``.
+    from 0.65 to 0.9). Blocks are those of freezing (:func:`torchboost.graph.blocks.blocks_of`): in the order in which
+    they run, a norm together with the layer before it, where BEiT puts a final norm with the head. Embeddings in two
+    modules are two blocks, which ELECTRA puts at one depth. Tied weights count once, at their last use.
 
     The rules name parameters, so they also fit a copy of the model. They set only ``lr``. Add other rules to them.
     Cost: one symbolic trace of the forward pass, or one forward pass on two samples.
@@ -410,11 +408,11 @@ def muon_groups(
     Muon gets hidden matrices, filters and stacks of matrices. AdamW gets the rest: tables such as embeddings, the
     output layer, layers that read the model's input, norms, biases, matrices of one row or column, and weights that are
     shared with one of these. Several matrices in one parameter, such as the gates of recurrent layers and fused
-    projections, are orthogonalised each by itself. Parameters with the same split form a group. The uses are found in
-    one forward pass (:func:`~torchboost.graph.matrix_uses.matrix_uses`). If the model cannot be run here, types of
-    modules decide: matrices and filters of torch's layers go to Muon, but the last of these layers, and without
-    embeddings the first, go to AdamW. Fused projections are then not split, with a warning if a layer may be one.
-    Types also decide about parameters that the pass did not use, such as experts that were not chosen.
+    projections, are orthogonalised each by itself. The uses are found in one forward pass
+    (:func:`~torchboost.graph.matrix_uses.matrix_uses`). If the model cannot be run here, and for parameters that the
+    pass did not use, types of modules decide: matrices and filters of torch's layers go to Muon, but the last of these
+    layers, and without embeddings the first, go to AdamW. Fused projections are then not split, with a warning if a
+    layer may be one.
 
     Args:
         model: Wrapped or not. It is not changed.

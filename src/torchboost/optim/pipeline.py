@@ -1,8 +1,4 @@
-"""Transforms of gradients, run in order before each step of any optimizer.
-
-An attached pipeline uses the hooks of ``torch.optim.Optimizer``. The optimizer object, its groups and its state are not
-changed.
-"""
+"""Transforms of gradients, run in order before each step of any optimizer, by its hooks."""
 
 from __future__ import annotations
 
@@ -27,15 +23,10 @@ from torchboost.optim.tensors import forget_scale, values_of, writable
 
 @dataclass(slots=True)
 class Gradients:
-    """All gradients of one step, as parallel lists across all groups.
+    """All gradients of one step, as parallel lists across all groups: of each parameter that has one.
 
-    Parameters without a gradient are not included.
-
-    Args:
-        params: The parameters.
-        grads: Their gradients. If the shape does not change, change an entry in place, because it may be a view into a
-            communication bucket. An entry that is replaced becomes the parameter's ``.grad``.
-        groups: The param group of each parameter.
+    If the shape of a gradient does not change, change it in place, because it may be a view into a communication
+    bucket. An entry that is replaced becomes the parameter's ``.grad``.
     """
 
     params: list[Tensor]
@@ -85,9 +76,6 @@ class GradientPipeline:
         >>> optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         >>> attachment = GradientPipeline(Centralize(), ClipNorm(1.0)).attach(optimizer)
 
-    Args:
-        *transforms: At least one.
-
     Raises:
         TypeError: Something is not a transform.
         ValueError: No transform was given.
@@ -129,10 +117,7 @@ class _Attached(Attachment):
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Transform the gradients, or, if ``step`` gets a closure, after the closure, which makes the gradients.
-
-        It must not run before the closure as well: a closure that accumulates adds to existing gradients.
-        """
+        """Transform the gradients, after a closure and never before it: one that accumulates adds to existing ones."""
         if self._nests and self._inside and self._seen and self._is_as_left():
             self._inside += 1
             return None
@@ -200,10 +185,7 @@ class _Attached(Attachment):
             self._remember()
 
     def _unscale(self, gradients: Gradients) -> None:
-        """Divide by the loss scale that ``GradScaler`` gives a fused kernel, if a transform needs true gradients.
-
-        The kernel then divides by 1, and skips the update at an overflow as before.
-        """
+        """Divide by the loss scale that ``GradScaler`` gives a fused kernel, if a transform needs true gradients."""
         optimizer: Any = self._optimizer
         scale = getattr(optimizer, "grad_scale", None)
         if scale is None or not gradients.grads or all(transform.scale_free for transform in self._transforms):

@@ -47,10 +47,8 @@ def muon_from(optimizer: Optimizer, model: nn.Module, *, lr: float, sample: Any 
     Hidden matrices, filters and stacks of matrices, as found by :func:`~torchboost.optim.muon_groups`, follow Muon with
     ``momentum=0.9`` and the scale ``"original"``. Everything else keeps rule and options of its group, and is updated
     as the given optimizer would, bit for bit. A group with both kinds becomes two, the matrices after the rest.
-
     If groups have different rates, their matrices keep the proportion. The weight decay of matrices is such that
-    ``lr * weight_decay``, the share by which an update shrinks the weights, equals the group's. Matrices that did not
-    decay do not decay.
+    ``lr * weight_decay``, the share by which an update shrinks the weights, equals the group's.
 
     Schedules that scale the rates of the groups, such as ``LambdaLR`` and ``CosineAnnealingLR``, fit. Schedules that
     write rates, such as ``OneCycleLR``, take one per group: ``[group["lr"] for group in optimizer.param_groups]``, with
@@ -176,10 +174,9 @@ def _check(recipe: RecipeSection, optimizers: Sequence[Optimizer], inner: Sequen
 
 
 class _LooksForSchedule:
-    """A hook of an optimizer that looks for schedules on the one that it replaces.
+    """A hook of an optimizer that looks for schedules on the one that it replaces: at the first step, for their mark.
 
-    If a schedule has marked the replaced one, the first step raises. ``ReduceLROnPlateau`` sets no mark. It shows
-    when it first changes a rate, in the middle of a run, so this only warns.
+    ``ReduceLROnPlateau`` sets no mark. It shows when it first changes a rate, in a run, so this only warns.
     """
 
     def __init__(self, given: Optimizer) -> None:
@@ -259,7 +256,7 @@ def _scale(optimizer: Optimizer, rate: float, tensors: dict[int, tuple[Any, Any]
     ``tensors`` holds the tensors that were scaled already, because groups and optimizers may share them.
     """
     before: list[dict[str, tuple[Any, Any]]] = []
-    for options in (*optimizer.param_groups, optimizer.defaults):
+    for options in (optimizer.defaults, *optimizer.param_groups):
         rates: dict[str, tuple[Any, Any]] = {}
         for key in ("lr", "initial_lr"):
             old = options.get(key)
@@ -278,8 +275,8 @@ def _scale(optimizer: Optimizer, rate: float, tensors: dict[int, tuple[Any, Any]
         scheduled = drives_schedule(optimizer)
         for options in optimizer.param_groups:
             options.pop(SCALED, None)
-        groups = optimizer.param_groups[: len(before) - 1]
-        for options, rates in () if scheduled else zip((*groups, optimizer.defaults), before, strict=False):
+        places = (optimizer.defaults, *optimizer.param_groups)  # of which some may have been added
+        for options, rates in () if scheduled else zip(places, before, strict=False):
             for key, (old, new) in rates.items():
                 if isinstance(old, Tensor) and isinstance(options.get(key), Tensor):
                     options[key].copy_(torch.where(options[key] == new, old, options[key]))

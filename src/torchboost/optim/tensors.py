@@ -105,8 +105,7 @@ def same_layout(value: Tensor, model: Tensor) -> bool:
 def aligned(value: Tensor, model: Tensor) -> Tensor:
     """Return ``value``, or a copy of it, in the memory layout of ``model``, which has the same shape.
 
-    Kernels that take lists of tensors read all of them in the memory order of the first. A gradient in another layout
-    would be read at the wrong places.
+    Kernels that take lists of tensors read all of them in the memory order of the first.
     """
     if same_layout(value, model):
         return value
@@ -126,19 +125,15 @@ def writable(tensor: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class Batch:
-    """The parameters of a group that have a gradient, as parallel lists.
-
-    Args:
-        params: The tensors to update in place: the parameters, or their float32 masters.
-        grads: Their gradients, in the precision of ``params``.
-        states: Their states.
-        layout: Strides of ``params``, if already known.
-    """
+    """The parameters of a group that have a gradient, as parallel lists."""
 
     params: list[Tensor]
+    """The tensors to update in place: the parameters, or their float32 masters."""
     grads: list[Tensor]
+    """Their gradients, in the precision of ``params``."""
     states: list[dict[str, Any]]
     layout: list[tuple[int, ...]] | None = None
+    """Strides of ``params``, if already known."""
 
     def state(self, key: str) -> list[Tensor]:
         """Return one entry of all states."""
@@ -165,10 +160,9 @@ class Batch:
 
 
 class Checked:
-    """A record, per group, of the options and of the parameters whose dense gradients passed the checks.
+    """A record, per group, of the options and of the dense gradients that passed the checks.
 
-    The options of a group count as checked while its entries are the same objects, its gradients until a flag of the
-    group or the result of :func:`_facts` changes.
+    The options count as checked while they are the same objects, gradients until a flag or :func:`_facts` changes.
     """
 
     def __init__(self) -> None:

@@ -29,10 +29,9 @@ _LAYOUT = attrgetter("layout")
 class Centralize:
     """Give every filter's gradient zero mean: ``g -= mean(g over all axes but the first)``.
 
-    Parameters without rows are skipped (:func:`has_rows`): fewer than two axes, one entry per row, whose gradient would
-    be zero, and vectors such as ``(1, n, 1, 1)``. If a param group has ``"grad_centralization": False``, its parameters
-    are skipped. Cost: one read and one write of the gradients. Works in place, in any memory format and dtype. Sparse
-    gradients of embeddings are centralised row by row. A DTensor sharded over its rows is centralised locally.
+    Parameters without rows are skipped (:func:`has_rows`), and param groups with ``"grad_centralization": False``.
+    Works in place, in any memory format and dtype. Sparse gradients of embeddings are centralised row by row, and a
+    DTensor sharded over its rows locally. Cost: one read and one write of the gradients.
 
     Args:
         skip: Parameters to skip.
@@ -116,12 +115,9 @@ class Unscale:
 
 @dataclass(frozen=True, kw_only=True)
 class Coalesce:
-    """Merge duplicate rows of sparse gradients. Dense gradients are not changed.
+    """Merge duplicate rows of sparse gradients, or with ``dense`` convert them to dense ones.
 
     Cost: a sort of the row numbers, and with ``dense`` a tensor of the parameter's size.
-
-    Args:
-        dense: Convert sparse gradients to dense ones, for optimizers and transforms that need them.
 
     Raises:
         TypeError: ``dense`` is not a bool.

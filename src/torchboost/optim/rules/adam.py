@@ -209,10 +209,7 @@ class AdamWeightDecay(Adam):
 def adam_directions(group: Mapping[str, Any], batch: Batch) -> list[Tensor]:
     """Update the moments and return ``m^ / (sqrt(v^) + eps)``, or the variant that the group asks for.
 
-    Args:
-        group: ``betas``, ``eps``, and, if they are set, ``nesterov``, ``amsgrad``, ``bias_correction`` and
-            ``eps_uncorrected``, as in :class:`~torchboost.optim.Adam`.
-        batch: ``maximize`` and a coupled decay must be in the gradients already.
+    The gradients must contain ``maximize`` and a coupled decay already.
     """
     beta1, beta2 = (float(beta) for beta in group["betas"])
     grads, mean, square, steps = batch.grads, batch.state("exp_avg"), batch.state("exp_avg_sq"), batch.state("step")

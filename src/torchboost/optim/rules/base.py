@@ -122,12 +122,7 @@ class UpdateRule(Optimizer):
         super().__init__(params, defaults)
 
     def init_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the initial state of a parameter: zeros, for each name of :meth:`state_keys`.
-
-        Args:
-            param: The parameter, or its float32 master if there is one.
-            group: Its options. With ``fused`` or ``capturable`` the step is on the device of the parameter.
-        """
+        """Return the initial state of a parameter or its master: zeros, for each name of :meth:`state_keys`."""
         near = group.get("fused") or group.get("capturable")
         step = torch.zeros((), dtype=torch.float32, device=param.device if near else "cpu")
         keys = self.state_keys(group)
@@ -258,10 +253,7 @@ class UpdateRule(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient.
-
-        Args:
-            closure: Reevaluates the loss and its gradients, and returns the loss.
+        """Update all parameters that have a gradient, after the closure, which renews them and returns the loss.
 
         Raises:
             IncompatibleError: The rule cannot use a gradient.

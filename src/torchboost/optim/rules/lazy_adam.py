@@ -68,7 +68,6 @@ class LazyAdam(Adam):
     steps with the default betas. With coupled (L2) ``weight_decay`` rows never rest, so all missed steps are replayed.
 
     Checkpoints of :class:`Adam`, and of ``torch.optim``'s Adam and SparseAdam load. Their rows count as up to date.
-    ``SparseAdam`` is classic mode with ``eps_uncorrected=True``.
 
     State: as in :class:`Adam`. In exact mode also ``last_step``, the last step of each row, and ``past``, the options
     since then. Both exist only while rows may lag. After ``catch_up()`` the state is Adam's and loads into it.
@@ -164,11 +163,6 @@ class LazyAdam(Adam):
 
         Does nothing in classic mode or if no row lags. Safe at any time: it does not change the results of training.
         Cost: see the class. Memory: about 100 MB at most, for any size of the table.
-
-        Example:
-            >>> table = torch.nn.Embedding(10, 4, sparse=True)
-            >>> optimizer = LazyAdam(table.parameters(), exact=True)
-            >>> optimizer.catch_up()
         """
         for group in self.param_groups:
             for param in group["params"]:
@@ -180,16 +174,13 @@ class LazyAdam(Adam):
         Cost: one lookup of ``last_step`` for the rows, and their missed steps. Needed in exact mode only. In classic
         mode the hook does nothing. Copies of the module are not affected.
 
-        Args:
-            module: An embedding with ``sparse=True``.
-
         Returns:
             The attachment. Its ``remove()`` removes the hook and catches the whole table up.
 
         Raises:
             TypeError: Not an embedding.
             ValueError: This optimizer does not hold the weight.
-            IncompatibleError: The embedding has dense gradients.
+            IncompatibleError: The embedding does not have ``sparse=True``.
         """
         if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             raise TypeError(f"module must be an Embedding or an EmbeddingBag, found {type(module).__name__}.")
@@ -325,9 +316,8 @@ def form_of(group: Mapping[str, Any]) -> tuple[bool, ...]:
 def replay(rows: Mapping[str, Tensor], last: Tensor, step: int, past: Mapping[str, Any]) -> None:
     """Bring rows up to a step, in place, as dense Adam with a gradient of zero would.
 
-    Equal to dense Adam up to rounding. Cost: one pass over a row per missed step until no further one can change it,
-    about 200 steps with ``betas=(0.9, 0.999)``. All missed steps count with coupled (L2) weight decay, and with
-    ``beta1 >= sqrt(beta2)``.
+    Cost: one pass over a row per missed step until no further one can change it, about 200 steps with ``betas=(0.9,
+    0.999)``. All missed steps count with coupled (L2) weight decay, and with ``beta1 >= sqrt(beta2)``.
 
     Args:
         rows: The weight and the moments by name, contiguous, in float32 or float64. The first axis counts rows.

@@ -48,13 +48,11 @@ class Muon(UpdateRule):
 
     With the defaults the rule and its options match ``torch.optim.Muon``, and checkpoints load both ways. In
     addition filters and stacks of matrices are allowed, matrices of one shape are computed together, and parameters
-    may be sharded by FSDP2: each rank sends its shards of the momentum to the rank that orthogonalises the matrix, and
-    gets its shards of the update back. In ``ZeroRedundancyOptimizer`` each matrix is updated on the rank that holds it.
+    may be sharded by FSDP2, where one rank orthogonalises each matrix.
 
     State: ``momentum_buffer``, 4 bytes per float32 weight. Cost per matrix of ``m <= n``: 5 iterations of
     ``2 m^2 n + m^3`` multiplications, fewer if ``n >= 2 m``. Memory during a step: at most 6 times 16 MiB, or 6 times
-    the largest matrix. Under FSDP2 each rank sends, in each direction, the size of its shards in ``ns_dtype``, except
-    for the matrices that it computes itself.
+    the largest matrix. Under FSDP2 each rank sends the size of its shards in ``ns_dtype``, and gets as much back.
 
     Source: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), and for the scale
     ``"match_rms_adamw"`` J. Liu et al., "Muon is Scalable for LLM Training", arXiv 2502.16982.
@@ -358,16 +356,12 @@ def orthogonalized(matrices: Tensor, polynomials: Sequence[Polynomial], *, eps: 
     on the ``m x m`` Gram matrix, and the matrix itself is read twice per three iterations. In float32 both forms agree
     with float64 to 1e-5 of the norm of the result.
 
-    Source: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), for the iteration, and
-    "Gram Newton-Schulz" (Dao-AILab, 2026) for the Gram form with restarts.
+    Source: as :class:`Muon`, and for the Gram form with restarts "Gram Newton-Schulz" (Dao-AILab, 2026).
 
     Args:
-        matrices: Shape ``(..., m, n)``, float32 or bfloat16. They are not changed.
+        matrices: Shape ``(..., m, n)``, float32 or bfloat16, as the result.
         polynomials: One per iteration.
         eps: Smallest norm by which a matrix is divided.
-
-    Returns:
-        Same shape and precision as ``matrices``.
     """
     tall = matrices.shape[-2] > matrices.shape[-1]
     wide = matrices.mT if tall else matrices
@@ -386,10 +380,8 @@ def orthogonalized(matrices: Tensor, polynomials: Sequence[Polynomial], *, eps: 
 def faster_dtype(device: torch.device) -> torch.dtype:
     """Return the precision in which products of matrices are fast: bfloat16, except on CPUs that are slow in it.
 
-    On a CPU this is measured (:func:`~torchboost.core.hardware.half_precision`), and the processor's flags are ignored.
-    Several processes on CPUs take float32 without a measurement, because all of them must use one precision.
-
-    Cost: on a CPU 0.1 s, once per process.
+    On a CPU this is measured, in 0.1 s, once per process. Several processes on CPUs take float32 without a measurement,
+    because all of them must use one precision.
     """
     if device.type != "cpu":
         return torch.bfloat16
