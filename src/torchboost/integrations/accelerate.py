@@ -49,8 +49,7 @@ def prepare(
     exactly. Weights are saved for the original architecture. Gradient accumulation, clipping, loss scaling and mixed
     precision remain the accelerator's.
 
-    If the accelerator shards the model with FSDP2, its modules are changed before and the algorithms are attached
-    after.
+    If the accelerator shards the model with FSDP2, its modules are changed before and algorithms are attached after.
 
     Args:
         accelerator: Of one process, or of several with ``DistributedDataParallel`` or FSDP2
@@ -58,12 +57,12 @@ def prepare(
         model: The bare model, changed in place. It is moved to the device of the accelerator first.
         optimizer: Its optimizer.
         *others: Further objects that the accelerator prepares: data loaders, schedulers.
-        level: ``"O0"``, ``"O1"`` or ``"O2"``. See :func:`torchboost.boost`.
+        level: As the following ones of :func:`torchboost.boost`.
         total_steps: Number of updates in the whole run, not of batches.
-        config: See :func:`torchboost.boost`. If it has a recipe, build the schedule afterwards, on
-            ``boosted.optimizer``, for ``boosted.steps`` updates, and prepare it then.
-        calibrate: See :func:`torchboost.boost`.
-        verify: Whether the speed levers are compared with a plain step. See :func:`torchboost.boost`.
+        config: If it has a recipe, build the schedule afterwards, on ``boosted.optimizer``, for ``boosted.steps``
+            updates, and prepare it then.
+        calibrate: How long the trial of the speed levers may take.
+        verify: Whether the speed levers are compared with a plain step.
 
     Returns:
         The prepared model, the prepared optimizer, the prepared ``others`` in their order, and the

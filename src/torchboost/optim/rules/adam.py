@@ -41,13 +41,12 @@ class Adam(UpdateRule):
     Source: D. Kingma, J. Ba, "Adam: A Method for Stochastic Optimization", arXiv 1412.6980. S. Reddi et al., "On the
     Convergence of Adam and Beyond" (``amsgrad``). I. Loshchilov, F. Hutter, "Decoupled Weight Decay Regularization".
 
+    Other arguments, and errors, are those of :class:`~torchboost.optim.UpdateRule`.
+
     Args:
-        params: Parameters, named parameters or groups.
-        lr: Learning rate: a float, a tensor with one element, a list with one per update, or a function of the update.
         betas: Decay rates of the moments, each at least 0 and below 1.
         eps: Added to the root of the second moment, at least 0.
-        weight_decay: At least 0. Added to the gradient or, with ``decoupled_weight_decay``, subtracted from the
-            weights. Also a list or function, as ``lr``.
+        weight_decay: Added to the gradient or, with ``decoupled_weight_decay``, subtracted from the weights.
         amsgrad: Use the largest second moment so far.
         nesterov: Use ``beta1 m + (1 - beta1) g`` instead of ``m`` (MindSpore's ``use_nesterov``).
         decoupled_weight_decay: ``w -= lr * weight_decay * w``, as in AdamW.
@@ -56,10 +55,6 @@ class Adam(UpdateRule):
         foreach: Update lists of tensors. None chooses as torch does.
         fused: Use torch's fused kernel.
         capturable: Safe in a CUDA graph.
-        **common: See :class:`~torchboost.optim.UpdateRule`.
-
-    Raises:
-        TypeError, ValueError: An option is invalid, or two exclude each other.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)

@@ -55,12 +55,14 @@ class UpdateRule(Optimizer):
 
     A step checks everything first. If it raises, nothing was changed.
 
+    All rules of this package have ``maximize``, to maximize the objective instead of minimizing it, and
+    ``master_weights``, to keep a float32 copy of bfloat16 and float16 parameters, and their state in float32.
+
     Args:
         params: Parameters, named parameters or groups.
-        defaults: Options that a group does not set. ``"lr"`` and ``"weight_decay"`` may be a float, a list with an
-            element per update, or a function of the update (counted from 0). All rules of this package have
-            ``maximize``, to maximize the objective instead of minimizing it, and ``master_weights``, to keep a float32
-            copy of bfloat16 and float16 parameters, and their state in float32.
+        defaults: Options that a group does not set. ``"lr"`` and ``"weight_decay"`` are at least 0, and may be a float,
+            a list with an element per update, or a function of the update (counted from 0), and ``"lr"`` also a tensor
+            with one element.
         transforms: Applied to the gradients of all groups together before the update, in order, in place. A group with
             ``"grad_centralization": True`` is centralised even if ``Centralize`` is not among them.
         nonfinite: Handling of inf and nan in the gradients: ``"ignore"`` as torch does, ``"skip"`` the update, or

@@ -57,10 +57,11 @@ class Muon(UpdateRule):
     Source: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), and for the scale
     ``"match_rms_adamw"`` J. Liu et al., "Muon is Scalable for LLM Training", arXiv 2502.16982.
 
+    Other arguments, and errors, are those of :class:`~torchboost.optim.UpdateRule`.
+
     Args:
         params: Parameters of at least two axes, named parameters or groups.
-        lr: Learning rate: a float, a tensor with one element, a list with one per update, or a function of the update.
-        weight_decay: ``w -= lr * weight_decay * w``. At least 0, also a list or function, as ``lr``.
+        weight_decay: ``w -= lr * weight_decay * w``.
         momentum: Decay rate of the average of the gradients, at least 0 and below 1.
         nesterov: Orthogonalise ``momentum * m + (1 - momentum) * g`` instead of ``m``.
         ns_coefficients: Three numbers for every iteration, or a list with three numbers per iteration.
@@ -78,10 +79,6 @@ class Muon(UpdateRule):
             pieces of one place in the list are one matrix: ``[16, 16, 16]`` splits 384 rows into three times 128.
         split_axis: Axis of the matrix that is split, 0 or 1: the axis of the outputs, which are the rows of a
             ``Linear`` layer. The update is the same as with a parameter for each matrix.
-        **common: See :class:`~torchboost.optim.UpdateRule`.
-
-    Raises:
-        TypeError, ValueError: An option is invalid, or a parameter has fewer than two axes.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8, bias=False), torch.nn.Linear(8, 2, bias=False))

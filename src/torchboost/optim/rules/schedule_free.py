@@ -167,19 +167,15 @@ class ScheduleFreeAdamW(_ScheduleFree):
 
     Source: A. Defazio et al., "The Road Less Scheduled", arXiv 2405.15682.
 
+    Other arguments, and errors, are those of :class:`~torchboost.optim.UpdateRule`.
+
     Args:
-        params: Parameters, named parameters or groups.
         lr: Learning rate after the warm-up: a float, or a tensor with one element. A group's may be changed by hand,
             with a warning. The paper takes 1 to 10 times the rate of AdamW with a schedule. On small networks it was
             less here, so tune it.
         betas: The share of ``x`` in ``y``, and the decay rate of the second moment.
         eps: Added to the root of the second moment, at least 0.
-        weight_decay: At least 0.
         warmup_steps: Updates in which the rate rises linearly.
-        **common: See :class:`~torchboost.optim.UpdateRule`.
-
-    Raises:
-        TypeError, ValueError: An option is invalid, or ``lr`` is a schedule.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -231,16 +227,12 @@ class ScheduleFreeSGD(_ScheduleFree):
 
     Source: A. Defazio et al., "The Road Less Scheduled", arXiv 2405.15682.
 
+    Other arguments, and errors, are those of :class:`~torchboost.optim.UpdateRule`.
+
     Args:
-        params: Parameters, named parameters or groups.
         lr: Learning rate after the warm-up. In the paper 10 to 50 times the rate of SGD with momentum and a schedule.
         momentum: The share of ``x`` in ``y``, above 0 and below 1.
-        weight_decay: At least 0.
         warmup_steps: Updates in which the rate rises linearly.
-        **common: See :class:`~torchboost.optim.UpdateRule`.
-
-    Raises:
-        TypeError, ValueError: An option is invalid, or ``lr`` is a schedule.
     """
 
     def __init__(

@@ -131,18 +131,14 @@ class Lamb(UpdateRule):
     Source: Y. You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", arXiv 1904.00962,
     algorithm 2.
 
+    Other arguments, and errors, are those of :class:`~torchboost.optim.UpdateRule`.
+
     Args:
         params: Parameters, named parameters or groups. A group with ``adapt=False`` has ratio 1.
-        lr: Learning rate: a float, a tensor with one element, a list with one per update, or a function of the update.
         betas: Decay rates of the moments, each at least 0 and below 1.
         eps: Added to the root of the second moment.
-        weight_decay: At least 0. Also a list or function, as ``lr``.
         max_ratio: Largest ratio.
         eps_in_root: Take the norm of ``m^ / sqrt(v^ + eps) + weight_decay * w`` for the ratio, as MindSpore does.
-        **common: See :class:`~torchboost.optim.UpdateRule`.
-
-    Raises:
-        TypeError, ValueError: An option is invalid.
 
     Example:
         >>> import torch
