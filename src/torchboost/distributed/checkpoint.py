@@ -159,7 +159,6 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, *
     names = _names(model, _params(optimizer))
     bare = model.module if isinstance(model, DistributedDataParallel) else model
     weights = _weights_of(metadata, bare)
-    _check_model(metadata, weights)
     writers = sorted(int(place[1]) for place in (metadata.planner_data or {}).values() if place[0] == "parts")
     # On another number of ranks all read the parts of all, to compare them.
     ranks = [Topology.current().rank] if len(writers) == Topology.current().world_size else writers
@@ -297,25 +296,21 @@ def _names(model: nn.Module, params: list[Tensor]) -> list[str]:
 
 
 def _weights_of(metadata: Metadata, model: nn.Module) -> dict[str, Any]:
-    """Return the tensors that are read into a model: its state dict, or parameters and buffers as they are.
+    """Return the tensors that are read into a model, or refuse a checkpoint of another model.
 
-    The version before wrote these, without entries for removed BatchNorms.
+    They are the state dict, or, without entries for removed BatchNorms, what the version before wrote: parameters and
+    buffers as they are.
     """
+    prefix, entries = "model.", metadata.state_dict_metadata
+    written = {key.removeprefix(prefix): entry for key, entry in entries.items() if key.startswith(prefix)}
     weights = get_model_state_dict(model)
     names = _names(model, list(model.parameters()))
     plain = dict(zip(names, (p.detach() for p in model.parameters()), strict=True))
     buffers = {name for name, _ in model.named_buffers()}
     plain |= {name: value for name, value in weights.items() if name in buffers or name in names}
-    saved = {key.removeprefix("model.") for key in metadata.state_dict_metadata if key.startswith("model.")}
-    return plain if plain.keys() != weights.keys() and plain.keys() == saved else weights
-
-
-def _check_model(metadata: Metadata, weights: Mapping[str, Any]) -> None:
-    saved = {
-        key.removeprefix("model."): tuple(entry.size)
-        for key, entry in metadata.state_dict_metadata.items()
-        if key.startswith("model.") and isinstance(entry, TensorStorageMetadata)
-    }
+    if plain.keys() != weights.keys() and plain.keys() == written.keys():
+        weights = plain
+    saved = {name: tuple(entry.size) for name, entry in written.items() if isinstance(entry, TensorStorageMetadata)}
     here = {name: tuple(value.shape) for name, value in weights.items() if isinstance(value, Tensor)}
     if saved != here:
         other = sorted(name for name in saved.keys() | here.keys() if saved.get(name) != here.get(name))
@@ -324,6 +319,7 @@ def _check_model(metadata: Metadata, weights: Mapping[str, Any]) -> None:
             f"{saved.get(other[0], 'none')} in the checkpoint and {here.get(other[0], 'none')} here. Build the same "
             "model, and transform it (plan.transform) before loading."
         )
+    return weights
 
 
 def _buffers(weights: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:

@@ -91,8 +91,7 @@ def prepare(
         if plan.recipe.optimizer is not None:
             raise IncompatibleError(
                 f"found recipe.optimizer={plan.recipe.optimizer!r} and FSDP2, which takes the optimizer before the "
-                "recipe is applied. Build it yourself, as with torchboost.optim.muon_from, and leave it out of the "
-                "recipe."
+                "recipe is applied. Build it yourself, as with torchboost.optim.muon_from, and leave it out."
             )
         plan.without({name: "" for name, entry in REGISTRY.items() if entry.lever}).transform(model, optimizer)
         prepared = accelerator.prepare(model, optimizer, *others)

@@ -228,8 +228,7 @@ def boost(
     """
     if not isinstance(trainer, Trainer):
         raise TypeError(
-            f"trainer: found {type(trainer).__name__}; pass a transformers.Trainer. For a model and an optimizer use "
-            "torchboost.boost."
+            f"trainer: found {type(trainer).__name__}; pass a transformers.Trainer, or a pair to torchboost.boost."
         )
     kind = type(trainer)
     if not isinstance(trainer, BoostMixin):

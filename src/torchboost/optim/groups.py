@@ -85,8 +85,7 @@ class GroupRule:
             raise ValueError("options: found none; give at least one, such as {'weight_decay': 0.0}.")
         if self.modules is None and self.name is None and self.when is None:
             raise ValueError(
-                "found no criterion; give modules, name or when. For options of all parameters use the 'defaults' of "
-                "param_groups."
+                "found no criterion; give modules, name or when. For all parameters use 'defaults' of param_groups."
             )
         _check_types("modules", () if self.modules is None else self.modules)
         if self.name is not None:

@@ -195,8 +195,7 @@ class _LooksForSchedule:
             self._warned = True
             warnings.warn(
                 f"the rates of the {type(self._given).__name__} that was given have changed, as by ReduceLROnPlateau, "
-                "which has no effect, because the recipe trains with another optimizer; build the schedule on "
-                "boosted.optimizer.",
+                "which has no effect, as the recipe trains with another optimizer; build it on boosted.optimizer.",
                 NoEffectWarning,
                 stacklevel=4,
             )
@@ -244,8 +243,7 @@ def _rate(optimizer: Optimizer, group: Mapping[str, Any]) -> Any:
     rate = group.get("lr")
     if not is_number(rate) and not (isinstance(rate, Tensor) and rate.numel() == 1):
         raise IncompatibleError(
-            f"found lr={rate!r} in a group of {type(optimizer).__name__}; a recipe needs a number or a tensor with one "
-            "element."
+            f"found lr={rate!r} in a group of {type(optimizer).__name__}; give a number or a tensor with one element."
         )
     return rate
 
@@ -373,8 +371,7 @@ def _with_muon(
     if not _matrices(mixed):
         warnings.warn(
             f"Muon found no hidden matrix or filter to train in this {type(model).__name__}, so "
-            f"{type(optimizer).__name__} trains all of it. print(torchboost.optim.muon_groups(model)) shows the reason "
-            "for each parameter.",
+            f"{type(optimizer).__name__} trains all of it. print(torchboost.optim.muon_groups(model)) says why.",
             NoEffectWarning,
             stacklevel=3,
         )

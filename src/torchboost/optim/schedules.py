@@ -422,10 +422,8 @@ def resolve_lr(value: Any, *, name: str = "lr") -> Schedule | None:
         return value
     if isinstance(value, (Tensor, np.ndarray)):
         if value.ndim > 1:
-            raise ValueError(
-                f"{name}: found a tensor of shape {tuple(value.shape)}; give a 0-d tensor, or a 1-d one with one entry "
-                "per update."
-            )
+            shape = tuple(value.shape)
+            raise ValueError(f"{name}: found a tensor of shape {shape}; give a 0-d tensor, or one entry per update.")
         value = value.tolist()
     if callable(value):
         return CheckedRate(function(name, value), name)
