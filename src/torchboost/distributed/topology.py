@@ -105,15 +105,12 @@ def shutdown() -> None:
     On Python before 3.14 ``dist.destroy_process_group()`` alone may abort the process after all work is done, with
     "terminate called without an active exception": a thread of gloo that still drops the tensors of the last collective
     needs the interpreter's lock while the interpreter shuts down
-    (https://github.com/pytorch/pytorch/issues/190489). A barrier does not help, and FSDP2 keeps the groups alive in
-    caches. If a ``DistributedDataParallel`` outlives the group, its destructor may join such a thread while it holds
-    the lock, and the process hangs. This function waits for these threads.
+    (https://github.com/pytorch/pytorch/issues/190489). If a ``DistributedDataParallel`` outlives the group, its
+    destructor may join such a thread while it holds the lock, and the process hangs. This function waits for them.
 
     Call it on all ranks at the normal end of a script. After an error on one rank let the process exit, so that the
-    launcher ends the others. Here they would wait until the timeout of the group. Without a process group this
-    function does nothing.
-
-    Cost: a barrier, a garbage collection and 0.1 s.
+    launcher ends the others. Without a process group this function does nothing. Cost: a barrier, a garbage collection
+    and 0.1 s.
     """
     if not dist.is_initialized():
         return

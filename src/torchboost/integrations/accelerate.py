@@ -47,9 +47,8 @@ def prepare(
 
     ``save_state`` and ``load_state`` then carry the state of the boosted training as well, so a resumed run continues
     exactly. Weights are saved for the original architecture. Gradient accumulation, clipping, loss scaling and mixed
-    precision remain the accelerator's.
-
-    If the accelerator shards the model with FSDP2, its modules are changed before and algorithms are attached after.
+    precision remain the accelerator's. If the accelerator shards the model with FSDP2, its modules are changed before
+    and algorithms are attached after.
 
     Args:
         accelerator: Of one process, or of several with ``DistributedDataParallel`` or FSDP2
@@ -57,12 +56,12 @@ def prepare(
         model: The bare model, changed in place. It is moved to the device of the accelerator first.
         optimizer: Its optimizer.
         *others: Further objects that the accelerator prepares: data loaders, schedulers.
-        level: As the following ones of :func:`torchboost.boost`.
+        level: See :func:`torchboost.boost`.
         total_steps: Number of updates in the whole run, not of batches.
         config: If it has a recipe, build the schedule afterwards, on ``boosted.optimizer``, for ``boosted.steps``
             updates, and prepare it then.
-        calibrate: How long the trial of the speed levers may take.
-        verify: Whether the speed levers are compared with a plain step.
+        calibrate: See :func:`torchboost.boost`.
+        verify: See :func:`torchboost.boost`.
 
     Returns:
         The prepared model, the prepared optimizer, the prepared ``others`` in their order, and the

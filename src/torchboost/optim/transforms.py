@@ -200,8 +200,7 @@ class ClipNorm:
         norm_type: Order of the norm, above 0, or ``math.inf`` for the largest magnitude.
 
     Raises:
-        TypeError: A setting has the wrong type.
-        ValueError: A number is out of range. An infinite ``max_norm`` would clip nothing.
+        TypeError, ValueError: A setting has the wrong type or is out of range.
     """
 
     scale_free = False
@@ -211,10 +210,7 @@ class ClipNorm:
 
     def __post_init__(self) -> None:
         if self.max_norm == math.inf:
-            raise ValueError(
-                "max_norm: found inf, which clips nothing; leave ClipNorm out. The norm of the largest magnitude is "
-                "ClipNorm(max_norm, norm_type=math.inf)."
-            )
+            raise ValueError("max_norm: found inf, which clips nothing; leave ClipNorm out, or set norm_type=inf.")
         check_number("max_norm", self.max_norm, above=True)
         if self.norm_type != math.inf:
             check_number("norm_type", self.norm_type, above=True)

@@ -34,9 +34,7 @@ class FTRL(UpdateRule):
     Other arguments, and errors, are those of :class:`~torchboost.optim.UpdateRule`.
 
     Args:
-        params: Parameters, named parameters or groups, not complex.
-        lr: Learning rate, at least 1e-30, or 0 for no change: a float, a tensor with one element, a list with one per
-            update, or a function of the update.
+        lr: Learning rate, at least 1e-30, or 0 for no change.
         lr_power: From -1 to 0. With -0.5 rates decrease with the square root of the sum of squares.
         l1: Strength of the L1 term, at least 0.
         l2: Strength of the L2 term, at least 0.

@@ -62,10 +62,10 @@ class LazyAdam(Adam):
       :meth:`catch_up` does it by hand. Call ``catch_up()`` before anything else reads the table (evaluation, saving, a
       tied layer).
 
-    Cost of a sparse step: proportional to the rows of the gradient. Nothing is as large as the table. Exact mode adds 4
-    bytes per row, and until the next ``catch_up()`` 150 bytes per step in which a numeric option changed (such as a
-    scheduled learning rate). Catching up takes one pass over a row per missed step until it rests, after about 200
-    steps with the default betas. With coupled (L2) ``weight_decay`` rows never rest, so all missed steps are replayed.
+    Cost of a sparse step: proportional to the rows of the gradient. Exact mode adds 4 bytes per row, and until the next
+    ``catch_up()`` 150 bytes per step in which a numeric option changed (such as a scheduled learning rate). Catching up
+    takes one pass over a row per missed step until it rests, after about 200 steps with the default betas. With coupled
+    (L2) ``weight_decay`` rows never rest, so all missed steps are replayed.
 
     Checkpoints of :class:`Adam`, and of ``torch.optim``'s Adam and SparseAdam load. Their rows count as up to date.
 

@@ -53,10 +53,8 @@ class MixedOptimizer(UpdateRule):
     Other arguments, and errors, are those of :class:`~torchboost.optim.UpdateRule`.
 
     Args:
-        params: Groups, parameters or named parameters.
         rule: Rule of the groups that name none.
-        lr: Learning rate of the groups that set none. None takes the default of each rule. A float, a tensor with one
-            element, a list with one per update, or a function of the update.
+        lr: Learning rate of the groups that set none. None takes the default of each rule.
         weight_decay: The same for the weight decay.
 
     Example:

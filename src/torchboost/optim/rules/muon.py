@@ -60,7 +60,7 @@ class Muon(UpdateRule):
     Other arguments, and errors, are those of :class:`~torchboost.optim.UpdateRule`.
 
     Args:
-        params: Parameters of at least two axes, named parameters or groups.
+        params: Of at least two axes.
         weight_decay: ``w -= lr * weight_decay * w``.
         momentum: Decay rate of the average of the gradients, at least 0 and below 1.
         nesterov: Orthogonalise ``momentum * m + (1 - momentum) * g`` instead of ``m``.

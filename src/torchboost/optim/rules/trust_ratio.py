@@ -134,7 +134,7 @@ class Lamb(UpdateRule):
     Other arguments, and errors, are those of :class:`~torchboost.optim.UpdateRule`.
 
     Args:
-        params: Parameters, named parameters or groups. A group with ``adapt=False`` has ratio 1.
+        params: A group with ``adapt=False`` has ratio 1.
         betas: Decay rates of the moments, each at least 0 and below 1.
         eps: Added to the root of the second moment.
         max_ratio: Largest ratio.
