@@ -18,7 +18,7 @@ from torchboost.optim.rules.adam import Adam
 from torchboost.optim.rules.base import Batch, UpdateRule
 from torchboost.optim.rules.masters import has_master, pieces, widened
 from torchboost.optim.rules.options import Pipeline, rule_arguments
-from torchboost.optim.tensors import aligned, is_dense, same_layout
+from torchboost.optim.tensors import aligned, is_dense, places_by, same_layout
 
 MEBIBYTE = 2**20
 
@@ -128,7 +128,6 @@ class AdamOffload(Adam):
         return {"step": torch.zeros((), dtype=torch.float32, device="cpu"), **moments}
 
     def _far(self, param: Tensor) -> bool:
-        """Whether the parameter is on a device other than the CPU."""
         return param.device.type != "cpu"
 
     def _host_like(self, like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -157,15 +156,12 @@ class AdamOffload(Adam):
         """Update tensors on the host in place, and the rest in one pass per device over all groups."""
         jobs: dict[torch.device, list[_Job]] = {}
         for group, batch in zip(self.param_groups, work, strict=True):
-            options = _host_options(group)
-            near, far = [], []
-            for place, param in enumerate(batch.params):
-                (far if self._far(param) else near).append(place)
-            for place in far:
+            options, places = _host_options(group), places_by(map(self._far, batch.params))
+            for place in places.get(True, ()):
                 param, grad, state = batch.params[place], batch.grads[place], batch.states[place]
                 job = self._job(options, param, grad, state, master=has_master(param, group))
                 jobs.setdefault(param.device, []).append(job)
-            for part in pieces(batch.select(near) if far else batch):
+            for part in pieces(batch.select(places.get(False, ())) if True in places else batch):
                 if part.params:
                     self.update(options, part)
         lanes: dict[torch.device, _Lane] = self.__dict__.setdefault("_lanes", {})
