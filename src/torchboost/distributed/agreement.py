@@ -233,13 +233,11 @@ def first_holder(state: Any, shards: Sequence[int]) -> int:
     ``shards`` are the ranks over which one such state is sharded, in order. Cost: one read of the state, and an
     all-gather of about 130 bytes per rank. Tensors are compared by the sum of their bits.
     """
-    mine = hashlib.sha256()
-    for entry in _portrait(state):
-        mine.update(entry.encode() + b"\0")
+    mine = hashlib.sha256(repr(_portrait(state)).encode()).hexdigest()
     figures: list[Any] = [None] * dist.get_world_size()
     step = shards[1] - shards[0] if len(shards) > 1 else 1
     short = range(shards[0], shards[-1] + 1, step)  # of any length in a few bytes
-    dist.all_gather_object(figures, (mine.hexdigest(), short if list(short) == list(shards) else tuple(shards)))
+    dist.all_gather_object(figures, (mine, short if list(short) == list(shards) else tuple(shards)))
     whole = {ranks: [figures[rank][0] for rank in ranks] for _, ranks in set(figures)}
     own = whole[figures[dist.get_rank()][1]]
     return next(rank for rank, (_, ranks) in enumerate(figures) if whole[ranks] == own)
@@ -253,18 +251,16 @@ def bit_sum(tensor: Tensor) -> Tensor:
     return numbers.view(_BITS[numbers.element_size()]).sum(dtype=torch.int64)
 
 
-def _portrait(value: Any) -> list[str]:
-    """Describe a state, with tensors given by their shape and the sum of their bits."""
+def _portrait(value: Any) -> Any:
+    """Return a state with tensors replaced by their kind, their shape and the sum of their bits."""
     if isinstance(value, Tensor):
         local = local_part(value)
-        return [f"{local.dtype} {tuple(local.shape)} {int(bit_sum(local))}"]
+        return local.dtype, tuple(local.shape), int(bit_sum(local))
     if isinstance(value, Mapping):
-        keys = sorted(value, key=str)
-        return [f"dict {keys}", *(part for key in keys for part in _portrait(value[key]))]
+        return {key: _portrait(value[key]) for key in sorted(value, key=str)}
     if isinstance(value, (list, tuple)):
-        return [f"list {len(value)}", *(part for each in value for part in _portrait(each))]
-    plain = value is None or isinstance(value, (bool, int, float, str))
-    return [repr(value) if plain else type(value).__name__]
+        return list(map(_portrait, value))
+    return value if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
 
 
 def local_part(tensor: Tensor) -> Tensor:
