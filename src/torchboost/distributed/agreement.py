@@ -54,7 +54,7 @@ class Agreement:
         self._wait = timeout - min(5.0, timeout / 4)
         self._calls = 0
         # Holds one ProcessGroupGloo, which torch's stubs hardly cover, until this is closed or the process exits:
-        # its threads must have dropped their tensors before the interpreter ends, see ``teardown.shutdown``.
+        # its threads must have dropped their tensors before the interpreter ends, see ``topology.shutdown``.
         self._groups: list[Any] = []
         weakref.finalize(self, self._groups.clear)
         self._rank = dist.get_rank()

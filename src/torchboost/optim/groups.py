@@ -226,8 +226,8 @@ def layer_wise_decay(model: nn.Module, base_lr: float, *, factor: float) -> tupl
     ``lr = base_lr * factor ** (number of blocks after this one)``: the last block, usually the head, learns with
     ``base_lr``, the first block with the lowest rate (ELECTRA, Clark et al., 2020; BEiT, Bao et al., 2022, with factors
     from 0.65 to 0.9). Blocks are those of freezing (:func:`torchboost.graph.blocks.blocks_of`): in the order in which
-    they run, a norm together with the layer before it, where BEiT puts a final norm with the head. Embeddings in two
-    modules are two blocks, which ELECTRA puts at one depth. Tied weights count once, at their last use.
+    they run, a norm together with the layer before it, and embeddings in two modules as two blocks. BEiT puts a final
+    norm with the head, and ELECTRA all embeddings at one depth. Tied weights count once, at their last use.
 
     The rules name parameters, so they also fit a copy of the model. They set only ``lr``. Add other rules to them.
     Cost: one symbolic trace of the forward pass, or one forward pass on two samples.

@@ -48,7 +48,7 @@ class Muon(UpdateRule):
 
     With the defaults the rule and its options match ``torch.optim.Muon``, and checkpoints load both ways. In
     addition filters and stacks of matrices are allowed, matrices of one shape are computed together, and parameters
-    may be sharded by FSDP2, where one rank orthogonalises each matrix.
+    may be sharded by FSDP2: one rank orthogonalises each matrix.
 
     State: ``momentum_buffer``, 4 bytes per float32 weight. Cost per matrix of ``m <= n``: 5 iterations of
     ``2 m^2 n + m^3`` multiplications, fewer if ``n >= 2 m``. Memory during a step: at most 6 times 16 MiB, or 6 times
