@@ -244,7 +244,7 @@ def first_holder(state: Any, shards: Sequence[int]) -> int:
 
 
 def bit_sum(tensor: Tensor) -> Tensor:
-    """Return the sum of the bits of a tensor, or of this rank's shard, as int64 on its device: alike on any device."""
+    """Return the sum of the bits of a tensor, or of this rank's shard, as int64: the same number on any device."""
     numbers = local_part(tensor).detach().contiguous().reshape(-1)
     if not numbers.numel():
         return torch.zeros((), dtype=torch.int64, device=numbers.device)

@@ -484,7 +484,7 @@ def _warn_of_types(model: nn.Module) -> None:
 
 
 def _may_be_fused(model: nn.Module) -> bool:
-    """Whether a layer has a multiple of its inputs as outputs that no layer after it or beside it reads whole.
+    """Whether a layer has a multiple of its inputs as outputs that no layer after it or in its module reads.
 
     The wide layer of a perceptron has such a reader.
     """
