@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
@@ -375,10 +376,9 @@ class MuonSplit(list[ParamGroup]):
     @property
     def sheet(self) -> Sheet:
         """A row for each parameter, and the number of weights of each rule."""
-        totals: dict[str, int] = {}
+        totals: Counter[str] = Counter()
         for group in self:
-            count = sum(param.numel() for param in group["params"])
-            totals[group["rule"]] = totals.get(group["rule"], 0) + count
+            totals[group["rule"]] += sum(param.numel() for param in group["params"])
         return Sheet(
             headings=("parameter", "shape", "rule", "why"),
             rows=tuple((row.name, " x ".join(map(str, row.shape)), row.rule, row.reason) for row in self.rows),
@@ -408,10 +408,10 @@ def muon_groups(
     output layer, layers that read the model's input, norms, biases, matrices of one row or column, and weights that are
     shared with one of these. Several matrices in one parameter, such as the gates of recurrent layers and fused
     projections, are orthogonalised each by itself. The uses are found in one forward pass
-    (:func:`~torchboost.graph.matrix_uses.matrix_uses`). If the model cannot be run here, and for parameters that the
-    pass did not use, types of modules decide: matrices and filters of torch's layers go to Muon, but the last of these
-    layers, and without embeddings the first, go to AdamW. Fused projections are then not split, with a warning if a
-    layer may be one.
+    (:func:`~torchboost.graph.matrix_uses.matrix_uses`). If the model cannot be run here, types of modules decide:
+    matrices and filters of torch's layers go to Muon, but the last of these layers, and without embeddings the first,
+    go to AdamW. Fused projections are then not split, with a warning if a layer may be one. Types also decide about
+    parameters that the pass did not use, such as experts that were not chosen.
 
     Args:
         model: Wrapped or not. It is not changed.
