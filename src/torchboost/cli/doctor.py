@@ -118,7 +118,7 @@ def measure_machine(progress: Progress) -> dict[str, Any]:
     figures: dict[str, Any] = {"bfloat16": {}, "products": {}}
     for device in devices:
         tell()
-        figures["bfloat16"][device] = asdict(half_precision(device))
+        figures["bfloat16"][device] = half_precision(device)._asdict()
         figures["products"][device] = {}
         for kind in kinds:
             tell()

@@ -197,7 +197,8 @@ class _Recorder(DispatchMode):
         number = self._numbers[id(parameter)]
         places = self._uses.get(number, set())
         otherwise: Place = "other" if number in self._reached else "not reached"
-        place = next((place for place in _DECIDING if place in places), otherwise)
+        deciding: list[Place] = [place for place in _DECIDING if place in places]
+        place = deciding[0] if deciding else otherwise
         filters, reshaped = number in self._filters, number in self._reshaped
         parts = None if reshaped else self._trail.parts_of(number, filters=filters)
         return Use(place, filters, reshaped, parts)
