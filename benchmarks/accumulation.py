@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from options import Options, parser, run_own, save_result
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchboost.algorithms.grad_accumulation.algorithm import Accumulator
-from torchboost.measure.stopwatch import environment
 from torchboost.workloads.models import GPT
 
-OUT = Path(__file__).parent / "results" / "accumulation.json"
 VOCABULARY, CONTEXT, IGNORED = 64, 64, -100
 STEPS = 4
 Batch = tuple[Tensor, Tensor]
@@ -82,25 +79,19 @@ def errors(rounds: int) -> dict[str, dict[str, list[float]]]:
     return found
 
 
-def main() -> None:
-    made = argparse.ArgumentParser(description=__doc__)
-    made.add_argument("--out", type=Path, default=OUT, help="file of the results (default: %(default)s)")
-    made.add_argument("--smoke", action="store_true", help="two windows of each kind")
-    asked = made.parse_args()
+def measure(options: Options) -> Path:
     torch.set_num_threads(1)
-    found = errors(2 if asked.smoke else 30)
-    result = {
-        "title": "Relative error of an accumulated gradient, float32, against the full batch in float64",
-        "model": "GPT, 2 layers, width 64, context 64; windows of 4 micro-steps",
-        "environment": environment().model_dump(),
-        "errors": found,
-    }
-    asked.out.parent.mkdir(parents=True, exist_ok=True)
-    asked.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    found = errors(2 if options.smoke else 30)
     for kind, methods in found.items():
         for name, values in methods.items():
             print(f"{kind:28} {name:22} median {statistics.median(values):.1e}  largest {max(values):.1e}")
+    return save_result(
+        options.file("accumulation"),
+        title="Relative error of an accumulated gradient, float32, against the full batch in float64",
+        model="GPT, 2 layers, width 64, context 64; windows of 4 micro-steps",
+        errors=found,
+    )
 
 
 if __name__ == "__main__":
-    main()
+    run_own(measure, parser(__doc__).parse_args())

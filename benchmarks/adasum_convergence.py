@@ -6,8 +6,6 @@ has 32 images, so the batch grows with the ranks. Steps are counted, not seconds
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import statistics
 import sys
@@ -17,14 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from images import endless
+from options import Options, parameters_of, parser, run_own, save_result
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchboost.measure.statistics import paired_ratio
-from torchboost.measure.stopwatch import environment
 from torchboost.workloads.data import Images, digits
 
-OUT = Path(__file__).parent / "results" / "adasum_convergence.json"
 BATCH = 32  # images per rank
 RANKS = (1, 4, 16)
 TARGET, RUNNING = 0.97, 3  # held-out accuracy, in so many evaluations running; there is one after every step
@@ -146,14 +144,6 @@ WAYS = {
 }
 
 
-def batches(data: Images, ranks: int, seed: int) -> Iterator[list[Batch]]:
-    epoch = 0
-    while True:
-        for images, labels in data.train(BATCH * ranks, seed=seed, epoch=epoch):
-            yield list(zip(images.split(BATCH), labels.split(BATCH), strict=True))
-        epoch += 1
-
-
 def curve(data: Images, way: Way, ranks: int, lr: float, seed: int, limit: int) -> list[float]:
     """Return the held-out accuracy after every step, up to the one that reaches the target, at most ``limit``."""
     torch.manual_seed(seed)
@@ -161,8 +151,8 @@ def curve(data: Images, way: Way, ranks: int, lr: float, seed: int, limit: int) 
     step = way.build(model, ranks, lr)
     images, labels = next(data.test(len(data.test_inputs)))
     found: list[float] = []
-    for batch in batches(data, ranks, seed):
-        step(batch)
+    for inputs, targets in endless(data, BATCH * ranks, seed):
+        step(list(zip(inputs.split(BATCH), targets.split(BATCH), strict=True)))
         with torch.no_grad():
             found.append(float((model(images).argmax(1) == labels).float().mean()))
         if len(found) >= limit or steps_to_target(found) < math.inf:
@@ -254,28 +244,21 @@ def rows(found: dict[str, dict[str, dict]]) -> Iterator[tuple[str, ...]]:
 HEADINGS = ("workload", "ranks combined by", "learning rate", "steps", "range", "reached", "times fewer than the mean")
 
 
-def main() -> None:
-    made = argparse.ArgumentParser(description=__doc__)
-    made.add_argument("--out", type=Path, default=OUT, help="file of the results (default: %(default)s)")
-    made.add_argument("--smoke", action="store_true", help="one seed to tune, two to report, at most 4 ranks")
-    asked = made.parse_args()
+def measure(options: Options) -> Path:
     torch.set_num_threads(1)
-    before = environment()
-    found = measured(digits(8), asked.smoke)
-    result = {
-        "title": f"Steps to a held-out accuracy of {TARGET:.0%} in {RUNNING} evaluations running, one after each step",
-        "model": f"three convolutions, {sum(p.numel() for p in network().parameters()):,} parameters; digits of 8 x 8, "
-        f"1,437 to train on, 360 held out; constant learning rate, at most {LIMIT} steps",
-        "tuning": f"grid of factor 2, widened until {BEYOND} points on either side are worse; seeds {[*TUNING_SEEDS]}, "
-        "others than those of the steps reported",
-        "environment": before.model_dump(),
-        "found": found,
-    }
-    asked.out.parent.mkdir(parents=True, exist_ok=True)
-    asked.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    found = measured(digits(8), options.smoke)
     for row in rows(found):
         print(" | ".join(row))
+    return save_result(
+        options.file("adasum_convergence"),
+        title=f"Steps to a held-out accuracy of {TARGET:.0%} in {RUNNING} evaluations running, one after each step",
+        model=f"three convolutions, {parameters_of(network()):,} parameters; digits of 8 x 8, 1,437 to train on, 360 "
+        f"held out; constant learning rate, at most {LIMIT} steps",
+        tuning=f"grid of factor 2, widened until {BEYOND} points on either side are worse; seeds {[*TUNING_SEEDS]}, "
+        "others than those of the steps reported",
+        found=found,
+    )
 
 
 if __name__ == "__main__":
-    main()
+    run_own(measure, parser(__doc__).parse_args())

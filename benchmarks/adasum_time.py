@@ -6,24 +6,20 @@ an all-reduce of one flat vector: it sends as many bytes per rank, ``2 (1 - 1/n)
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import socket
-import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from optimizer_step import resnet50
-from options import Options, parser, run
+from gloo_ranks import on_ranks
+from inference import resnet50
+from options import Options, as_contestant, parser, run, save_steps
 from torch import Tensor
 
 from torchboost.algorithms.adaptive_sum import adasum_
-from torchboost.distributed.topology import NodeGroups, Topology, shutdown
-from torchboost.measure.evidence import BenchReport, Contestant
+from torchboost.distributed.topology import NodeGroups, Topology
+from torchboost.measure.evidence import Contestant
 from torchboost.measure.statistics import paired_ratio
 from torchboost.measure.stopwatch import Comparison, Warmup, compare, environment
 
@@ -78,15 +74,12 @@ def ways(shapes: Shapes, groups: NodeGroups | None) -> dict[str, Callable[[], ob
     return found
 
 
-def rank_main(rank: int, ranks: int, folder: str, smoke: bool) -> None:
-    """Time all ways in turn in one process group. The first rank writes its samples."""
-    os.environ["GLOO_SOCKET_IFNAME"] = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store-{ranks}", rank=rank, world_size=ranks)
+def on_a_rank(smoke: bool) -> dict[str, object]:
+    """Time all ways in turn in one process group."""
+    rank, ranks, found = dist.get_rank(), dist.get_world_size(), dict[str, object]()
     groups = NodeGroups.of(Topology.current(2)) if ranks > 2 else None
     # Every rank makes the same number of calls, which a warm-up that ends by its own times would not.
     fixed = Warmup(least=3, window=3, limit=3, seconds=math.inf)
-    found = {}
     for name, shapes in cases(smoke).items():
         count = sum(map(math.prod, shapes))
         pairs = 3 if smoke else 12 if count > 5_000_000 else 60
@@ -94,64 +87,41 @@ def rank_main(rank: int, ranks: int, folder: str, smoke: bool) -> None:
         found[name] = [count, timed.samples, timed.warmup_seconds]
         if rank == 0:
             Options().progress(f"{ranks} ranks", len(found), len(cases(smoke)), name)
-    if rank == 0:
-        Path(folder, f"{ranks}.json").write_text(json.dumps(found), encoding="utf-8")
-    shutdown()
+    return found
 
 
 def contestants(ranks: int, case: str, count: int, found: Comparison) -> list[Contestant]:
-    megabytes = 4e-6 * 2 * (1 - 1 / ranks) * count
-    base = f"{ranks} ranks, {case}"
-    made = []
+    megabytes, made = 4e-6 * 2 * (1 - 1 / ranks) * count, []
     for way, samples in found.samples.items():
-        seconds = found.step_seconds(way)
-        notes = [f"a rank sends {megabytes:.3g} MB, so {megabytes / 1000 / seconds.mid:.2g} GB/s"]
+        notes = [f"a rank sends {megabytes:.3g} MB, so {megabytes / 1000 / found.step_seconds(way).mid:.2g} GB/s"]
         if way != BARE:
             times = paired_ratio(samples, found.samples[BARE])
             notes.append(f"{times.mid:.2f} times the all-reduce (95 %: {times.low:.2f} to {times.high:.2f})")
-        ratios = [r.model_copy(update={"baseline": f"{base}: {BARE}"}) for r in found.ratios(way)]
-        made.append(
-            Contestant(
-                name=f"{base}: {way}",
-                kind="stock" if way == BARE else "algorithm",
-                step_seconds=seconds,
-                samples=samples,
-                ratios=ratios,
-                warmup_seconds=found.warmup_seconds[way],
-                notes=notes,
-            )
-        )
+        kind = "stock" if way == BARE else "algorithm"
+        made.append(as_contestant(found, way, kind, case=f"{ranks} ranks, {case}", notes=notes))
     return made
-
-
-def timed(ranks: int, smoke: bool) -> Mapping[str, tuple[int, dict[str, list[float]], dict[str, float]]]:
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank_main, args=(ranks, folder, smoke), nprocs=ranks)
-        return json.loads(Path(folder, f"{ranks}.json").read_text(encoding="utf-8"))
 
 
 def measure(options: Options) -> list[Path]:
     machine = environment().model_copy(update={"threads": 1})
     made: list[Contestant] = []
     for ranks in RANKS:
-        for case, (count, samples, warmup) in timed(ranks, options.smoke).items():
+        for case, (count, samples, warmup) in on_ranks(ranks, on_a_rank, options.smoke).items():
             found = Comparison(samples=samples, warmup_seconds=warmup, baselines=(BARE,))
             made += contestants(ranks, case, count, found)
-    report = BenchReport(
+    path = save_steps(
+        options.file("adasum_time"),
+        made,
         title="AdaSum against an all-reduce of as many numbers",
-        workload="adasum_time",
         model=f"{TENSORS} tensors of equal size; the weights of ResNet-50",
         parameters=max(COUNTS),
-        batch=1,
-        metric_name="none",
-        environment=machine,
-        contestants=made,
+        machine=machine,
         notes=[
             f"float32 over gloo, all ranks on one machine of {machine.cores} cores, one thread each; more ranks than "
             "cores take turns on them"
         ],
     )
-    return [report.save(options.out / f"adasum_time{'-smoke' if options.smoke else ''}.json")]
+    return [path]
 
 
 if __name__ == "__main__":

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from options import Options, parser, run, timed_contestants
+from options import Options, parser, run, save_steps, timed_contestants
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from torchboost.measure.evidence import BenchReport, Contestant
-from torchboost.measure.stopwatch import compare, environment
+from torchboost.measure.evidence import Contestant
+from torchboost.measure.stopwatch import compare
 
 SHAPES = {
     "64 images, 3 heads, 65 tokens, width 64": ((64, 3, 65, 64), False),
@@ -53,17 +53,14 @@ def measure(options: Options) -> list[Path]:
             base = next(iter(ways))
             found = compare(ways, baselines=[base], pairs=3 if options.smoke else 40, progress=options.progress)
             made += timed_contestants(found, ways, base)
-    report = BenchReport(
+    path = save_steps(
+        options.file("attention", "cpu"),
+        made,
         title="Backends of scaled_dot_product_attention on the CPU, forward and backward",
-        workload="attention",
         model="scaled_dot_product_attention",
         parameters=sum(3 * math.prod(shape) for shape, _ in SHAPES.values()),
-        batch=1,
-        metric_name="none",
-        environment=environment(),
-        contestants=made,
     )
-    return [report.save(options.file("attention", "cpu"))]
+    return [path]
 
 
 if __name__ == "__main__":

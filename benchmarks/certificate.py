@@ -12,13 +12,12 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from options import Options, parser, run_own
+from options import Options, parser, run_own, save_result
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchboost.bench.report.table import Table
 from torchboost.front import boost
-from torchboost.measure.stopwatch import environment
 from torchboost.workloads.models import Bottleneck, ResNet
 
 STEPS = 1_000
@@ -77,10 +76,7 @@ def measure(options: Options) -> Path:
         passes = median(check / step for check, step in rows)
         found[title] = {"samples": rows, "passes": passes, "share": passes / STEPS}
         print(f"{title}: {passes:.1f} steps, {passes / STEPS:.2%} of {STEPS} steps", flush=True)
-    file = options.file("certificate", "price")
-    content = {"steps": STEPS, "environment": environment("cpu").model_dump(mode="json"), "cases": found}
-    file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    return file
+    return save_result(options.file("certificate", "price"), steps=STEPS, cases=found)
 
 
 def table(file: Path) -> Table:

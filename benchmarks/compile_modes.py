@@ -12,13 +12,13 @@ from itertools import cycle
 from pathlib import Path
 
 import torch
-from options import Options, parser, run, timed_contestants
+from options import Options, parser, run, save_steps, timed_contestants
 from zoo_networks import TINY, ZOO, Network
 
 from torchboost.algorithms.compile import Compile, Mode
 from torchboost.core.algorithm import Target
-from torchboost.measure.evidence import BenchReport, Contestant
-from torchboost.measure.stopwatch import compare, environment
+from torchboost.measure.evidence import Contestant
+from torchboost.measure.stopwatch import compare
 
 NETWORKS = ("mlp", "vit", "gpt2")
 MODES: tuple[Mode, ...] = ("default", "max-autotune-no-cudagraphs")
@@ -49,17 +49,8 @@ def measure(options: Options) -> list[Path]:
             base = next(iter(ways))
             found = compare(ways, baselines=[base], pairs=3 if options.smoke else 40, progress=options.progress)
         made += timed_contestants(found, ways, base)
-    report = BenchReport(
-        title="Modes of torch.compile on the CPU",
-        workload="compile_modes",
-        model="networks of the zoo",
-        parameters=0,
-        batch=1,
-        metric_name="none",
-        environment=environment(),
-        contestants=made,
-    )
-    return [report.save(options.file("compile_modes", "cpu"))]
+    file, title = options.file("compile_modes", "cpu"), "Modes of torch.compile on the CPU"
+    return [save_steps(file, made, title=title, model="networks of the zoo", parameters=0)]
 
 
 if __name__ == "__main__":

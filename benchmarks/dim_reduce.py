@@ -9,26 +9,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from options import Options, added_cost, parser, run
+from options import Options, added_cost, parameters_of, parser, run, save_steps
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchboost.algorithms.dim_reduce.basis import DimReduceBasis
 from torchboost.algorithms.dim_reduce.optimizer import Subspace
-from torchboost.measure.evidence import AlgorithmRow, BenchReport, Contestant
-from torchboost.measure.stopwatch import compare, environment
+from torchboost.measure.evidence import AlgorithmRow
+from torchboost.measure.stopwatch import compare
 from torchboost.workloads.models import Bottleneck, ResNet
 
 DIRECTIONS, BATCH = 32, 64
+BY_SGD = "SGD and the same passes"
 
 
 def resnet() -> nn.Module:
     torch.manual_seed(0)
     return ResNet(Bottleneck, [3, 4, 6, 3], width=16)
-
-
-def weights_of(model: nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters())
 
 
 def orthonormal(k: int, n: int) -> Tensor:
@@ -40,7 +37,7 @@ def orthonormal(k: int, n: int) -> Tensor:
 def steps(inputs: Tensor, labels: Tensor) -> dict[str, Callable[[], object]]:
     plain, reduced = resnet(), resnet()
     sgd = torch.optim.SGD(plain.parameters(), lr=1e-4, momentum=0.9)
-    basis = DimReduceBasis(orthonormal(DIRECTIONS, weights_of(reduced)))
+    basis = DimReduceBasis(orthonormal(DIRECTIONS, parameters_of(reduced)))
     subspace = Subspace(list(reduced.parameters()), basis, alpha=1e-4, buffers=reduced.buffers())
     passes = {"forward": 0}
 
@@ -61,36 +58,26 @@ def steps(inputs: Tensor, labels: Tensor) -> dict[str, Callable[[], object]]:
                 F.cross_entropy(plain(inputs), labels)
 
     in_subspace()
-    return {"SGD and the same passes": by_sgd, "subspace": in_subspace}
+    return {BY_SGD: by_sgd, "subspace": in_subspace}
 
 
 def measure(options: Options) -> list[Path]:
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(BATCH, 3, 32, 32, generator=generator)
     labels = torch.randint(10, (BATCH,), generator=generator)
-    step = compare(
-        steps(inputs, labels),
-        baselines=["SGD and the same passes"],
-        pairs=3 if options.smoke else 40,
-        calls=1,
-        progress=options.progress,
-    )
+    pairs = 3 if options.smoke else 40
+    found = compare(steps(inputs, labels), baselines=[BY_SGD], pairs=pairs, progress=options.progress)
     row = AlgorithmRow(name="dim_reduce", settings=f"k={DIRECTIONS}")
-    contestants: list[Contestant] = [
-        added_cost(step, way, "SGD and the same passes", row) for way in ("SGD and the same passes", "subspace")
-    ]
-    report = BenchReport(
+    path = save_steps(
+        options.file("dim_reduce", "resnet"),
+        [added_cost(found, way, BY_SGD, row) for way in found.samples],
         title="Cost of a step in a subspace: a ResNet",
-        workload="dim-reduce-resnet",
         model="resnet",
-        parameters=weights_of(resnet()),
+        parameters=parameters_of(resnet()),
         batch=BATCH,
-        metric_name="none",
-        environment=environment(),
-        contestants=contestants,
         notes=["ratio below 1: slower"],
     )
-    return [report.save(options.file("dim_reduce", "resnet"))]
+    return [path]
 
 
 if __name__ == "__main__":

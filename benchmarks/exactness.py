@@ -25,6 +25,11 @@ from torch import Tensor, nn
 from torchboost.algorithms import sparse_head_forward, unpad_forward
 from torchboost.measure.stopwatch import environment
 
+
+def no_dropout(*places: str) -> dict[str, float]:
+    return {f"{place}_dropout": 0.0 for place in places}
+
+
 WORDS, BATCH, LENGTH, FRAMES, CLASSES = 200, 4, 14, 400, 3
 SIDES = ("right", "left", "none")
 BODY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -59,27 +64,14 @@ CONFIGS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "Gemma 3": ("Gemma3TextConfig", {**BODY, "num_key_value_heads": 2, "head_dim": 8}),
     "Phi": ("PhiConfig", {**BODY, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
     "Phi-3": ("Phi3Config", {**BODY, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
-    "OPT": (
-        "OPTConfig",
-        {
-            "hidden_size": 32,
-            "ffn_dim": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "dropout": 0.0,
-            "word_embed_proj_dim": 32,
-        },
-    ),
+    "OPT": ("OPTConfig", {**BODY, "ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.0}),
     "OLMo 2": ("Olmo2Config", BODY),
     "Cohere": ("CohereConfig", BODY),
     "StarCoder 2": ("Starcoder2Config", {**BODY, "residual_dropout": 0.0, "embedding_dropout": 0.0}),
     "SmolLM 3": ("SmolLM3Config", BODY),
     "Granite": ("GraniteConfig", BODY),
     "StableLM": ("StableLmConfig", {**BODY, "num_key_value_heads": 4}),
-    "Bloom": (
-        "BloomConfig",
-        {"hidden_size": 32, "n_layer": 2, "n_head": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0},
-    ),
+    "Bloom": ("BloomConfig", {"hidden_size": 32, "n_layer": 2, "n_head": 4, **no_dropout("hidden", "attention")}),
     "MPT": ("MptConfig", {"d_model": 32, "n_layers": 2, "n_heads": 4}),
     "Falcon": ("FalconConfig", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}),
     "Mamba": ("MambaConfig", {"hidden_size": 32, "num_hidden_layers": 2}),
@@ -89,13 +81,8 @@ CONFIGS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "DistilBERT": (
         "DistilBertConfig",
         {
-            "dim": 32,
-            "n_layers": 2,
-            "n_heads": 4,
-            "hidden_dim": 64,
-            "dropout": 0.0,
-            "attention_dropout": 0.0,
-            "seq_classif_dropout": 0.0,
+            **{"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64},
+            **{"dropout": 0.0, **no_dropout("attention", "seq_classif")},
         },
     ),
     "ALBERT": ("AlbertConfig", {**BERT, "embedding_size": 16, "classifier_dropout_prob": 0.0}),
@@ -106,16 +93,7 @@ CONFIGS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "MPNet": ("MPNetConfig", BERT),
     "ModernBERT": (
         "ModernBertConfig",
-        {
-            **BODY,
-            "global_attn_every_n_layers": 2,
-            "local_attention": 8,
-            "pad_token_id": 0,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "cls_token_id": 1,
-            "sep_token_id": 2,
-        },
+        {**BODY, "global_attn_every_n_layers": 2, "local_attention": 8, "cls_token_id": 1, "sep_token_id": 2},
     ),
     "BigBird": ("BigBirdConfig", BERT),
     "Longformer": ("LongformerConfig", {**BERT, "attention_window": 4}),
@@ -136,15 +114,11 @@ CONFIGS: Mapping[str, tuple[str, dict[str, Any]]] = {
         {
             **BODY,
             **WINDOWS,
-            "hidden_dropout": 0.0,
-            "attention_dropout": 0.0,
-            "feat_proj_dropout": 0.0,
-            "activation_dropout": 0.0,
+            **no_dropout("hidden", "attention", "feat_proj", "activation", "final"),
             "layerdrop": 0.0,
             "num_conv_pos_embeddings": 4,
             "num_conv_pos_embedding_groups": 2,
             "mask_time_prob": 0.0,
-            "final_dropout": 0.0,
         },
     ),
 }

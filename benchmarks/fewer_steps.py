@@ -11,8 +11,6 @@ weights. Each run is saved when it ends, and the script continues where it stopp
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -22,11 +20,11 @@ from typing import Any
 
 import torch
 from fewer_steps_workloads import WORKLOADS, Workload
-from options import Options, parser
+from options import Options, options_of, parameters_of, parser
+from saved_runs import Run, SavedRuns
 from torch import nn
 from torch.optim import Optimizer
 
-from torchboost.measure.stopwatch import environment
 from torchboost.optim import SGD, AdamW, MixedOptimizer, ScheduleFreeAdamW, muon_groups
 from torchboost.workloads.named import one_cycle
 
@@ -97,7 +95,7 @@ WAYS = {
 }
 
 
-def trained(work: Workload, name: str, way: Way, rate: float, seed: int, steps: int, split: str) -> dict[str, Any]:
+def trained(work: Workload, way: Way, rate: float, seed: int, steps: int, split: str) -> Run:
     """Train once, and return the metrics on a split of the data."""
     torch.manual_seed(seed)
     model = work.model(seed)
@@ -127,38 +125,30 @@ def trained(work: Workload, name: str, way: Way, rate: float, seed: int, steps: 
     metrics = work.evaluate(model, split) if math.isfinite(float(losses[-1])) else {"loss": math.inf, "accuracy": 0.0}
     seconds = time.perf_counter() - start
     last = float(torch.stack(losses[-20:]).mean())
-    about = {"way": name, "rate": rate, "seed": seed, "steps": steps, "split": split, "rest_rate": work.rest_rate}
-    return {**about, "training_loss": last, **metrics, "seconds": round(seconds, 1)}
+    return {"rest_rate": work.rest_rate, "training_loss": last, **metrics, "seconds": round(seconds, 1)}
 
 
-class Runs:
-    """The runs of one workload, in a file that grows with each."""
+class Runs(SavedRuns):
+    """The runs of one workload with several optimizers, and the rates that were chosen for them."""
 
-    def __init__(self, work: Workload, file: Path, ways: Mapping[str, Way] = WAYS) -> None:
-        self.work, self.file, self.ways = work, file, ways
-        saved = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"runs": []}
-        self.runs: list[dict[str, Any]] = saved["runs"]
-        self.chosen: dict[str, dict[str, float]] = saved.get("chosen", {})
+    def __init__(self, work: Workload, file: Path, ways: Mapping[str, Way] = WAYS, *, resume: bool = True) -> None:
+        self.work, self.ways = work, ways
+        about = {key: getattr(work, key) for key in ("name", "title", "steps", "batch", "metric")}
+        super().__init__(file, {**about, "parameters": parameters_of(work.model(0))}, resume=resume)
+        self.chosen: dict[str, dict[str, float]] = self.result.setdefault("chosen", {})
 
-    def result(self, **run: Any) -> dict[str, Any]:
+    def run(self, *, way: str, rate: float, seed: int, steps: int, split: str, **fixed: float) -> Run:
         """Return a run that was made before, or make it."""
-        known = next((one for one in self.runs if all(one[key] == value for key, value in run.items())), None)
-        if known is not None:
-            return known
-        work = replace(self.work, rest_rate=run.get("rest_rate", 0.0))
-        name = run["way"]
-        made = trained(work, name, self.ways[name], run["rate"], run["seed"], run["steps"], run["split"])
-        self.runs.append(made)
-        self._save()
-        print(json.dumps({"workload": work.name, **made}), flush=True)
-        return made
+        key = {"way": way, "rate": rate, "seed": seed, "steps": steps, "split": split, **fixed}
+        work = replace(self.work, rest_rate=fixed.get("rest_rate", 0.0))
+        return self.get(key, lambda: trained(work, self.ways[way], rate, seed, steps, split))
 
     def best(self, name: str, **fixed: float) -> float:
         """Return the best rate of an optimizer on the validation data."""
         steps, rates = self.work.steps, sorted(self.ways[name].rates)
         while True:
             tried = [
-                self.result(way=name, rate=rate, seed=100, steps=steps, split="validation", **fixed) for rate in rates
+                self.run(way=name, rate=rate, seed=100, steps=steps, split="validation", **fixed) for rate in rates
             ]
             found = min(tried, key=self.work.badness)["rate"]
             if rates[0] < found < rates[-1] or len(rates) == MOST_RATES:
@@ -168,18 +158,12 @@ class Runs:
     def choose(self, name: str, rates: dict[str, float]) -> None:
         """Note the rates with which an optimizer is run on the test data."""
         self.chosen[name] = rates
-        self._save()
-
-    def _save(self) -> None:
-        about = {key: getattr(self.work, key) for key in ("name", "title", "steps", "batch", "metric")}
-        about["parameters"] = sum(p.numel() for p in self.work.model(0).parameters())
-        about |= {"environment": environment().model_dump(), "chosen": self.chosen, "runs": self.runs}
-        self.file.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        self.save()
 
 
-def measure_workload(work: Workload, options: Options, out: Path, phase: int) -> Path:
+def measure_workload(work: Workload, options: Options, phase: int) -> Path:
     """Make the runs of one phase."""
-    made = Runs(work, out / f"fewer_steps-{work.name}{'-smoke' if options.smoke else ''}.json")
+    made = Runs(work, options.file("fewer_steps", work.name))
     of_adamw = made.best("AdamW")
     chosen: dict[str, dict[str, float]] = {}
     for name in (name for name, way in WAYS.items() if way.phase == phase):
@@ -189,23 +173,19 @@ def measure_workload(work: Workload, options: Options, out: Path, phase: int) ->
     for seed in range(2 if options.smoke else SEEDS):
         for name, rates in chosen.items():
             for share in (*(SHARES if name == "Muon" else ()), 1.0):
-                made.result(way=name, seed=seed, steps=round(share * work.steps), split="test", **rates)
+                made.run(way=name, seed=seed, steps=round(share * work.steps), split="test", **rates)
     return made.file
 
 
-def main(argv: list[str] | None = None) -> None:
+def main() -> None:
     made = parser(__doc__)
     made.add_argument("workload", nargs="*", default=[], help=f"any of {', '.join(WORKLOADS)}; all without one")
-    arguments = made.parse_args(argv)
-    run_all(arguments)
-
-
-def run_all(arguments: argparse.Namespace) -> None:
-    options = Options(out=arguments.out, data=arguments.data, text=arguments.text, smoke=arguments.smoke)
+    arguments = made.parse_args()
+    options = options_of(arguments)
     workloads = [WORKLOADS[name](options) for name in arguments.workload or WORKLOADS]
     for phase in sorted({way.phase for way in WAYS.values()}):
         for work in workloads:
-            measure_workload(work, options, options.out, phase)
+            measure_workload(work, options, phase)
 
 
 if __name__ == "__main__":

@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 from fewer_steps_workloads import WORKLOADS, Workload
-from options import Options, parser, run, timed_contestants
+from options import Options, parameters_of, parser, run, save_steps, timed_contestants
 from torch import nn
 from torch.optim import Optimizer
 
-from torchboost.measure.evidence import BenchReport
-from torchboost.measure.stopwatch import compare, environment
+from torchboost.measure.stopwatch import compare
 from torchboost.optim import SGD, AdamW, MixedOptimizer, ScheduleFreeAdamW, muon_groups
 
 TIMED = ("gpt-characters", "gpt-pieces", "resnet-basic", "resnet-bottleneck", "vit", "speakers", "fine-tuning")
@@ -78,20 +77,16 @@ def measure_workload(work: Workload, options: Options) -> Path:
     steps = {way: stepper(work, way) for way in ways}
     pairs = 2 if options.smoke else 30
     found = compare(steps, baselines=[BASELINE], pairs=pairs, progress=options.progress)
-    report = BenchReport(
+    precision = "under bfloat16 autocast" if work.autocast else "in float32"
+    return save_steps(
+        options.file("fewer_steps_time", work.name),
+        timed_contestants(found, ways, BASELINE, "a whole step"),
         title=f"A whole training step: {work.title}",
-        workload=f"fewer_steps_time-{work.name}",
         model=work.title,
-        parameters=sum(p.numel() for p in work.model(0).parameters()),
+        parameters=parameters_of(work.model(0)),
         batch=work.batch,
-        metric_name="none",
-        environment=environment(),
-        contestants=timed_contestants(found, ways, BASELINE, "a whole step"),
-        notes=[
-            f"forward pass, backward pass and update {'under bfloat16 autocast' if work.autocast else 'in float32'}"
-        ],
+        notes=[f"forward pass, backward pass and update {precision}"],
     )
-    return report.save(options.file("fewer_steps_time", work.name))
 
 
 if __name__ == "__main__":

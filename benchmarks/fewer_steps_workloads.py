@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from images import of_classes
+from images import endless, of_classes
 from options import Options
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchboost.workloads.data import Images, cifar10, text
+from torchboost.workloads.data import Images, cifar10, content_of, text
 from torchboost.workloads.models import GPT, BasicBlock, Bottleneck, ResNet
 from torchboost.workloads.named import one_cycle
 
@@ -107,7 +107,7 @@ def gpt_characters(options: Options) -> Workload:
 def gpt_pieces(options: Options) -> Workload:
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-    content = Path(options.text).read_text(encoding="utf-8") if options.text else _topics()
+    content = content_of(options.text)
     ends = [len(content) * share // 100 for share in (86, 90)]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
@@ -129,12 +129,6 @@ def gpt_pieces(options: Options) -> Workload:
     )
 
 
-def _topics() -> str:
-    from pydoc_data.topics import topics
-
-    return "\n".join(topics[name] for name in sorted(topics))
-
-
 def images(options: Options, classes: range = range(10)) -> tuple[Images, dict[str, list[Pair]]]:
     data = cifar10(options.data)
     if len(classes) < 10:
@@ -143,13 +137,6 @@ def images(options: Options, classes: range = range(10)) -> tuple[Images, dict[s
     held = replace(data, test_inputs=data.train_inputs[border:], test_labels=data.train_labels[border:])
     splits = {"validation": list(held.test(250))[:8], "test": list(data.test(250))[:16]}
     return replace(data, train_inputs=data.train_inputs[:border], train_labels=data.train_labels[:border]), splits
-
-
-def endless(data: Images, batch: int, seed: int) -> Iterator[Pair]:
-    epoch = 0
-    while True:
-        yield from data.train(batch, seed=seed, epoch=epoch)
-        epoch += 1
 
 
 def image_workload(options: Options, name: str, title: str, build: Callable[[], nn.Module], steps: int) -> Workload:

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 from images import of_classes
-from options import Options, parser, run
+from options import Options, as_contestant, parameters_of, parser, run
 from torch import Tensor, nn
 
 from torchboost.algorithms.grad_freeze.algorithm import GradFreeze, freeze_blocks
 from torchboost.bench.contestants import Recipe, build_loop
 from torchboost.graph.blocks import blocks_of
-from torchboost.measure.evidence import AlgorithmRow, BenchReport, Contestant, Curve, Quality
+from torchboost.measure.evidence import AlgorithmRow, BenchReport, Curve, Quality
 from torchboost.measure.statistics import SequentialTest
 from torchboost.measure.stopwatch import Clock, compare, environment
 from torchboost.workloads.data import Images, cifar10
@@ -37,9 +37,6 @@ WAYS: dict[str, dict[str, Any] | None] = {
     "frozen": {},
     "frozen+cache": {"cache_mebibytes": 2048},
 }
-TRAINED = ("stock", "frozen", "frozen+cache")
-"""Trained to the end; the others differ from these in the time of a step only."""
-
 NOT_WORSE = 0.005
 
 Step = Callable[[Tensor], Tensor]
@@ -97,7 +94,7 @@ def measure(options: Options) -> list[Path]:
     for seed in range(seeds):
         options.progress("learning classes 0 to 4", seed, seeds)
         network = trained(job, before, seed, epochs)
-        for way in TRAINED:
+        for way in WAYS:
             options.progress("fine-tuning", seed, seeds, way)
             curves[way].append(fine_tuned(way, job, copy.deepcopy(network), after, seed, epochs))
     steps = {way: timed(way, job, copy.deepcopy(network), after) for way in WAYS}
@@ -107,21 +104,18 @@ def measure(options: Options) -> list[Path]:
         title=f"Fine-tuning on CIFAR-10's classes 5 to 9 with 75 % frozen: {job.model_name}",
         workload="fine_tune-cifar10",
         model=job.model_name,
-        parameters=sum(p.numel() for p in network.parameters()),
+        parameters=parameters_of(network),
         batch=job.batch,
         metric_name="accuracy",
         epochs=epochs,
         train_samples=after.samples,
         environment=environment(),
         contestants=[
-            Contestant(
-                name=way,
-                kind="stock" if way == "stock" else "algorithm",
+            as_contestant(
+                found,
+                way,
+                "stock" if way == "stock" else "algorithm",
                 algorithms=[] if WAYS[way] is None else [AlgorithmRow(name="grad_freeze", settings=str(WAYS[way]))],
-                step_seconds=found.step_seconds(way),
-                samples=found.samples[way],
-                ratios=found.ratios(way),
-                warmup_seconds=found.warmup_seconds[way],
                 curves=curves[way],
                 quality=[] if way != "frozen+cache" else [judged(finals["frozen"], finals[way])],
             )

@@ -11,6 +11,7 @@ Each run is saved when it ends; ``--resume`` continues. ``--trunk FILE`` keeps t
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import statistics
 import time
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 from images import of_classes
-from options import Options, options_of, parser
+from options import Options, options_of, parameters_of, parser, save_result
 from torch import nn
 from torch.optim import Optimizer
 
@@ -29,7 +30,6 @@ import torchboost
 from torchboost.bench.report.table import Table
 from torchboost.front import boosted_of
 from torchboost.measure.statistics import paired_difference
-from torchboost.measure.stopwatch import environment
 from torchboost.optim import layer_wise_decay, param_groups
 from torchboost.workloads.data import Images, cifar10
 from torchboost.workloads.named import Workload, accuracy, find_workload
@@ -150,7 +150,7 @@ def fine_tuned(
     }
 
 
-def searched(run: Callable[[float], dict[str, Any]], known: list[dict[str, Any]], save: Callable[[], None]) -> None:
+def searched(run: Callable[[float], dict[str, Any]], known: list[dict[str, Any]], save: Callable[[], object]) -> None:
     """Run three rates, and more while the best one is at an edge."""
     rates = list(RATES)
     while True:
@@ -188,15 +188,11 @@ def measure(options: Options, trunk: Path | None) -> Path:
     validation = replace(after, **train, **held)
     data = replace(after, **train, test_inputs=after.test_inputs[:tests], test_labels=after.test_labels[:tests])
     found: dict[str, Any] = json.loads(path.read_text())["ways"] if options.resume and path.is_file() else {}
+    about = {"parameters": parameters_of(network), "model": job.model_name}
+    about |= {"images": images, "held_out": held_out, "tests": tests, "epochs": epochs, "batch": BATCH}
+    save = functools.partial(save_result, path, **about, ways=found)
     for name, way in WAYS.items():
         runs = found.setdefault(name, {"way": asdict(way), "search": [], "runs": []})
-
-        def save() -> None:
-            head = {"parameters": sum(p.numel() for p in network.parameters()), "model": job.model_name}
-            sizes = {"images": images, "held_out": held_out, "tests": tests, "epochs": epochs, "batch": BATCH}
-            path.write_text(
-                json.dumps({**head, **sizes, "environment": environment().model_dump(), "ways": found}, indent=1) + "\n"
-            )
 
         def search(lr: float, way: Way = way, name: str = name) -> dict[str, Any]:
             options.progress(f"rate {lr}", 0, 1, name)

@@ -26,8 +26,6 @@ from torchboost.workloads.data import Documents, to_longest
 from torchboost.workloads.docstrings import docstrings
 from torchboost.workloads.named import one_cycle
 
-__all__ = ["FineTunedLlama"]
-
 BEFORE, AFTER = (0, 1, 3), 2
 """Classes of the first training, and the one of the fine-tuning."""
 

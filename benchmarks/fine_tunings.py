@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import statistics
 import tempfile
 import time
@@ -28,6 +27,7 @@ from typing import Any
 
 import torch
 from options import Options, run_each
+from saved_runs import Result, Run, SavedRuns, results
 from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
@@ -38,7 +38,6 @@ from torchboost.bench.report import wording
 from torchboost.bench.report.table import Table, plain
 from torchboost.core.hardware import half_precision
 from torchboost.measure.statistics import bootstrap_median, mean_of, paired_difference
-from torchboost.measure.stopwatch import environment
 from torchboost.workloads.data import Documents, to_longest
 from torchboost.workloads.docstrings import docstrings
 
@@ -52,7 +51,6 @@ SETTLED = 50
 HEADINGS = ("in", "way", "a run", "speed of a run", "speed of a step", "share that arrives", "accuracy")
 
 Batch = dict[str, Tensor]
-Result = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,10 +279,10 @@ def accuracy(model: nn.Module, data: Documents) -> float:
     return right / len(data.test_labels)
 
 
-def trained(host: str, way: str, seed: int, work: Job) -> Result:
+def trained(host: str, way: str, seed: int, work: Job) -> Run:
     model, watch = work.model(seed), Watch()
     boosted = HOSTS[host][0](way, work, model, seed, watch)
-    told: Result = {"way": way, "seed": seed, "seconds": watch.ended[-1] - watch.begun[0]}
+    told: Run = {"seconds": watch.ended[-1] - watch.begun[0]}
     if boosted is not None:
         told |= {"on": [a.name for a in boosted.plan.algorithms], "checks": dict(boosted.checks)}
         told |= {"trial": boosted.choice.seconds if boosted.choice is not None else None}
@@ -295,51 +293,29 @@ def measure(host: str, options: Options) -> Path:
     warnings.filterwarnings("ignore")
     size, file = TINY if options.smoke else Size(), options.file("fine_tunings", host)
     work, ways = job(size), HOSTS[host][1]
-    result = begun(file, host, work, resume=options.resume)
-    in_the_loop(STOCK, replace(work, size=replace(size, steps=6)), work.model(0), 0, Watch())  # memory, kernels
-    due = [(seed, way) for seed in range(size.seeds) for way in (*ways[seed % len(ways) :], *ways[: seed % len(ways)])]
-    for number, (seed, way) in enumerate(due):
-        if any((run["seed"], run["way"]) == (seed, way) for run in result["runs"]):
-            continue
-        options.progress(f"fine-tuning, {host}", number, len(due), f"{way}, seed {seed}")
-        result["runs"].append(trained(host, way, seed, work))
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(result) + "\n", encoding="utf-8")
-        print(json.dumps({name: each for name, each in result["runs"][-1].items() if name != "times"}), flush=True)
-    print(plain(Table(HEADINGS, tuple(lines_of(host, result)))))
-    return file
-
-
-def begun(file: Path, host: str, work: Job, *, resume: bool) -> Result:
-    """Return the result so far, or a new one without runs."""
-    size, now = work.size, environment()
-    result: Result = {
+    about = {
         "title": f"Fine-tuning on docstrings, {host}: BERT, {size.layers} layers of width {size.width}",
         "steps": size.steps,
         "batch": size.batch,
         "padding": round(work.data.padding, 3),
-        "environment": now.model_dump(),
-        "runs": [],
     }
-    if not (resume and file.is_file()):
-        return result
-    saved: Result = json.loads(file.read_text(encoding="utf-8"))
-    before = saved["environment"]
-    same = all(before[name] == result["environment"][name] for name in ("torch", "processor", "threads"))
-    if not same or any(saved[name] != result[name] for name in ("title", "steps", "batch", "padding")):
-        raise SystemExit(f"{file} holds runs of other sizes, texts, versions or another machine; leave out --resume.")
-    return saved
+    runs = SavedRuns(file, about, resume=options.resume, same=tuple(about))
+    runs.indent = None  # for the times of all steps
+    in_the_loop(STOCK, replace(work, size=replace(size, steps=6)), work.model(0), 0, Watch())  # memory, kernels
+    due = [(seed, way) for seed in range(size.seeds) for way in (*ways[seed % len(ways) :], *ways[: seed % len(ways)])]
+    for number, (seed, way) in enumerate(due):
+        options.progress(f"fine-tuning, {host}", number, len(due), f"{way}, seed {seed}")
+        runs.get({"way": way, "seed": seed}, functools.partial(trained, host, way, seed, work))
+    print(plain(Table(HEADINGS, tuple(lines_of(host, runs.result)))))
+    return file
 
 
 def table(folder: Path) -> tuple[Table, str]:
     """Return the time and the accuracy of whole runs, and the share of a step's gain that arrives in them; a note."""
-    files = {host: folder / f"fine_tunings-{host}.json" for host in HOSTS}
-    results = {host: json.loads(file.read_text(encoding="utf-8")) for host, file in files.items() if file.is_file()}
-    said = "; ".join(sorted({told(result) for result in results.values()}))
-    return Table(
-        headings=HEADINGS,
-        rows=tuple(line for host, result in results.items() for line in lines_of(host, result)),
-    ), f"{said} All runs: `benchmarks/results/fine_tunings-*.json`."
+    saved = results(folder, "fine_tunings", HOSTS)
+    said = "; ".join(sorted({told(result) for result in saved.values()}))
+    lines = tuple(line for host, result in saved.items() for line in lines_of(host, result))
+    return Table(HEADINGS, lines), f"{said} All runs: `benchmarks/results/fine_tunings-*.json`."
 
 
 def told(result: Result) -> str:
@@ -371,12 +347,12 @@ def lines_of(host: str, result: Result) -> list[tuple[str, ...]]:
     return lines
 
 
-def settled(run: Result) -> float:
+def settled(run: Run) -> float:
     """Return the mean step. Batches have texts of different lengths, so the median is that of another batch."""
     return mean_of(run["times"][SETTLED:] or run["times"])
 
 
-def gap(pairs: Sequence[tuple[Result, Result]]) -> str:
+def gap(pairs: Sequence[tuple[Run, Run]]) -> str:
     """Return the mean difference in accuracy, with bounds of 95 % on each side."""
     before, after = zip(*((stock["accuracy"], run["accuracy"]) for stock, run in pairs), strict=True)
     if len(pairs) < 2:

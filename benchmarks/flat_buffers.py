@@ -8,26 +8,22 @@ machine, against buckets of 25 MiB as DDP sends them.
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import socket
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from optimizer_step import CASES, SETTINGS, Step, small
-from options import Options, parser, run
+from gloo_ranks import on_ranks
+from inference import small_resnet
+from optimizer_step import CASES, SETTINGS, Step
+from options import Options, as_contestant, parser, run, save_steps
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
-from torchboost.distributed.topology import shutdown
-from torchboost.measure.evidence import BenchReport, Contestant
+from torchboost.measure.evidence import Contestant
 from torchboost.measure.statistics import paired_ratio
-from torchboost.measure.stopwatch import Comparison, Warmup, compare, environment
+from torchboost.measure.stopwatch import Comparison, Warmup, compare
 from torchboost.optim.rules.adam import AdamWeightDecay
 
 LIST, FLAT, FILLED = "a tensor each", "flat buffers", "flat buffers, gradients zeroed and added"
@@ -42,7 +38,7 @@ def shapes_of(make: Callable[[], nn.Module]) -> list[tuple[int, ...]]:
 
 def cases(smoke: bool) -> dict[str, list[tuple[int, ...]]]:
     if smoke:
-        return {"small ResNet": shapes_of(small)}
+        return {"small ResNet": shapes_of(small_resnet)}
     found = {title: shapes_of(make) for title, make in CASES.values()}
     return found | {"2,000 tensors of 64": [(64,)] * 2000, "2,000 tensors of 4,096": [(64, 64)] * 2000}
 
@@ -105,38 +101,23 @@ def exchanges(shapes: list[tuple[int, ...]]) -> dict[str, Step]:
     return {BUCKETS: in_buckets, ONE: lambda: dist.all_reduce(flat)}
 
 
-def rank_main(rank: int, folder: str, smoke: bool) -> None:
-    """Time both exchanges in turn. The first rank writes its samples."""
-    os.environ["GLOO_SOCKET_IFNAME"] = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+def on_a_rank(smoke: bool) -> dict[str, object]:
+    """Time both exchanges in turn."""
     # Every rank makes the same number of calls, which a warm-up that ends by its own times would not.
     fixed = Warmup(least=2, window=2, limit=2, seconds=math.inf)
-    found = {}
+    found: dict[str, object] = {}
     for name, shapes in cases(smoke).items():
         timed = compare(exchanges(shapes), baselines=[BUCKETS], pairs=3 if smoke else 12, warmup=fixed)
         found[name] = [timed.samples, timed.warmup_seconds]
-    if rank == 0:
-        Path(folder, "found.json").write_text(json.dumps(found), encoding="utf-8")
-    shutdown()
+    return found
 
 
 def contestants(case: str, found: Comparison, base: str) -> list[Contestant]:
-    made = []
-    for way, samples in found.samples.items():
-        times = paired_ratio(samples, found.samples[base])
+    made = [as_contestant(found, base, "stock", case=case)]
+    for way in (way for way in found.samples if way != base):
+        times = paired_ratio(found.samples[way], found.samples[base])
         said = f"{times.mid:.2f} times {base} (95 %: {times.low:.2f} to {times.high:.2f})"
-        made.append(
-            Contestant(
-                name=f"{case}: {way}",
-                kind="stock" if way == base else "algorithm",
-                step_seconds=found.step_seconds(way),
-                samples=samples,
-                ratios=[r.model_copy(update={"baseline": f"{case}: {base}"}) for r in found.ratios(way)],
-                warmup_seconds=found.warmup_seconds[way],
-                notes=[] if way == base else [said],
-            )
-        )
+        made.append(as_contestant(found, way, case=case, notes=[said]))
     return made
 
 
@@ -145,23 +126,17 @@ def measure(options: Options) -> list[Path]:
     for case, shapes in cases(options.smoke).items():
         found = compare(updates(shapes), baselines=[LIST], pairs=3 if options.smoke else 40, progress=options.progress)
         made += contestants(f"{case}, fused", found, LIST)
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank_main, args=(folder, options.smoke), nprocs=2)
-        exchanged = json.loads(Path(folder, "found.json").read_text(encoding="utf-8"))
-    for case, (samples, warmup) in exchanged.items():
+    for case, (samples, warmup) in on_ranks(2, on_a_rank, options.smoke).items():
         found = Comparison(samples=samples, warmup_seconds=warmup, baselines=(BUCKETS,))
         made += contestants(f"{case}, exchange on 2 ranks", found, BUCKETS)
-    report = BenchReport(
+    path = save_steps(
+        options.file("flat_buffers", "all"),
+        made,
         title="Flat buffers against a tensor each: clipping and AdamW, and the exchange of gradients",
-        workload="flat_buffers",
         model="lists of tensors",
         parameters=sum(math.prod(shape) for shapes in cases(options.smoke).values() for shape in shapes),
-        batch=1,
-        metric_name="none",
-        environment=environment(),
-        contestants=made,
     )
-    return [report.save(options.file("flat_buffers", "all"))]
+    return [path]
 
 
 if __name__ == "__main__":

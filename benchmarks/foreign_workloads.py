@@ -13,8 +13,6 @@ from torchboost.workloads.data import Images, Text
 from torchboost.workloads.named import find_workload
 from torchboost.workloads.pieces import pieces
 
-__all__ = ["FOREIGN"]
-
 
 def vision_transformer(data: Images) -> nn.Module:
     """Return a ViT on patches of 4 x 4 pixels, with 65 tokens an image."""

@@ -6,14 +6,9 @@ is rebuilt is compared with the other ways of freezing under DDP, and with ``rep
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import socket
-import tempfile
 from collections import Counter
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -21,11 +16,11 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 from freeze_savings import frozen_blocks
-from options import Options, parser, run
+from gloo_ranks import on_ranks
+from options import Options, as_contestant, parameters_of, parser, run, save_steps
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.multiprocessing.spawn import spawn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
@@ -33,9 +28,8 @@ from torch.profiler import ProfilerActivity, profile
 from torchboost.algorithms.grad_freeze.algorithm import GradFreeze, freeze_blocks
 from torchboost.algorithms.grad_freeze.checks import rebuild_reducer
 from torchboost.distributed.agreement import Agreement
-from torchboost.distributed.topology import shutdown
 from torchboost.graph.blocks import blocks_of
-from torchboost.measure.evidence import AlgorithmRow, BenchReport, Contestant
+from torchboost.measure.evidence import AlgorithmRow, Contestant
 from torchboost.measure.stopwatch import Comparison, Warmup, compare, environment
 from torchboost.workloads.models import Bottleneck, ResNet
 
@@ -152,26 +146,6 @@ def seconds(call: Callable[[], object]) -> float:
     return perf_counter() - begun
 
 
-def on_this_rank(rank: int, ranks: int, port: int, smoke: bool, out: str, work: Callable[[bool], object]) -> None:
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=300))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    found = work(smoke)
-    if rank == 0:
-        Path(out).write_text(json.dumps(found))
-    shutdown()
-
-
-def on_ranks(ranks: int, work: Callable[[bool], object], smoke: bool):
-    """Run ``work`` on so many ranks and return what rank 0 found."""
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with tempfile.TemporaryDirectory() as folder:
-        out = f"{folder}/found.json"
-        spawn(on_this_rank, (ranks, server.port, smoke, out, work), nprocs=ranks)
-        return json.loads(Path(out).read_text())
-
-
 def steps_on_a_rank(smoke: bool) -> dict[str, object]:
     ways = contestants()
     # A fixed number of calls to warm up: all ranks must make the same ones.
@@ -197,15 +171,14 @@ def measure(options: Options) -> list[Path]:
     options.progress("ranks", 3, 3)
     found = Comparison(samples=raw["samples"], warmup_seconds=raw["warmup"], baselines=("ddp", "find_unused"))
     plain, views = (1e3 * taken for taken in raw["rebuilding"])
-    report = BenchReport(
+    path = save_steps(
+        options.file("freeze_on_ranks", "resnet"),
+        [contestant(name, found, raw["mebibytes"]) for name in found.samples],
         title=f"Freezing {SHARE} % of a ResNet on two ranks",
-        workload="freeze_on_ranks-resnet",
         model="ResNet bottleneck [2, 2, 2, 2], width 32",
-        parameters=sum(p.numel() for p in network().parameters()),
+        parameters=parameters_of(network()),
         batch=BATCH,
-        metric_name="none",
-        environment=environment().model_copy(update={"threads": 1}),
-        contestants=[contestant(name, found, raw["mebibytes"]) for name in found.samples],
+        machine=environment().model_copy(update={"threads": 1}),
         notes=[
             "2 gloo ranks on one machine, 1 thread each, eager float32; bytes of gradients counted by the profiler",
             f"reducer built again: {plain:.1f} ms, {views:.1f} ms with gradient_as_bucket_view=True",
@@ -215,20 +188,17 @@ def measure(options: Options) -> list[Path]:
             ),
         ],
     )
-    return [report.save(options.file("freeze_on_ranks", "resnet"))]
+    return [path]
 
 
 def contestant(name: str, found: Comparison, mebibytes: dict[str, float]) -> Contestant:
     ours = "grad_freeze" in name
     share = mebibytes[name] / mebibytes["ddp"]
-    return Contestant(
-        name=name,
-        kind="algorithm" if ours else "stock" if name == "ddp" else "hand",
+    return as_contestant(
+        found,
+        name,
+        "algorithm" if ours else "stock" if name == "ddp" else "hand",
         algorithms=[AlgorithmRow(name="grad_freeze", settings=f"the first {SHARE} % of the blocks")] if ours else [],
-        step_seconds=found.step_seconds(name),
-        samples=found.samples[name],
-        ratios=found.ratios(name),
-        warmup_seconds=found.warmup_seconds[name],
         notes=[f"{mebibytes[name]:.1f} MiB of gradients sent per step, {100 * share:.0f} % of plain DDP"],
     )
 

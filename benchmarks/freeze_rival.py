@@ -7,7 +7,6 @@ the next longer one. All are paired by seed. Each run is saved when it ends, and
 
 from __future__ import annotations
 
-import json
 import statistics
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,11 @@ from typing import Any
 import torch
 from options import Options, run_each
 from promises import WORKLOADS, signed
+from saved_runs import Run, SavedRuns, results
 
 from torchboost.bench.report import wording
 from torchboost.bench.report.table import Table
 from torchboost.measure.statistics import paired_difference
-from torchboost.measure.stopwatch import environment
 from torchboost.tuning.report import Candidate
 from torchboost.tuning.training import Training
 
@@ -34,20 +33,17 @@ NETWORKS = ("digits", "resnet-basic", "resnet-bottleneck", "fine-tuning")
 
 
 def measure(name: str, options: Options) -> Path:
-    work, file = WORKLOADS[name](options), options.file("freeze_rival", name)
+    work = WORKLOADS[name](options)
     steps = work.job.epochs * work.data.steps(work.job.batch)
     train = Training(make=work.job.factory(work.data).make, steps=steps, device=torch.device("cpu"))
-    runs: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["runs"] if file.is_file() else []
+    runs = SavedRuns(options.file("freeze_rival", name), {"title": work.title, "steps": steps})
 
     def run(way: str, seed: int, share: float, extra: dict[str, Any]) -> None:
-        if any((one["way"], one["seed"]) == (way, seed) for one in runs):
-            return
-        made = train(Candidate(name=way, extra={**LEVERS, **extra}, share=share), seed)
-        seconds = made.setup_seconds + made.seconds
-        runs.append({"way": way, "seed": seed, "share": share, "metric": made.metric, "seconds": seconds})
-        about = {"title": work.title, "steps": steps, "environment": environment().model_dump(), "runs": runs}
-        file.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-        print(json.dumps(runs[-1]), flush=True)
+        def trained() -> Run:
+            made = train(Candidate(name=way, extra={**LEVERS, **extra}, share=share), seed)
+            return {"metric": made.metric, "seconds": made.setup_seconds + made.seconds}
+
+        runs.get({"way": way, "seed": seed, "share": share}, trained)
 
     for seed in range(2 if options.smoke else SEEDS):
         run(FULL, seed, 1.0, {})
@@ -55,7 +51,7 @@ def measure(name: str, options: Options) -> Path:
             run(frozen(begin), seed, 1.0, {"grad_freeze": {"pattern": "progressive", "full_share": begin}})
         for share in SHARES:
             run(rival(share), seed, share, {})
-    return file
+    return runs.file
 
 
 def frozen(begin: float) -> str:
@@ -68,12 +64,11 @@ def rival(share: float) -> str:
 
 def table(folder: Path) -> tuple[Table, str]:
     """Return freezing and its rivals on every network that was run, and a note."""
-    files = [path for name in NETWORKS if (path := folder / f"freeze_rival-{name}.json").is_file()]
-    results = [json.loads(path.read_text(encoding="utf-8")) for path in files]
-    lines = [line for result in results for line in _lines(result)]
+    saved = results(folder, "freeze_rival", NETWORKS).values()
+    lines = [line for result in saved for line in _lines(result)]
     against = ("against everything trained", "against fewer steps in as much time")
     head = ("network", "way", "time of a run", "accuracy", "seeds", *against)
-    machines = "; ".join(sorted({result["environment"]["processor"] for result in results}))
+    machines = "; ".join(sorted({result["environment"]["processor"] for result in saved}))
     said = (
         "All with channels-last and autocast. The time is a multiple of that of training everything: the median over "
         "the seeds, and for fewer steps their share. "

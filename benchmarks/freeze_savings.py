@@ -11,14 +11,14 @@ from itertools import chain, cycle, islice
 from pathlib import Path
 
 import torch
-from options import Options, parser, run
+from options import Options, as_contestant, parameters_of, parser, run, save_steps
 from torch import Tensor, nn
 
 from torchboost.algorithms.grad_freeze.algorithm import GradFreeze, freeze_blocks
 from torchboost.graph.blocks import blocks_of
-from torchboost.measure.evidence import AlgorithmRow, BenchReport, Contestant
+from torchboost.measure.evidence import AlgorithmRow, Contestant
 from torchboost.measure.statistics import bootstrap_median
-from torchboost.measure.stopwatch import Comparison, compare, environment
+from torchboost.measure.stopwatch import Comparison, compare
 from torchboost.workloads.models import GPT, ResNet
 from torchboost.workloads.named import Workload, find_workload
 
@@ -141,18 +141,15 @@ def measure_job(job: Workload, options: Options) -> Path:
         settings = GradFreeze(pattern="fixed", groups=len(blocks_of(network)), frozen=frozen_blocks(network, share))
         freeze_blocks(network, job.optimizer(network.parameters()), settings)
         memory[share] = stored_bytes(network, job, batches[0])
-    report = BenchReport(
+    return save_steps(
+        options.file("freeze_savings", job.name),
+        [contestant(name, found, memory) for name in steps],
         title=f"Time saved by freezing: {job.title}, {job.model_name}",
-        workload=f"freeze_savings-{job.name}",
         model=job.model_name,
-        parameters=sum(p.numel() for p in fresh().parameters()),
+        parameters=parameters_of(fresh()),
         batch=job.batch,
-        metric_name="none",
-        environment=environment(),
-        contestants=[contestant(name, found, memory) for name in steps],
         notes=["eager float32; the bound is the same prefix under no_grad and the rest as a network of its own"],
     )
-    return report.save(options.file("freeze_savings", job.name))
 
 
 def contestant(name: str, found: Comparison, memory: dict[int, int]) -> Contestant:
@@ -167,16 +164,8 @@ def contestant(name: str, found: Comparison, memory: dict[int, int]) -> Contesta
             f"{reached.mid:.0f} % of the time between stock and bound saved (95 %: {reached.low:.0f} to "
             f"{reached.high:.0f}); {memory[int(share)] / 2**20:.1f} of {memory[0] / 2**20:.1f} MiB stored for backward"
         ]
-    return Contestant(
-        name=name,
-        kind={"stock": "stock", "bound": "hand"}.get(way, "algorithm"),  # pyright: ignore[reportArgumentType]
-        algorithms=rows,
-        step_seconds=found.step_seconds(name),
-        samples=found.samples[name],
-        ratios=found.ratios(name),
-        warmup_seconds=found.warmup_seconds[name],
-        notes=notes,
-    )
+    kind = {"stock": "stock", "bound": "hand"}.get(way, "algorithm")
+    return as_contestant(found, name, kind, algorithms=rows, notes=notes)
 
 
 if __name__ == "__main__":

@@ -45,13 +45,9 @@ def ceiling(settings: Mapping[str, Any], groups: int = 10) -> float:
 
 
 def measure(options: Options) -> list[Path]:
-    return [whole_runs(options), accuracy(options)]
-
-
-def whole_runs(options: Options) -> Path:
-    """Time whole runs side by side, each schedule at the length of this run."""
-    report = side_by_side(find_workload(JOB), ["stock", "hand", *CONTESTANTS], options, with_freezing)
-    return report.model_copy(update={"workload": f"freeze_times-{JOB}"}).save(options.file("freeze_times", JOB))
+    """Time whole runs side by side, each schedule at the length of this run, and then train to the end."""
+    contestants = ["stock", "hand", *CONTESTANTS]
+    return [side_by_side("freeze_times", find_workload(JOB), contestants, options, with_freezing), accuracy(options)]
 
 
 def accuracy(options: Options) -> Path:

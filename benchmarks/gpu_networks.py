@@ -11,55 +11,25 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from inference import MOBILENET, VOCABULARY, mobilenet
-from zoo_networks import (
-    Batch,
-    Network,
-    adamw,
-    cross_entropy,
-    floats,
-    hugging_face,
-    images,
-    numbers,
-    own_loss,
-    plain,
-    sgd,
-    tokens,
-)
+from inference import MOBILENET, VOCABULARY, mobilenet, resnet50
+from zoo_networks import Batch, Network, floats, images, numbers, of_transformers, plain, sgd, tokens
 
 from torchboost.workloads.models import Bottleneck, ResNet
 
 
 def language(title: str, names: tuple[str, str], count: int, length: int, vocabulary: int, **settings: Any) -> Network:
-    return Network(
-        title=f"{title}, batch {count} x {length} tokens",
-        build=hugging_face(*names, vocab_size=vocabulary, **settings),
-        draw=tokens(count, length, vocabulary=vocabulary, labels=()),
-        optimizer=adamw,
-        loss=own_loss,
-        needs="transformers",
-    )
+    draw = tokens(count, length, vocabulary=vocabulary, labels=())
+    return of_transformers(f"{title}, batch {count} x {length} tokens", names, draw, vocab_size=vocabulary, **settings)
 
 
 def pictures(title: str, names: tuple[str, str], count: int, side: int, classes: int, **settings: Any) -> Network:
-    return Network(
-        title=f"{title}, batch {count}",
-        build=hugging_face(*names, num_labels=classes, **settings),
-        draw=floats("pixel_values", (count, 3, side, side), (count,), classes),
-        optimizer=adamw,
-        loss=own_loss,
-        needs="transformers",
-    )
+    draw = floats("pixel_values", (count, 3, side, side), (count,), classes)
+    return of_transformers(f"{title}, batch {count}", names, draw, num_labels=classes, **settings)
 
 
 def convolutions(title: str, build: Callable[[], torch.nn.Module], count: int, side: int, classes: int) -> Network:
-    return Network(
-        title=f"{title}, batch {count}",
-        build=build,
-        draw=plain(images(count, side), numbers(classes, count)),
-        optimizer=sgd,
-        loss=cross_entropy,
-    )
+    draw = plain(images(count, side), numbers(classes, count))
+    return Network(title=f"{title}, batch {count}", build=build, draw=draw, optimizer=sgd)
 
 
 GPT2, LLAMA = ("GPT2Config", "GPT2LMHeadModel"), ("LlamaConfig", "LlamaForCausalLM")
@@ -100,14 +70,6 @@ def to_the_longest(net: Network) -> Network:
     return replace(net, draw=draw)
 
 
-def resnet50(count: int) -> Network:
-    return convolutions(
-        "ResNet-50 at 224 pixels",
-        lambda: ResNet(Bottleneck, [3, 4, 6, 3], classes=1000, stem="imagenet"),
-        *(count, 224, 1000),
-    )
-
-
 def gpt2(count: int) -> Network:
     return language("GPT-2 small", GPT2, count, 1024, VOCABULARY, use_cache=False)
 
@@ -121,8 +83,8 @@ _LLAMA = {
     "use_cache": False,
 }
 NETWORKS: Mapping[str, Network] = {
-    "resnet50": resnet50(256),
-    "resnet50-short": resnet50(64),
+    "resnet50": convolutions("ResNet-50 at 224 pixels", resnet50, 256, 224, 1000),
+    "resnet50-short": convolutions("ResNet-50 at 224 pixels", resnet50, 64, 224, 1000),
     "gpt2": gpt2(16),
     "gpt2-short": gpt2(4),
     "bert": language("BERT base", BERT, 64, 256, 30_522),

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from gpu_record import DEVICE, Results, Row, Task, Turn, figures, host
+from inference import small_resnet
 from optimizer_rules import Case, cases, missing, of, table, torch_forms, weights
-from optimizer_step import by_hand, gpt2_small, small
+from optimizer_step import by_hand, gpt2_small
 from torch import nn
 
 from torchboost import optim
@@ -80,7 +81,7 @@ def measure(case: Case, absent: set[str], task: Task) -> Row:
     clock, steps, memory = Clock.of(DEVICE), {}, {}
     for way, build in {OURS: case.ours, **peers}.items():
         with torch.device(DEVICE):
-            params = table() if case.sparse else weights(small if task.tiny else gpt2_small)
+            params = table() if case.sparse else weights(small_resnet if task.tiny else gpt2_small)
         with PeakMemory(DEVICE) as peak:
             steps[way] = build(params).step
             for _ in range(FIRST_STEPS):

@@ -20,7 +20,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from fine_tuned_llama import FineTunedLlama
 from foreign_workloads import FOREIGN
 from options import Options, options_of, parser
 from promises import final, machine, signed
+from saved_runs import Result, SavedRuns, results
 from time_to_metric import cpu_seconds
 
 import torchboost
@@ -41,8 +42,6 @@ from torchboost.bench.report.table import Table
 from torchboost.core.torch_private import forget_compiled
 from torchboost.measure.evidence import Environment
 from torchboost.measure.statistics import mean_of, paired_difference, paired_ratio
-from torchboost.measure.stopwatch import environment
-from torchboost.tuning.report import TuneReport
 from torchboost.workloads.data import Images
 from torchboost.workloads.named import Workload, find_workload
 
@@ -58,7 +57,6 @@ MOST_TEST, MOST_VALIDATION = 4_000, 5_000
 2,000 of the second."""
 
 Make = Callable[[int], Any]
-Result = dict[str, Any]
 
 
 class Job(Protocol):
@@ -148,6 +146,7 @@ class Bench:
         config: What ``tune`` wrote.
         rate: What ``tune`` found as the best multiple of stock's learning rate.
         sample: Inputs of a batch.
+        runs: Those that were made.
     """
 
     factory: Factory
@@ -155,8 +154,13 @@ class Bench:
     config: Path
     rate: float
     sample: Any
+    runs: SavedRuns
 
     def run(self, way: str, seed: int, **chosen: float) -> Result:
+        """Return a run that was made before, or make it."""
+        return self.runs.get({"way": way, "seed": seed, **chosen}, lambda: self.trained(way, seed, **chosen))
+
+    def trained(self, way: str, seed: int, **chosen: float) -> Result:
         """Train once, and return its processor time, the metric and the score on the validation data."""
         forget_compiled()
         torch.manual_seed(seed)
@@ -165,12 +169,10 @@ class Bench:
         for inputs, targets in itertools.islice(_batches(loop.parts, seed), loop.steps):
             loop.step(inputs, targets)
         seconds, wall = cpu_seconds() - began, time.perf_counter() - wall
-        parts, result = loop.parts, {"way": way, "seed": seed, **chosen, "steps": loop.steps}
-        if way == LEVEL:
-            result["on"] = [row.name for row in loop.algorithms]
+        parts, on = loop.parts, {"on": [row.name for row in loop.algorithms]} if way == LEVEL else {}
         with averaged(parts.optimizer):
             scores = {"metric": metric_of(parts, parts.model), "score": score_of(parts, parts.model)}
-        return {**result, "seconds": seconds, "wall": wall, **scores}
+        return {"steps": loop.steps, **on, "seconds": seconds, "wall": wall, **scores}
 
     def _loop(self, way: str, seed: int, share: float = 1.0, muon: float = 0.0) -> Loop:
         steps = max(2, round(share * self.steps))
@@ -186,57 +188,17 @@ def _batches(parts: Parts, seed: int) -> Iterator[tuple[Any, Any]]:
         yield from one_epoch(parts.batches, seed=seed, epoch=epoch, device=torch.device("cpu"))
 
 
-class Runs:
-    """The runs of one workload, in a file that grows with each."""
-
-    def __init__(self, file: Path, about: Result, *, resume: bool) -> None:
-        self.file, self.result = file, {**about, "runs": []}
-        if not (resume and file.is_file()):
-            return
-        saved: Result = json.loads(file.read_text(encoding="utf-8"))
-        before, now = saved["environment"], about["environment"]
-        same = all(before[key] == now[key] for key in ("torch", "processor", "threads"))
-        if not same or any(saved[key] != about[key] for key in ("title", "steps", "rate")):
-            raise SystemExit(f"{file} holds runs of another size, tuning, version or machine; leave out --resume.")
-        kept = [run for run in saved["runs"] if run["way"] != TUNED or saved["config"] == about["config"]]
-        self.result = {**saved, **about, "runs": kept}
-
-    def get(self, bench: Bench, way: str, seed: int, **chosen: float) -> Result:
-        """Return a run that was made before, or make it."""
-        wanted = {"way": way, "seed": seed, "share": chosen.get("share", 1.0), "muon": chosen.get("muon", 0.0)}
-        for run in self.result["runs"]:
-            if {"share": 1.0, "muon": 0.0, **run}.items() >= wanted.items():
-                return run
-        run = bench.run(way, seed, **chosen)
-        self.result["runs"].append(run)
-        self.save()
-        print(json.dumps({"workload": self.result["name"], **run}), flush=True)
-        return run
-
-    def note(self, key: str, value: Any) -> None:
-        self.result[key] = value
-        self.save()
-
-    def save(self) -> None:
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        self.file.write_text(json.dumps(self.result, indent=1) + "\n", encoding="utf-8")
-
-
-def muon_by_hand(bench: Bench, runs: Runs, drop: float) -> dict[str, float]:
+def muon_by_hand(bench: Bench, drop: float) -> dict[str, float]:
     """Return Muon's rate and share of the steps as they are found by hand, on the validation data, with one seed."""
-    tried = {
-        rate: _or_worst(runs.get(bench, HAND_MUON, 0, muon=rate, share=MUON_SHARES[0])["score"]) for rate in MUON_RATES
-    }
-    best = max(MUON_RATES, key=tried.__getitem__)
-    target = runs.get(bench, STOCK, 0)["score"] - drop
-    for share in MUON_SHARES[:-1]:
-        if _or_worst(runs.get(bench, HAND_MUON, 0, muon=best, share=share)["score"]) >= target:
-            return {"muon": best, "share": share}
-    return {"muon": best, "share": MUON_SHARES[-1]}
 
+    def score(rate: float, share: float) -> float:
+        found = bench.run(HAND_MUON, 0, muon=rate, share=share)["score"]
+        return found if math.isfinite(found) else -math.inf
 
-def _or_worst(score: float) -> float:
-    return score if math.isfinite(score) else -math.inf
+    best = max(MUON_RATES, key=lambda rate: score(rate, MUON_SHARES[0]))
+    target = bench.run(STOCK, 0)["score"] - drop
+    enough = (share for share in MUON_SHARES[:-1] if score(best, share) >= target)
+    return {"muon": best, "share": next(enough, MUON_SHARES[-1])}
 
 
 def measure(name: str, options: Options, *, budget: str | None = None, seeds: int = SEEDS, hand: bool = True) -> Path:
@@ -262,54 +224,43 @@ def measured(
         progress=options.progress,
     )
     parts = factory.build(0)
-    bench = Bench(factory, steps, config, stock_rate(report), next(iter(parts.batches))[0])
+    rate, written = report.stock.rate, json.loads(config.read_text(encoding="utf-8"))
+    written.pop("about", None)
     about = {
         "name": job.name,
         "title": report.title,
         "steps": steps,
         "drop": job.drops[0],
         "lr": parts.optimizer.param_groups[0]["lr"],
-        "rate": bench.rate,
-        "config": json.loads(config.read_text(encoding="utf-8")),
+        "rate": rate,
         "tuning": {"seconds": report.spent_seconds, "runs": len(report.runs)},
-        "environment": environment().model_dump(),
     }
-    about["config"].pop("about", None)
-    runs = Runs(file, about, resume=options.resume)
-    muon = muon_by_hand(bench, runs, job.drops[0]) if hand else {}
+    runs = SavedRuns(file, about, resume=options.resume, same=("title", "steps", "rate"))
+    if runs.result.get("config") != written:
+        runs.result["runs"] = [run for run in runs.result["runs"] if run["way"] != TUNED]
+    runs.result["config"] = written
+    bench = Bench(factory, steps, config, rate, next(iter(parts.batches))[0], runs)
+    muon = muon_by_hand(bench, job.drops[0]) if hand else {}
     runs.note("muon", muon)
     ways: list[tuple[str, dict[str, float]]] = [(STOCK, {}), (TUNED, {})]
     ways += [(HAND, {}), (HAND_MUON, muon), (LEVEL, {})] if hand else []
     for number, seed in enumerate(range(FRESH, FRESH + seeds)):
         turn = number % len(ways)
         for way, chosen in (*ways[turn:], *ways[:turn]):
-            runs.get(bench, way, seed, **chosen)
+            bench.run(way, seed, **chosen)
     return file
 
 
-def stock_rate(report: TuneReport) -> float:
-    """Return what the learning rates of stock are multiplied by when it is tuned."""
-    return report.stock.rate
-
-
-def results(folder: Path) -> list[Result]:
+def confirmed(folder: Path) -> list[Result]:
     """Return the workloads that were run with at least two fresh seeds, in their order."""
-    files = [folder / f"half_time-{name}.json" for name in CASES]
-    found = [json.loads(file.read_text(encoding="utf-8")) for file in files if file.is_file()]
-    return [result for result in found if len(_fresh(result, TUNED)) > 1]
+    return [result for result in results(folder, "half_time", CASES).values() if len(_fresh(result, TUNED)) > 1]
 
 
 def table(folder: Path) -> tuple[Table, str]:
     """Return how soon what was tuned reaches the metric of tuned stock, what it costs to find it, and a note."""
-    found = results(folder)
-    return table_of([(result, workload(result["name"])) for result in found])
-
-
-def table_of(found: Sequence[tuple[Result, Job]]) -> tuple[Table, str]:
-    """Return the same of some runs."""
-    lines = []
-    for result, job in found:
-        stock = _fresh(result, STOCK)
+    lines, found = [], confirmed(folder)
+    for result in found:
+        job, stock = workload(result["name"]), _fresh(result, STOCK)
         metric = final([run["metric"] for run in stock.values()], job)
         seconds = mean_of(run["seconds"] for run in stock.values())
         cost = result["tuning"]["seconds"] / mean_of(run["wall"] for run in stock.values())
@@ -327,19 +278,14 @@ def table_of(found: Sequence[tuple[Result, Job]]) -> tuple[Table, str]:
         *("workload", "stock's rate found", "stock tuned: metric, seconds", "what tune chose"),
         *("metric, against stock", "time, times stock's", "cost of tuning, in runs of stock"),
     )
-    return Table(headings=head, rows=tuple(lines)), _said([result for result, _ in found])
+    return Table(headings=head, rows=tuple(lines)), _said(found)
 
 
 def rival_table(folder: Path) -> tuple[Table, str]:
     """Return the same of the best loops by hand, and the time of what was tuned against each of these."""
-    return rival_table_of([(result, workload(result["name"])) for result in results(folder)])
-
-
-def rival_table_of(found: Sequence[tuple[Result, Job]]) -> tuple[Table, str]:
-    """Return the same of some runs."""
-    lines = []
-    for result, job in found:
-        cells: list[str] = []
+    lines, found = [], confirmed(folder)
+    for result in found:
+        job, cells = workload(result["name"]), list[str]()
         for way in (HAND, HAND_MUON):
             ours, theirs = _fresh(result, TUNED), _fresh(result, way)
             seeds = sorted(ours.keys() & theirs.keys())
@@ -356,12 +302,12 @@ def rival_table_of(found: Sequence[tuple[Result, Job]]) -> tuple[Table, str]:
         *("Muon by hand: rate, length", "metric, against stock", "time, times stock's"),
         "time of the tuned run, times its",
     )
-    return Table(headings=head, rows=tuple(lines)), _said([result for result, _ in found])
+    return Table(headings=head, rows=tuple(lines)), _said(found)
 
 
 def level_table(folder: Path) -> tuple[Table, str]:
     """Return the metric of level O1 against stock, at the rate found for stock, and whether O1 kept its promise."""
-    lines, found = [], [result for result in results(folder) if len(_fresh(result, LEVEL)) > 1]
+    lines, found = [], [result for result in confirmed(folder) if len(_fresh(result, LEVEL)) > 1]
     for result in found:
         job, stock, level = workload(result["name"]), _fresh(result, STOCK), _fresh(result, LEVEL)
         seeds = sorted(stock.keys() & level.keys())

@@ -1,12 +1,19 @@
-"""Parts of a data set of images."""
+"""Parts of a data set of images, and its epochs one after the other."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 
 from torch import Tensor
 
 from torchboost.workloads.data import Images
+
+
+def endless(data: Images, batch: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    for epoch in itertools.count():
+        yield from data.train(batch, seed=seed, epoch=epoch)
 
 
 def of_classes(data: Images, first: int, count: int) -> Images:

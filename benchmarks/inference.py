@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from options import Options, parser, run
+from options import Options, as_contestant, parameters_of, parser, run, save_steps
 from torch import Tensor, nn
 
 from torchboost.compat.auto_boost import AutoBoost
-from torchboost.measure.evidence import BenchReport, Contestant
+from torchboost.measure.evidence import Contestant
 from torchboost.measure.stopwatch import Clock, Comparison, compare, environment
 from torchboost.workloads.models import GPT, Bottleneck, ResNet
 
@@ -66,31 +66,24 @@ def tokens(batch: int, length: int, vocabulary: int) -> Callable[[], Tensor]:
     return lambda: torch.randint(vocabulary, (batch, length))
 
 
+def resnet50() -> nn.Module:
+    return ResNet(Bottleneck, [3, 4, 6, 3], classes=1000, stem="imagenet")
+
+
+def small_resnet() -> nn.Module:
+    return ResNet(Bottleneck, [1, 1], classes=10, width=8)
+
+
+GPT_TITLE = "GPT, 12 layers, width 768, 128 tokens"
 CASES: dict[str, Case] = {
-    "resnet50": (
-        "ResNet-50 at 224 pixels",
-        lambda: ResNet(Bottleneck, [3, 4, 6, 3], classes=1000, stem="imagenet"),
-        images(8, 224),
-    ),
-    "resnet50-single": (
-        "ResNet-50 at 224 pixels, one image",
-        lambda: ResNet(Bottleneck, [3, 4, 6, 3], classes=1000, stem="imagenet"),
-        images(1, 224),
-    ),
+    "resnet50": ("ResNet-50 at 224 pixels", resnet50, images(8, 224)),
+    "resnet50-single": ("ResNet-50 at 224 pixels, one image", resnet50, images(1, 224)),
     "mobilenet": ("MobileNetV2 at 224 pixels", lambda: mobilenet(MOBILENET), images(8, 224)),
     "mobilenet-single": ("MobileNetV2 at 224 pixels, one image", lambda: mobilenet(MOBILENET), images(1, 224)),
-    "gpt": (
-        "GPT, 12 layers, width 768, 128 tokens",
-        lambda: GPT(VOCABULARY, context=128),
-        tokens(1, 128, VOCABULARY),
-    ),
+    "gpt": (GPT_TITLE, lambda: GPT(VOCABULARY, context=128), tokens(1, 128, VOCABULARY)),
 }
 SMOKE: dict[str, Case] = {
-    "resnet50": (
-        "small ResNet",
-        lambda: ResNet(Bottleneck, [1, 1], classes=10, width=8),
-        images(2, 32),
-    ),
+    "resnet50": ("small ResNet", small_resnet, images(2, 32)),
     "mobilenet": ("small MobileNet", lambda: mobilenet(MOBILENET[:2]), images(2, 32)),
     "gpt": ("small GPT", lambda: GPT(64, context=16, layers=1, heads=2, width=32), tokens(1, 16, 64)),
 }
@@ -117,18 +110,16 @@ def measure_case(name: str, case: Case, options: Options) -> Path:
             clock=Clock.of(device),
             progress=options.progress,
         )
-    report = BenchReport(
+    return save_steps(
+        options.file("inference", name),
+        [contestant(way, found, forms[way]) for way in forms],
         title=f"Inference: {title}",
-        workload=f"inference-{name}",
         model=title,
-        parameters=sum(p.numel() for p in network.parameters()),
+        parameters=parameters_of(network),
         batch=len(sample),
-        metric_name="none",
-        environment=environment(device),
-        contestants=[contestant(way, found, forms[way]) for way in forms],
+        machine=environment(device),
         notes=["float32, in torch.inference_mode(); compiling is in the time of warming up"],
     )
-    return report.save(options.file("inference", name))
 
 
 def ways(network: nn.Module, sample: Tensor, *, compiled: bool) -> dict[str, nn.Module]:
@@ -155,15 +146,8 @@ def contestant(way: str, found: Comparison, form: nn.Module) -> Contestant:
         for p in form.parameters()
     )
     chosen = f"chose {'channels-last' if last else 'contiguous'} memory, {norms} BatchNorms left"
-    return Contestant(
-        name=way,
-        kind="stock" if way == STOCK else "hand" if way == COMPILED else "level",
-        step_seconds=found.step_seconds(way),
-        samples=found.samples[way],
-        ratios=found.ratios(way),
-        warmup_seconds=found.warmup_seconds[way],
-        notes=[chosen] if way == CHOSEN else [],
-    )
+    kind = "stock" if way == STOCK else "hand" if way == COMPILED else "level"
+    return as_contestant(found, way, kind, notes=[chosen] if way == CHOSEN else [])
 
 
 if __name__ == "__main__":

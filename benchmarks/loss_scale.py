@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from options import Options, added_cost, parser, run
+from options import Options, added_cost, parameters_of, parser, run, save_steps
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -14,8 +14,8 @@ from torchboost.algorithms.loss_scale_group.algorithm import GroupGradScaler
 from torchboost.algorithms.loss_scale_group.scalers import DynamicLossScale, FixedLossScale
 from torchboost.core.algorithm import Scaler, Target
 from torchboost.core.step import TrainStep
-from torchboost.measure.evidence import AlgorithmRow, BenchReport
-from torchboost.measure.stopwatch import compare, environment
+from torchboost.measure.evidence import AlgorithmRow
+from torchboost.measure.stopwatch import compare
 from torchboost.workloads.models import Bottleneck, ResNet
 
 STAGES = [f"stages.{index}" for index in range(4)]
@@ -50,27 +50,19 @@ def measure(options: Options) -> list[Path]:
     for way in WAYS:
         torch.manual_seed(0)
         steps[way] = train_step(way, resnet(), inputs, labels)
-    found = compare(
-        steps,
-        baselines=["no scaling"],
-        pairs=3 if options.smoke else 300,
-        calls=1,
-        progress=options.progress,
-    )
-    report = BenchReport(
+    pairs = 3 if options.smoke else 300
+    found = compare(steps, baselines=["no scaling"], pairs=pairs, progress=options.progress)
+    rows = {way: AlgorithmRow(name="loss scale", settings=called) for way, (_, called) in WAYS.items()}
+    path = save_steps(
+        options.file("loss_scale", "resnet"),
+        [added_cost(found, way, "no scaling", row) for way, row in rows.items()],
         title="Cost of loss scaling: a ResNet step",
-        workload="loss-scale-resnet",
         model="resnet",
-        parameters=sum(p.numel() for p in resnet().parameters()),
+        parameters=parameters_of(resnet()),
         batch=shape[0],
-        metric_name="none",
-        environment=environment(),
-        contestants=[
-            added_cost(found, way, "no scaling", AlgorithmRow(name="loss scale", settings=WAYS[way][1])) for way in WAYS
-        ],
         notes=["ratio below 1: slower than without scaling"],
     )
-    return [report.save(options.file("loss_scale", "resnet"))]
+    return [path]
 
 
 if __name__ == "__main__":

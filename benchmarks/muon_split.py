@@ -9,7 +9,6 @@ run is saved when it ends; with ``--resume`` they are kept.
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -20,6 +19,7 @@ import torch
 from fewer_steps import ADAM_RATES, Runs, Way, adamw
 from fewer_steps_workloads import Workload, gpt_characters, in_order, windows
 from options import Options, run_each
+from saved_runs import results
 from torch import Tensor, nn
 
 from torchboost.bench.report.table import Table
@@ -136,10 +136,8 @@ WORKLOADS = {"gru": gru, "gpt": gpt}
 
 
 def measure(name: str, options: Options) -> Path:
-    work, file = WORKLOADS[name](options), options.file("muon_split", name)
-    if file.is_file() and not options.resume:
-        file.unlink()
-    runs = Runs(work, file, WAYS)
+    work = WORKLOADS[name](options)
+    runs = Runs(work, options.file("muon_split", name), WAYS, resume=options.resume)
     of_adamw = runs.best("AdamW")
     rates: dict[str, dict[str, float]] = {}
     for way in WAYS:
@@ -148,16 +146,14 @@ def measure(name: str, options: Options) -> Path:
         runs.choose(way, rates[way])
     for seed in range(1 if options.smoke else SEEDS):
         for way, chosen in rates.items():
-            runs.result(way=way, seed=seed, steps=work.steps, split="test", **chosen)
-    return file
+            runs.run(way=way, seed=seed, steps=work.steps, split="test", **chosen)
+    return runs.file
 
 
 def table(folder: Path) -> tuple[Table, str]:
     """Return the final loss of each optimizer at its best rate, and a sentence about the runs."""
-    files = [folder / f"muon_split-{name}.json" for name in WORKLOADS]
-    results = [json.loads(file.read_text(encoding="utf-8")) for file in files if file.is_file()]
-    lines = []
-    for result in results:
+    found, lines = list(results(folder, "muon_split", WORKLOADS).values()), []
+    for result in found:
         cells = []
         for way in WAYS:
             chosen = result["chosen"][way]["rate"]
@@ -165,7 +161,7 @@ def table(folder: Path) -> tuple[Table, str]:
             losses = [one["loss"] for one in own]
             cells.append(f"{statistics.mean(losses):.3f} ({min(losses):.3f} to {max(losses):.3f}) at {chosen:g}")
         lines.append((f"{result['title']}, {result['steps']} steps", *cells))
-    about = results[0]["environment"]
+    about = found[0]["environment"]
     said = (
         f"The loss on test data: the mean of {SEEDS} seeds, with the smallest and the largest, at the best rate on "
         f"validation data. {about['processor']}, torch {about['torch']}. All runs: "

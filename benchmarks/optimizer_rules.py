@@ -12,14 +12,13 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from optimizer_step import resnet50
-from optimizer_step import small as small_resnet
-from options import Options, parser, run
+from inference import resnet50, small_resnet
+from options import Options, as_contestant, parameters_of, parser, run, save_steps
 from torch import nn
 
 from torchboost import optim
-from torchboost.measure.evidence import BenchReport, Contestant
-from torchboost.measure.stopwatch import Comparison, compare, environment
+from torchboost.measure.evidence import Contestant
+from torchboost.measure.stopwatch import compare
 
 Maker = Callable[[list[nn.Parameter]], Any]
 """Builds an optimizer over parameters."""
@@ -201,34 +200,17 @@ def measure_model(name: str, options: Options) -> Path:
             baselines=list(peers),
             pairs=2 if options.smoke else 30,
         )
-        made += contestants(rule, compared)
+        made.append(as_contestant(compared, "torchboost", case=rule))
+        made += [as_contestant(compared, way, "stock", case=rule) for way in peers]
     absences = [f"{package} is not installed: rules are measured without it" for package in sorted(absent)]
-    report = BenchReport(
+    return save_steps(
+        options.file("optimizer_rules", name),
+        made,
         title=f"Every rule and form: {title}",
-        workload=f"optimizer_rules-{name}",
         model=title,
-        parameters=sum(p.numel() for p in make().parameters()),
-        batch=1,
-        metric_name="none",
-        environment=environment(),
-        contestants=made,
+        parameters=parameters_of(make()),
         notes=[f"the bar is {BAR} times the best of the others; a form of torch is compared with itself", *absences],
     )
-    return report.save(options.file("optimizer_rules", name))
-
-
-def contestants(rule: str, found: Comparison) -> list[Contestant]:
-    return [
-        Contestant(
-            name=f"{rule}: {way}",
-            kind="algorithm" if way == "torchboost" else "stock",
-            step_seconds=found.step_seconds(way),
-            samples=samples,
-            ratios=[r.model_copy(update={"baseline": f"{rule}: {r.baseline}"}) for r in found.ratios(way)],
-            warmup_seconds=found.warmup_seconds[way],
-        )
-        for way, samples in found.samples.items()
-    ]
 
 
 if __name__ == "__main__":

@@ -12,18 +12,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from inference import VOCABULARY
-from options import Options, parser, run
+from inference import VOCABULARY, resnet50, small_resnet
+from options import Options, as_contestant, parameters_of, parser, run, save_steps
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from torchboost.measure.evidence import BenchReport, Contestant
+from torchboost.measure.evidence import Contestant
 from torchboost.measure.statistics import bootstrap_median
-from torchboost.measure.stopwatch import Comparison, compare, environment
+from torchboost.measure.stopwatch import Comparison, compare
 from torchboost.optim.pipeline import GradientPipeline
 from torchboost.optim.rules.adam import AdamWeightDecay
 from torchboost.optim.transforms import Centralize, ClipNorm
-from torchboost.workloads.models import GPT, Bottleneck, ResNet
+from torchboost.workloads.models import GPT
 
 BARE = "torch fused, nothing before it"
 NORM = 1.0
@@ -34,16 +34,8 @@ PASSES = {"update": 7, "pipeline": 8}
 Step = Callable[[], object]
 
 
-def resnet50() -> nn.Module:
-    return ResNet(Bottleneck, [3, 4, 6, 3], classes=1000, stem="imagenet")
-
-
 def gpt2_small() -> nn.Module:
     return GPT(VOCABULARY, context=1024)
-
-
-def small() -> nn.Module:
-    return ResNet(Bottleneck, [1, 1], classes=10, width=8)
 
 
 def tiny() -> nn.Module:
@@ -160,7 +152,7 @@ def measure(options: Options) -> list[Path]:
 
 
 def measure_case(name: str, options: Options) -> Path:
-    title, make = ("small ResNet", small) if options.smoke else CASES[name]
+    title, make = ("small ResNet", small_resnet) if options.smoke else CASES[name]
     chosen = ways()
     found = compare(
         {way: build(weights(make)) for way, build in chosen.items()},
@@ -168,19 +160,15 @@ def measure_case(name: str, options: Options) -> Path:
         pairs=3 if options.smoke else 60,
         progress=options.progress,
     )
-    count = sum(p.numel() for p in make().parameters())
-    report = BenchReport(
+    count = parameters_of(make())
+    return save_steps(
+        options.file("optimizer_step", name),
+        [contestant(way, found, count) for way in chosen],
         title=f"One optimizer step: {title}",
-        workload=f"optimizer_step-{name}",
         model=title,
         parameters=count,
-        batch=1,
-        metric_name="none",
-        environment=environment(),
-        contestants=[contestant(way, found, count) for way in chosen],
         notes=["centralise, clip to a global norm of 1, decay, update; AdamW in float32"],
     )
-    return report.save(options.file("optimizer_step", name))
 
 
 def contestant(way: str, found: Comparison, count: int) -> Contestant:
@@ -194,15 +182,7 @@ def contestant(way: str, found: Comparison, count: int) -> Contestant:
     notes = [f"moves at least {4e-9 * passes * count:.2f} GB, so {4e-9 * passes * count / seconds.mid:.0f} GB/s"]
     if way != base:
         notes.append(f"{times.mid:.2f} times the bare step (95 %: {times.low:.2f} to {times.high:.2f})")
-    return Contestant(
-        name=way,
-        kind="stock" if way == BARE else "algorithm",
-        step_seconds=seconds,
-        samples=found.samples[way],
-        ratios=found.ratios(way),
-        warmup_seconds=found.warmup_seconds[way],
-        notes=notes,
-    )
+    return as_contestant(found, way, "stock" if way == BARE else "algorithm", notes=notes)
 
 
 if __name__ == "__main__":

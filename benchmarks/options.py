@@ -9,11 +9,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+from torch import nn
 
 from torchboost.bench.report.table import plain, result_table
-from torchboost.measure.evidence import AlgorithmRow, BenchReport, Contestant
+from torchboost.measure.evidence import AlgorithmRow, BenchReport, Contestant, Environment
 from torchboost.measure.statistics import bootstrap_median
-from torchboost.measure.stopwatch import Comparison
+from torchboost.measure.stopwatch import Comparison, environment
 from torchboost.registry import REGISTRY
 
 SYSTEM = ("channels_last", "autocast", "fused_optimizer", "compile")
@@ -30,8 +33,8 @@ class Options:
     compiled: bool = True
     shown: dict[str, float] = field(default_factory=dict)
 
-    def file(self, claim: str, part: str) -> Path:
-        return self.out / f"{claim}-{part}{'-smoke' if self.smoke else ''}.json"
+    def file(self, claim: str, part: str = "") -> Path:
+        return self.out / ("-".join(filter(None, (claim, part, "smoke" if self.smoke else ""))) + ".json")
 
     def path_for(self, job_name: str) -> Path | None:
         if job_name.startswith(("text", "pieces")):
@@ -60,38 +63,63 @@ def run_each(doc: str | None, noun: str, names: Iterable[str], measure: Callable
         print(f"wrote {measure(name, options_of(arguments))}")
 
 
+def parameters_of(model: nn.Module) -> int:
+    return sum(param.numel() for param in model.parameters())
+
+
+def as_contestant(found: Comparison, way: str, kind: str = "algorithm", *, case: str = "", **more: Any) -> Contestant:
+    """Report the step times of a way. If the report has several cases, the name of one begins the names of its ways."""
+    begin = f"{case}: " if case else ""
+    return Contestant(
+        name=begin + way,
+        kind=kind,  # pyright: ignore[reportArgumentType]
+        step_seconds=found.step_seconds(way),
+        samples=found.samples[way],
+        ratios=[ratio.model_copy(update={"baseline": begin + ratio.baseline}) for ratio in found.ratios(way)],
+        warmup_seconds=found.warmup_seconds[way],
+        **more,
+    )
+
+
 def added_cost(found: Comparison, way: str, baseline: str, algorithm: AlgorithmRow) -> Contestant:
     """Report a step and its extra time over the step without the algorithm, in microseconds."""
-    bare = way == baseline
+    if way == baseline:
+        return as_contestant(found, way, "stock")
     differences = zip(found.samples[way], found.samples[baseline], strict=True)
     extra = bootstrap_median([1e6 * (own - base) for own, base in differences])
     note = f"{extra.mid:.1f} microseconds per step more than {baseline} (95 %: {extra.low:.1f} to {extra.high:.1f})"
-    return Contestant(
-        name=way,
-        kind="stock" if bare else "level",
-        algorithms=[] if bare else [algorithm],
-        step_seconds=found.step_seconds(way),
-        samples=found.samples[way],
-        ratios=found.ratios(way),
-        warmup_seconds=found.warmup_seconds[way],
-        notes=[] if bare else [note],
-    )
+    return as_contestant(found, way, "level", algorithms=[algorithm], notes=[note])
 
 
 def timed_contestants(found: Comparison, ways: Iterable[str], baseline: str, *notes: str) -> list[Contestant]:
     """Report the step times of several ways, of which one is the baseline."""
-    return [
-        Contestant(
-            name=way,
-            kind="stock" if way == baseline else "algorithm",
-            step_seconds=found.step_seconds(way),
-            samples=found.samples[way],
-            ratios=found.ratios(way),
-            warmup_seconds=found.warmup_seconds[way],
-            notes=list(notes),
-        )
-        for way in ways
-    ]
+    return [as_contestant(found, way, "stock" if way == baseline else "algorithm", notes=list(notes)) for way in ways]
+
+
+def save_steps(
+    file: Path,
+    contestants: list[Contestant],
+    *,
+    title: str,
+    model: str,
+    parameters: int,
+    batch: int = 1,
+    notes: Iterable[str] = (),
+    machine: Environment | None = None,
+) -> Path:
+    """Save a report of step times, by default of this machine, and return the file."""
+    report = BenchReport(
+        title=title,
+        workload=file.stem.removesuffix("-smoke"),
+        model=model,
+        parameters=parameters,
+        batch=batch,
+        metric_name="none",
+        environment=environment() if machine is None else machine,
+        contestants=contestants,
+        notes=list(notes),
+    )
+    return report.save(file)
 
 
 def single_algorithms() -> list[str]:
@@ -140,5 +168,12 @@ def run(measures: Sequence[Measure], arguments: argparse.Namespace) -> None:
 
 def run_own(measure: Callable[[Options], Path], arguments: argparse.Namespace) -> None:
     """Run a benchmark whose result has a form of its own."""
-    given = {"data": arguments.data, "text": arguments.text, "smoke": arguments.smoke}
-    print(f"wrote {measure(Options(out=arguments.out, **given))}")
+    print(f"wrote {measure(options_of(arguments))}")
+
+
+def save_result(file: Path, **content: Any) -> Path:
+    """Save a result that has a form of its own, with the environment."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"environment": environment().model_dump(), **content}, indent=1)
+    file.write_text(text + "\n", encoding="utf-8")
+    return file

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from options import Options, added_cost, parser, run
+from options import Options, added_cost, parameters_of, parser, run, save_steps
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchboost.core.algorithm import Target
 from torchboost.front import boost
-from torchboost.measure.evidence import AlgorithmRow, BenchReport
-from torchboost.measure.stopwatch import compare, environment
+from torchboost.measure.evidence import AlgorithmRow
+from torchboost.measure.stopwatch import compare
 from torchboost.plan import Plan
 from torchboost.workloads.models import Bottleneck, ResNet
 
@@ -89,18 +89,15 @@ def measure_case(name: str, options: Options) -> Path:
         progress=options.progress,
     )
     nothing = AlgorithmRow(name="O0", settings="nothing attached")
-    report = BenchReport(
+    return save_steps(
+        options.file("overhead", name),
+        [added_cost(found, way, "stock", nothing) for way in WAYS],
         title=f"Cost of doing nothing: {name}",
-        workload=f"overhead-{name}",
         model=name,
-        parameters=sum(p.numel() for p in make().parameters()),
+        parameters=parameters_of(make()),
         batch=shape[0],
-        metric_name="none",
-        environment=environment(),
-        contestants=[added_cost(found, way, "stock", nothing) for way in WAYS],
         notes=["ratio below 1: slower than the raw loop"],
     )
-    return report.save(options.file("overhead", name))
 
 
 if __name__ == "__main__":

@@ -23,12 +23,11 @@ from typing import Any
 
 import torch
 import transformers
-from options import Options, parser, run, timed_contestants
+from options import Options, parameters_of, parser, run, save_steps, timed_contestants
 from torch import Tensor, nn
 
 import torchboost
-from torchboost.measure.evidence import BenchReport
-from torchboost.measure.stopwatch import compare, environment
+from torchboost.measure.stopwatch import compare
 
 WIDTH, WORDS, CLASSES = 128, 16_000, 4
 WARM, CALLS, PAIRS = 8, 4, 12
@@ -203,21 +202,18 @@ def measure(options: Options, task_name: str, size: str) -> Path:
     warm, timed = ({name: way(part) for name, way in ways.items()} for part in (data[:WARM], data[WARM:]))
     found = compare(warm, timed=timed, baselines=["stock"], pairs=pairs, calls=CALLS, progress=options.progress)
     empty = 1 - sum(float(batch["attention_mask"].float().mean()) for batch in data) / len(data)
-    found_contestants = timed_contestants(found, ways, "stock")
-    for one in found_contestants:
+    contestants_found = timed_contestants(found, ways, "stock")
+    for one in contestants_found:
         if one.name in levels:
             one.notes.append("on: " + ", ".join(levels[one.name].attached))
-    report = BenchReport(
+    return save_steps(
+        _file(options, task_name, size),
+        contestants_found,
         title=f"{task_name}, {width} x {layers}, {empty:.0%} padding",
-        workload="padding",
         model=type(model).__name__,
-        parameters=sum(p.numel() for p in model.parameters()),
+        parameters=parameters_of(model),
         batch=count,
-        metric_name="none",
-        environment=environment(),
-        contestants=found_contestants,
     )
-    return report.save(_file(options, task_name, size))
 
 
 def _file(options: Options, task: str, size: str) -> Path:

@@ -9,22 +9,22 @@ ends, and the script continues where it stopped.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from options import Options, run_each
 from promises import signed, small_mobilenet
+from saved_runs import Run, SavedRuns, results
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchboost.bench.report.table import Table
 from torchboost.measure.statistics import paired_difference
-from torchboost.measure.stopwatch import environment
 from torchboost.tuning.report import STOCK, Candidate
 from torchboost.tuning.training import Training
 from torchboost.workloads.named import Workload, find_workload, one_cycle
@@ -181,29 +181,26 @@ CASES: dict[str, Callable[[Options], Case]] = {
 
 
 def measure(name: str, options: Options) -> Path:
-    case, file = CASES[name](options), options.file("parts_accuracy", name)
+    case = CASES[name](options)
     train = Training(make=case.make, steps=case.steps, device=torch.device("cpu"))
-    runs: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["runs"] if file.is_file() else []
-    for seed, (way, extra) in itertools.product(range(2 if options.smoke else SEEDS), PARTS.items()):
-        if any((one["way"], one["seed"]) == (way, seed) for one in runs):
-            continue
-        made = train(Candidate(name=way, extra=extra), seed)
-        seconds = made.setup_seconds + made.seconds
-        runs.append({"way": way, "seed": seed, "metric": made.metric, "seconds": seconds, "failure": made.failure})
-        about = {"title": case.title, "steps": case.steps, "environment": environment().model_dump(), "runs": runs}
-        file.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-        print(json.dumps(runs[-1]), flush=True)
-    return file
+    runs = SavedRuns(options.file("parts_accuracy", name), {"title": case.title, "steps": case.steps})
+
+    def trained(way: str, seed: int) -> Run:
+        made = train(Candidate(name=way, extra=PARTS[way]), seed)
+        return {"metric": made.metric, "seconds": made.setup_seconds + made.seconds, "failure": made.failure}
+
+    for seed, way in itertools.product(range(2 if options.smoke else SEEDS), PARTS):
+        runs.get({"way": way, "seed": seed}, partial(trained, way, seed))
+    return runs.file
 
 
 def table(folder: Path) -> tuple[Table, str]:
     """Return what every part costs on every network that was run to the end, and a note."""
-    files = [path for name in CASES if (path := folder / f"parts_accuracy-{name}.json").is_file()]
-    results = [json.loads(path.read_text(encoding="utf-8")) for path in files]
-    results = [result for result in results if len(result["runs"]) == SEEDS * len(PARTS)]
+    saved = results(folder, "parts_accuracy", CASES).values()
+    whole = [result for result in saved if len(result["runs"]) == SEEDS * len(PARTS)]
     parts = [way for way in PARTS if way != STOCK]
-    rows = [(f"{result['title']}, {result['steps']:,} steps", *_cells(result, parts)) for result in results]
-    machines = "; ".join(sorted({result["environment"]["processor"] for result in results}))
+    rows = [(f"{result['title']}, {result['steps']:,} steps", *_cells(result, parts)) for result in whole]
+    machines = "; ".join(sorted({result["environment"]["processor"] for result in whole}))
     said = (
         f"Metric against stock in points, over {SEEDS} seeds: the share of right answers, or the share of the variance "
         f"that is explained. Each bound of a difference holds with 95 %. {machines}. "

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from options import Options, parser, run_own
+from options import Options, parser, run_own, save_result
 
 from torchboost.bench.report.table import Table
 from torchboost.measure.stopwatch import environment
@@ -237,10 +237,7 @@ def measure(options: Options) -> Path:
     for title, case in CASES.items():
         found[title] = {name: repeated(case, 5 if options.smoke else 100, prior) for name, prior in PRIORS.items()}
         print(f"{title}: {found[title]}", flush=True)
-    file = options.file("planted_effects", "tune")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({"spread": SPREAD, "drop": POINT, "cases": found}, indent=1) + "\n", encoding="utf-8")
-    return file
+    return save_result(options.file("planted_effects", "tune"), spread=SPREAD, drop=POINT, cases=found)
 
 
 def table(file: Path) -> Table:

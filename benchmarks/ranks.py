@@ -21,7 +21,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from options import Options, parser, run_own
+from options import Options, parser, run_own, save_result
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -33,7 +33,6 @@ from torchboost.bench.report.table import Table
 from torchboost.distributed import agreement, checkpoint
 from torchboost.distributed.agreement import Agreement
 from torchboost.distributed.topology import NodeGroups, Topology
-from torchboost.measure.stopwatch import environment
 
 RANKS = (2, 8, 64, 1024)
 PROCESSES = (2, 8, 64)
@@ -250,10 +249,7 @@ def measure(options: Options) -> Path:
                 for name, counted in part(counts, ranks).items():
                     found.setdefault(name, {})[str(ranks)] = counted
     times = {str(ranks): seconds(ranks) for ranks in (PROCESSES[:1] if options.smoke else PROCESSES)}
-    file = options.file("ranks", "counts")
-    whole = {"environment": environment().model_dump(), "counts": found, "seconds of an agreement": times}
-    file.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
-    return file
+    return save_result(options.file("ranks", "counts"), **{"counts": found, "seconds of an agreement": times})
 
 
 def table(file: Path) -> Table:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,13 +25,12 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from half_time import SEEDS, TUNED, Result, measured, rival_table_of, table_of
+from half_time import SEEDS, measured
 from options import options_of, parser
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from torchboost.bench.factory import Factory, Parts
-from torchboost.bench.report.table import Table
 
 CONTEXT, BATCH, STEPS, WARMUP = 64, 12, 2_000, 100
 RATE, LEAST = 1e-3, 0.1
@@ -83,10 +81,8 @@ class NanoGPT:
                 validate=functools.partial(negative_loss, text=validation),
             )
 
-        return Factory(
-            make=make, name=self.name, title=self.title, model_name=self.model_name, higher_is_better=False,
-            drops=self.drops,
-        )  # fmt: skip
+        about = {"name": self.name, "title": self.title, "model_name": self.model_name, "drops": self.drops}
+        return Factory(make=make, higher_is_better=False, **about)
 
     def _model(self) -> Any:
         sizes = {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": CONTEXT, "dropout": 0.0, "bias": False}
@@ -158,31 +154,6 @@ def loaded(nanogpt: Path, text: Path | None, *, smoke: bool) -> NanoGPT:
     numbers = {letter: number for number, letter in enumerate(sorted(set(letters)))}
     ids = torch.tensor([numbers[letter] for letter in letters])
     return NanoGPT(code=code, text=ids, characters=len(numbers), steps=40 if smoke else STEPS)
-
-
-def results(folder: Path) -> list[Result]:
-    file = folder / "record-nanogpt.json"
-    if not file.is_file():
-        return []
-    result: Result = json.loads(file.read_text(encoding="utf-8"))
-    fresh = [run for run in result["runs"] if run["way"] == TUNED]
-    return [result] if len(fresh) > 1 else []
-
-
-class Said:
-    """What the tables need of the workload."""
-
-    name, title, model_name, metric, drops, epochs = "nanogpt", "", "", "loss", (0.01, 0.05), 1
-
-
-def table(folder: Path) -> tuple[Table, str]:
-    """Return how soon what was tuned reaches the loss of nanoGPT's run."""
-    return table_of([(result, Said()) for result in results(folder)])
-
-
-def rival_table(folder: Path) -> tuple[Table, str]:
-    """Return the same of the loops by hand."""
-    return rival_table_of([(result, Said()) for result in results(folder)])
 
 
 def main(argv: list[str] | None = None) -> None:

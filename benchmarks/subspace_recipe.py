@@ -7,15 +7,13 @@ of the last snapshots at the cost of the collection alone. Cost is processor tim
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from images import endless
+from options import Options, parser, run_own, save_result
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -23,17 +21,15 @@ from torchboost import Target
 from torchboost.algorithms import DimReduction
 from torchboost.algorithms.dim_reduce.algorithm import DimReduceRun
 from torchboost.core import attach_all
-from torchboost.measure.stopwatch import environment
 from torchboost.workloads.data import Images, cifar10
 from torchboost.workloads.models import BasicBlock, ResNet
 from torchboost.workloads.named import accuracy, one_cycle
 
-OUT = Path(__file__).parent / "results" / "subspace_recipe.json"
 DIRECTIONS, SNAPSHOTS, COLLECTING, BATCH, LARGE = 32, 48, 6, 64, 256
 """Directions; snapshots; epochs over which they are taken; batch of SGD; batch in the subspace."""
 SUBSPACE = 3
 """Epochs in the subspace."""
-RATES = (0.05,)
+RATE = 0.05
 PARTS = {
     "collected": "SGD that collects, constant rate",
     "mean": "mean of its last quarter of snapshots",
@@ -63,24 +59,13 @@ def sgd(model: nn.Module, rate: float) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, weight_decay=5e-4)
 
 
-def epochs(data: Images, batch: int, seed: int) -> Iterator[Iterator[tuple[Tensor, Tensor]]]:
-    epoch = 0
-    while True:
-        yield data.train(batch, seed=seed, epoch=epoch)
-        epoch += 1
-
-
 def recipe(data: Images, seed: int, rate: float, collecting: int, subspace: int) -> dict[str, Any]:
     """Run the whole recipe with one algorithm object; return scores and costs after every part."""
     model = network(seed)
     target = Target(model, sgd(model, rate))
     per_epoch = data.steps(BATCH)
     every = collecting * per_epoch // SNAPSHOTS
-    settings = DimReduction(
-        n_components=DIRECTIONS,
-        snapshots=SNAPSHOTS,
-        snapshot_every=every,
-    )
+    settings = DimReduction(n_components=DIRECTIONS, snapshots=SNAPSHOTS, snapshot_every=every)
     first = [p.detach().clone() for p in model.parameters()]
     attach_all(target, [settings])
     run = target.optimizer
@@ -88,28 +73,25 @@ def recipe(data: Images, seed: int, rate: float, collecting: int, subspace: int)
     mean, taken = [torch.zeros_like(p) for p in model.parameters()], 0
     found: dict[str, Any] = {"curve": []}
     spent = 0.0
-    for batches in epochs(data, BATCH, seed):
-        for batch in batches:
-            began = time.process_time()
-            run.step(lambda batch=batch: loss_of(model, batch))
-            spent += time.process_time() - began
-            if run.phase == "subspace":
-                break
-            if run.updates % every == 0 and run.updates > SNAPSHOTS * every * 3 // 4:
-                taken += 1
-                for held, p in zip(mean, model.parameters(), strict=True):
-                    held.add_(p.detach())
-            if run.updates == SNAPSHOTS * every - 1:
-                found["collected"] = {"accuracy": scored(model, data), "seconds": spent}
-                found["mean"] = {"accuracy": averaged(model, mean, taken, data, seed), "seconds": spent}
+    for batch in endless(data, BATCH, seed):
+        began = time.process_time()
+        run.step(lambda batch=batch: loss_of(model, batch))
+        spent += time.process_time() - began
         if run.phase == "subspace":
             break
+        if run.updates % every == 0 and run.updates > SNAPSHOTS * every * 3 // 4:
+            taken += 1
+            for held, p in zip(mean, model.parameters(), strict=True):
+                held.add_(p.detach())
+        if run.updates == SNAPSHOTS * every - 1:
+            found["collected"] = {"accuracy": scored(model, data), "seconds": spent}
+            found["mean"] = {"accuracy": averaged(model, mean, taken, data, seed), "seconds": spent}
     with torch.no_grad():
         for p, start in zip(model.parameters(), first, strict=True):
             p.copy_(start)  # as published
     found["start"] = {"accuracy": scored(model, data), "seconds": spent}
-    for batches, _ in zip(epochs(data, LARGE, seed + 100), range(subspace), strict=False):
-        for batch in batches:
+    for epoch in range(subspace):
+        for batch in data.train(LARGE, seed=seed + 100, epoch=epoch):
             began = time.process_time()
             run.step(lambda batch=batch: loss_of(model, batch))
             spent += time.process_time() - began
@@ -141,74 +123,47 @@ def alone(data: Images, seed: int, rate: float, budget: float) -> dict[str, Any]
     """SGD with a one-cycle rate that ends when the budget does; its length is estimated from the first steps."""
     model = network(seed)
     optimizer = sgd(model, rate)
-    spent, done, planned = 0.0, 0, 0
-    for batches in epochs(data, BATCH, seed):
-        for batch in batches:
-            factor = one_cycle(done, planned) if planned else one_cycle(done, 1000)
-            for group in optimizer.param_groups:
-                group["lr"] = rate * factor
-            began = time.process_time()
-            loss_of(model, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            spent += time.process_time() - began
-            done += 1
-            if done >= 20:
-                planned = round(done * budget / spent)
-            if planned and done >= planned:
-                return {"accuracy": scored(model, data), "seconds": spent, "epochs": done / data.steps(BATCH)}
+    spent, planned = 0.0, 0
+    for done, batch in enumerate(endless(data, BATCH, seed), start=1):
+        factor = one_cycle(done - 1, planned or 1000)
+        for group in optimizer.param_groups:
+            group["lr"] = rate * factor
+        began = time.process_time()
+        loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        spent += time.process_time() - began
+        if done >= 20:
+            planned = round(done * budget / spent)
+        if planned and done >= planned:
+            return {"accuracy": scored(model, data), "seconds": spent, "epochs": done / data.steps(BATCH)}
     raise AssertionError("epochs do not end")
 
 
-def save(found: dict[str, Any], out: Path, data: Images, collecting: int, subspace: int) -> None:
-    """Write what there is; called after every seed."""
-    result = {
-        "title": "The published recipe of subspace training on CIFAR-10, against SGD and averaging at equal cost",
-        "model": "ResNet, basic blocks [1, 1, 1, 1], width 16",
-        "settings": {
-            "train_samples": data.samples,
-            "directions": DIRECTIONS,
-            "snapshots": SNAPSHOTS,
-            "collecting_epochs": collecting,
-            "subspace_epochs": subspace,
-            "batch": BATCH,
-            "subspace_batch": LARGE,
-        },
-        "environment": environment().model_dump(),
-        "runs": found,
-    }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-
-
-def main() -> None:
-    made = argparse.ArgumentParser(description=__doc__)
-    made.add_argument("--data", type=Path, help="folder with CIFAR-10 as train.parquet, test.parquet; default: the Hub")
-    made.add_argument("--out", type=Path, default=OUT, help="file of the results (default: %(default)s)")
-    made.add_argument("--smoke", action="store_true", help="a few steps; proves nothing")
-    asked = made.parse_args()
+def measure(options: Options) -> Path:
     torch.set_num_threads(1)
-    data = cifar10(asked.data, train_limit=1024 if asked.smoke else 5_000)
-    if asked.smoke:
-        data = data.limited(1024)
-    seeds, collecting, subspace = (1, 6, 1) if asked.smoke else (3, COLLECTING, SUBSPACE)
-    rates = RATES[:1] if asked.smoke else RATES
-    found: dict[str, Any] = {}
-    for rate in rates:
-        runs = []
-        for seed in range(seeds):
-            one = recipe(data, seed, rate, collecting, subspace)
-            one["sgd"] = alone(data, seed, rate, one["subspace"]["seconds"])
-            runs.append(one)
-            print(rate, seed, {k: round(v["accuracy"], 4) for k, v in one.items() if k != "curve"}, flush=True)
-            found[str(rate)] = runs
-            save(found, asked.out, data, collecting, subspace)
-    for rate, runs in found.items():
-        for part in PARTS:
-            scores = [run[part]["accuracy"] for run in runs]
-            seconds = statistics.mean(run[part]["seconds"] for run in runs)
-            print(f"lr {rate:6} {part:15} {100 * statistics.mean(scores):5.2f} %  {seconds:6.0f} s")
+    data = cifar10(options.data, train_limit=1024 if options.smoke else 5_000)
+    seeds, collecting, subspace = (1, 6, 1) if options.smoke else (3, COLLECTING, SUBSPACE)
+    settings = {
+        "train_samples": data.samples,
+        "directions": DIRECTIONS,
+        "snapshots": SNAPSHOTS,
+        "collecting_epochs": collecting,
+        "subspace_epochs": subspace,
+        "batch": BATCH,
+        "subspace_batch": LARGE,
+    }
+    title = "The published recipe of subspace training on CIFAR-10, against SGD and averaging at equal cost"
+    about = {"title": title, "model": "ResNet, basic blocks [1, 1, 1, 1], width 16", "settings": settings}
+    file, runs = options.file("subspace_recipe"), list[dict[str, Any]]()
+    for seed in range(seeds):
+        one = recipe(data, seed, RATE, collecting, subspace)
+        one["sgd"] = alone(data, seed, RATE, one["subspace"]["seconds"])
+        runs.append(one)
+        print(seed, {k: round(v["accuracy"], 4) for k, v in one.items() if k != "curve"}, flush=True)
+        save_result(file, **about, runs={str(RATE): runs})
+    return file
 
 
 if __name__ == "__main__":
-    main()
+    run_own(measure, parser(__doc__).parse_args())

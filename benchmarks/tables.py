@@ -7,7 +7,7 @@ import json
 import os
 import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import adasum_convergence
@@ -32,7 +32,7 @@ from ratios import total_ratio
 
 from torchboost.bench.report import wording
 from torchboost.bench.report.table import Table, result_table
-from torchboost.measure.evidence import BenchReport, Contestant
+from torchboost.measure.evidence import BenchReport, Contestant, Interval
 from torchboost.measure.statistics import paired_ratio
 from torchboost.registry import LEVELS, REGISTRY
 
@@ -112,6 +112,25 @@ def own(made: tuple[Table, str]) -> str:
     return f"{rows(table)}\n\n{said}"
 
 
+def shown(headings: tuple[str, ...], lines: Iterable[tuple[str, ...]], said: str) -> str:
+    """Return a table and the text below it."""
+    return own((Table(headings=headings, rows=tuple(lines)), said))
+
+
+def span(found: Interval, times: str = "") -> str:
+    return f"{found.mid:.2f}{times} ({found.low:.2f} to {found.high:.2f})"
+
+
+def finals(contestant: Contestant) -> list[float]:
+    """Return the last accuracies of all seeds."""
+    return [curve.metric[-1] for curve in contestant.curves]
+
+
+def mean_final(contestant: Contestant) -> str:
+    found = finals(contestant)
+    return f"{100 * sum(found) / len(found):.2f}" if found else ""
+
+
 def origin(report: BenchReport, path: Path) -> str:
     env = report.environment
     trained = f", {report.epochs} epochs of {report.train_samples:,} samples" if report.epochs else ""
@@ -133,20 +152,16 @@ def accuracy(path: Path) -> str:
     report = BenchReport.load(path)
 
     def row(contestant: Contestant) -> tuple[str, ...]:
-        finals = [curve.metric[-1] for curve in contestant.curves]
-        mean = 100 * sum(finals) / len(finals)
-        seeds = ", ".join(f"{100 * final:.1f}" for final in finals)
+        seeds = ", ".join(f"{100 * final:.1f}" for final in finals(contestant))
         quality = next(iter(contestant.quality), None)
         if quality is None:
-            return (contestant.name, f"{mean:.2f}", seeds, "", "", "")
+            return (contestant.name, mean_final(contestant), seeds, "", "", "")
         low, mid = 100 * quality.difference.low, 100 * quality.difference.mid
-        verdict = "yes" if quality.passed else "not shown"
-        within = f"{verdict} ({100 * quality.margin:g})"
-        return (contestant.name, f"{mean:.2f}", seeds, f"{mid:+.2f}", f"{low:+.2f}", within)
+        within = f"{'yes' if quality.passed else 'not shown'} ({100 * quality.margin:g})"
+        return (contestant.name, mean_final(contestant), seeds, f"{mid:+.2f}", f"{low:+.2f}", within)
 
     head = ("contestant", "accuracy, %", "per seed", "against stock, points", "at worst (95 %)", "within the margin")
-    table = Table(headings=head, rows=tuple(row(c) for c in report.contestants if c.curves))
-    return f"{rows(table)}\n\n{origin(report, path)}"
+    return shown(head, (row(c) for c in report.contestants if c.curves), origin(report, path))
 
 
 def worst(contestant: Contestant) -> str:
@@ -165,19 +180,15 @@ def from_scratch(path: Path) -> str:
     def ratio(name: str, baseline: str) -> str:
         if name not in timed or name in (baseline, "stock"):
             return ""
-        found = total_ratio(timed[baseline].samples, timed[name].samples)
-        return f"{found.mid:.2f}x ({found.low:.2f} to {found.high:.2f})"
+        return span(total_ratio(timed[baseline].samples, timed[name].samples), "x")
 
     def row(contestant: Contestant) -> tuple[str, ...]:
-        finals = [curve.metric[-1] for curve in contestant.curves]
-        mean = f"{100 * sum(finals) / len(finals):.2f}"
         name = contestant.name
-        return (name, mean, worst(contestant), ratio(name, "stock"), ratio(name, "O1+full"))
+        return (name, mean_final(contestant), worst(contestant), ratio(name, "stock"), ratio(name, "O1+full"))
 
     head = ("contestant", "accuracy, %", "against stock, points", "whole run against stock", "against O1+full")
-    table = Table(headings=head, rows=tuple(row(c) for c in report.contestants if c.curves))
     notes = "\n".join(f"- {note}" for note in report.notes if "can be saved" in note)
-    return f"{rows(table)}\n\n{notes}\n\n{origin(report, path)}"
+    return shown(head, (row(c) for c in report.contestants if c.curves), f"{notes}\n\n{origin(report, path)}")
 
 
 def against_bare(path: Path) -> str:
@@ -187,25 +198,26 @@ def against_bare(path: Path) -> str:
 
     def row(contestant: Contestant) -> tuple[str, ...]:
         bare = next((one for one in plain[1:] if "SGD" in contestant.name), plain[0])
-        times = paired_ratio(contestant.samples, bare.samples)
-        multiple = "" if contestant is bare else f"{times.mid:.2f} ({times.low:.2f} to {times.high:.2f})"
+        multiple = "" if contestant is bare else span(paired_ratio(contestant.samples, bare.samples))
         moved = contestant.notes[0].partition("so ")[2]
         return (contestant.name, f"{1e3 * contestant.step_seconds.mid:.1f} ms", multiple, moved)
 
-    table = Table(
-        headings=("step", "time", "times the bare step", "memory traffic, at least"),
-        rows=tuple(row(c) for c in report.contestants),
-    )
-    return f"{rows(table)}\n\n{origin(report, path).replace(', batch 1', '')}"
+    head = ("step", "time", "times the bare step", "memory traffic, at least")
+    return shown(head, map(row, report.contestants), origin(report, path).replace(", batch 1", ""))
+
+
+def by_case(report: BenchReport) -> dict[str, dict[str, Contestant]]:
+    """Return the contestants of a report by the two parts of their names."""
+    cases: dict[str, dict[str, Contestant]] = {}
+    for contestant in report.contestants:
+        case, _, way = contestant.name.rpartition(": ")
+        cases.setdefault(case, {})[way] = contestant
+    return cases
 
 
 def against_best(path: Path) -> str:
     """A line per rule and form: its time, and as a multiple of the fastest of the others."""
     report = BenchReport.load(path)
-    rules: dict[str, dict[str, Contestant]] = {}
-    for contestant in report.contestants:
-        rule, _, way = contestant.name.rpartition(": ")
-        rules.setdefault(rule, {})[way] = contestant
 
     def row(rule: str, found: dict[str, Contestant]) -> tuple[str, ...]:
         own = found["torchboost"]
@@ -214,29 +226,22 @@ def against_best(path: Path) -> str:
         if not peers:
             return (rule, time, "none installed", "")
         best = min(peers, key=lambda way: peers[way].step_seconds.mid)
-        ratio = paired_ratio(own.samples, peers[best].samples)
-        return (rule, time, best, f"{ratio.mid:.2f} ({ratio.low:.2f} to {ratio.high:.2f})")
+        return (rule, time, best, span(paired_ratio(own.samples, peers[best].samples)))
 
     head = ("rule and form", "time", "best of the others", "times the best")
-    table = Table(headings=head, rows=tuple(row(rule, found) for rule, found in rules.items()))
+    lines = (row(rule, found) for rule, found in by_case(report).items())
     said = "".join(f"- {note}\n" for note in report.notes)
-    return f"{rows(table)}\n\n{said}\n{origin(report, path).replace(', batch 1', '')}"
+    return shown(head, lines, f"{said}\n{origin(report, path).replace(', batch 1', '')}")
 
 
 def beside_all_reduce(path: Path) -> str:
     """A line per number of ranks and size, a column per way, as a multiple of the all-reduce."""
     report = BenchReport.load(path)
-    cases: dict[str, dict[str, Contestant]] = {}
-    for contestant in report.contestants:
-        case, _, way = contestant.name.partition(": ")
-        cases.setdefault(case, {})[way] = contestant
+    cases = by_case(report)
     ways = list(dict.fromkeys(way for found in cases.values() for way in found))
 
     def multiple(found: dict[str, Contestant], way: str) -> str:
-        if way not in found:
-            return ""
-        times = paired_ratio(found[way].samples, found[ways[0]].samples)
-        return f"{times.mid:.2f} ({times.low:.2f} to {times.high:.2f})"
+        return span(paired_ratio(found[way].samples, found[ways[0]].samples)) if way in found else ""
 
     def row(case: str, found: dict[str, Contestant]) -> tuple[str, ...]:
         return (
@@ -246,23 +251,23 @@ def beside_all_reduce(path: Path) -> str:
         )
 
     head = ("ranks", "vector", ways[0], *(f"{way}, times that" for way in ways[1:]))
-    table = Table(headings=head, rows=tuple(row(case, found) for case, found in cases.items()))
     env = report.environment
     said = "".join(f"- {note}\n" for note in report.notes)
-    return (
-        f"{rows(table)}\n\n{said}\n{env.processor}, {env.cores} cores, torch {env.torch}, commit "
-        f"{env.commit or 'unknown'}, {env.date}. Raw samples: `benchmarks/results/{path.name}`."
+    said += (
+        f"\n{env.processor}, {env.cores} cores, torch {env.torch}, commit {env.commit or 'unknown'}, {env.date}. "
+        f"Raw samples: `benchmarks/results/{path.name}`."
     )
+    return shown(head, (row(case, found) for case, found in cases.items()), said)
 
 
 def steps_to_target(path: Path) -> str:
     result = json.loads(path.read_text(encoding="utf-8"))
     env = result["environment"]
-    table = Table(headings=adasum_convergence.HEADINGS, rows=tuple(adasum_convergence.rows(result["found"])))
-    return (
-        f"{rows(table)}\n\n{result['title']}. {result['model']}. Tuning: {result['tuning']}. torch {env['torch']}, "
-        f"commit {env['commit'] or 'unknown'}, {env['date']}. Curves and grids: `benchmarks/results/{path.name}`."
+    said = (
+        f"{result['title']}. {result['model']}. Tuning: {result['tuning']}. torch {env['torch']}, commit "
+        f"{env['commit'] or 'unknown'}, {env['date']}. Curves and grids: `benchmarks/results/{path.name}`."
     )
+    return shown(adasum_convergence.HEADINGS, adasum_convergence.rows(result["found"]), said)
 
 
 def by_recipe(path: Path) -> str:
@@ -275,12 +280,12 @@ def by_recipe(path: Path) -> str:
             seconds = sum(run[part]["seconds"] for run in runs) / len(runs)
             spread = f"{min(scores):.2f} to {max(scores):.2f}"
             lines.append((name, rate, f"{sum(scores) / len(scores):.2f}", spread, f"{seconds:.0f} s"))
-    table = Table(headings=("what", "rate", "accuracy, %", "range over seeds", "processor time"), rows=tuple(lines))
     said = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in settings.items())
-    return (
-        f"{rows(table)}\n\n{result['title']}: {result['model']}; {said}. {env['processor']}, torch {env['torch']}, "
-        f"commit {env['commit'] or 'unknown'}, {env['date']}. All runs: `benchmarks/results/{path.name}`."
+    said = (
+        f"{result['title']}: {result['model']}; {said}. {env['processor']}, torch {env['torch']}, commit "
+        f"{env['commit'] or 'unknown'}, {env['date']}. All runs: `benchmarks/results/{path.name}`."
     )
+    return shown(("what", "rate", "accuracy, %", "range over seeds", "processor time"), lines, said)
 
 
 def in_trainers(path: Path) -> str:
@@ -290,35 +295,25 @@ def in_trainers(path: Path) -> str:
 
     def row(host: str) -> tuple[str, ...]:
         alone, boosted = found[host], found[f"{host}+O1"]
-        gain = paired_ratio(alone.samples, boosted.samples)
-        share = trainers.share_of(report, host)
-        return (
-            host,
-            wording.seconds(statistics.median(alone.samples)),
-            wording.ratio_interval(gain),
-            "" if host == trainers.LOOP else f"{share.mid:.2f} ({share.low:.2f} to {share.high:.2f})",
-        )
+        gain = wording.ratio_interval(paired_ratio(alone.samples, boosted.samples))
+        share = "" if host == trainers.LOOP else span(trainers.share_of(report, host))
+        return (host, wording.seconds(statistics.median(alone.samples)), gain, share)
 
     head = ("training in", "a step, alone", "O1 against that", "share of the loop's gain")
-    return f"{rows(Table(headings=head, rows=tuple(map(row, trainers.HOSTS))))}\n\n{origin(report, path)}"
+    return shown(head, map(row, trainers.HOSTS), origin(report, path))
 
 
 def fine_tuned(path: Path) -> str:
     report = BenchReport.load(path)
 
     def row(contestant: Contestant) -> tuple[str, ...]:
-        finals = [curve.metric[-1] for curve in contestant.curves]
-        against = {
-            r.baseline: f"{r.interval.mid:.2f}x ({r.interval.low:.2f} to {r.interval.high:.2f})"
-            for r in contestant.ratios
-        }
-        mean = f"{100 * sum(finals) / len(finals):.2f}" if finals else ""
+        against = {ratio.baseline: span(ratio.interval, "x") for ratio in contestant.ratios}
+        ratios = [against.get(baseline, "") for baseline in ("stock", "frozen")]
         time = f"{1e3 * contestant.step_seconds.mid:.1f} ms"
-        return (contestant.name, time, against.get("stock", ""), against.get("frozen", ""), mean, worst(contestant))
+        return (contestant.name, time, *ratios, mean_final(contestant), worst(contestant))
 
     head = ("contestant", "time per step", "against stock", "against frozen", "accuracy, %", "against frozen, points")
-    table = Table(headings=head, rows=tuple(row(c) for c in report.contestants))
-    return f"{rows(table)}\n\n{origin(report, path)}"
+    return shown(head, map(row, report.contestants), origin(report, path))
 
 
 MAKERS: dict[str, Callable[[Path], str]] = {

@@ -12,20 +12,21 @@ saved when it ends, and the script continues where it stopped.
 
 from __future__ import annotations
 
-import json
+import itertools
 import resource
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from options import Options, run_each
 from promises import MARGINS, TRIAL, UNTUNED, WORKLOADS, final, job_of, joined, machine, on_at, signed
+from saved_runs import Result, Run, SavedRuns, results
 
 from torchboost.bench.report import wording
 from torchboost.bench.report.table import Table
 from torchboost.measure.evidence import Environment
 from torchboost.measure.statistics import paired_difference, paired_ratio
-from torchboost.measure.stopwatch import environment
 from torchboost.tuning.report import STOCK, Candidate
 from torchboost.tuning.training import Training, try_levers
 
@@ -35,31 +36,27 @@ FEWER_SEEDS = {"resnet-bottleneck": 3}
 SHARES = (1.0, 0.8, 0.65, 0.5, 0.35, 0.25)
 """Shares of the steps of stock."""
 
-Result = dict[str, Any]
-
 
 def measure(name: str, options: Options) -> Path:
-    work, file = WORKLOADS[name](options), options.file("time_to_metric", name)
+    work = WORKLOADS[name](options)
     make, steps = work.job.factory(work.data).make, work.job.epochs * work.data.steps(work.job.batch)
     trial, seeds = (2.0, 2) if options.smoke else (TRIAL, FEWER_SEEDS.get(name, SEEDS))
-    if file.is_file():
-        result: Result = json.loads(file.read_text(encoding="utf-8"))
-    else:
-        about = {"title": work.title, "steps": steps, "environment": environment().model_dump()}
-        result = {**about, "ways": _ways(make, steps, trial), "runs": []}
+    runs = SavedRuns(options.file("time_to_metric", name), {"title": work.title, "steps": steps})
+    result = runs.result
+    if "ways" not in result:
+        result["ways"] = _ways(make, steps, trial)
     train = Training(make=make, steps=steps, device=torch.device("cpu"))
+
+    def trained(way: str, seed: int, share: float) -> Run:
+        began = cpu_seconds()
+        run = train(Candidate(name=way, extra=result["ways"][way], share=share), seed)
+        return {"metric": run.metric, "seconds": cpu_seconds() - began, "failure": run.failure}
+
     for share in SHARES:
         due = [way for way in result["ways"] if _is_due(result, way, share)]
-        for seed in range(seeds):
-            for way in due:
-                if seed not in _of(result, way, share):
-                    began = cpu_seconds()
-                    run = train(Candidate(name=way, extra=result["ways"][way], share=share), seed)
-                    told = {"metric": run.metric, "seconds": cpu_seconds() - began, "failure": run.failure}
-                    result["runs"].append({"way": way, "seed": seed, "share": share, **told})
-                    file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-                    print(json.dumps(result["runs"][-1]), flush=True)
-    return file
+        for seed, way in itertools.product(range(seeds), due):
+            runs.get({"way": way, "seed": seed, "share": share}, partial(trained, way, seed, share))
+    return runs.file
 
 
 def _ways(make: Any, steps: int, trial: float) -> dict[str, Any]:
@@ -101,10 +98,9 @@ def table(folder: Path) -> tuple[Table, str]:
 
     How soon a way reaches the metric of stock is not shown: the learning rate of stock is not tuned.
     """
-    found = {name: path for name in WORKLOADS if (path := folder / f"time_to_metric-{name}.json").is_file()}
-    results = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in found.items()}
-    lines = [line for name, result in results.items() for line in _lines(name, result)]
-    machines = sorted({machine(Environment(**result["environment"])) for result in results.values()})
+    saved = results(folder, "time_to_metric", WORKLOADS)
+    lines = [line for name, result in saved.items() for line in _lines(name, result)]
+    machines = sorted({machine(Environment(**result["environment"])) for result in saved.values()})
     said = (
         "Means over the seeds of whole runs; each bound of a difference holds with 95 %. Speed is the CPU time of a "
         "stock run over that of the way, with set-up and evaluation. The text has bits per character as its metric, "

@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Semaphore, Thread
 from typing import Any
 
-from options import Options, parser, run
+from options import Options, as_contestant, parameters_of, parser, run, save_steps
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
@@ -22,7 +22,7 @@ from zoo_networks import TINY, ZOO, Batch, Network, Training
 from torchboost import boost
 from torchboost.measure.evidence import AlgorithmRow, BenchReport, Contestant, Interval
 from torchboost.measure.statistics import bootstrap_median
-from torchboost.measure.stopwatch import Comparison, Warmup, compare, environment
+from torchboost.measure.stopwatch import Comparison, Warmup, compare
 
 LEVEL = "O1"
 NETWORKS = ("resnet", "bert", "gpt2")
@@ -251,33 +251,21 @@ def share_of(report: BenchReport, host: str) -> Interval:
 def save(name: str, network: Network, found: Comparison, options: Options) -> Path:
     training = network.training()
     notes = [f"{host}: {describe(found, host)}" for host in HOSTS]
-    report = BenchReport(
+    return save_steps(
+        options.file("trainers", name),
+        [contestant(each, found) for each in found.samples],
         title=f"In trainers: {network.title}",
-        workload=f"trainers-{name}",
         model=network.title,
-        parameters=sum(p.numel() for p in training.model.parameters()),
-        batch=len(next(iter([*training.batches[0].args, *training.batches[0].kwargs.values()]))),
-        metric_name="none",
-        environment=environment(),
-        contestants=[contestant(each, found) for each in found.samples],
+        parameters=parameters_of(training.model),
+        batch=training.batches[0].size,
         notes=["grad_freeze is off, which trains a part of the model only", *notes],
     )
-    out = options.file("trainers", name)
-    report.save(out)
-    return out
 
 
 def contestant(name: str, found: Comparison) -> Contestant:
     host, _, level = name.partition("+")
-    return Contestant(
-        name=name,
-        kind="stock" if name == LOOP else "level" if level else "hand",
-        algorithms=[AlgorithmRow(name=level, settings=f"inside {host}")] if level else [],
-        step_seconds=found.step_seconds(name),
-        samples=found.samples[name],
-        ratios=found.ratios(name),
-        warmup_seconds=found.warmup_seconds[name],
-    )
+    rows = [AlgorithmRow(name=level, settings=f"inside {host}")] if level else []
+    return as_contestant(found, name, "stock" if name == LOOP else "level" if level else "hand", algorithms=rows)
 
 
 def describe(found: Comparison, host: str) -> str:

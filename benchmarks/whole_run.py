@@ -10,13 +10,13 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from options import Options, parser, run
+from options import Options, parameters_of, parser, run, save_steps
 from ratios import total_ratio
 
 from torchboost.bench.contestants import Planner, Recipe, build_loop, plan_for
-from torchboost.measure.evidence import BenchReport, Contestant, Ratio
+from torchboost.measure.evidence import Contestant, Ratio
 from torchboost.measure.statistics import bootstrap_median
-from torchboost.measure.stopwatch import Clock, environment
+from torchboost.measure.stopwatch import Clock
 from torchboost.workloads.named import Workload, find_workload
 
 JOBS = ("cifar10-resnet-bottleneck",)
@@ -27,15 +27,13 @@ WARMUP = 3
 
 
 def measure(options: Options) -> list[Path]:
-    return [
-        side_by_side(find_workload(name), CONTESTANTS, options).save(options.file("whole_run", name)) for name in JOBS
-    ]
+    return [side_by_side("whole_run", find_workload(name), CONTESTANTS, options) for name in JOBS]
 
 
 def side_by_side(
-    job: Workload, contestants: Sequence[str], options: Options, planner: Planner = plan_for
-) -> BenchReport:
-    """Train all contestants through one run, one step each in turn."""
+    claim: str, job: Workload, contestants: Sequence[str], options: Options, planner: Planner = plan_for
+) -> Path:
+    """Train all contestants through one run, one step each in turn, and save their times."""
     steps = 8 if options.smoke else STEPS
     data = job.load(options.path_for(job.name), 64 * job.batch)
     loops = {
@@ -62,15 +60,9 @@ def side_by_side(
                     setup[name] += seconds
             done += 1
             options.progress("whole run", done, steps + WARMUP, job.name)
-    return BenchReport(
-        title=f"A whole run of {steps} steps: {job.title}, {job.model_name}",
-        workload=f"whole_run-{job.name}",
-        model=job.model_name,
-        parameters=sum(p.numel() for p in job.model(data, 0).parameters()),
-        batch=job.batch,
-        metric_name="none",
-        environment=environment(),
-        contestants=[
+    return save_steps(
+        options.file(claim, job.name),
+        [
             Contestant(
                 name=name,
                 kind=Recipe.parse(name).kind,
@@ -87,6 +79,10 @@ def side_by_side(
             )
             for name, times in samples.items()
         ],
+        title=f"A whole run of {steps} steps: {job.title}, {job.model_name}",
+        model=job.model_name,
+        parameters=parameters_of(job.model(data, 0)),
+        batch=job.batch,
         notes=[
             "ratios are of the times of all steps together; the schedule of freezing is that of a run of this length"
         ],

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from options import Options, options_of, parser
@@ -154,7 +154,7 @@ def run_once(name: str, out: Path, options: Options, asked: Asked, left_out: dic
             left_out=left_out,
             notes=(f"simulated: {' '.join(f'{k}={v}' for k, v in simulated.items())}",) if simulated else (),
         )
-        command = [sys.executable, str(Path(__file__).with_name("zoo_cells.py")), task.to_json()]
+        command = [sys.executable, str(Path(__file__).with_name("zoo_cells.py")), json.dumps(asdict(task))]
         # Without a cache, both levels measure in each run.
         own = {"TORCHBOOST_CALIBRATE": "1", **cache_in(asked.compiler)}
         ended = outcome(run_within(LIMIT_SECONDS, command, {**os.environ, **simulated, **own}), LIMIT_SECONDS)

@@ -13,13 +13,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from options import SYSTEM, Options
+from options import SYSTEM, Options, parameters_of
 from torch import Tensor, nn
 from zoo_networks import TINY, ZOO, Batch, Network
 from zoo_verdict import AGAIN, LEVELS, STOCK
@@ -82,13 +82,6 @@ class Task:
     cold: bool = False
     left_out: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Task:
-        return cls(**json.loads(text))
 
 
 def cell_name(levers: Iterable[str]) -> str:
@@ -365,13 +358,12 @@ def measure(task: Task) -> BenchReport:
         *(f"the compiler: {text}" for text in limited.said),
         *([FEW_ROUNDS] if task.pairs < LEAST_PAIRS else []),
     ]
-    batch = plain.batches[0]
     return BenchReport(
         title=f"Zoo: {network.title}",
         workload=f"zoo-{task.network}",
         model=network.title,
-        parameters=sum(p.numel() for p in plain.model.parameters()),
-        batch=len(next(iter([*batch.args, *batch.kwargs.values()]))),
+        parameters=parameters_of(plain.model),
+        batch=plain.batches[0].size,
         metric_name="none",
         environment=environment(),
         contestants=parts,
@@ -419,7 +411,7 @@ def slow_contestant(name: str, pairs: list[Paired]) -> Contestant:
 
 
 def main(text: str) -> None:
-    task = Task.from_json(text)
+    task = Task(**json.loads(text))
     measure(task).save(Path(task.out))
 
 

@@ -33,52 +33,14 @@ class Batch(NamedTuple):
     kwargs: dict[str, Tensor] = {}  # noqa: RUF012 (never changed)
     target: Tensor | None = None
 
+    @property
+    def size(self) -> int:
+        return len(next(iter([*self.args, *self.kwargs.values()])))
 
-Forward = Callable[..., Any]
+
 Loss = Callable[[Any, Batch], Tensor]
 """Maps the outputs of the model and the batch to the loss."""
 OptimizerFactory = Callable[..., Optimizer]
-
-
-class Training(NamedTuple):
-    """What a training script has before its loop begins."""
-
-    model: nn.Module
-    optimizer: Optimizer
-    batches: list[Batch]
-    loss: Loss
-
-
-@dataclass(frozen=True, kw_only=True)
-class Network:
-    """A network, its optimizer and its data.
-
-    Args:
-        title: For people.
-        build: Returns the model; the caller seeds.
-        draw: Returns a batch; the caller seeds.
-        optimizer: Called with the parameters, and with ``fused=True`` if the loop asks for it.
-        loss: Of the outputs.
-        needs: The package that the model comes from, if torch is not enough.
-    """
-
-    title: str
-    build: Callable[[], nn.Module]
-    draw: Callable[[], Batch]
-    optimizer: OptimizerFactory
-    loss: Loss
-    needs: str = ""
-
-    def training(self, *, device: torch.device | str = "cpu", **settings: Any) -> Training:
-        """Return model, optimizer, batches and loss, the same at each call. ``settings`` are those of the optimizer."""
-        torch.manual_seed(0)
-        with torch.device(device):
-            model, batches = self.build().train(), [self.draw() for _ in range(BATCHES)]
-        return Training(model, self.optimizer(model.parameters(), **settings), batches, self.loss)
-
-    def missing(self) -> bool:
-        """Whether the package that the model comes from is not installed."""
-        return bool(self.needs) and importlib.util.find_spec(self.needs) is None
 
 
 def adamw(parameters: Iterable[nn.Parameter], **settings: Any) -> Optimizer:
@@ -110,6 +72,47 @@ def of_clicks(outputs: Tensor, batch: Batch) -> Tensor:
     return F.binary_cross_entropy_with_logits(outputs, batch.target)
 
 
+class Training(NamedTuple):
+    """What a training script has before its loop begins."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    batches: list[Batch]
+    loss: Loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """A network, its optimizer and its data.
+
+    Args:
+        title: For people.
+        build: Returns the model; the caller seeds.
+        draw: Returns a batch; the caller seeds.
+        optimizer: Called with the parameters, and with ``fused=True`` if the loop asks for it.
+        loss: Of the outputs.
+        needs: The package that the model comes from, if torch is not enough.
+    """
+
+    title: str
+    build: Callable[[], nn.Module]
+    draw: Callable[[], Batch]
+    optimizer: OptimizerFactory = adamw
+    loss: Loss = cross_entropy
+    needs: str = ""
+
+    def training(self, *, device: torch.device | str = "cpu", **settings: Any) -> Training:
+        """Return model, optimizer, batches and loss, the same at each call. ``settings`` are those of the optimizer."""
+        torch.manual_seed(0)
+        with torch.device(device):
+            model, batches = self.build().train(), [self.draw() for _ in range(BATCHES)]
+        return Training(model, self.optimizer(model.parameters(), **settings), batches, self.loss)
+
+    def missing(self) -> bool:
+        """Whether the package that the model comes from is not installed."""
+        return bool(self.needs) and importlib.util.find_spec(self.needs) is None
+
+
 def hugging_face(config: str, model: str, **settings: Any) -> Callable[[], nn.Module]:
     """Return a builder of a model of ``transformers`` with random weights."""
 
@@ -118,6 +121,12 @@ def hugging_face(config: str, model: str, **settings: Any) -> Callable[[], nn.Mo
         return getattr(package, model)(getattr(package, config)(**settings))
 
     return build
+
+
+def of_transformers(title: str, names: tuple[str, str], draw: Callable[[], Batch], **settings: Any) -> Network:
+    """Return a network of ``transformers``, which computes its loss itself."""
+    build = hugging_face(*names, **settings)
+    return Network(title=title, build=build, draw=draw, loss=own_loss, needs="transformers")
 
 
 def tokens(count: int, length: int, *, vocabulary: int = VOCABULARY, **labels: tuple[int, ...]) -> Callable[[], Batch]:
@@ -309,155 +318,114 @@ _SPEECH = {
 }
 
 ZOO: dict[str, Network] = {
-    "gpt2": Network(
-        title="GPT-2, 6 layers of width 256",
-        build=hugging_face(
-            *("GPT2Config", "GPT2LMHeadModel"),
-            n_layer=6,
-            n_embd=256,
-            n_head=8,
-            n_positions=64,
-            bos_token_id=0,
-            eos_token_id=0,
-            use_cache=False,
-            **_TEXT,
-        ),
-        draw=tokens(4, 64, labels=()),
-        optimizer=adamw,
-        loss=own_loss,
-        needs="transformers",
+    "gpt2": of_transformers(
+        "GPT-2, 6 layers of width 256",
+        ("GPT2Config", "GPT2LMHeadModel"),
+        tokens(4, 64, labels=()),
+        n_layer=6,
+        n_embd=256,
+        n_head=8,
+        n_positions=64,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+        **_TEXT,
     ),
-    "llama": Network(
-        title="Llama, 6 layers of width 256",
-        build=hugging_face(
-            *("LlamaConfig", "LlamaForCausalLM"),
-            num_hidden_layers=6,
-            hidden_size=256,
-            intermediate_size=688,
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            max_position_embeddings=64,
-            use_cache=False,
-            **_TEXT,
-        ),
-        draw=tokens(4, 64, labels=()),
-        optimizer=adamw,
-        loss=own_loss,
-        needs="transformers",
+    "llama": of_transformers(
+        "Llama, 6 layers of width 256",
+        ("LlamaConfig", "LlamaForCausalLM"),
+        tokens(4, 64, labels=()),
+        num_hidden_layers=6,
+        hidden_size=256,
+        intermediate_size=688,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=64,
+        use_cache=False,
+        **_TEXT,
     ),
-    "bert": Network(
-        title="BERT, 6 layers of width 256",
-        build=hugging_face(
-            *("BertConfig", "BertForSequenceClassification"),
-            num_hidden_layers=6,
-            hidden_size=256,
-            intermediate_size=1024,
-            num_attention_heads=4,
-            max_position_embeddings=64,
-            **_TEXT,
-        ),
-        draw=tokens(6, 48, labels=(6,)),
-        optimizer=adamw,
-        loss=own_loss,
-        needs="transformers",
+    "bert": of_transformers(
+        "BERT, 6 layers of width 256",
+        ("BertConfig", "BertForSequenceClassification"),
+        tokens(6, 48, labels=(6,)),
+        num_hidden_layers=6,
+        hidden_size=256,
+        intermediate_size=1024,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        **_TEXT,
     ),
-    "vit": Network(
-        title="ViT, 6 layers of width 192",
-        build=hugging_face(
-            *("ViTConfig", "ViTForImageClassification"),
-            num_hidden_layers=6,
-            hidden_size=192,
-            intermediate_size=768,
-            num_attention_heads=3,
-            image_size=48,
-            patch_size=6,
-            num_labels=CLASSES,
-        ),
-        draw=floats("pixel_values", (6, 3, 48, 48), (6,), CLASSES),
-        optimizer=adamw,
-        loss=own_loss,
-        needs="transformers",
+    "vit": of_transformers(
+        "ViT, 6 layers of width 192",
+        ("ViTConfig", "ViTForImageClassification"),
+        floats("pixel_values", (6, 3, 48, 48), (6,), CLASSES),
+        num_hidden_layers=6,
+        hidden_size=192,
+        intermediate_size=768,
+        num_attention_heads=3,
+        image_size=48,
+        patch_size=6,
+        num_labels=CLASSES,
     ),
-    "convnext": Network(
-        title="ConvNeXt, depths 2, 2, 4, 2, widths 32 to 256",
-        build=hugging_face(
-            *("ConvNextConfig", "ConvNextForImageClassification"),
-            depths=[2, 2, 4, 2],
-            hidden_sizes=[32, 64, 128, 256],
-            num_labels=CLASSES,
-        ),
-        draw=floats("pixel_values", (8, 3, 96, 96), (8,), CLASSES),
-        optimizer=adamw,
-        loss=own_loss,
-        needs="transformers",
+    "convnext": of_transformers(
+        "ConvNeXt, depths 2, 2, 4, 2, widths 32 to 256",
+        ("ConvNextConfig", "ConvNextForImageClassification"),
+        floats("pixel_values", (8, 3, 96, 96), (8,), CLASSES),
+        depths=[2, 2, 4, 2],
+        hidden_sizes=[32, 64, 128, 256],
+        num_labels=CLASSES,
     ),
-    "t5": Network(
-        title="T5, 3 + 3 layers of width 192",
-        build=hugging_face(
-            *("T5Config", "T5ForConditionalGeneration"),
-            d_model=192,
-            d_kv=32,
-            d_ff=512,
-            num_layers=3,
-            num_heads=6,
-            decoder_start_token_id=0,
-            use_cache=False,
-            **_TEXT,
-        ),
-        draw=tokens(4, 64, labels=(4, 32)),
-        optimizer=adamw,
-        loss=own_loss,
-        needs="transformers",
+    "t5": of_transformers(
+        "T5, 3 + 3 layers of width 192",
+        ("T5Config", "T5ForConditionalGeneration"),
+        tokens(4, 64, labels=(4, 32)),
+        d_model=192,
+        d_kv=32,
+        d_ff=512,
+        num_layers=3,
+        num_heads=6,
+        decoder_start_token_id=0,
+        use_cache=False,
+        **_TEXT,
     ),
-    "whisper": Network(
-        title="Whisper, 3 + 3 layers of width 192",
-        build=hugging_face("WhisperConfig", "WhisperForConditionalGeneration", use_cache=False, **_TEXT, **_WHISPER),
-        draw=floats("input_features", (3, 80, 200), (3, 24), VOCABULARY),
-        optimizer=adamw,
-        loss=own_loss,
-        needs="transformers",
+    "whisper": of_transformers(
+        "Whisper, 3 + 3 layers of width 192",
+        ("WhisperConfig", "WhisperForConditionalGeneration"),
+        floats("input_features", (3, 80, 200), (3, 24), VOCABULARY),
+        use_cache=False,
+        **_TEXT,
+        **_WHISPER,
     ),
-    "wav2vec": Network(
-        title="wav2vec 2.0, 5 convolutions, 4 layers of width 192",
-        build=hugging_face("Wav2Vec2Config", "Wav2Vec2ForSequenceClassification", **_SPEECH),
-        draw=floats("input_values", (4, 8000), (4,), CLASSES),
-        optimizer=adamw,
-        loss=own_loss,
-        needs="transformers",
+    "wav2vec": of_transformers(
+        "wav2vec 2.0, 5 convolutions, 4 layers of width 192",
+        ("Wav2Vec2Config", "Wav2Vec2ForSequenceClassification"),
+        floats("input_values", (4, 8000), (4,), CLASSES),
+        **_SPEECH,
     ),
     "lstm": Network(
         title="LSTM language model, 2 layers of width 256",
         build=lambda: LSTMLanguageModel(256, 2),
         draw=plain(lambda: (torch.randint(VOCABULARY, (16, 24)),), numbers(VOCABULARY, 16, 24)),
-        optimizer=adamw,
-        loss=cross_entropy,
     ),
     "gru": Network(
         title="GRU classifier in both directions, 2 layers of width 128",
         build=lambda: GRUClassifier(40, 128),
         draw=plain(lambda: (torch.randn(16, 50, 40),), numbers(CLASSES, 16)),
-        optimizer=adamw,
-        loss=cross_entropy,
     ),
     "tcn": Network(
         title="Temporal convolutions, 6 blocks of width 96",
         build=lambda: TemporalConvolutions(32, 96, 6),
         draw=plain(lambda: (torch.randn(8, 32, 256),), numbers(CLASSES, 8, 256)),
-        optimizer=adamw,
-        loss=cross_entropy,
     ),
     "mlp": Network(
         title="MLP, 784-1024-1024-512-10",
         build=lambda: perceptron(784, 1024, 1024, 512, CLASSES),
         draw=plain(lambda: (torch.randn(192, 784),), numbers(CLASSES, 192)),
-        optimizer=adamw,
-        loss=cross_entropy,
     ),
     "unet": Network(
         title="U-Net, 3 levels from width 16",
         build=lambda: UNet(16, 3),
         draw=plain(images(4, 64), numbers(CLASSES, 4, 64, 64)),
-        optimizer=adamw,
         loss=of_pixels,
     ),
     "resnet": Network(
@@ -465,21 +433,18 @@ ZOO: dict[str, Network] = {
         build=lambda: ResNet(BasicBlock, [2, 2, 2], width=16),
         draw=plain(images(32, 32), numbers(CLASSES, 32)),
         optimizer=sgd,
-        loss=cross_entropy,
     ),
     "bottleneck": Network(
         title="bottleneck ResNet [3, 4, 6, 3] from width 16",
         build=lambda: ResNet(Bottleneck, [3, 4, 6, 3], width=16),
         draw=plain(images(16, 32), numbers(CLASSES, 16)),
         optimizer=sgd,
-        loss=cross_entropy,
     ),
     "mobilenet": Network(
         title="MobileNetV2 at 64 pixels",
         build=lambda: mobilenet(MOBILENET),
         draw=plain(images(8, 64), numbers(1000, 8)),
         optimizer=sgd,
-        loss=cross_entropy,
     ),
     "recommender": Network(
         title="12 embeddings of 20,000 rows and an MLP",
@@ -487,15 +452,12 @@ ZOO: dict[str, Network] = {
         draw=plain(
             lambda: (torch.randint(20_000, (256, 12)), torch.randn(256, 13)), lambda: torch.randint(2, (256,)).float()
         ),
-        optimizer=adamw,
         loss=of_clicks,
     ),
     "gnn": Network(
         title="graph network, 3 layers of width 96, 1,500 nodes, 6,000 edges",
         build=lambda: MessagePassing(32, 96, 3),
         draw=plain(lambda: (torch.randn(1500, 32), torch.randint(1500, (2, 6000))), numbers(CLASSES, 1500)),
-        optimizer=adamw,
-        loss=cross_entropy,
     ),
 }
 
@@ -508,7 +470,6 @@ TINY: dict[str, Network] = {
         ),
         draw=plain(images(2, 8), numbers(CLASSES, 2)),
         optimizer=sgd,
-        loss=cross_entropy,
     ),
 }
 """Checks the scripts in seconds; its times mean nothing."""

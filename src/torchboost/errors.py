@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import reprlib
+import warnings
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -56,6 +57,11 @@ class NoEffectWarning(UserWarning):
 
 class ScaleCollapseWarning(RuntimeWarning):
     """A loss scale keeps falling. Soon no gradient will be representable, and the run will be lost."""
+
+
+def warn_no_effect(text: str, *, above: int = 1) -> None:
+    """Warn with :class:`NoEffectWarning`, at the line so many calls above the function that warns."""
+    warnings.warn(text, NoEffectWarning, stacklevel=above + 2)
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:

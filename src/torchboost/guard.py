@@ -17,6 +17,7 @@ from torch import Tensor
 
 from torchboost.core.algorithm import Algorithm
 from torchboost.core.arguments import check_count, check_number, is_number
+from torchboost.core.hardware import device_of
 from torchboost.distributed.agreement import mean_over_ranks
 from torchboost.front import Boosted
 from torchboost.measure.statistics import ChangeTest
@@ -162,7 +163,7 @@ class Guard:
         if state.inside < self._block:
             return None
         # A loss that was given as a float is on the CPU.
-        device = next((p.device for p in self._boosted.model.parameters()), torch.device("cpu"))
+        device = device_of(self._boosted.model)
         mean = mean_over_ranks(self._sum.to(device)) / state.inside
         self._sum, state.inside = None, 0
         return self._judge(mean)

@@ -24,15 +24,14 @@ from torchboost.calibration.calibration import (
     changes_model,
     decide,
     deciding_ranks,
-    device_of,
     obstacle_to_passes,
     tell,
 )
 from torchboost.calibration.choice import WASTE, Choice, Verdict
-from torchboost.calibration.snapshot import streams_kept
 from torchboost.calibration.waste import NOTABLE, WasteReport, padded_share, waste_of
 from torchboost.calibration.watch import Call, Gate, is_training_call, shapes_of, uninterrupted
 from torchboost.core.algorithm import Algorithm, AlreadyOn, Target, attach_all
+from torchboost.core.hardware import accelerators, device_of, streams_kept
 from torchboost.core.torch_private import AnyBatchNorm
 from torchboost.core.wrapping import hookable
 from torchboost.distributed.topology import Topology
@@ -313,7 +312,7 @@ class Levers:
             kept[:] = on
             raise
         finally:
-            with uninterrupted(), streams_kept(model):
+            with uninterrupted(), streams_kept(accelerators(model.parameters())):
                 self._put_on([*kept, *unchecked])
                 _back_into(memory)
 

@@ -216,6 +216,14 @@ class Augmented(torch.utils.data.Dataset[Any]):
         return torch.tensor([index, torch.rand(()), random.random(), np.random.rand()]), 0
 
 
+def test_what_a_loss_does_to_a_batch_does_not_reach_the_next_reader():
+    batches = [{"input_ids": torch.ones(2, 3), "labels": torch.zeros(2)}]
+    for _ in range(2):
+        for inputs, _targets in one_epoch(batches, seed=0, epoch=0, device=CPU):
+            assert inputs.pop("labels").sum() == 0
+            assert inputs["input_ids"].mul_(2).sum() == 12
+
+
 def test_every_contestant_gets_the_same_batches():
     """Whatever was drawn before, and whatever the model draws meanwhile."""
     own = torch.Generator()

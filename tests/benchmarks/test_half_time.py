@@ -98,15 +98,15 @@ def test_fresh_seeds_of_every_way_are_trained_and_kept(
         half_time.measure("digits-resnet", replace(smoke, resume=True), seeds=2)
 
 
-def test_stock_is_trained_at_the_rate_that_was_found(workload: Workload) -> None:
+def test_stock_is_trained_at_the_rate_that_was_found(workload: Workload, tmp_path: Path) -> None:
     factory: Factory = workload.factory(small())
     parts = half_time.scaled(factory.make, 0.25)(0)
     assert [group["lr"] for group in parts.optimizer.param_groups] == [0.025]
     other = half_time.scaled(factory.make, 0.25, lambda found: torch.optim.SGD(found.model.parameters(), lr=3.0))(0)
     assert isinstance(other, Parts)
     assert [group["lr"] for group in other.optimizer.param_groups] == [3.0]
-    bench = half_time.Bench(factory, 4, Path("none.json"), 0.25, None)
-    run = bench.run(half_time.STOCK, 3)
+    runs = half_time.SavedRuns(tmp_path / "runs.json", {})
+    run = half_time.Bench(factory, 4, Path("none.json"), 0.25, None, runs).run(half_time.STOCK, 3)
     torch.manual_seed(3)
     model = workload.model(small(), 3)
     optimizer = workload.optimizer(model.parameters(), lr=0.025)

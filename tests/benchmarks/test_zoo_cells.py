@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +37,11 @@ def test_the_grid_holds_every_combination_once():
         assert grid != "some" or not [name for name in names if "compile" in name and "fused_optimizer" not in name]
 
 
-def test_each_cell_trains_as_stock_does(tmp_path: Path):
+def test_each_cell_trains_as_stock_does():
     expected = trained(())
     assert not torch.equal(expected, TINY.training().model[0].weight)
     for cell in (("channels_last",), ("fused_optimizer",), ("channels_last", "fused_optimizer")):
         torch.testing.assert_close(trained(cell), expected)
-    sent = task(tmp_path, left_out={"autocast": "crashed with SIGSEGV"}, notes=["simulated"])
-    assert zoo_cells.Task.from_json(sent.to_json()) == sent
 
 
 def trained(cell: tuple[str, ...]) -> torch.Tensor:
@@ -61,7 +61,7 @@ def trained(cell: tuple[str, ...]) -> torch.Tensor:
 def test_a_network_is_measured_and_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(zoo_cells, "HOPELESS", math.inf)
     asked = task(tmp_path, left_out={"autocast": "crashed with SIGSEGV"}, notes=["simulated: a machine"])
-    zoo_cells.main(asked.to_json())
+    zoo_cells.main(json.dumps(asdict(asked)))
     report = BenchReport.load(asked.out)
     by_name = {c.name: c for c in report.contestants}
     assert {"stock", "fused_optimizer", "channels_last+fused_optimizer", "O1", "O2"} <= set(by_name)

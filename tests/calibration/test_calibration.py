@@ -23,6 +23,7 @@ from torchboost.calibration.calibration import resolved
 from torchboost.calibration.choice import Choice
 from torchboost.calibration.search import Price
 from torchboost.calibration.trial import Trial
+from torchboost.core.hardware import Streams
 from torchboost.core.torch_private import compiled_call, interceptor_of
 from torchboost.graph.removed_norm import RemovedNorm
 from torchboost.levers import Levers
@@ -253,7 +254,7 @@ def test_an_interrupt_leaves_the_pair_as_it_was_and_the_next_call_decides(monkey
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(snapshot._Tensor, "restore"), (snapshot.Streams, "restore"), (snapshot, "_write_dict"), (Levers, "_put_on")],
+    [(snapshot._Tensor, "restore"), (Streams, "restore"), (snapshot, "_write_dict"), (Levers, "_put_on")],
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_a_second_interrupt_waits_until_everything_is_put_back(monkeypatch, owner, name):

@@ -210,9 +210,9 @@ def checked(levers: list[Algorithm], model: nn.Module | None = None, optimizer: 
     model = images() if model is None else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3) if optimizer is None else optimizer
     with on_real_inputs(Target(model, optimizer), ((torch.randn(4, 3, 8, 8),), {})) as passes:
-        verdicts = verified(levers, passes, [optimizer])
+        results = verified(levers, passes, [optimizer])
         assert not passes.snapshot.restore()
-    return {verdict.lever: verdict.reason for verdict in verdicts if verdict.kept != verdict.reason.startswith("left")}
+    return {name: result.text for name, result in results.items() if result.kept != result.text.startswith("left")}
 
 
 def kept(texts: dict[str, str]) -> set[str]:

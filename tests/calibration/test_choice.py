@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -113,7 +114,7 @@ def test_what_was_on_before_another_run_is_not_said_of_this_one() -> None:
     ("reason", "shown"),
     [
         ("a step is 1.04 times as fast", "a step is 1.04 times as fast (0.91 to 1.14, 9 pairs)"),
-        ("9 pairs did not decide (1.04 times as fast)", "9 pairs did not decide (1.04 times as fast) (0.91 to 1.14)"),
+        ("9 pairs did not decide (1.04 times as fast, 0.91 to 1.14); kept as usual",) * 2,
     ],
 )
 def test_the_number_of_pairs_is_said_once(reason: str, shown: str) -> None:
@@ -121,10 +122,20 @@ def test_the_number_of_pairs_is_said_once(reason: str, shown: str) -> None:
     assert Verdict(lever="fused_optimizer", kept=True, reason=reason, ratio=ratio, pairs=9).found == shown
 
 
+@pytest.mark.parametrize("open_", [{"pairs": 3, "undecided": True}, {"untried": True}])
+def test_what_is_on_as_usual_is_not_said_to_be_measured(open_: dict[str, Any]) -> None:
+    kept = Verdict(lever="fused_optimizer", kept=True, reason="kept as usual", **open_)
+    choice = Choice(verdicts=(kept,), source="trial", seconds=30.0)
+    assert not choice.gains
+    assert choice.summary().startswith("30 s of measuring did not ")
+    assert "(on: fused_optimizer; " in choice.summary()
+
+
 def test_an_unknown_gain_of_all_together_has_its_reason() -> None:
-    kept = Verdict(lever="fused_optimizer", kept=True, reason="kept as usual")
+    kept = Verdict(lever="fused_optimizer", kept=True, reason="a step is clearly faster in each of 2 pairs", pairs=2)
     choice = Choice(verdicts=(kept,), source="trial", seconds=30.0)
     assert choice.measured.endswith("not measured, since no time was left")
     assert "no time was left" in choice.summary()
+    assert choice.summary().startswith("on after 30 s of measuring: fused_optimizer")
     nothing = Choice(verdicts=(kept.but(kept=False),), source="trial", seconds=30.0)
     assert nothing.measured == "measured at the first training call in 30 s"

@@ -42,6 +42,20 @@ def test_passes_are_equal_and_write_no_gradient():
     assert len(first.gradients) == len(made.parameters) == 6
 
 
+def test_passes_that_differ_in_the_number_of_outputs_are_not_equal():
+    reader = iter([1, 2])
+
+    class Grows(nn.Linear):
+        def forward(self, input: Tensor) -> Any:
+            return [super().forward(input)] * next(reader)
+
+    made = passes(Grows(3, 2), torch.randn(4, 3))
+    first, second = once(made), once(made)
+    for one, other in ((first, second), (second, first)):
+        with pytest.raises(IncompatibleError, match="two equal passes differ"):
+            made.compare(one.outputs, other.outputs)
+
+
 class Reads(nn.Module):
     def __init__(self) -> None:
         super().__init__()

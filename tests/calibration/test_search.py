@@ -121,7 +121,7 @@ def test_what_is_said_of_a_lever_that_is_off_is_what_its_interval_says():
             said.add(lead or "open")
             assert lead != "no gain was found: " or (verdict.ratio.low <= 1 and verdict.ratio.mid < 1.02)
             assert lead != "it gains too little: " or (verdict.ratio.low > 1 and verdict.ratio.mid < 1.02)
-            assert lead or f"{verdict.pairs} pairs did not decide: {verdict.ratio.mid:.2f} times" in verdict.reason
+            assert lead or f"{verdict.pairs} pairs did not decide ({verdict.ratio.mid:.2f} times" in verdict.reason
     assert said == {"it gains too little: ", "no gain was found: ", "open"}
 
 
@@ -272,7 +272,8 @@ def test_an_undecided_lever_stays_as_it_was_unless_its_samples_speak_against_it(
         bench = Planted({"lever": factor}, noise=0.001)
         (verdict,) = search(["lever"], bench, seconds=0.05, undecided={"lever": True})[0]
         assert verdict.kept is kept
-        assert "did not decide" in verdict.reason
+        assert verdict.undecided
+        assert f"did not decide; {'kept as usual' if kept else 'left out, since they lean to slower'}" in verdict.reason
         assert verdict.reason.endswith("give it more with boost(..., calibrate=seconds)")
         assert verdict.ratio is None
 

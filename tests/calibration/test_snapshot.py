@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tests.support.portraits import changes, portrait
 from torchboost.algorithms import Autocast, to_channels_last
-from torchboost.calibration.snapshot import Damage, Snapshot, Streams, plain, streams_kept
+from torchboost.calibration.snapshot import Damage, Snapshot, plain
 from torchboost.core.algorithm import Target
 
 TABLE, TALLY = {"calls": 0}, [0]
@@ -413,16 +413,3 @@ def test_what_is_not_trained_is_changed_in_other_memory(tmp_path):
         assert set(changes(before, portrait(model)))
     assert changes(before, portrait(model)) == {}
     assert not snapshot.restore()
-
-
-def test_streams_are_kept():
-    model = nn.Dropout(0.5)
-    with streams_kept(model):
-        torch.rand(1)
-    streams = Streams(model)
-    assert not streams.drawn()
-    wanted = torch.rand(2), random.random(), np.random.rand()
-    assert streams.drawn()
-    streams.restore()
-    assert torch.equal(torch.rand(2), wanted[0])
-    assert (random.random(), np.random.rand()) == wanted[1:]

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from tests.support.portraits import changes, portrait
 from torchboost.algorithms import Autocast, ChannelsLast, Compile, FusedOptimizer
 from torchboost.calibration.passes import Passes
-from torchboost.calibration.snapshot import Snapshot, plain, streams_kept
+from torchboost.calibration.snapshot import Snapshot, plain
 from torchboost.calibration.trial import Trial, free_bytes, needed_bytes, optimizer_over
 from torchboost.core.algorithm import Target
+from torchboost.core.hardware import streams_kept
 from torchboost.core.torch_private import compiled_graphs
 from torchboost.errors import IncompatibleError
 from torchboost.measure.stopwatch import Clock
@@ -55,7 +56,7 @@ def test_model_optimizer_and_random_streams_stay():
     before, state, groups = portrait(model), state_of(optimizer), [{**group} for group in optimizer.param_groups]
     streams = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
     call = (x,), {}
-    with streams_kept(model), plain(model):
+    with streams_kept(), plain(model):
         snapshot = Snapshot(model, call)
         trial = Trial(Passes(model, call, snapshot), [optimizer], LEVERS)
         for levers in ([], ["fused_optimizer"], list(LEVERS)):

@@ -307,3 +307,25 @@ def test_other_threads_are_not_limited():
     thread.join(30)
     assert done.is_set()
     assert is_as_before()
+
+
+class Endless(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor) -> Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        time.sleep(60)
+        return gradients[0]
+
+
+@needs_alarm
+def test_a_backward_pass_that_is_interrupted_while_it_is_traced_is_not_called_an_error():
+    """Compilers trace a backward pass under the detection of anomalies, which names the function that raised."""
+    inputs = torch.ones(2, requires_grad=True)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with torch.autograd.detect_anomaly(check_nan=False), pytest.raises(TimeUp), time_limit(0.02):
+            Endless.apply(inputs).sum().backward()
+    assert not [one for one in warned if "Error detected" in str(one.message)]

@@ -28,11 +28,11 @@ CONFIG = {"extra": {"compile": False, "grad_freeze": False}}
 class Slow(nn.Linear):
     """Sleeps where autocast is on, so that this lever is planted as slow on one rank."""
 
-    on = -1
+    on, seconds = -1, 0.02
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.is_autocast_enabled("cpu") and dist.get_rank() == self.on:
-            time.sleep(0.02)
+            time.sleep(self.seconds)
         return super().forward(x)
 
 
@@ -73,6 +73,31 @@ def test_one_slow_and_one_raising_rank_decide_for_all():
     assert FusedOptimizer.name not in kept
     assert any("planted" in reason or "another rank" in reason for reason in reasons)
     assert all(any("lays out its buckets" in reason for reason in each[1]) for each in results)
+
+
+def late() -> tuple[list[str], list[str]]:
+    """The time of a trial is up in the first step of a lever, on one rank alone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Slow(8, 8), nn.Linear(8, 2))
+    model[0].on, model[0].seconds = 0, 30.0
+    boosted = torchboost.boost(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        total_steps=10_000,
+        config=CONFIG,
+        calibrate=1.0,
+        verify=False,
+    )
+    DistributedDataParallel(model)(torch.ones(4, 8)).sum().backward()
+    assert boosted.choice is not None
+    return sorted(boosted.choice.kept), [verdict.reason for verdict in boosted.choice.verdicts]
+
+
+def test_a_lever_that_takes_too_long_on_one_rank_does_so_on_all():
+    first, second = run_ranks(late, 2)
+    assert first == second
+    assert Autocast.name not in first[0]
+    assert any("take longer than" in reason for reason in first[1])
 
 
 def untried() -> list[str]:

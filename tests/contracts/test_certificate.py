@@ -142,9 +142,9 @@ def alarms(name: str, seed: int) -> dict[str, str]:
     levers: list[Algorithm] = [ChannelsLast(), FusedOptimizer(), Autocast()]
     levers = [lever for lever in levers if lever.idle(model, optimizer) is None]
     with on_real_inputs(Target(model, optimizer), (batch.args, batch.kwargs)) as passes:
-        verdicts = verified(levers, passes, [optimizer])
+        results = verified(levers, passes, [optimizer])
         assert not passes.snapshot.restore()
-    gone = {verdict.lever: verdict.reason for verdict in verdicts if not verdict.kept}
+    gone = {name: result.text for name, result in results.items() if not result.kept}
     return {name: text for name, text in gone.items() if "it raised" not in text}  # that is no comparison
 
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import types
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
 from torchboost.core import hardware
 from torchboost.core.hardware import (
+    Streams,
     accelerators,
     device_fault,
     generator_states,
     half_precision,
     set_generator_states,
+    streams_kept,
 )
 from torchboost.measure.machine import Kind, Products
 
@@ -96,3 +101,17 @@ def test_the_generators_of_every_kind_of_accelerator_are_read_and_set(monkeypatc
     states.update(dict.fromkeys(states, torch.tensor([9])))
     set_generator_states(before, found)
     assert [int(state) for state in states.values()] == [1, 2, 3]
+
+
+def test_draws_are_forgotten_after_an_error_too():
+    for error in (None, KeyError):
+        streams = Streams()
+        with pytest.raises(error) if error else contextlib.nullcontext(), streams_kept():
+            wanted = torch.rand(2).tolist(), random.random(), np.random.rand()
+            assert streams.drawn()
+            if error:
+                raise error
+        assert not streams.drawn()
+        assert (torch.rand(2).tolist(), random.random(), np.random.rand()) == wanted
+        streams.restore()
+        assert (torch.rand(2).tolist(), random.random(), np.random.rand()) == wanted

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from torchboost.data import loader, trial
-from torchboost.data.trial import Race
+from torchboost.data.trial import Race, Reading
 from torchboost.measure.evidence import Interval
 
 
@@ -28,7 +28,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def judged(variant, before, after):
         gain = Interval(low=1.5, mid=2.0, high=2.5)
-        return Race(variant, gain, 1, (2e-3, 2e-3), (1e-3, 1e-3)) if len(before) == 1 else None
+        return Race(variant, gain, 1, Reading([2e-3], [2e-3]), Reading([1e-3], [1e-3])) if len(before) == 1 else None
 
     monkeypatch.setattr(trial, "_judged", judged)
     monkeypatch.setattr(loader, "PATIENCE", 5.0)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import itertools
-import random
 import threading
 import types
 import weakref
@@ -23,12 +21,11 @@ from torchboost.algorithms.channels_last import ChannelsLast
 from torchboost.graph.copies import (
     ReachesOriginal,
     copies_of,
-    generators_kept,
     twin,
     undisturbed,
 )
 from torchboost.graph.matrix_uses import matrix_uses
-from torchboost.graph.trace import evaluate, trace, trace_run
+from torchboost.graph.trace import evaluate, first_run, record_run, trace
 
 
 class Stateful(nn.Module):
@@ -185,7 +182,7 @@ def test_a_copy_that_leads_back_is_not_run_and_leaves_no_mark() -> None:
         before, generator = everything(model), torch.get_rng_state()
         with pytest.raises(ReachesOriginal, match="of the original"):
             evaluate(model, x)
-        assert trace_run(model) is None
+        assert first_run(model, None, record_run) is None
         trace(model)
         assert matrix_uses(model, x) is None
         assert_unchanged(model, before)
@@ -255,16 +252,3 @@ def test_copies_of_a_copy_do_not_reach_the_first_original() -> None:
         pass
     with copies_of(model), pytest.raises(ReachesOriginal):
         evaluate(copied, torch.randn(2, 3, 8, 8))
-
-
-def test_draws_are_forgotten_after_an_error_too():
-    for error in (None, KeyError):
-        before, python = torch.get_rng_state(), random.getstate()
-        with pytest.raises(error) if error else contextlib.nullcontext(), generators_kept():
-            torch.randn(3)
-            F.dropout(torch.ones(8))
-            random.random()
-            if error:
-                raise error
-        assert torch.equal(torch.get_rng_state(), before)
-        assert random.getstate() == python

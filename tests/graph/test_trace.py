@@ -332,7 +332,9 @@ def test_every_decision_is_followed_both_ways():
 
     flows = trace_paths(Decides())
     assert sorted(node.label for flow in flows for node in flow.nodes if node.module is not None) == ["a", "b"]
-    assert trace_paths(Decides(), most=1) is None
+    for most in (1, 2):  # the second path ends in the error, and one is not followed
+        assert trace_paths(Decides(), most=most) is None
+    assert len(trace_paths(Decides(), most=3)) == 2
 
 
 def test_other_threads_run_their_models_meanwhile():

@@ -89,8 +89,12 @@ def test_the_headline_is_the_answer() -> None:
     lost = report(findings=[finding("lost", "it costs")])
     assert cost(lost) == ""
     assert headline(lost).startswith("Nothing is turned on: no recipe was found that saves time and keeps the metric")
-    unsure = report(findings=[finding("kept")], whole=[finding("not shown", "the budget was spent")])
-    assert "(the budget was spent)" in headline(unsure)
+    spent, untested = finding("not shown", "the budget was spent"), Finding(candidate=LEVERS, outcome="not tried")
+    assert headline(report(findings=[finding("kept")], whole=[spent, untested])) == (
+        "Nothing is turned on: fast, with channels_last was not shown to keep the metric with fresh seeds (the budget "
+        "was spent). Continue with a longer --budget and --resume to decide it."
+    )
+    assert headline(report(findings=[], whole=[finding("lost", "it costs")])).endswith("fresh seeds (it costs).")
     assert headline(report(state="interrupted")).startswith("Not finished: 0 runs")
     made = tuned()
     share = made.whole[-1].candidate.share

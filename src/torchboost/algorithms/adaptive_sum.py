@@ -9,9 +9,8 @@ sends ``2 (1 - 1/n)`` times its vector for any number n of ranks, as in an all-r
 
 from __future__ import annotations
 
-import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 from typing import Any, ClassVar
@@ -23,10 +22,11 @@ from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import is_integer
+from torchboost.core.torch_private import not_traced
 from torchboost.core.wrapping import check_mesh, check_ranks, data_parallel, parameters_of, unwrap
 from torchboost.distributed.agreement import bit_sum, local_part
 from torchboost.distributed.topology import NodeGroups, Topology
-from torchboost.errors import IncompatibleError, NoEffectWarning
+from torchboost.errors import IncompatibleError, warn_no_effect
 from torchboost.optim.rules.base import UpdateRule, has_master
 from torchboost.optim.rules.lazy_adam import LazyAdam
 
@@ -82,8 +82,8 @@ class AdaptiveSumming(Attachment):
     ) -> None:
         hooks = []
         if groups is not None:  # there are several nodes
-            hooks.append(optimizer.register_step_pre_hook(_untraced(self._keep)))
-            hooks.append(optimizer.register_step_post_hook(_untraced(self._combine)))
+            hooks.append(optimizer.register_step_pre_hook(not_traced(self._keep)))
+            hooks.append(optimizer.register_step_post_hook(not_traced(self._combine)))
         super().__init__(*hooks, undo=self._forget)
         self._points, self._groups = points, groups
         self._places = {parameter: place for place, parameter in enumerate(parameters)}
@@ -110,11 +110,7 @@ class AdaptiveSumming(Attachment):
         return float(torch.cat(self._cosines, dim=1).mean()) if self._cosines else float("nan")
 
     def check_scaler(self, scaler: Any) -> None:
-        """Refuse a loss scaler that could skip the step on one node while the others wait for it.
-
-        Raises:
-            IncompatibleError: The scaler does not agree on overflows with all other ranks.
-        """
+        """Refuse a loss scaler that could skip the step on one node while the others wait for it."""
         if self.active:
             _check_scaler(scaler)
 
@@ -150,12 +146,10 @@ class AdaptiveSumming(Attachment):
         cosines = torch.cat(self._cosines, dim=1)
         cosines = cosines[:, torch.tensor([param.numel() > 1 for _, param in self._moving], device=cosines.device)]
         if bool((cosines != 0).any()) and bool(((cosines > 1 - 1e-12) | (cosines == 0)).all()):
-            warnings.warn(
+            warn_no_effect(
                 "adasum: all nodes made the same update, so AdaSum has no effect. This happens if the nodes read the "
                 "same data, or if gradients are averaged over all ranks: average them over the node alone, "
-                "DistributedDataParallel(model, process_group=NodeGroups.of(Topology.current()).inside).",
-                NoEffectWarning,
-                stacklevel=2,
+                "DistributedDataParallel(model, process_group=NodeGroups.of(Topology.current()).inside)."
             )
 
     @torch.no_grad()
@@ -247,8 +241,7 @@ class AdaptiveSum(Algorithm):
         if len(devices) > 1 or not all(param.is_floating_point() for param in params):
             problem = f"lie on {', '.join(devices)}" if len(devices) > 1 else "are not all real numbers"
             raise IncompatibleError(
-                f"the parameters {problem}; AdaSum needs real floating point parameters on one device per rank: leave "
-                "it out here."
+                f"the parameters {problem}; AdaSum needs real numbers on one device per rank: leave it out here."
             )
         check_mesh(target.model, topology)
         ddp = data_parallel(target.model)
@@ -272,7 +265,7 @@ class AdaptiveSum(Algorithm):
         points = self.split_groups if isinstance(self.split_groups, tuple) else ()
         parameters = dict.fromkeys([*unwrap(target.model).parameters(), *parameters_of(target.optimizer)])
         if (reason := _one_node(topology)) is not None:
-            warnings.warn(f"adasum: {reason}.", NoEffectWarning, stacklevel=2)
+            warn_no_effect(f"adasum: {reason}.")
         groups = None if reason is not None else NodeGroups.of(topology)
         return AdaptiveSumming(target.optimizer, parameters, points, groups)
 
@@ -313,11 +306,6 @@ def _check_scaler(scaler: Any) -> None:
             f"a {type(scaler).__name__} may skip the step on one node while the others wait for it; use "
             "torchboost.DynamicLossScale(), whose ranks agree on overflows."
         )
-
-
-def _untraced(hook: Callable[..., None]) -> Callable[..., None]:
-    """Keep the compiler out of the collectives if the step around them is compiled."""
-    return torch.compiler.disable(hook)  # pyright: ignore[reportReturnType]
 
 
 def adasum_(

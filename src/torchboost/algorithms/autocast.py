@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -19,7 +18,7 @@ from typing_extensions import Self
 
 from torchboost.core.algorithm import Algorithm, AlreadyOn, Attachment, Target, Traits
 from torchboost.core.arguments import check_module
-from torchboost.core.forward import ForwardWatch, cover_forward, tensors_in, with_tensors
+from torchboost.core.forward import Forward, ForwardWatch, cover_forward, tensors_in, with_tensors
 from torchboost.core.hardware import is_on_cpu
 from torchboost.core.torch_private import (
     AnyConv,
@@ -38,7 +37,7 @@ from torchboost.core.torch_private import (
     tree_flatten,
 )
 from torchboost.core.wrapping import is_compiled, sharded_units, unwrap
-from torchboost.errors import IncompatibleError, NoEffectWarning, nearest
+from torchboost.errors import IncompatibleError, nearest, warn_no_effect
 from torchboost.graph.copies import is_large, undisturbed
 from torchboost.graph.norms import NormalizedLinear
 
@@ -82,25 +81,18 @@ def autocast_forward(
     """Run every forward of ``model`` under ``torch.autocast`` and return its outputs in float32.
 
     Outputs keep their containers (see :func:`~torchboost.core.forward.with_tensors`). Tensors in an object of another
-    kind keep the precision that autocast gave them.
+    kind keep the precision that autocast gave them. Parameters, gradients and optimizer state do not change. The loss
+    is computed by the caller on float32 outputs, outside autocast.
 
-    Matrix products and convolutions read ``dtype``. Reductions that need float32 compute in it. Parameters, gradients
-    and optimizer state do not change. Each weight is cast once per forward (autocast's cache). The loss is computed by
-    the caller on float32 outputs, outside autocast.
-
-    The end of the model computes in float32, too: in bfloat16 a sigmoid is exactly 1 from a logit of 6.5 on, which has
-    no gradient, probabilities do not sum to 1, and numbers near 500 come in steps of 2. So a head, a matrix product
-    whose results reach an output without another product, computes in float32 if something is computed with its
-    results, if they are large, if it has eight inputs or more for each output, or at most a tenth of all
-    multiplications. Other heads, such as one over a large vocabulary whose
-    results are returned as they are, or enter a loss inside the model, compute in ``dtype`` and return float32. Before
+    The end of the model computes in float32, too: a head, a matrix product whose results reach an output without
+    another product, if something is computed with its results, if they are large, if it has eight inputs or more for
+    each output, or at most a tenth of all multiplications. Other heads compute in ``dtype`` and return float32. Before
     the first eager pass with gradients, a pass of a copy shows which modules these are. Until then, and if this pass is
     traced by a compiler, is inside a checkpoint or has arguments other than tensors and plain values, or the model is
     sharded, cannot be copied or has more than 1 GiB of parameters, the last layer in the order of the modules counts as
     the head.
 
-    On the CPU, a strided convolution whose outputs have one entry in the last dimension computes in float32, because
-    oneDNN computes its gradient wrongly in bfloat16, and so does one whose kernel is wider than its inputs.
+    On the CPU, convolutions that oneDNN computes wrongly in bfloat16 compute in float32.
 
     The ``forward`` of this one instance is replaced by a function that calls the original. Forward hooks do not work:
     in a model compiled by ``nn.Module.compile()`` the hooks of the root are compiled separately from ``forward``, so
@@ -141,9 +133,7 @@ def _cover(model: nn.Module, dtype: torch.dtype, heads: Heads | None, watch: For
     device_type = next((p.device.type for p in model.parameters()), default_device().type)
     ends = _Ends(model, device_type, heads)
 
-    def under_autocast(
-        forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def under_autocast(forward: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if watch is not None:
             watch.called = True
         try:
@@ -166,21 +156,16 @@ class _Ends(Attachment):
 
     From then on they do not change: a checkpoint computes a part of a pass again in the backward pass, and must find
     the same precisions.
-
-    Args:
-        model: As the loop calls it.
-        device_type: Of its parameters.
-        heads: None if they are not known.
     """
 
     def __init__(self, model: nn.Module, device_type: str, heads: Heads | None) -> None:
         super().__init__(undo=self._uncover)
         self._model, self._device_type = model, device_type
         self._known = heads is not None or isinstance(model, DataParallel)  # replicas run in threads
-        self._covers: list[Attachment] = []
+        self._covers = Attachment()
         self._cover(guessed_heads(model) if heads is None else heads)
 
-    def run(self, forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, forward: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``forward``. If the heads are not known and this is an eager pass with gradients, find them first."""
         if not self._known and torch.is_grad_enabled() and module is self._model and not _is_traced():
             self._known = True
@@ -190,21 +175,20 @@ class _Ends(Attachment):
                 self._cover(heads)
         return forward(module, *args, **kwargs)
 
+    def _uncover(self) -> None:
+        self._covers.remove()
+
     def _cover(self, heads: Heads) -> None:
         modules = dict(unwrap(self._model).named_modules())
-        for names, around in ((heads.computed, self._in_float32), (heads.cast, _returns_float32)):
-            covered = [modules[name] for name in names if name in modules and _is_in_float32(modules[name])]
-            self._covers += [cover_forward(module, around, innermost=True) for module in covered]
+        arounds = dict.fromkeys(heads.cast, _returns_float32) | dict.fromkeys(heads.computed, self._in_float32)
+        covered = [(modules[name], around) for name, around in arounds.items() if name in modules]
+        self._covers = Attachment(
+            *(cover_forward(module, around, innermost=True) for module, around in covered if _is_in_float32(module))
+        )
 
-    def _in_float32(
-        self, forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _in_float32(self, forward: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with torch.autocast(self._device_type, enabled=False):
             return forward(module, *with_tensors(args, _to_float32), **with_tensors(kwargs, _to_float32))
-
-    def _uncover(self) -> None:
-        while self._covers:
-            self._covers.pop().remove()
 
 
 def _is_traced() -> bool:
@@ -226,7 +210,7 @@ def _heads_of_copy(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         return None
 
 
-def _returns_float32(forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
+def _returns_float32(forward: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
     return with_tensors(forward(module, *args, **kwargs), _to_float32)
 
 
@@ -243,7 +227,7 @@ def _unknown_name(model: nn.Module, heads: Heads) -> str | None:
     return f"the model has no module {missing!r}; give names of named_modules(). {nearest(missing, known)}".rstrip()
 
 
-def _in_float32_if_unsafe(forward: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+def _in_float32_if_unsafe(forward: Forward, module: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     inputs = args[0] if args else kwargs["input"]
     if not _is_unsafe_in_bfloat16(module, inputs):
         return forward(module, *args, **kwargs)
@@ -285,18 +269,14 @@ class Autocast(Algorithm):
 
     def idle(self, model: nn.Module, optimizer: Optimizer) -> str | None:
         """Explain that no parameter is in float32, the only precision that autocast lowers, or that FSDP2 lowers it."""
-        if (cast := _cast_by_fsdp2(model)) is not None:
+        if cast := _cast_by_fsdp2(model):
             return cast
         if any(parameter.dtype is torch.float32 for parameter in model.parameters()):
             return None
         return "no parameter is in float32, so there is nothing to lower"
 
     def check(self, target: Target) -> None:
-        """Refuse float16 without a scaler, as small gradients would vanish, and names that the model does not have.
-
-        Raises:
-            IncompatibleError: float16 without a scaler, or a module of an unknown name.
-        """
+        """Refuse float16 without a scaler, as small gradients would vanish, and names that the model does not have."""
         unknown = _unknown_name(target.model, self._heads or Heads())
         if unknown is not None:
             raise IncompatibleError(f"autocast: {unknown}")
@@ -333,8 +313,8 @@ class Autocast(Algorithm):
             NoEffectWarning: FSDP2 casts the parameters itself, so nothing is attached. Or, after the first update: the
                 forward of the model was not called.
         """
-        if (cast := _cast_by_fsdp2(target.model)) is not None:
-            warnings.warn(f"autocast changes nothing: {cast}.", NoEffectWarning, stacklevel=2)
+        if cast := _cast_by_fsdp2(target.model):
+            warn_no_effect(f"autocast changes nothing: {cast}.")
             return Attachment()
         watch = ForwardWatch(self.name, target.model, target.optimizer)
         return _cover(target.model, getattr(torch, self.dtype), self._heads, watch).with_undo(watch.remove)
@@ -364,12 +344,11 @@ def _to_float32(tensor: Tensor) -> Tensor:
 
 
 class Heads(NamedTuple):
-    """The parts of a model that must be in float32 for its outputs to be exact. Names are as in ``named_modules``.
+    """The modules, by name, that must be in float32 for the outputs of a model to be exact.
 
-    Args:
-        computed: Modules that compute in float32: a head that costs little, has few outputs, or has results that are
-            large or computed with. The empty name is the whole model, if it computes the product itself.
-        cast: Heads that are too expensive for that, and whose results are only cast.
+    Those in ``computed`` compute in it: heads that cost little, have few outputs, or have results that are large or
+    computed with. The empty name is the whole model, if it computes the product itself. Results of those in ``cast``,
+    which are too expensive for that, are only cast.
     """
 
     computed: tuple[str, ...] = ()
@@ -377,15 +356,9 @@ class Heads(NamedTuple):
 
 
 def find_heads(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Heads | None:
-    """Run one pass with gradients, and return the heads of the model, or None if no output has a gradient.
+    """Run one pass of the bare model with gradients, and return its heads, or None if no output has a gradient.
 
-    Nothing else is changed: hooks that are set meanwhile are removed. Buffers and random generators move as in any
-    pass.
-
-    Args:
-        model: Wrapped or not. The pass is a pass of the bare module.
-        args: Of the call.
-        kwargs: Of the call.
+    Buffers and random generators move as in any pass.
     """
     bare = unwrap(model)
     with _HeadSearch(bare) as search, torch.enable_grad():
@@ -404,8 +377,8 @@ def guessed_heads(model: nn.Module) -> Heads:
     return Heads((name,)) if cheap else Heads(cast=(name,))
 
 
-class _HeadSearch:
-    """Watches one pass of a model inside the ``with`` block. Compiled parts run eagerly in it.
+class _HeadSearch(ExitStack):
+    """Watches one pass of a bare model inside the ``with`` block. Compiled parts run eagerly in it.
 
     Mechanism: temporary hooks note which operations of the autograd graph were recorded in which module. Then the graph
     is followed from the outputs to the first products. Tied weights, several heads and products outside of any layer
@@ -415,24 +388,20 @@ class _HeadSearch:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        super().__init__()
         self._model = model
-        self._cleanup = ExitStack()
         self._stack = [""]
         self._starts, self._names = [0], [""]
         self._work: dict[str, float] = defaultdict(float)
 
     def __enter__(self) -> Self:
         if is_compiled(self._model):
-            self._cleanup.enter_context(torch.compiler.set_stance("force_eager"))
-        for name, module in unwrap(self._model).named_modules():
+            self.enter_context(torch.compiler.set_stance("force_eager"))
+        for name, module in self._model.named_modules():
             if name and not isinstance(module, torch.jit.ScriptModule):  # pyright: ignore[reportPrivateImportUsage]
-                self._cleanup.enter_context(module.register_forward_pre_hook(partial(self._enter, name)))
-                leaving = partial(self._leave, name)
-                self._cleanup.enter_context(module.register_forward_hook(leaving, always_call=True))
+                self.enter_context(module.register_forward_pre_hook(partial(self._enter, name)))
+                self.enter_context(module.register_forward_hook(partial(self._leave, name), always_call=True))
         return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._cleanup.close()
 
     def _enter(self, name: str, module: nn.Module, args: Any) -> None:
         self._stack.append(name)
@@ -455,7 +424,7 @@ class _HeadSearch:
         if not ends:
             return None
         total = sum(self._work[name] for name in products)
-        modules = dict(unwrap(self._model).named_modules())
+        modules = dict(self._model.named_modules())
         computed, cast = [], []
         for name, behind in ends.items():
             share = sum(self._work[other] for other in products if _is_inside(other, name)) / total if total else 1.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeGuard
@@ -22,7 +21,7 @@ from torchboost.core.forward import plain_hook, tensors_in
 from torchboost.core.hardware import unsafe_channels_last
 from torchboost.core.torch_private import AnyConv, calls_hooks, is_functorch_wrapped, is_view, parameter_slots
 from torchboost.core.wrapping import unwrap, wrapper_of
-from torchboost.errors import IncompatibleError, NoEffectWarning
+from torchboost.errors import IncompatibleError, warn_no_effect
 from torchboost.optim.fusing import care_for_fused
 from torchboost.optim.rules.base import UpdateRule
 from torchboost.optim.tensors import aligned
@@ -36,9 +35,9 @@ _BEFORE = WeakTensorKeyDictionary()
 def to_channels_last(model: nn.Module, optimizer: Optimizer | None = None) -> Attachment:
     """Store the kernels of 2-d and 3-d convolutions channels-last, so that these compute in that format.
 
-    The fast convolution kernels of oneDNN and cuDNN work on channels-last data. A convolution with such a kernel
-    brings images into the format, and its outputs have it, so that no later layer converts between layouts. Only
-    strides change, not values. The order of additions inside a kernel may change, so results agree up to rounding.
+    The fast convolution kernels of oneDNN and cuDNN work on such data. A convolution with such a kernel brings images
+    into the format, and its outputs have it, so that no later layer converts between layouts. Only strides change, not
+    values. The order of additions inside a kernel may change, so results agree up to rounding.
 
     Nothing is checked here. :func:`torchboost.boost` compares the first batch in both formats.
 
@@ -160,11 +159,8 @@ def _refuse_unsafe(model: nn.Module) -> None:
 def _convert_inputs(model: nn.Module) -> Attachment:
     """Convert inputs in front of convolutions whose kernels do not change. The others do so themselves."""
     if next(_convolutions(model), None) is None:
-        warnings.warn(
-            f"channels_last: {type(unwrap(model)).__name__} has no 2-d or 3-d convolution; leave it out.",
-            NoEffectWarning,
-            stacklevel=3,
-        )
+        kind = type(unwrap(model)).__name__
+        warn_no_effect(f"channels_last: {kind} has no 2-d or 3-d convolution; leave it out.", above=2)
     waiting = _waiting(model)
     return Attachment(*(plain_hook(one, one.register_forward_pre_hook(_channels_last_inputs)) for one in waiting))
 
@@ -239,7 +235,7 @@ def _convert(model: nn.Module, *optimizers: Optimizer | None) -> Callable[[], No
     for weight, strides in before:
         _rewrite(weight, optimizers, _strides(weight.shape))
         _BEFORE[weight] = strides
-    return functools.partial(_restride, before, optimizers)
+    return functools.partial(_restride, before, optimizers)  # which is copied with the model
 
 
 def _plain_checkpoints(model: nn.Module, optimizer: Optimizer | None) -> Attachment:

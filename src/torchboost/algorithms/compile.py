@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -32,11 +31,9 @@ from torchboost.core.torch_private import (
     set_compiled_call,
 )
 from torchboost.core.wrapping import unwrap, wrapper_of
-from torchboost.errors import IncompatibleError, NoEffectWarning
+from torchboost.errors import IncompatibleError, warn_no_effect
 
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
-
-
 _GRAPHS = ("reduce-overhead", "max-autotune")
 """Modes that replay CUDA graphs, in memory that the next replay overwrites."""
 
@@ -69,21 +66,18 @@ class Compiled(Attachment):
 class Compile(Algorithm):
     """Compile the model in place, inside DDP if it is wrapped: same object, same ``state_dict`` keys.
 
-    The first call, and every call with a new situation (shape, ``train()`` against ``eval()``, another set of
-    ``requires_grad`` flags), compiles one more graph. After 8 of the same code torch falls back to eager.
-    ``Compiled.graphs`` counts them. The cost is seconds to minutes per graph.
+    Each new situation (shape, ``train()`` against ``eval()``, another set of ``requires_grad`` flags) compiles one more
+    graph, in seconds to minutes. ``Compiled.graphs`` counts them. After 8 of the same code torch falls back to eager.
 
     Limit: torch cannot differentiate the gradients of compiled code again. So a call with an input that is a leaf and
-    requires a gradient runs eagerly: a gradient penalty asks for that gradient with ``create_graph=True``. If a loop
-    differentiates other gradients twice, such as gradients of parameters, torch raises in the first step that does so.
-    The model then runs eagerly from the next call on, with a warning. ``backward(retain_graph=True)`` raises if the
-    backward pass writes into tensors that forward has saved. The message of torch names the setting that prevents it.
+    requires a gradient, as in a gradient penalty, runs eagerly. If a loop differentiates other gradients twice, torch
+    raises in the first step that does so. The model then runs eagerly from the next call on, with a warning.
+    ``backward(retain_graph=True)`` raises if the backward pass writes into tensors that forward has saved.
 
     CUDA graphs (``"reduce-overhead"``, ``"max-autotune"``) replay into the same memory at each call. Outputs are copied
-    out of it, and so are gradients that the parameters still hold at the next call or at the removal, as in gradient
-    accumulation. Outputs in objects that :func:`~torchboost.core.forward.with_tensors` does not search, and gradients
-    that the loop keeps elsewhere, are overwritten. If shapes change, code compiled for changing shapes runs without
-    CUDA graphs. On GPUs only trials have run this.
+    out of it, and so are gradients that the parameters still hold at the next call or at the removal. Outputs in
+    objects that :func:`~torchboost.core.forward.with_tensors` does not search, and gradients that the loop keeps
+    elsewhere, are overwritten. If shapes change, code compiled for changing shapes runs without CUDA graphs.
 
     Args:
         mode: Of ``torch.compile``. None is its default.
@@ -117,17 +111,14 @@ class Compile(Algorithm):
                 code, oneDNN would crash on a convolution of the compiled model, or the model is
                 a sharded ``nn.Sequential``.
         """
-        model = target.model
-        part = _compiled_part(model)
-        if part:
+        model, inner = target.model, unwrap(target.model)
+        if part := _compiled_part(model):
             raise IncompatibleError(
                 f"compile: the model is already compiled ({part}); leave out one of the two compilations."
             )
-        unsafe = self._unsafe(model)
-        if unsafe is not None:
+        if unsafe := self._unsafe(model):
             raise IncompatibleError(f"compile: {unsafe}; leave compile out.")
         self._check_compiler(model)
-        inner = unwrap(model)
         if _is_library_code(inner) and wrapper_of(inner) == "fully_shard":
             raise IncompatibleError(
                 f"compile: the sharded root is torch's own {type(inner).__mro__[2].__name__}, in which the hooks of "
@@ -215,12 +206,10 @@ def _eager_if_twice(model: nn.Module, compiled: Callable[..., Any]) -> Callable[
     def look(gradient: Tensor) -> None:
         if torch.is_grad_enabled() and not twice:
             twice.append(True)
-            warnings.warn(
+            warn_no_effect(
                 "compile: a backward pass ran with create_graph=True, which torch.compile does not support. The model "
                 "runs eagerly from its next call on. If torch raises in this step, leave compile out (extra.compile = "
-                "false).",
-                NoEffectWarning,
-                stacklevel=2,
+                "false)."
             )
 
     config: Any = getattr(compiled, "get_compiler_config", None)

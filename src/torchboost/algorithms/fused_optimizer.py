@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,7 +11,7 @@ from torch.optim import Optimizer
 from torchboost.core.algorithm import Algorithm, AlreadyOn, Attachment, Target, Traits, attach_each
 from torchboost.core.arguments import check_optimizer
 from torchboost.core.wrapping import hookable
-from torchboost.errors import IncompatibleError, NoEffectWarning
+from torchboost.errors import IncompatibleError, warn_no_effect
 from torchboost.optim.fusing import Fusion, fused_class, obstacle
 
 
@@ -22,23 +21,15 @@ def fuse_optimizer(optimizer: Optimizer) -> Attachment:
     Sets the ``fused`` flag of the param groups and of the defaults, as if the optimizer had been built with
     ``fused=True``. It remains the same object. Results agree with the ordinary form up to float32 rounding.
 
-    Four defects of the fused kernels are avoided. SGD's kernel computes wrong steps in bfloat16 and float16 on the CPU
-    (torch 2.13), so a kernel is tried in each precision first, and a group for which it is wrong is not fused. The
-    kernels walk through memory in storage order: gradients and state that are laid out in another way than their
-    parameter (another memory format, expanded, a column of a matrix) would be mixed up or read beyond their end, so
-    they are brought into line. A group that holds a parameter with gaps in its memory is not fused, for the kernel
-    would write into the gaps. Fused SGD fails when only some parameters have momentum yet, as after freezing: the
-    missing buffers start at zero, which is the same update. Under ``GradScaler`` fused SGD reads uninitialised memory
-    if its first step overflows, which does not happen here because ``GradScaler`` unscales gradients itself, as for any
-    optimizer, at the price of one more pass over the gradients. Step hooks then see true gradients, too.
-
-    Gradients are looked at before each step, and after the closure if ``step`` is given one. So is the state of
-    parameters that are not contiguous. Other state is looked at when it was loaded and when the layout of a parameter
-    has changed: tensors written into ``optimizer.state`` by hand for a contiguous parameter must be contiguous.
+    The faults of torch's fused kernels are avoided, which ``docs/algorithms/fused_optimizer.md`` lists: a kernel is
+    tried in each precision first, gradients and state get the memory layout of their parameter, momentum that is
+    missing starts at zero, and ``GradScaler`` unscales the gradients, at the price of one more pass over them. They are
+    looked at before each step, and after the closure if ``step`` is given one. The state of a contiguous parameter is
+    looked at when it was loaded and when layouts have changed: tensors that you write into it must be contiguous.
 
     ``optimizer.state_dict()`` returns the flags from before, and a loaded checkpoint keeps the optimizer fused. A group
-    goes back to its own form, with a warning, if its gradients are sparse, or one of its parameters has got gaps or
-    another precision whose kernel is wrong.
+    goes back to its own form, with a warning, if its gradients are sparse, or one of its parameters has got gaps in its
+    memory, into which the kernel would write, or another precision whose kernel is wrong.
 
     Args:
         optimizer: Groups that cannot be fused do not change: torch then picks foreach on GPUs by itself. That holds
@@ -78,7 +69,7 @@ def _fuse(optimizer: Optimizer, sparse: frozenset[Tensor]) -> Attachment:
         ]
     if any(unexpected):
         found = "; ".join(f"group {i}: {text}" for i, text in enumerate(unexpected) if text)
-        warnings.warn(f"fused_optimizer: not fused: {found}", NoEffectWarning, stacklevel=3)
+        warn_no_effect(f"fused_optimizer: not fused: {found}", above=2)
     if all(obstacles):
         return Attachment()
     return Fusion(optimizer, [text is None for text in obstacles])

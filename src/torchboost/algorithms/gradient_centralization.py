@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,7 +12,7 @@ from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits, attach_each
 from torchboost.core.torch_private import AnyConv
-from torchboost.errors import NoEffectWarning
+from torchboost.errors import warn_no_effect
 from torchboost.graph.norms import NormalizedLinear
 from torchboost.optim.pipeline import GradientPipeline
 from torchboost.optim.transforms import Centralize, has_rows
@@ -88,10 +87,8 @@ class GradientCentralization(Algorithm):
         held = [(param, group) for group in groups for param in group["params"]]
         centralize = Centralize(skip=skip)
         if not any(centralize.applies(param, group) for param, group in held):
-            warnings.warn(
+            warn_no_effect(
                 f"'{self.name}' found no kernel or weight matrix among the {len(held)} parameters of the optimizer, "
-                "but for groups with 'grad_centralization': False.",
-                NoEffectWarning,
-                stacklevel=2,
+                "but for groups with 'grad_centralization': False."
             )
         return attach_each(target.optimizers, functools.partial(centralize_gradients, skip=skip))

@@ -16,7 +16,7 @@ from torchboost.core.algorithm import Algorithm, Traits
 from torchboost.core.arguments import check_module
 from torchboost.core.torch_private import AnyBatchNorm, parameter_slots
 from torchboost.core.wrapping import unwrap, wrapper_of
-from torchboost.errors import IncompatibleError, NoEffectWarning
+from torchboost.errors import IncompatibleError, warn_no_effect
 from torchboost.graph.copies import copies_of
 from torchboost.graph.flow import Dataflow
 from torchboost.graph.folding import fold_pairs, plan_folds, shared_weights
@@ -25,11 +25,11 @@ from torchboost.graph.norms import (
     NormalizedLinear,
     ResidualBlock,
     is_customised,
-    norm_tail,
     plain_stacks,
     rescale_layers,
     residual_blocks,
     was_trained,
+    why_unknown,
 )
 from torchboost.graph.removed_norm import RemovedNorm, put_removed_norm
 from torchboost.graph.surgery import (
@@ -112,11 +112,6 @@ class LessBn(Algorithm):
         init: ``"unit_variance"`` rescales the layers that lose their BatchNorm in an untrained network. ``"keep"`` does
             not change the weights.
         head_multiplier: Start value of the normalised head's trainable factor.
-
-    Example:
-        >>> import torchboost
-        >>> torchboost.algorithms.LessBn(keep_shortcut=True).keep_every
-        2
     """
 
     name: ClassVar[str] = "less_bn"
@@ -187,10 +182,9 @@ def less_bn(
 ) -> LessBnReport:
     """Remove, in place, the BatchNorm layers that are not needed, so that every step costs less.
 
-    The data flow is traced. Names do not matter. These are kept: in every residual block the BatchNorm of the main
-    branch over the fewest channels, the network's first one, the last one of an inverted residual without skip, and in
-    plain stacks one of every ``keep_every`` convolutions, counted back from the last. BatchNorms that do not directly
-    follow a convolution or linear layer outside of residual blocks are kept too.
+    The data flow is traced. These are kept: in every residual block the BatchNorm of the main branch over the fewest
+    channels, the network's first one, the last one of an inverted residual without skip, in plain stacks one of every
+    ``keep_every`` convolutions, counted from the end, and those not directly behind a convolution or linear layer.
 
     In an untrained network (all statistics and counters at their initial values) a removed layer becomes the identity
     and the weights in front, which are not drawn again, are scaled by one number per layer so that activations keep
@@ -259,25 +253,15 @@ def less_bn(
 
 
 class _Plan(NamedTuple):
-    """The changes to make.
+    """The changes to make."""
 
-    Args:
-        flow: The data flow, empty if there is nothing to look for.
-        names: Of all modules, BatchNorms first, in the order in which they run.
-        kept: BatchNorms that are not removed, and why.
-        removed: The others.
-        folds: In a trained network, the layer that each BatchNorm can be folded into, or why there is none.
-        bare_ends: The last layer of each branch whose sum is not normalised any more, and its initial variance.
-        head: The linear layer to replace by a normalised one.
-    """
-
-    flow: Dataflow
-    names: dict[nn.Module, str]
-    kept: dict[nn.Module, str]
-    removed: list[AnyBatchNorm]
-    folds: Mapping[nn.Module, nn.Module | str]
-    bare_ends: dict[int, float]
-    head: nn.Linear | None
+    flow: Dataflow  # empty if there is nothing to look for
+    names: dict[nn.Module, str]  # of all modules, BatchNorms first, in the order in which they run
+    kept: dict[nn.Module, str]  # BatchNorms, and why
+    removed: list[AnyBatchNorm]  # the others
+    folds: Mapping[nn.Module, nn.Module | str]  # in a trained network: the layer that takes each in, or why none does
+    bare_ends: dict[int, float]  # last layers of branches whose sum is not normalised any more: initial variance
+    head: nn.Linear | None  # to replace by a normalised one
 
     @property
     def changes(self) -> bool:
@@ -292,7 +276,7 @@ def _reduce(
     difference = None
     if not plan.changes:
         also = " and no linear layer to normalise" if settings.normalize_head else ""
-        warnings.warn(f"less_bn: found no BatchNorm that can go{also}; nothing was changed.", NoEffectWarning, 3)
+        warn_no_effect(f"less_bn: found no BatchNorm that can go{also}; nothing was changed.", above=2)
     else:
         before = set(model.parameters())
         averages = [] if dry_run else averages_of(model)
@@ -330,11 +314,10 @@ def _tell_others(model: nn.Module, before: set[nn.Parameter], given: bool, avera
     new = [name for name, parameter in model.named_parameters() if parameter not in before]
     if not given and new and optimizers_holding(before):
         names = ", ".join(new[:3]) + (", ..." if len(new) > 3 else "")
-        warnings.warn(
+        warn_no_effect(
             f"less_bn: the existing optimizer of this model does not hold its new parameters ({names}), so they will "
             "not train; pass optimizer=, or create the optimizer after this call.",
-            NoEffectWarning,
-            4,
+            above=3,
         )
     after = set(model.parameters())
     if averages and before != after:
@@ -392,16 +375,9 @@ def _plan(model: nn.Module, settings: LessBn, sample: Any) -> _Plan:
 
 def _reason(flow: Dataflow, norm: AnyBatchNorm, reasons: Mapping[int, str | None]) -> str | None:
     """Return why a BatchNorm is kept, by its own properties first, then its position, or None if it is removed."""
-    calls = flow.calls(norm)
-    if norm_tail(norm) is None:
-        return f"{type(norm).__name__} has its own forward, or hooks"
-    if flow.traced == "structure":
-        return "the data flow could not be traced; pass an input as sample="
-    if len(calls) != 1:
-        return f"it is used {len(calls)} times" if calls else "the traced pass does not reach it"
-    if norm.running_mean is None:
-        return "it keeps no running statistics"
-    return reasons.get(calls[0], "not directly after a convolution or linear layer")
+    if (reason := why_unknown(flow, norm)) is not None:
+        return reason
+    return reasons.get(flow.calls(norm)[0], "not directly after a convolution or linear layer")
 
 
 def _reasons(flow: Dataflow, blocks: list[ResidualBlock], settings: LessBn) -> dict[int, str | None]:

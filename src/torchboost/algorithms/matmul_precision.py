@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
@@ -12,8 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
-from torchboost.core.hardware import matmul_backends
-from torchboost.errors import NoEffectWarning
+from torchboost.core.hardware import matmul_backends, matmul_precision
+from torchboost.errors import warn_no_effect
 
 Precision = Literal["high", "medium"]
 _ROUNDING = {"high": 2.0**-11, "medium": 2.0**-8}
@@ -49,11 +48,11 @@ def lower_matmul_precision(precision: Precision = "high") -> Attachment:
         'highest'
     """
     _check(precision)
-    if _process_wide() == precision and not _HOLDERS:
+    if matmul_precision()[0] == precision and not _HOLDERS:
         return Attachment()
     chosen = _taken(precision)
     if chosen is not None:
-        warnings.warn(f"matmul_precision: {chosen}; it stays", NoEffectWarning, stacklevel=2)
+        warn_no_effect(f"matmul_precision: {chosen}; it stays")
         return Attachment()
     return _Lowered(precision)
 
@@ -65,18 +64,18 @@ class _Lowered(Attachment):
         if not any(map(_Lowered.in_force, _HOLDERS)):
             _HOLDERS.clear()  # the program has set another precision since, and taken it back
             torch.set_float32_matmul_precision(precision)
-        self.precision, self._left = precision, _by_backend()
+        self.precision, (_, self._left) = precision, matmul_precision()
         super().__init__(undo=self._restore)
         _HOLDERS.add(self)
 
     def in_force(self) -> bool:
         """Whether the program has changed nothing since."""
-        return _process_wide() == self.precision and _by_backend() == self._left
+        return matmul_precision() == (self.precision, self._left)
 
     def _restore(self) -> None:
         _HOLDERS.discard(self)
-        now = _by_backend()
-        if _HOLDERS or _process_wide() not in (self.precision, None):
+        process_wide, now = matmul_precision()
+        if _HOLDERS or process_wide not in (self.precision, None):
             return
         torch.set_float32_matmul_precision("highest")
         for name, backend in matmul_backends().items():  # as untouched: "highest" would count as set
@@ -129,21 +128,10 @@ def _check(precision: Any) -> None:
         raise ValueError(f"precision={precision!r}: allowed are 'high' and 'medium'; choose one of them.")
 
 
-def _process_wide() -> str | None:
-    """Return the setting of ``torch.set_float32_matmul_precision``, or None if backends were set one by one since."""
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:
-        return None
-
-
-def _by_backend() -> dict[str, str]:
-    return {name: str(backend.fp32_precision) for name, backend in matmul_backends().items()}
-
-
 def _taken(precision: str) -> str | None:
     """Name a precision of products that is set and must be kept, or None if there is none, or all hold this one."""
     for held in filter(_Lowered.in_force, _HOLDERS):
         return None if held.precision == precision else f"another model has set precision={held.precision!r}"
-    said = [f"torch.backends.{name}.fp32_precision is {v!r}" for name, v in _by_backend().items() if v != "none"]
+    by_backend = matmul_precision()[1]
+    said = [f"torch.backends.{name}.fp32_precision is {v!r}" for name, v in by_backend.items() if v != "none"]
     return f"the program has set the precision of float32 products ({' and '.join(said)})" if said else None

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import check_count
-from torchboost.core.hardware import cpu_quota
+from torchboost.core.hardware import cpu_quota, device_of
 from torchboost.distributed.topology import Topology
 
 _SYSTEM = Path("/")
@@ -75,7 +75,7 @@ class Threads(Algorithm):
 
     def idle(self, model: nn.Module, optimizer: Optimizer) -> str | None:
         """Explain that the model is not on the CPU, that ranks share the cores, or that there is no other number."""
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        device = device_of(model)
         if device.type != "cpu":
             return f"the model is on {device.type}"
         if self.count is not None:

@@ -41,11 +41,9 @@ def unpad_forward(model: nn.Module, *, pairs: Sequence[Pair] = _PAIRS) -> Attach
     The padding is known from the masks among the arguments, from the ``padding_idx`` of embeddings and from the
     ``key_padding_mask`` of ``nn.MultiheadAttention``. It is a guess: if it is wrong, a function asks for the padding.
 
-    Outputs keep their padded shape. Their tokens are computed. If the loop reads padding, the call is repeated, and
-    later calls compute the padding. The first call computes everything and sees which positions the loop reads.
-
-    Dropout draws one number for each computed entry, so it draws others than with the padding. Evaluation is not
-    changed.
+    Outputs keep their padded shape. If the loop reads padding in them, the call is repeated, and later calls compute
+    it. The first call computes everything and sees which positions the loop reads. Dropout draws one number for each
+    computed entry, so it draws others than with the padding. Evaluation is not changed.
 
     Args:
         model: The bare model, as the loop calls it.
@@ -105,7 +103,7 @@ class Unpad(Algorithm):
         if sharded_units(model):
             return "FSDP2 passes hidden states through functions of autograd, which take whole tensors only"
         bare = unwrap(model)
-        names = _names(bare)
+        names = inspect.signature(bare.forward).parameters
         embeds = len(names) > 1 and any(isinstance(module, nn.Embedding) for module in bare.modules())
         if not (embeds or may_mask(bare) or any(mask in names for mask, _ in self.pairs) or "kwargs" in names):
             return "no argument of its forward masks padding"
@@ -156,10 +154,6 @@ def marks_padding(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
 def _entrance(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], pairs: Sequence[Pair]) -> Entrance:
     arguments = _arguments(inspect.signature(unwrap(model).forward), args, dict(kwargs))
     return Entrance(None, layouts_of(None, pairs, arguments))
-
-
-def _names(model: nn.Module) -> Mapping[str, Any]:
-    return inspect.signature(model.forward).parameters
 
 
 def _arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

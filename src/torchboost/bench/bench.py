@@ -28,8 +28,6 @@ from torchboost.measure.machine import PeakMemory
 from torchboost.measure.statistics import SequentialTest
 from torchboost.measure.stopwatch import Clock, Progress, compare, environment, interrupts_kept
 
-__all__ = ["CONTESTANTS", "check_same", "run_bench"]
-
 CONTESTANTS = ("stock", "hand", "O1", "O2")
 
 WARM_BATCHES = 8
@@ -90,7 +88,7 @@ def run_bench(
     Args:
         factory: The training.
         contestants: Names as in :mod:`torchboost.bench.contestants`.
-        pairs: Number of interleaved rounds of timing.
+        pairs: Interleaved rounds of timing.
         seeds: Training runs per contestant, with the seeds 0, 1, ...
         epochs: Epochs per run, by default the factory's. 0 measures step times only.
         total_steps: Length of the run that the levels plan for, by default the length of the curves.
@@ -100,8 +98,7 @@ def run_bench(
             are fewer rounds than ``pairs``, all are timed again.
         decide: Seconds for everything. Seeds are added until a sequential test has decided about the metric of every
             level, or the time is over. ``seeds`` is then ignored. Contestants that promise nothing get two seeds.
-            The drops of the factory must be known.
-        planner: Chooses the algorithms of levels and additions. None boosts as :func:`torchboost.boost` does.
+        planner: See :func:`~torchboost.bench.contestants.build_loop`.
         progress: Called in every phase.
 
     Raises:
@@ -207,11 +204,7 @@ class _Session:
         return one_epoch(some, seed=seed, epoch=epoch, device=self.device)
 
     def check_recipes(self, contestants: Mapping[str, Recipe]) -> None:
-        """Note the parts of a configuration that have no effect here.
-
-        Raises:
-            IncompatibleError: The factory's schedule cannot drive the optimizer of a configuration.
-        """
+        """Note the parts of a configuration that have no effect here, and refuse one that cannot work."""
         steps = self.report.epochs * self.epoch.steps or TIMING_SCHEDULE
         for name, contestant in contestants.items():
             if contestant.kind == "config":
@@ -396,17 +389,10 @@ class _Session:
 
 
 def check_same(path: Path, saved: Any, now: Any, names: Sequence[str], history: str) -> None:
-    """Check that two reports agree about some attributes, their environment and the source of their factory.
+    """Raise ``ValueError`` if the saved report of a file and a new one differ in what the runs depend on.
 
-    Args:
-        path: File of the saved report.
-        saved: A report with an ``environment``. An old one may not tell its vector instructions.
-        now: The report that would be made.
-        names: Attributes of reports.
-        history: What the file was, such as ``"was made with"``.
-
-    Raises:
-        ValueError: They disagree.
+    These are the attributes ``names``, the environment, and the source of the factory. ``history`` says how the file
+    came about, such as ``"was made with"``.
     """
     environment = [name for name in ENVIRONMENT if name != "instructions" or saved.environment.instructions]
     pairs = [(name, getattr(saved, name), getattr(now, name)) for name in names]

@@ -31,10 +31,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchboost.algorithms.grad_accumulation import GradAccumulation
-from torchboost.bench.factory import Factory, Parts, loop_body, mapped
+from torchboost.bench.factory import Factory, Parts, loop_body
 from torchboost.bench.schedules import LEAST_STEPS, of_boosted
 from torchboost.config import BoostConfig
 from torchboost.core.algorithm import Target
+from torchboost.core.forward import with_tensors
 from torchboost.core.hardware import half_precision
 from torchboost.core.torch_private import AnyConv
 from torchboost.errors import nearest
@@ -43,8 +44,6 @@ from torchboost.measure.evidence import AlgorithmRow, DroppedRow
 from torchboost.optim.fusing import obstacle
 from torchboost.plan import Plan
 from torchboost.registry import Facts
-
-__all__ = ["Loop", "Planner", "Recipe", "averaged", "build_loop", "plan_for", "version_of"]
 
 BASES = ("stock", "hand", "O0", "O1", "O2")
 BY_HAND = "compile"
@@ -117,14 +116,9 @@ class Recipe:
 class Loop:
     """A training loop that is ready to step.
 
-    Args:
-        parts: The model to train, its optimizer, and the batches.
-        step: ``(inputs, targets) -> loss``: forward, backward, update, schedule.
-        steps: Updates of a run.
-        predict: Maps inputs to outputs.
-        by_hand: What the loop does by hand, in words.
-        boosted: The boosted pair, or the plan that was attached. None without either. A boosted pair decides about its
-            levers at the first step.
+    ``steps`` is the number of updates of a run, ``predict`` maps inputs to outputs, ``by_hand`` says in words what the
+    loop does by hand, and ``boosted`` is the boosted pair or the plan that was attached. A boosted pair decides about
+    its levers at the first step.
     """
 
     parts: Parts
@@ -184,17 +178,17 @@ def build_loop(
 ) -> Loop:
     """Build model, optimizer and schedule of a training, and the loop body of a contestant around them.
 
-    The model is put into training mode, as a factory may return it in evaluation mode. A level is applied by
-    :func:`torchboost.boost`, unless there is a planner.
+    The model is put into training mode, as a factory may return it in evaluation mode.
 
     Args:
         recipe: The contestant.
         factory: The training.
-        seed: Seed of the weights.
+        seed: Of the weights.
         steps: Length of the schedule. A configuration may shorten it.
         total_steps: Number of steps that must repay the start-up cost of an algorithm, by default ``steps``.
-        device: Device of the model.
-        planner: Chooses the algorithms of levels and additions, which are then attached without a trial.
+        device: Of the model.
+        planner: Chooses the algorithms of levels and additions, which are then attached without a trial. None applies
+            a level by :func:`torchboost.boost`.
 
     Raises:
         ValueError: The plan has gradient accumulation, which these loops do not support.
@@ -207,9 +201,7 @@ def build_loop(
     if recipe.kind == "level" and planner is None:
         added = dict.fromkeys(recipe.planned, True)
         boosted = boost(model, parts.optimizer, level=recipe.base, total_steps=total, config={"extra": added})
-        _check_updates(boosted.plan)
-        body = loop_body(parts, boosted.model, boosted.optimizer, steps)
-        return Loop(parts=parts, step=body, steps=steps, predict=boosted.model, boosted=boosted)
+        return _boosted(parts, boosted, steps)
     by_hand = recipe.base == "hand"
     done = ["fused optimizer"] if by_hand and _fuse(parts.optimizer) else []
     target, plan = Target(model, parts.optimizer, seed=seed), None
@@ -233,7 +225,7 @@ def build_loop(
 
     def by_hand_body(inputs: Any, targets: Any) -> Tensor:
         inputs = inputs if shorten is None else shorten(inputs)
-        return body(mapped(inputs, _channels_last) if channels_last else inputs, targets)
+        return body(with_tensors(inputs, _channels_last) if channels_last else inputs, targets)
 
     options = {
         "batches padded to their longest sequence": shorten is not None,
@@ -278,9 +270,11 @@ def _configured(recipe: Recipe, parts: Parts, model: nn.Module, steps: int, tota
     if added:
         config = config.model_copy(update={"extra": {**config.extra, **added}})
     boosted = boost(model, parts.optimizer, config=config if added else recipe.base, total_steps=total)
+    return _boosted(of_boosted(parts, boosted), boosted, max(LEAST_STEPS, boosted.plan.recipe.steps_of(steps)))
+
+
+def _boosted(parts: Parts, boosted: Boosted, steps: int) -> Loop:
     _check_updates(boosted.plan)
-    parts = of_boosted(parts, boosted)
-    steps = max(LEAST_STEPS, boosted.plan.recipe.steps_of(steps))
     body = loop_body(parts, boosted.model, boosted.optimizer, steps)
     return Loop(parts=parts, step=body, steps=steps, predict=boosted.model, boosted=boosted)
 

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from torchboost.bench.factory import Parts, one_epoch, streams_restored
 
-__all__ = ["check_unchanged", "data_of", "fingerprint_of"]
-
 
 def fingerprint_of(parts: Parts) -> str:
     """Return a text that tells trainings apart by the optimizer's settings, the modules, the start weights and buffers.
@@ -31,11 +29,7 @@ def fingerprint_of(parts: Parts) -> str:
 
 
 def data_of(parts: Parts) -> str:
-    """Return a text that tells data apart by the first batch of seed 0: its shapes, types and sums.
-
-    Raises:
-        FactoryError: There is no batch, or it is neither a pair nor a dict.
-    """
+    """Return a text that tells data apart by the first batch of seed 0: its shapes, types and sums."""
     digest = hashlib.sha256()
     with streams_restored():
         batch = next(one_epoch(parts.batches, seed=0, epoch=0, device=torch.device("cpu")))
@@ -46,18 +40,10 @@ def data_of(parts: Parts) -> str:
 
 
 def check_unchanged(path: Path, saved: Any, now: Any, again: Callable[[], Parts]) -> None:
-    """Check that two reports are of the same start weights, optimizer and data.
+    """Raise ``ValueError`` if two reports are of other start weights, optimizers or data.
 
-    What differs in every call of the factory, since it does not depend on the seed, is not compared.
-
-    Args:
-        path: File of the saved report.
-        saved: A report with ``fingerprint`` and ``data``, which are empty in those of earlier versions.
-        now: The report that would be made.
-        again: Calls the factory with the seed 0 once more.
-
-    Raises:
-        ValueError: They differ.
+    ``again`` calls the factory with the seed 0 once more: what differs in every call is not compared. In reports of
+    earlier versions ``fingerprint`` and ``data`` are empty.
     """
     for name, what, digest in (("fingerprint", "model or optimizer", fingerprint_of), ("data", "data", data_of)):
         before, after = getattr(saved, name), getattr(now, name)

@@ -25,31 +25,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from torchboost.core.forward import with_tensors
+from torchboost.core.hardware import streams_kept
 from torchboost.core.step import ClosureOptimizer
 from torchboost.errors import FactoryError
-from torchboost.graph.copies import generators_kept
-
-__all__ = [
-    "Epoch",
-    "Factory",
-    "Parts",
-    "check_fresh",
-    "check_seeds",
-    "count_of",
-    "function_at",
-    "kept",
-    "loop_body",
-    "made_by",
-    "mapped",
-    "metric_of",
-    "one_epoch",
-    "outputs_of",
-    "packed",
-    "score_of",
-    "source_of",
-    "streams_restored",
-    "unpacked",
-]
 
 SECONDS_OF_AN_EPOCH = 60.0
 """Time in which the batches of an epoch must be read, if they have no length: they may be endless."""
@@ -113,8 +92,8 @@ class Factory:
     Args:
         make: Returns :class:`Parts` for a seed, as a tuple.
         name: Name on the command line.
-        title: Title in reports.
-        model_name: Name of the model in reports. Empty for the name of its class.
+        title: In reports.
+        model_name: In reports. Empty for the name of its class.
         epochs: Passes over the batches in a run. A factory without ``evaluate`` has none.
         metric: The metric on the test set.
         higher_is_better: Whether reports state what ``evaluate`` returns, or its negative.
@@ -140,15 +119,9 @@ class Factory:
 
     @classmethod
     def at(cls, source: str, *, accuracy: bool = False) -> Factory:
-        """Load the factory that ``path/to/train.py:make`` names.
+        """Load the factory that ``path/to/train.py:make`` names, see :func:`function_at`.
 
-        Args:
-            source: Path of the file, and name of the function.
-            accuracy: Whether ``evaluate`` returns an accuracy. Otherwise its units are not known, and no drop is
-                allowed or refused.
-
-        Raises:
-            ValueError: The file or the function does not exist, or the file raises an error.
+        Unless ``evaluate`` returns an ``accuracy``, its units are not known, and no drop is allowed or refused.
         """
         make = function_at(source)
         # A path may hold bytes that are not valid text, which a report cannot store.
@@ -176,11 +149,7 @@ class Factory:
         return parts
 
     def measured(self, parts: Parts) -> Epoch:
-        """Read an epoch, and return its size within ``train_limit``.
-
-        Raises:
-            FactoryError: It does not end, or has no batch.
-        """
+        """Read an epoch, which must end, and return its size within ``train_limit``."""
         sizes = [_size(inputs) for inputs, _ in map(_pair, _ending(parts.batches))]
         steps, samples = _not_empty(len(sizes)), sum(sizes)
         if self.train_limit is not None and self.train_limit < samples:
@@ -204,11 +173,7 @@ class Factory:
 
 
 def made_by(make: Callable[[int], object], seed: int) -> Parts:
-    """Call a factory with the generators of torch, NumPy and Python seeded, and check what it returns.
-
-    Raises:
-        FactoryError: The result is not what a factory returns.
-    """
+    """Call a factory with the generators of torch, NumPy and Python seeded, and check its result."""
     with streams_restored():
         _seed(seed)
         result = make(seed)
@@ -265,12 +230,9 @@ def check_seeds(trainings: Iterable[tuple[int, tuple[float | None, ...]]]) -> No
 @contextlib.contextmanager
 def streams_restored() -> Iterator[None]:
     """Restore the random generators of torch, NumPy and Python at the end of the block."""
-    numpy, count = np.random.get_state(), torch.cuda.device_count() if torch.cuda.is_initialized() else 0
-    try:
-        with generators_kept([torch.device("cuda", number) for number in range(count)]):
-            yield
-    finally:
-        np.random.set_state(numpy)
+    count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+    with streams_kept([torch.device("cuda", number) for number in range(count)]):
+        yield
 
 
 def _seed(number: int) -> None:
@@ -292,11 +254,12 @@ def _apart_from(number: int) -> int:
 
 
 def one_epoch(batches: Iterable[Any], *, seed: int, epoch: int, device: torch.device) -> Iterator[tuple[Any, Any]]:
-    """Yield the pairs of an epoch on a device, which depend on seed and epoch alone.
+    """Yield copies of the pairs of an epoch on a device, which depend on seed and epoch alone.
 
     A loader draws its order, and its samples draw their augmentation, from the global generators of torch, NumPy and
     Python, or from a generator of the loader. All of them are therefore seeded. What a model draws from torch's
-    generator between two batches does not change the next one.
+    generator between two batches does not change the next one, nor does what a loss takes out of a batch of a list or
+    writes into it.
 
     Raises:
         FactoryError: The loader yields no batch, or one is neither a pair nor a dict.
@@ -304,7 +267,7 @@ def one_epoch(batches: Iterable[Any], *, seed: int, epoch: int, device: torch.de
     empty = True
     for inputs, targets in map(_pair, _drawn_apart(batches, 1_000_003 * seed + epoch)):
         empty = False
-        yield mapped((inputs, targets), lambda tensor: tensor.to(device))
+        yield with_tensors((inputs, targets), lambda tensor: tensor.to(device, copy=True))
     if empty:
         raise FactoryError(
             f"the factory's batches gave nothing in pass {epoch + 1}; give an iterable that starts again in every "
@@ -375,30 +338,21 @@ def _ending(batches: Iterable[Any], most: float = math.inf, seconds: float | Non
         yield batch
 
 
-def metric_of(parts: Parts, model: Callable[..., Any]) -> float:
-    """Compute the metric of a model in evaluation mode, without another compilation of it.
-
-    Raises:
-        FactoryError: It is not a number.
-    """
-    return _measured(parts, "evaluate", model)
-
-
 def score_of(parts: Parts, model: Callable[..., Any]) -> float:
-    """Compute the metric for choices: on the data for validation, or without them as :func:`metric_of`.
+    """Compute the metric for choices: on the data for validation, or without them as :func:`metric_of`."""
+    return metric_of(parts, model, "evaluate" if parts.validate is None else "validate")
+
+
+def metric_of(parts: Parts, model: Callable[..., Any], name: str = "evaluate") -> float:
+    """Compute a metric of the factory of a model in evaluation mode, without another compilation of it.
 
     Raises:
         FactoryError: It is not a number.
     """
-    return _measured(parts, "evaluate" if parts.validate is None else "validate", model)
-
-
-def _measured(parts: Parts, name: str, model: Callable[..., Any]) -> float:
-    measure = getattr(parts, name)
     parts.model.eval()
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            value = measure(model)
+            value = getattr(parts, name)(model)
     finally:
         parts.model.train()
     try:
@@ -418,8 +372,8 @@ def loop_body(
 
     Args:
         parts: The factory's result.
-        model: The model, which may be a boosted one.
-        optimizer: The optimizer that is stepped, which may be a boosted one.
+        model: It, or what boosting made of it.
+        optimizer: The same.
         steps: Updates of the run, for the schedule.
         precision: The context of the forward pass, such as autocast.
 
@@ -482,17 +436,6 @@ def _pair(batch: Any) -> tuple[Any, Any]:
         "inputs as one argument, or with the entries of a dict by name, and loss with its output and the targets, or "
         "the dict."
     )
-
-
-def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Change a tensor, or those within lists, tuples and dicts. Any other value is returned as it is."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {key: mapped(each, change) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(mapped(each, change) for each in value)
-    return value
 
 
 def _size(inputs: Any) -> int:
@@ -558,11 +501,7 @@ def function_at(source: str) -> Callable[[int], object]:
 
 
 def packed(make: Callable[[int], object]) -> tuple[str, bytes]:
-    """Return what another process needs to have a factory: see :func:`unpacked`.
-
-    Raises:
-        FactoryError: It is not defined at the top level of a module.
-    """
+    """Return what another process needs to have a factory, which must be at the top level of a module."""
     function: Any = make
     while isinstance(function, functools.partial):
         function = function.func
@@ -575,11 +514,7 @@ def packed(make: Callable[[int], object]) -> tuple[str, bytes]:
 
 
 def unpacked(sent: tuple[str, bytes]) -> Callable[[int], object]:
-    """Return the factory of :func:`packed`. If :func:`function_at` loaded its file, it is loaded again.
-
-    Raises:
-        FactoryError: This process cannot load it.
-    """
+    """Return the factory of :func:`packed`. If :func:`function_at` loaded its file, it is loaded again."""
     try:
         if sent[0]:
             function_at(sent[0])

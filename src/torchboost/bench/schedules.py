@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torchboost.bench.factory import Parts, made_by
 from torchboost.calibration.choice import in_a_line
 from torchboost.config import RecipeSection
 from torchboost.errors import IncompatibleError
 from torchboost.front import Boosted, boost
-
-__all__ = ["ABSOLUTE", "LEAST_STEPS", "check_schedule", "of_boosted", "schedule_sets_rates", "without_effect"]
 
 LEAST_STEPS = 2
 """The first step of a run is its set-up, so the time of a step is known from the second on."""
@@ -63,15 +62,11 @@ def check_schedule(parts: Parts, boosted: Boosted) -> None:
 def without_effect(make: Callable[[int], object], recipe: RecipeSection, steps: int) -> str:
     """Return the parts of a recipe without effect under the factory's schedule, and why, or an empty text.
 
-    Args:
-        make: The factory.
-        recipe: Of a configuration.
-        steps: Updates of a run without the recipe.
+    ``steps`` are the updates of a run without the recipe. If the recipe has Muon or a rate, and the factory a schedule,
+    the factory is called up to four times.
 
     Raises:
         IncompatibleError: The schedule cannot drive the optimizer that the recipe builds, or sets its rates.
-
-    Cost: if the recipe has Muon or a rate, and the factory a schedule, the factory is called up to four times.
     """
     muon = recipe.optimizer == "muon"
     if not (muon or (recipe.rate != 1 and recipe.optimizer is None)) or (parts := made_by(make, 0)).schedule is None:
@@ -81,12 +76,16 @@ def without_effect(make: Callable[[int], object], recipe: RecipeSection, steps: 
             raise IncompatibleError(f"recipe.optimizer='muon': {ABSOLUTE}")
         return f"recipe.rate={recipe.rate:g} has no effect: {ABSOLUTE}"
     if muon:
-        config = {"recipe": recipe.model_dump()}
-        pair = parts.model, parts.optimizer
-        boosted = boost(*pair, level="O0", config=config, total_steps=steps, calibrate=False, verify=False)
+        boosted = boosted_as(parts, {"recipe": recipe.model_dump()}, steps)
         check_schedule(parts, boosted)
         boosted.remove()
     return ""
+
+
+def boosted_as(parts: Parts, config: dict[str, Any], steps: int) -> Boosted:
+    """Boost model and optimizer with a configuration and nothing else, for a run of so many steps of stock."""
+    pair = parts.model, parts.optimizer
+    return boost(*pair, level="O0", config=config, total_steps=steps, calibrate=False, verify=False)
 
 
 def of_boosted(parts: Parts, boosted: Boosted) -> Parts:

@@ -18,18 +18,6 @@ from torchboost.measure.evidence import BenchReport, Contestant, Interval, Ratio
 from torchboost.measure.statistics import mean_of, mean_ratio, paired_difference
 from torchboost.sheet import percent
 
-__all__ = [
-    "Difference",
-    "Sentence",
-    "Summary",
-    "best_hand",
-    "headline",
-    "stock_of",
-    "summarise",
-    "target_of",
-    "verdicts",
-]
-
 MARGIN = ACCURACY_DROPS[0]
 """Largest drop of a share metric that counts as unchanged, unless a level promises another: half a point."""
 
@@ -57,10 +45,9 @@ class Difference(NamedTuple):
     """Difference of the final metric to stock. Above 0 is better.
 
     Args:
-        mean: Mean over the common seeds. NaN if one of the two diverged.
-        worst: Lower one-sided bound. Minus infinity with fewer than two seeds.
-        best: Upper one-sided bound.
-        seeds: Number of seeds.
+        mean: Over the common seeds. NaN if one of the two diverged.
+        worst, best: One-sided bounds. Infinite with fewer than two seeds.
+        seeds: Their number.
         margin: Largest allowed drop. None if it is not defined.
     """
 
@@ -125,7 +112,7 @@ def best_hand(report: BenchReport) -> Contestant | None:
 def target_of(report: BenchReport) -> float | None:
     """Return the target metric: the mean final metric of stock, minus half a point for a share."""
     stock = stock_of(report)
-    finals = list(_finals(stock).values()) if stock else []
+    finals = list(finals_of(stock).values()) if stock else []
     if stock is None or not finals or _diverged(stock):
         return None
     target = mean_of(finals) - (MARGIN if wording.is_share(report) else 0.0)
@@ -139,7 +126,7 @@ def summarise(report: BenchReport) -> list[Summary]:
     summaries = []
     for contestant in report.contestants:
         ratios = {r.baseline: r for r in contestant.ratios}
-        finals = list(_finals(contestant).values())
+        finals = list(finals_of(contestant).values())
         runs = list(_run_seconds(contestant).values())
         peaks = [curve.peak_bytes for curve in contestant.curves if curve.peak_bytes is not None]
         other = stock is not None and contestant is not stock
@@ -162,7 +149,8 @@ def summarise(report: BenchReport) -> list[Summary]:
     return summaries
 
 
-def _finals(contestant: Contestant) -> dict[int, float]:
+def finals_of(contestant: Contestant) -> dict[int, float]:
+    """Return the last metric of each seed."""
     return {curve.seed: curve.final for curve in contestant.curves if curve.metric}
 
 
@@ -179,7 +167,7 @@ def _run_ratio(contestant: Contestant, baseline: Contestant) -> Interval | None:
 
 
 def _diverged(contestant: Contestant) -> bool:
-    return not all(map(math.isfinite, _finals(contestant).values()))
+    return not all(map(math.isfinite, finals_of(contestant).values()))
 
 
 def _promise_of(contestant: Contestant) -> float | None:
@@ -193,7 +181,7 @@ def _difference(contestant: Contestant, stock: Contestant, sign: float, share: b
         bounds = judged.difference
         return Difference(bounds.mid, bounds.low, bounds.high, judged.seeds, judged.margin)
     margin = _promise_of(contestant) or MARGIN if share else None
-    ours, theirs = _finals(contestant), _finals(stock)
+    ours, theirs = finals_of(contestant), finals_of(stock)
     seeds = [seed for seed in ours if seed in theirs]
     if not seeds:
         return None

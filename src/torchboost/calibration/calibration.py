@@ -15,13 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchboost.calibration.certificate import verified
+from torchboost.calibration.certificate import Result, verified
 from torchboost.calibration.choice import Choice, Verdict, in_a_line, machine_of
 from torchboost.calibration.passes import Passes, on_real_inputs, reshard
 from torchboost.calibration.search import SET_ASIDE, Price, search
 from torchboost.calibration.trial import Reduce, Trial, free_bytes, needed_bytes, obstacle_to_updates
 from torchboost.calibration.watch import Call
 from torchboost.core.algorithm import Algorithm, AlreadyOn, Form, Target
+from torchboost.core.hardware import device_of
 from torchboost.core.torch_private import (
     active_ddp,
     all_reduce_hooks,
@@ -190,13 +191,10 @@ class Calibration:
         )
 
     def seconds(self, step_seconds: float, price: Price | None = None, spent: float = 0.0) -> float:
-        """Return the budget of a trial.
+        """Return the budget of a trial, by the time of a plain step.
 
-        Args:
-            step_seconds: Time of a plain step.
-            price: Of a lever for which the trial may take longer, up to 5 % of the run, if the run is expected to repay
-                it. None without one.
-            spent: Seconds that the trial has spent before it tries this price.
+        For the price of a lever it may take longer, up to 5 % of the run, if the run is expected to repay it. ``spent``
+        are the seconds that the trial has spent before it tries this price.
         """
         if not isinstance(self.calibrate, (bool, str)):
             return float(self.calibrate)
@@ -237,13 +235,7 @@ class Calibration:
         return Choice(verdicts=tuple(map(verdict, levers)), source="prior")
 
     def measure(self, target: Target, passes: Passes, reduce: Reduce = list) -> Choice:
-        """Try the levers on the plain pair, which does not change.
-
-        Args:
-            target: Model and optimizer without levers.
-            passes: Passes of the model on a training call.
-            reduce: Takes the largest of each number over the ranks.
-        """
+        """Try the levers on the plain pair, which does not change, with passes of its model on a training call."""
         model, device = target.model, device_of(target.model)
         levers = {lever.name: lever for lever in self.levers if lever.name not in self.fixed}
         base = [lever for lever in self.levers if lever.name in self.fixed and lever.name in self.prior]
@@ -341,15 +333,14 @@ class Calibration:
         """Return a choice of rules without levers that the loop has, as the first call has shown on every rank."""
         elsewhere = reduce([float(not isinstance(lever.without_effect, AlreadyOn)) for lever in self.levers])
         before = [lever for lever, other in zip(self.levers, elsewhere, strict=True) if not other]
-        changes = {lever.name: {"kept": False, "reason": str(lever.without_effect), "before": True} for lever in before}
-        verdicts = tuple(verdict.but(**changes.get(verdict.lever, {})) for verdict in choice.verdicts)
-        return choice.model_copy(update={"verdicts": verdicts})
+        off: dict[str, Any] = {"kept": False, "before": True}
+        return choice.changed({lever.name: off | {"reason": str(lever.without_effect)} for lever in before})
 
     def unchecked(self, choice: Choice, reason: str = "") -> Choice:
         """Return a choice with the reason why its levers were not compared with the plain step."""
         text = f"not checked: {reason or (_UNCHECKED if self.sharded else 'verify=False')}"
-        verdicts = self._with_asked(choice).verdicts
-        return choice.model_copy(update={"verdicts": tuple(v.but(check=text) if v.kept else v for v in verdicts)})
+        choice = self._with_asked(choice)
+        return choice.changed({name: {"check": text} for name in choice.kept})
 
     def check(self, choice: Choice, target: Target, passes: Passes, reduce: Reduce = list) -> Choice:
         """Compare the plain step with a step of the chosen levers, and drop levers with which it differs too much."""
@@ -360,18 +351,16 @@ class Calibration:
         try:
             results = verified(on, passes, target.optimizers, scaler=target.scaler)
         except Exception as error:  # a check must never end a training
-            text = f"not checked: {in_a_line(error)}"
-            results = tuple(Verdict(lever=lever.name, kept=True, reason="", check=text) for lever in on)
-        changes: dict[str, dict[str, Any]] = {}
-        for lever, result, gone in zip(on, results, reduce([float(not r.kept) for r in results]), strict=True):
-            changes[lever.name] = {"check": result.check}
-            if gone:
-                lever.forget()
-                reason = "another rank left it out" if result.kept else result.reason
-                changes[lever.name] = {"kept": False, "reason": reason}
-        dropped = any(not changes.get(lever.name, {}).get("kept", True) for lever in self.levers)
-        verdicts = tuple(verdict.but(**changes.get(verdict.lever, {})) for verdict in choice.verdicts)
-        return choice.model_copy(update={"verdicts": verdicts, "ratio": None if dropped else choice.ratio})
+            results = {lever.name: Result(True, f"not checked: {in_a_line(error)}") for lever in on}
+        gone = reduce([float(not results[lever.name].kept) for lever in on])
+        changes: dict[str, dict[str, Any]] = {name: {"check": result.text} for name, result in results.items()}
+        for lever in (lever for lever, goes in zip(on, gone, strict=True) if goes):
+            lever.forget()
+            result = results[lever.name]
+            changes[lever.name] = {"kept": False, "reason": "another rank left it out" if result.kept else result.text}
+        if any("kept" in changes.get(lever.name, ()) for lever in self.levers):
+            choice = choice.model_copy(update={"ratio": None})
+        return choice.changed(changes)
 
     def _with_asked(self, choice: Choice) -> Choice:
         names = {lever.name for lever in self.asked}
@@ -392,14 +381,9 @@ def tell(text: str, details: str = "", *, warns: bool = False) -> None:
 def decide(
     target: Target, calibration: Calibration, call: Call, choice: Choice | None, detach: Callable[[], None]
 ) -> tuple[Choice, list[Algorithm]]:
-    """Measure the levers if there is no choice, and check the chosen ones. The pair does not change.
+    """Measure the levers if there is no choice yet, and check the chosen ones. The pair does not change.
 
-    Args:
-        target: The pair.
-        calibration: What to decide and at what price.
-        call: A training call.
-        choice: An earlier choice, which is used instead of a trial. None without one.
-        detach: Detaches the levers that are on. Called unless there is a choice that is not checked.
+    ``detach`` takes off the levers that are on. It is called unless there is a choice that is not checked.
 
     Returns:
         The choice, also about levers that were asked for. Those that are on, in the chosen form and fitted to a pass.
@@ -465,11 +449,8 @@ def _comparing(ranks: list[int] | None) -> Iterator[Reduce]:
     if not ranks:
         yield list
         return
-    agreement = Agreement(ranks, subject="the trial of the switches", timeout=_RANKS_TIMEOUT)
-    try:
+    with closing(Agreement(ranks, subject="the trial of the switches", timeout=_RANKS_TIMEOUT)) as agreement:
         yield lambda numbers: agreement.largest(numbers, step="sample")
-    finally:
-        agreement.close()
 
 
 def obstacle_to_passes(target: Target) -> str | None:
@@ -533,8 +514,3 @@ def _forms_of(lever: Algorithm, device: torch.device, name: str = "") -> dict[st
         label = f"{lever.name}({own_settings(form.algorithm)})"
         forms |= {label: (name or lever.name, form), **_forms_of(form.algorithm, device, label)}
     return forms
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Return the device of the first parameter."""
-    return next((p.device for p in model.parameters()), torch.device("cpu"))

@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchboost.calibration.choice import Verdict, in_a_line
+from torchboost.calibration.choice import in_a_line
 from torchboost.calibration.passes import Change, Pass, Passes, distance, noise
-from torchboost.calibration.snapshot import Streams
 from torchboost.calibration.trial import Contestant
 from torchboost.core.algorithm import Algorithm, Target, attach_all
 from torchboost.registry import REGISTRY
@@ -130,11 +129,7 @@ class Certificate:
             passes.compare(self._plain.outputs, self._run().outputs)
 
     def check(self, levers: Sequence[Algorithm], *, rounding: float = 0.0) -> Finding:
-        """Run a pass with levers attached and compare it.
-
-        Args:
-            levers: They are attached for the pass and removed after it.
-            rounding: Relative rounding of the lowest precision in which they compute. 0 if the plain pass has the same.
+        """Run a pass with levers and compare it. ``rounding`` is that of a precision below the plain pass's, or 0.
 
         Raises:
             Exception: Whatever the levers or the model raise with them.
@@ -261,12 +256,7 @@ def _dirty_memory() -> Iterator[None]:
 
 
 def _fill_freed_memory(sizes: Iterable[int], device: torch.device) -> None:
-    """Fill blocks of memory with large numbers and free them, so that the next allocations find those.
-
-    Args:
-        sizes: Entries of float32 of tensors that the next pass allocates. Powers of two are added.
-        device: Where.
-    """
+    """Fill blocks of these numbers of float32, and of powers of two, with large numbers that next allocations find."""
     filled = [size for size in sizes if 0 < size <= _LARGEST_BLOCK] + [2**power for power in range(4, 21)]
     counted = [(size, _SMALL_BLOCKS if size <= _SMALL else _LARGE_BLOCKS) for size in filled]
     blocks = [torch.full((size,), _GARBAGE, device=device) for size, count in counted for _ in range(count)]
@@ -290,89 +280,92 @@ _UPDATE = 1e-4
 _MAGNIFIED = 1e-3
 _RATE = 1e-3
 """Learning rate of the comparison if the loop's is still 0."""
-_NOT = "left out: "
+
+
+class Result(NamedTuple):
+    """Whether a lever may be kept, and how far its step is from the plain one, or why it must go."""
+
+    kept: bool
+    text: str
+
+    @classmethod
+    def left_out(cls, reason: str) -> Result:
+        """Return the result of a lever that must go."""
+        return cls(False, f"left out: {reason}")
 
 
 def verified(
     levers: Sequence[Algorithm], passes: Passes, optimizers: Sequence[Optimizer], *, scaler: Any = None
-) -> tuple[Verdict, ...]:
+) -> dict[str, Result]:
     """Compare the plain step with a step of all levers. If they differ too much, find out which lever is the cause.
 
     Levers that are exact up to rounding are compared among themselves, then all together. A compiled model is compared
     in the form in which it runs, so lower precision under a compiler is held to the bound of lower precision.
 
-    Returns:
-        For each lever how far its run is from the plain one, or why it must not be kept.
-
     Cost: three passes. One or two more with lower precision or a compiler, and one for each lever if a comparison
     fails. With dropout, compiling once more, since it is compared at zero.
     """
     ordered = sorted(levers, key=lambda lever: (REGISTRY[lever.name].once, lever.rounding))
-    texts: dict[str, str] = {}
+    results: dict[str, Result] = {}
     of_model = [lever for lever in ordered if not REGISTRY[lever.name].of_optimizer]
     if of_model:
         certificate = Certificate(passes, scaler=scaler)
         unchecked = [lever for lever in of_model if certificate.is_random and REGISTRY[lever.name].once]
-        texts = _of_model([lever for lever in of_model if lever not in unchecked], certificate)
-        texts |= {lever.name: "not checked: it draws other random numbers" for lever in unchecked}
-    kept = [lever for lever in ordered if not texts.get(lever.name, "").startswith(_NOT)]
+        results = _of_model([lever for lever in of_model if lever not in unchecked], certificate)
+        results |= {lever.name: Result(True, "not checked: it draws other random numbers") for lever in unchecked}
+    kept = [lever for lever in ordered if lever.name not in results or results[lever.name].kept]
     of_optimizer = [lever for lever in kept if REGISTRY[lever.name].of_optimizer]
     if of_optimizer:
         try:
             worst = _difference_of_updates(kept, passes, optimizers, scaler)
-            text = "exact here" if worst <= 1 else f"{_NOT}its update differs by {worst * _UPDATE:.1e} of its size"
+            result = Result(True, "exact here")
+            if worst > 1:
+                result = Result.left_out(f"its update differs by {worst * _UPDATE:.1e} of its size")
         except Exception as error:  # an optimizer that cannot be copied, or asks for a closure
-            text = f"not checked: {in_a_line(error)}"
-        texts |= {lever.name: text for lever in of_optimizer}
-    off = [texts[lever.name].startswith(_NOT) for lever in levers]
-    return tuple(
-        Verdict(lever=lever.name, kept=not is_off, reason=texts[lever.name], check="" if is_off else texts[lever.name])
-        for lever, is_off in zip(levers, off, strict=True)
-    )
+            result = Result(True, f"not checked: {in_a_line(error)}")
+        results |= {lever.name: result for lever in of_optimizer}
+    return results
 
 
-def _of_model(levers: Sequence[Algorithm], certificate: Certificate) -> dict[str, str]:
+def _of_model(levers: Sequence[Algorithm], certificate: Certificate) -> dict[str, Result]:
     """Return for each lever the result of the comparison of passes."""
-    texts: dict[str, str] = {}
+    results: dict[str, Result] = {}
     exact = [lever for lever in levers if not lever.rounding and not REGISTRY[lever.name].once]
     groups = [exact, levers] if exact and len(exact) < len(levers) else [levers]
     for group in groups if levers else []:
-        text = _compared(group, certificate)
-        if text.startswith(_NOT):
+        result = _compared(group, certificate)
+        if not result.kept:
             break
-        texts = dict.fromkeys([lever.name for lever in group], text) | texts
+        results = dict.fromkeys([lever.name for lever in group], result) | results
     else:
-        return texts
+        return results
     kept: list[Algorithm] = []
     for lever in levers:  # one after the other, without each one with which the comparison fails
-        texts[lever.name] = _compared([*kept, lever], certificate)
-        kept += [] if texts[lever.name].startswith(_NOT) else [lever]
-    return texts
+        results[lever.name] = _compared([*kept, lever], certificate)
+        kept += [lever] if results[lever.name].kept else []
+    return results
 
 
-def _compared(levers: Sequence[Algorithm], certificate: Certificate) -> str:
+def _compared(levers: Sequence[Algorithm], certificate: Certificate) -> Result:
     rounding = max(lever.rounding for lever in levers)
     try:
         finding = certificate.check(levers, rounding=rounding)
     except Exception as error:  # levers may raise anything. Training continues without them
-        return f"{_NOT}it raised {in_a_line(error)}"
+        return Result.left_out(f"it raised {in_a_line(error)}")
     if finding.reason:
-        return f"{_NOT}{finding.reason}"
+        return Result.left_out(finding.reason)
     if rounding:
-        return f"checked: the gradient differs by {finding.gradient:.2g}, outputs by {finding.outputs:.2g}"
+        text = f"checked: the gradient differs by {finding.gradient:.2g}, outputs by {finding.outputs:.2g}"
+        return Result(True, text)
     how = "exact here" if finding.gradient < _MAGNIFIED else "as near as rounding lets this network be"
-    return f"{how}: gradient {finding.gradient:.0e}"
+    return Result(True, f"{how}: gradient {finding.gradient:.0e}")
 
 
 def _difference_of_updates(
     levers: Sequence[Algorithm], passes: Passes, optimizers: Sequence[Optimizer], scaler: Any
 ) -> float:
-    """Step copies of the optimizers on equal gradients, with and without the levers.
-
-    Returns:
-        The largest difference of two updates, as a multiple of the allowed one.
-    """
-    streams, worst = Streams(passes.model), 0.0
+    """Return by how much updates with and without the levers differ at most, as a multiple of what is allowed."""
+    worst = 0.0
     of_model = [lever for lever in levers if not REGISTRY[lever.name].of_optimizer]
     others = [lever for lever in levers if lever not in of_model]
     plain, boosted = (Contestant(passes, optimizers, each, scaler, _PART) for each in ((), others))
@@ -381,11 +374,10 @@ def _difference_of_updates(
         try:
             for contestant in (plain, boosted):
                 for optimizer, pairs, _ in contestant.copies:
-                    streams.restore()
+                    passes.streams.restore()
                     _move(optimizer, [copied for _, copied in pairs])
         finally:
             boosted.detach()
-    streams.restore()
     for (_, before, _), (_, after, _) in zip(plain.copies, boosted.copies, strict=True):
         for (start, one), (_, two) in zip(before, after, strict=True):
             base, first, second = (tensor.detach() for tensor in (start, one, two))

@@ -57,6 +57,7 @@ class Verdict(_Record):
         check: How far its step was found to be from the plain one, in words. Empty if it is off.
         before: Whether the model or the loop had the same before.
         untried: Whether there was no time to try it.
+        undecided: Whether its pairs did not decide in the time that there was.
     """
 
     lever: str
@@ -69,14 +70,14 @@ class Verdict(_Record):
     check: str = ""
     before: bool = False
     untried: bool = False
+    undecided: bool = False
 
     @property
     def found(self) -> str:
-        """The reason, with the interval and the number of pairs behind it if it was measured."""
-        if self.ratio is None:
+        """The reason, with the interval and the number of pairs behind it if it was measured and does not say them."""
+        if self.ratio is None or self.reason.startswith(f"{self.pairs} "):
             return self.reason
-        counted = "" if self.reason.startswith(f"{self.pairs} ") else f", {self.pairs} pairs"
-        return f"{self.reason} ({self.ratio.low:.2f} to {self.ratio.high:.2f}{counted})"
+        return f"{self.reason} ({self.ratio.low:.2f} to {self.ratio.high:.2f}, {self.pairs} pairs)"
 
     def but(self, **changes: Any) -> Self:
         """Return the same with other entries."""
@@ -120,7 +121,9 @@ class Choice(_Record):
         try:
             if key == "choice":
                 saved = cls.model_validate({**json.loads(state[key]), "source": "checkpoint"})
-                return saved.model_copy(update={"verdicts": tuple(map(_elsewhere, saved.verdicts))})
+                where = "off as in the run of the checkpoint, where"  # says nothing about this program
+                before = [verdict for verdict in saved.verdicts if verdict.before]
+                return saved.changed({v.lever: {"before": False, "reason": f"{where} {v.reason}"} for v in before})
             verdicts = tuple(_as_it_was(name, on) for name, on in state[key].items())
         except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(
@@ -128,6 +131,11 @@ class Choice(_Record):
                 f"another checkpoint, or this state without its key {key!r}: the first training call measures again."
             ) from error
         return cls(verdicts=verdicts, source="checkpoint")
+
+    def changed(self, changes: Mapping[str, Mapping[str, Any]]) -> Self:
+        """Return the same with other entries in the verdicts about some levers, by name."""
+        verdicts = tuple(v.model_copy(update=changes.get(v.lever)) for v in self.verdicts)
+        return self.model_copy(update={"verdicts": verdicts})
 
     def only(self, levers: Iterable[Algorithm]) -> Self:
         """Return the same without the verdicts about other levers."""
@@ -161,8 +169,10 @@ class Choice(_Record):
 
     @property
     def gains(self) -> bool:
-        """Whether levers are on that are not known to gain nothing together."""
-        return bool(self.kept) and (self.ratio is None or self.ratio.low > 1)
+        """Whether levers are on that gain something: all together, or one by itself if that was not measured."""
+        if self.ratio is not None:
+            return bool(self.kept) and self.ratio.low > 1
+        return any(verdict.kept and verdict.pairs and not verdict.undecided for verdict in self.verdicts)
 
     @property
     def measured(self) -> str:
@@ -173,11 +183,7 @@ class Choice(_Record):
         return ", ".join(text for text in (self.gain, where) if text)
 
     def summary(self, untimed: str = "") -> str:
-        """Return the result of a trial, and what to do next, in a line.
-
-        Args:
-            untimed: The algorithms that were on in all of its steps, as a clause. Empty for none.
-        """
+        """Return the result of a trial, and what to do next, in a line. ``untimed`` names what was on in all steps."""
         on = ", ".join(verdict.lever for verdict in self.verdicts if verdict.kept)
         gain, seconds = self.gain or _NOT_TOGETHER, in_seconds(self.seconds)
         gain = f"{gain}; {untimed}" if untimed else gain
@@ -185,7 +191,7 @@ class Choice(_Record):
             return f"on after {seconds} of measuring: {on}; {gain}. boosted.explain() says why"
         tried = ", ".join(verdict.lever for verdict in self.verdicts if verdict.pairs) or "nothing"
         found = f"on: {on}; {gain}" if on else f"timed: {tried}; all are off{f'; {untimed}' if untimed else ''}"
-        open_ = on and self.ratio is not None and self.ratio.mid >= SEEMS_FASTER
+        open_ = on and (self.ratio is None or self.ratio.mid >= SEEMS_FASTER)
         lead = f"{seconds} of measuring did not decide" if open_ else f"no gain was found in {seconds} of measuring"
         if untried := ", ".join(verdict.lever for verdict in self.verdicts if verdict.untried):
             lead = f"{seconds} of measuring did not suffice, there was no time for {untried}"
@@ -203,13 +209,6 @@ class Choice(_Record):
             'trial. To measure here, boost again and load the state without its key "choice"; to choose, name them in '
             'boost(..., config={"extra": {...}}).'
         )
-
-
-def _elsewhere(verdict: Verdict) -> Verdict:
-    """Return a verdict of another program, which says nothing about the levers of this one."""
-    if not verdict.before:
-        return verdict
-    return verdict.but(before=False, reason=f"off as in the run of the checkpoint, where {verdict.reason}")
 
 
 def _as_it_was(lever: str, on: Any) -> Verdict:

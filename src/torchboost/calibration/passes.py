@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from torchboost.calibration.snapshot import Damage, Snapshot, Streams, plain, streams_kept
+from torchboost.calibration.snapshot import Damage, Snapshot, plain
 from torchboost.calibration.watch import Call, uninterrupted
 from torchboost.core.algorithm import Target
 from torchboost.core.forward import tensors_in, with_tensors
+from torchboost.core.hardware import Streams, accelerators
 from torchboost.core.torch_private import end_pass, is_reentrant_checkpoint, version
 from torchboost.core.wrapping import parameters_of, sharded_units
 from torchboost.distributed.agreement import ranks_of_shards
@@ -78,6 +79,7 @@ class Passes:
 
     Attributes:
         parameters: The trained ones, in the order of the gradients of a pass.
+        streams: The random generators as each pass finds them.
         without_dropout: Whether passes compute with dropout at zero, to be compared.
         draws: Whether one of the passes so far has drawn random numbers.
         unread: Masks of shape (batch, length), zero at positions of outputs that count as read by no loss.
@@ -97,7 +99,7 @@ class Passes:
         trained = {id(p): p for p in [*model.parameters(), *others] if p.requires_grad}
         self.parameters: list[Tensor] = list(trained.values())
         self.device = next((p.device for p in self.parameters), torch.device("cpu"))
-        self._streams = Streams(model)
+        self.streams = Streams(accelerators(model.parameters()))
         self._sharded = bool(ranks_of_shards(self.parameters))
         self._seeds: list[Tensor] | None = None
         self._inputs: Call = call
@@ -110,11 +112,7 @@ class Passes:
 
     @contextmanager
     def prepared(self, change: Change | None = None) -> Iterator[None]:
-        """Set up a pass, which the block runs, and restore its changes at the end, also if it raised.
-
-        Args:
-            change: Changes the inputs.
-        """
+        """Set up a pass on changed inputs, which the block runs, and undo its effects at the end, also if it raised."""
         self._leaves, self._complete = [], False
         copies: dict[int, Tensor] = {}
 
@@ -125,7 +123,7 @@ class Passes:
 
         self._inputs = with_tensors(self._call, copied)
         self._copies = [(copy, version(copy)) for copy in copies.values()]
-        self._streams.restore()
+        self.streams.restore()
         gradients = [(parameter, parameter.grad) for parameter in self.parameters]
         try:
             for parameter in self.parameters:  # a forward that calls backward would add to them
@@ -144,10 +142,7 @@ class Passes:
             self._inputs, self._copies = ((), {}), []
 
     def run(self, between: Callable[[], None] | None = None) -> Pass:
-        """Run forward and backward of the prepared pass. This is the part of a step that is timed.
-
-        Args:
-            between: Called between the two.
+        """Run forward and backward of the prepared pass, with a call between them. This part of a step is timed.
 
         Raises:
             IncompatibleError: No output of the model depends on its parameters, or a part of the model runs inside a
@@ -190,7 +185,8 @@ class Passes:
         Raises:
             IncompatibleError: They differ, because something moves from pass to pass that the snapshot does not reach.
         """
-        difference = max(map(relative, first, second), default=0.0)
+        same_number = len(first) == len(second)
+        difference = max(map(relative, first, second), default=0.0) if same_number else math.inf
         if difference > _EQUAL:
             self.unequal = difference
             raise IncompatibleError(f"two equal passes differ by {difference:.1e}: {_MOVES}")
@@ -212,7 +208,7 @@ class Passes:
     @property
     def is_random(self) -> bool:
         """Whether the pass that was run has drawn random numbers, before it is restored."""
-        return self._streams.drawn()
+        return self.streams.drawn()
 
     def _gradient_for(self, output: Tensor) -> Tensor:
         """Return a fixed gradient of norm 1, zero at positions that no loss reads. It uses no default generator."""
@@ -311,7 +307,7 @@ def on_real_inputs(
     inside = set(model.parameters())
     outside = [parameter for parameter in parameters_of(*target.optimizers) if parameter not in inside]
     modules = [v for optimizer in target.optimizers for v in vars(optimizer).values() if isinstance(v, nn.Module)]
-    with streams_kept(model), plain(model):
+    with plain(model):
         snapshot = Snapshot(model, (call, modules), outside)
         passes = Passes(model, call, snapshot, others=outside, forward=forward)
         try:
@@ -326,6 +322,7 @@ def on_real_inputs(
                 )
             with uninterrupted():
                 damage = snapshot.restore()
+                passes.streams.restore()
             if damage is Damage.LASTING:
                 _LOG.warning(
                     "A pass of the trial changed a large array or tensor that the model holds as an attribute, and it "

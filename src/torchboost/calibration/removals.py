@@ -56,35 +56,31 @@ class Seen(NamedTuple):
     """Findings in the arguments of the modules.
 
     Args:
-        padded: The calls with padding of the outermost module that has some.
+        padded: The first call with padding of the outermost module that has one. None without.
         useless: Masks that may mask nothing.
         masked: Whether an argument tells where another one has padding, be there some or none.
     """
 
-    padded: list[Padded]
+    padded: Padded | None
     useless: list[UselessMask]
     masked: bool
 
 
 def seen_in(passes: Passes, root: str) -> Seen:
-    """Look at the arguments of all modules in one pass, outer modules first.
-
-    Args:
-        passes: Passes of the model.
-        root: The name of the model, with which the names of its parts begin. Empty without one.
-    """
-    padded, masks, marks = list[Padded](), list[UselessMask](), list[str]()
+    """Look at the arguments of all modules in one pass, outer modules first. Names begin with ``root``, if any."""
+    padded: Padded | None = None
+    masks, masked = list[UselessMask](), False
 
     def look(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal padded, masked
         try:
             signature = inspect.signature(module.forward)
             arguments = signature.bind_partial(*args, **kwargs).arguments
         except (TypeError, ValueError):
             return
-        if not padded:
-            padded.extend(Padded(name, module, mask) for mask in masks_among(module, args, kwargs))
-        if not marks and marks_padding(module, args, kwargs):
-            marks.append(name)
+        if padded is None:
+            padded = next((Padded(name, module, mask) for mask in masks_among(module, args, kwargs)), None)
+        masked = masked or marks_padding(module, args, kwargs)
         for argument, value in arguments.items():
             if signature.parameters[argument].default is None and len(masks) < _MOST_MASKS and _is_constant(value):
                 masks.append(UselessMask(name, module, argument, value))
@@ -95,7 +91,7 @@ def seen_in(passes: Passes, root: str) -> Seen:
             hooks.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
         with passes.prepared():
             passes.run()
-    return Seen(padded, masks, bool(marks))
+    return Seen(padded, masks, masked)
 
 
 def _is_constant(value: Any) -> bool:
@@ -170,13 +166,10 @@ def each_end(model: nn.Module, look: Callable[[nn.Module, Any], object]) -> Iter
 
 
 class HostWaits(DispatchMode):
-    """Counts the operators in which the host waits for the device.
+    """Counts the operators in which the host waits for a type of device.
 
     These are readings of a number, such as ``.item()``, copies to the CPU, and functions whose result has a shape that
     depends on numbers, such as an index of booleans.
-
-    Args:
-        device: Type of the device.
 
     Attributes:
         places: Where the host waited, as ``file:line function`` -> how many times.

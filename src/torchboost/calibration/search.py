@@ -177,8 +177,16 @@ def _without_gain(sample: _Sample, interval: Interval) -> str:
     if interval.low > 1:
         return f"it gains too little: {figure}"
     if interval.mid >= _PROMISING:
-        return f"{_pairs(sample)} did not decide: {figure}; left out"
+        return f"{_undecided(sample)}; left out"
     return f"no gain was found: {figure}"
+
+
+def _undecided(sample: _Sample) -> str:
+    """Say that a lever is still open, with its figure if there are enough pairs for one."""
+    text, interval = f"{_pairs(sample)} did not decide", sample.interval
+    if not sample.is_shown or interval is None:
+        return text
+    return f"{text} ({interval.mid:.2f} times as fast, {interval.low:.2f} to {interval.high:.2f})"
 
 
 def _is_clearly_slower(ratios: Sequence[float]) -> bool:
@@ -293,7 +301,7 @@ class _Search:
     def _try(self, lever: str, share: float, also: Sequence[str] = ()) -> None:
         within = self._left()
         if lever in self.prices and (refusal := self._dear(lever, share)) is not None:
-            self._decide(lever, False, refusal, None)
+            self._decide(lever, False, refusal)
             return
         if within <= 0:
             self._leave_open(lever, "the time for the trial was used up")
@@ -307,19 +315,18 @@ class _Search:
                 return
             took = max(within, self.bench.elapsed() - began)
             twice = _rounded(2 * (took / SET_ASIDE if lever in self.prices else self.seconds))
-            self._decide(lever, False, f"{error}; boost(..., calibrate={twice}) gives it twice as long", None)
+            self._decide(lever, False, f"{error}; boost(..., calibrate={twice}) gives it twice as long")
             if within < _PATIENCE * self.last_step:
                 self.open.add(lever)
             return
         except Exception as error:  # a lever may raise anything. Training continues without it
-            self._decide(lever, False, f"it raised {in_a_line(error)}", None)
+            self._decide(lever, False, f"it raised {in_a_line(error)}")
             return
         sample = _Sample(price=price, second=bool(also))
         if lever not in self.prices:
             sample.early = _CONFIRMED if self.undecided.get(lever, False) else _EARLY
-        self._measure(
-            sample, min(self.bench.elapsed() + share, self.until), grace=_GRACE if lever in self.prices else 0.0
-        )
+        deadline = min(self.bench.elapsed() + share, self.until)
+        self._measure(sample, deadline, grace=_GRACE if lever in self.prices else 0.0)
         if not sample.ratios and self._is_few(self.bench.elapsed() - began):
             self._leave_open(lever, "the time for the trial was used up before its first pair of steps")
             return
@@ -403,21 +410,20 @@ class _Search:
         elif sample.interval is not None and (sample.is_decided or len(sample.ratios) >= _LOOKS[-1]):
             self._decide(lever, False, _without_gain(sample, sample.interval), sample)
         else:
-            keep = self.undecided.get(lever, False) and middle > 1
-            what = "kept as usual" if keep else "left out"
-            figure = f" ({middle:.2f} times as fast)" if sample.is_shown else ""
-            text = f"{_pairs(sample)} did not decide{figure}; {what}; {self._more}"
-            self._decide(lever, keep, text, sample)
+            usual = self.undecided.get(lever, False)
+            keep = usual and middle > 1
+            what = "kept as usual" if keep else "left out, since they lean to slower" if usual else "left out"
+            self._decide(lever, keep, f"{_undecided(sample)}; {what}; {self._more}", sample)
+            self.verdicts[lever] = self.verdicts[lever].but(undecided=True)
             if keep:
                 self.last_step /= middle
             else:
                 self.open.add(lever)
 
-    def _decide(self, lever: str, kept: bool, reason: str, sample: _Sample | None) -> None:
-        interval = None if sample is None else sample.interval
-        pairs = 0 if sample is None else len(sample.ratios)
-        price = 0.0 if sample is None or lever not in self.prices else sample.price
-        self.verdicts[lever] = Verdict(lever=lever, kept=kept, reason=reason, ratio=interval, pairs=pairs, price=price)
+    def _decide(self, lever: str, kept: bool, reason: str, sample: _Sample | None = None) -> None:
+        sample = sample or _Sample()
+        ratio, pairs, price = sample.interval, len(sample.ratios), sample.price if lever in self.prices else 0.0
+        self.verdicts[lever] = Verdict(lever=lever, kept=kept, reason=reason, ratio=ratio, pairs=pairs, price=price)
         if kept:
             staying = self._with(lever)
             for other in self.kept:

@@ -21,7 +21,6 @@ from torch.autograd.function import FunctionMeta
 
 from torchboost.calibration.watch import uninterrupted
 from torchboost.core.forward import uncovered
-from torchboost.core.hardware import accelerators, generator_states, set_generator_states
 from torchboost.core.torch_private import (
     global_step_post_hooks,
     global_step_pre_hooks,
@@ -206,12 +205,9 @@ class Snapshot:
 
     @contextmanager
     def changed(self, change: Callable[[Tensor], None]) -> Iterator[None]:
-        """Run the block with the numbers of the model changed.
+        """Run the block with the numbers of the model changed, by a function that changes a tensor in place.
 
         Tensors that are neither trained nor written by passes get other memory, because their own may be read-only.
-
-        Args:
-            change: Changes a tensor in place.
         """
         self.restore()  # the numbers that are exchanged with the snapshot must be restored
         rows = [one for key, one in self._tensors.items() if key in self._own and one.tensor.is_floating_point()]
@@ -464,33 +460,3 @@ def plain(model: nn.Module) -> Iterator[None]:
         with uninterrupted():
             for hooks, entries in taken:
                 _write_dict(hooks, entries)
-
-
-class Streams:
-    """The random generators of torch, Python and NumPy as they are now. Other threads must not draw meanwhile."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._devices = accelerators(model.parameters())
-        self._torch, self._python = generator_states(self._devices), random.getstate()
-        self._numpy: Any = np.random.get_state()
-
-    def restore(self) -> None:
-        """Restore the generators."""
-        set_generator_states(self._torch, self._devices)
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-
-    def drawn(self) -> bool:
-        """Whether the generators of torch were used since."""
-        return not all(map(torch.equal, generator_states(self._devices), self._torch))
-
-
-@contextmanager
-def streams_kept(model: nn.Module) -> Iterator[None]:
-    """Restore the :class:`Streams` at the end of the block."""
-    streams = Streams(model)
-    try:
-        yield
-    finally:
-        with uninterrupted():
-            streams.restore()

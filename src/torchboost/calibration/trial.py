@@ -93,10 +93,8 @@ class Trial:
         until = self._clock() + within
         with collector_off(), suppress(TimeUp):
             for place, each in enumerate([self._incumbent, self._challenger][::order]):
-                try:
+                with suppress(Exception):  # a step that fails late stays infinitely slow, so that the lever is dropped
                     times[place] = self._step_seconds(each, until - self._clock())
-                except Exception:  # a step that fails late counts as infinitely slow, so that the lever is dropped
-                    times[place] = math.inf
         if math.inf in times:
             self._activate(None)
         base, challenger = self._reduce(times[::order])
@@ -134,7 +132,7 @@ class Trial:
     def _warmed(self, levers: Sequence[str], within: float) -> tuple[Contestant, float, float]:
         """Return a contestant after its first steps, the seconds that this took, and the seconds of the last step."""
         failure: Exception | None = None
-        warm, steady, started = None, math.inf, self._clock()
+        warm, late, steady, started = None, False, 0.0, self._clock()
         try:
             until = started + within
             contestant = self._contestant(levers)
@@ -147,17 +145,19 @@ class Trial:
                 self._passes.compare(first, contestant.outputs)
             warm = contestant
         except TimeUp:
-            failure = TimeoutError(f"its first steps take longer than the {within:.1f} s that the trial had left")
+            late = True
         except Exception as error:  # levers may raise anything. The other ranks are told before it is raised here
             failure = error
-        if failure is not None:
+        if warm is None:
             self._activate(None)
-            steady = math.inf
-        spent, steady = self._reduce([self._clock() - started, steady])
+        flags = [float(failure is not None), float(late)]
+        spent, steady, failed, late = self._reduce([self._clock() - started, steady, *flags])
         if failure is not None:
             raise failure
-        if warm is None or steady == math.inf:
+        if failed:
             raise IncompatibleError(_ELSEWHERE)
+        if late or warm is None:  # on all ranks, so that they continue with the same
+            raise TimeoutError(f"its first steps take longer than the {within:.1f} s that the trial had left")
         return warm, spent, steady
 
     def _contestant(self, levers: Sequence[str]) -> Contestant:
@@ -186,9 +186,6 @@ class Trial:
 
 class Contestant:
     """A set of levers for the model, and copies of the optimizers with them.
-
-    Args:
-        part: About as many entries of the parameters are copied.
 
     Attributes:
         copies: For each optimizer the result of :func:`optimizer_over`.
@@ -274,12 +271,9 @@ def obstacle_to_updates(optimizers: Sequence[Optimizer]) -> str | None:
 def optimizer_over(
     optimizer: Optimizer, parameters: Sequence[Tensor], part: int = _PART
 ) -> tuple[Optimizer, list[tuple[Tensor, Tensor]], float]:
-    """Copy an optimizer over copies of the parameters, or of a part of them.
+    """Copy an optimizer over copies of the trained parameters, or of about ``part`` of their entries.
 
-    Args:
-        optimizer: Of the loop. Its hooks are not copied. Modules that it refers to are shared.
-        parameters: The parameters that get a gradient.
-        part: About as many entries are copied.
+    Its hooks are not copied, and modules that it refers to are shared.
 
     Returns:
         The copy, each parameter with its copy, and the copied share of the entries.

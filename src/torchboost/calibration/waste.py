@@ -6,8 +6,9 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
@@ -33,7 +34,7 @@ from torchboost.core.forward import tensors_in
 from torchboost.core.wrapping import is_compiled, sharded_units
 from torchboost.errors import IncompatibleError
 from torchboost.measure.statistics import paired_ratio
-from torchboost.measure.stopwatch import Clock, collector_off
+from torchboost.measure.stopwatch import Clock, collector_off, pair_of
 from torchboost.sheet import Sheet, percent
 
 NOTABLE = 0.1
@@ -150,12 +151,8 @@ def waste_of(
 
     A kind that can be skipped is timed in pairs of steps, with it and without it. The order in a pair alternates.
 
-    Args:
-        target: The pair, without levers.
-        call: A training call.
-        forward: Makes the context of each forward pass, such as the mixed precision of a trainer.
-        clock: By default the one of the device.
-        root: The user's name for the model of the pair. Empty if its parts have the user's names.
+    ``forward`` makes the context of each forward pass, such as the mixed precision of a trainer. ``root`` is the user's
+    name for the model of the pair, or empty if its parts have the user's names.
 
     Raises:
         IncompatibleError: A part of the model is compiled or sharded, it or its inputs hold an iterator, no output
@@ -179,16 +176,20 @@ def waste_of(
             raise IncompatibleError("the model or its inputs hold an iterator, which can be read only once")
         bench = _Bench(passes, target.optimizers, clock)
         seen = seen_in(passes, root)
-        kinds = [
-            _guarded("padding", lambda: _padding(bench, seen)),
-            _guarded("unlabelled head", lambda: _head(bench, target.optimizer)),
-            _guarded("masks that mask nothing", lambda: _masks(bench, seen.useless)),
-            _guarded("activation checkpointing", lambda: _checkpoints(bench)),
-            _guarded("forward pass of frozen layers", lambda: _frozen(bench)),
-            _guarded("host synchronisations", lambda: _waits(bench)),
-        ]
+        measures: dict[str, Callable[[], _Result]] = {
+            "padding": lambda: _padding(bench, seen),
+            "unlabelled head": lambda: _head(bench, target.optimizer),
+            "masks that mask nothing": lambda: _masks(bench, seen.useless),
+            "activation checkpointing": lambda: _checkpoints(bench),
+            "forward pass of frozen layers": lambda: _frozen(bench),
+            "host synchronisations": lambda: _waits(bench),
+        }
+        results = {kind: _guarded(measure) for kind, measure in measures.items()}
         plain = bench.plain
-        kinds = [kind if kind.share is None else replace(kind, seconds=kind.share * plain) for kind in kinds]
+        kinds = [
+            Waste(kind=kind, seconds=None if one.share is None else one.share * plain, **one._asdict())
+            for kind, one in results.items()
+        ]
         return WasteReport(step_seconds=plain, kinds=tuple(kinds))
 
 
@@ -200,6 +201,14 @@ def padded_share(target: Target, call: Call) -> float:
     except (TypeError, ValueError):  # its forward has no signature
         return 0.0
     return 1 - float(masks[0].float().mean()) if masks else 0.0
+
+
+class _Result(NamedTuple):
+    """What was found about one kind. Fields as in :class:`Waste`."""
+
+    found: str
+    share: float | None = 0.0
+    remedy: str = ""
 
 
 class _Bench:
@@ -227,56 +236,43 @@ class _Bench:
         with self.passes.prepared(), change():
             return self._contestant.step(self.clock)
 
-    def waste(self, kind: str, change: Change, remedy: str, detail: str = "") -> Waste:
+    def waste(self, change: Change, remedy: str, detail: str = "") -> _Result:
         """Time steps with and without the work that a change skips."""
         self.step(change)
+        without = partial(self.step, change)
         times: list[tuple[float, float]] = []
         began, low, share, high = self.clock(), 0.0, 0.0, 1.0
         for pairs in _ROUNDS:
             if times and (high - low < _CLOSE or self.clock() - began > _SECONDS):
                 break
             with collector_off():
-                times += [self._pair(change, turned=number % 2 == 1) for number in range(pairs)]
+                times += [pair_of(self.step, without, turned=number % 2 == 1) for number in range(pairs)]
             ratio = paired_ratio(*zip(*times, strict=True))
             low, share, high = (1 - 1 / each for each in (ratio.low, ratio.mid, ratio.high))
         self._plain += [plain for plain, _ in times]
         detail = f"{detail}, " if detail else ""
         if low <= 0:
-            text = f"{detail}no measurable time in {len(times)} pairs of steps"
-            return Waste(kind=kind, seconds=0.0, share=0.0, found=text)
+            return _Result(f"{detail}no measurable time in {len(times)} pairs of steps")
         between = f"{detail}{percent(low)} to {percent(high)} of the computation"
-        text = f"{between}, in {len(times)} pairs of steps with and without it"
-        return Waste(kind=kind, seconds=share * self.plain, share=share, found=text, remedy=remedy)
-
-    def _pair(self, change: Change, *, turned: bool) -> tuple[float, float]:
-        """Return the seconds of a plain step and of one that skips some work."""
-        if turned:
-            without = self.step(change)
-            return self.step(), without
-        return self.step(), self.step(change)
+        return _Result(f"{between}, in {len(times)} pairs of steps with and without it", share, remedy)
 
 
-def _guarded(kind: str, measure: Callable[[], Waste]) -> Waste:
+def _guarded(measure: Callable[[], _Result]) -> _Result:
     try:
         return measure()
     except Exception as error:  # one kind must not hide the others
-        return Waste(kind=kind, found=f"not measured: {in_a_line(error)}")
+        return _Result(f"not measured: {in_a_line(error)}", None)
 
 
-def _none(kind: str, why: str) -> Waste:
-    return Waste(kind=kind, seconds=0.0, share=0.0, found=why)
-
-
-def _padding(bench: _Bench, seen: Seen) -> Waste:
-    kind = "padding"
-    if not seen.padded and seen.masked:
-        return _none(kind, "no mask in the arguments of the model or of its parts shows padding")
-    if not seen.padded and not any(isinstance(one, _OF_TOKENS) for one in bench.passes.model.modules()):
-        return _none(kind, "the model has no embedding and no attention of torch")
-    if not seen.padded:
-        text = "no mask seen among the arguments of the model or of its parts; whether forward makes one is not known"
-        return Waste(kind=kind, found=text)
-    first = seen.padded[0]
+def _padding(bench: _Bench, seen: Seen) -> _Result:
+    first = seen.padded
+    if first is None and seen.masked:
+        return _Result("no mask in the arguments of the model or of its parts shows padding")
+    if first is None and not any(isinstance(one, _OF_TOKENS) for one in bench.passes.model.modules()):
+        return _Result("the model has no embedding and no attention of torch")
+    if first is None:
+        where = "among the arguments of the model or of its parts"
+        return _Result(f"no mask seen {where}; whether forward makes one is not known", None)
     detail = f"{percent(1 - float(first.mask.float().mean()))} of the positions are padding"
     columns = 1 - float(first.mask.any(0).float().mean())
     live: Any = unpad_forward(first.module)
@@ -285,32 +281,27 @@ def _padding(bench: _Bench, seen: Seen) -> Waste:
     if live.calls and not live.remark:
         tries = "boost tries the switch unpad; " if first.name == "model" else ""
         remedy = f"{tries}by hand: torchboost.algorithms.unpad_forward({first.name})"
-        return bench.waste(kind, lambda: unpad_forward(first.module), remedy, detail)
+        return bench.waste(lambda: unpad_forward(first.module), remedy, detail)
     detail = f"{detail}; it cannot be left out: {live.remark or 'an unknown reason'}"
     if not columns:
-        return _none(kind, f"{detail}; and no column holds padding alone")
-    return Waste(
-        kind=kind,
-        seconds=columns * bench.plain,
-        share=columns,
-        found=f"{detail}; estimated from the {percent(columns)} of the columns that hold padding alone",
-        remedy="pad to the longest sequence of each batch",
-    )
+        return _Result(f"{detail}; and no column holds padding alone")
+    text = f"{detail}; estimated from the {percent(columns)} of the columns that hold padding alone"
+    return _Result(text, columns, "pad to the longest sequence of each batch")
 
 
-def _head(bench: _Bench, optimizer: Optimizer) -> Waste:
-    kind, lever, model = "unlabelled head", SparseHead(), bench.passes.model
+def _head(bench: _Bench, optimizer: Optimizer) -> _Result:
+    lever, model = SparseHead(), bench.passes.model
     reason = lever.idle(model, optimizer) or bench.passes.shown_to(lever.fitted).without_effect
     if reason:
-        return _none(kind, reason)
+        return _Result(reason)
     remedy = "boost tries the switch sparse_head if the model computes its loss; by hand: sparse_head_forward(model)"
-    return bench.waste(kind, lambda: sparse_head_forward(model), remedy)
+    return bench.waste(lambda: sparse_head_forward(model), remedy)
 
 
-def _masks(bench: _Bench, candidates: Sequence[UselessMask]) -> Waste:
-    kind, passes = "masks that mask nothing", bench.passes
+def _masks(bench: _Bench, candidates: Sequence[UselessMask]) -> _Result:
+    passes = bench.passes
     if not candidates:
-        return _none(kind, "no argument that may be left out is a tensor of ones or of zeros alone")
+        return _Result("no argument that may be left out is a tensor of ones or of zeros alone")
     useless, tries = dict[tuple[int, Any], UselessMask](), 0
     passes.without_dropout = True
     try:
@@ -327,10 +318,9 @@ def _masks(bench: _Bench, candidates: Sequence[UselessMask]) -> Waste:
     finally:
         passes.without_dropout = False
     if not useless:
-        return _none(kind, "without the constant arguments of the model or its parts it computes something else")
+        return _Result("without the constant arguments of the model or its parts it computes something else")
     measured = [
         bench.waste(
-            kind,
             lambda mask=mask: without_argument(mask),
             f"call {mask.name} without {mask.argument} if it excludes nothing, as in this call",
             f"{mask.argument} of {mask.name}",
@@ -340,25 +330,24 @@ def _masks(bench: _Bench, candidates: Sequence[UselessMask]) -> Waste:
     return max(measured, key=lambda waste: waste.share or 0.0)
 
 
-def _checkpoints(bench: _Bench) -> Waste:
-    kind = "activation checkpointing"
+def _checkpoints(bench: _Bench) -> _Result:
     with bench.passes.prepared(), Kept(count=True) as mode:
         bench.passes.run()
     if not mode.bytes:
-        return _none(kind, "no checkpoint was met")
+        return _Result("no checkpoint was met")
     free = free_bytes(bench.passes.device)
     need = f"about {mode.bytes / 2**20:,.0f} MiB"
     if free is None or mode.bytes > _MOST_OF_FREE * free:
         has = "is not known" if free is None else f"is {free / 2**20:,.0f} MiB"
-        return _none(kind, f"without it {need} more would be kept, and the free memory {has}: it is needed")
+        return _Result(f"without it {need} more would be kept, and the free memory {has}: it is needed")
     detail = f"without it {need} more are kept, and {free / 2**20:,.0f} MiB are free"
-    return bench.waste(kind, Kept, "turn it off, as with model.gradient_checkpointing_disable()", detail)
+    return bench.waste(Kept, "turn it off, as with model.gradient_checkpointing_disable()", detail)
 
 
-def _frozen(bench: _Bench) -> Waste:
-    kind, model = "forward pass of frozen layers", bench.passes.model
+def _frozen(bench: _Bench) -> _Result:
+    model = bench.passes.model
     if all(parameter.requires_grad for parameter in model.parameters()):
-        return _none(kind, "all parameters are trained")
+        return _Result("all parameters are trained")
     frozen, trained = list[nn.Module](), list[nn.Module]()  # modules in the order in which their calls end
 
     def sort(module: nn.Module, output: Any) -> None:
@@ -368,7 +357,7 @@ def _frozen(bench: _Bench) -> Waste:
         bench.passes.run()
     used = {p: p.numel() for m in frozen for p in m.parameters(recurse=False) if not p.requires_grad}
     if not used:
-        return _none(kind, "no frozen layer comes before all trained ones")
+        return _Result("no frozen layer comes before all trained ones")
     seconds, shares = list[float](), list[float]()
 
     @contextmanager
@@ -381,28 +370,25 @@ def _frozen(bench: _Bench) -> Waste:
         seconds.clear()
         whole = bench.step(timed)
         shares.append(seconds[0] / whole)
-    share = median(shares)
-    return Waste(
-        kind=kind,
-        seconds=share * bench.plain,
-        share=share,
-        found=f"timed up to the first trained parameter; {sum(used.values()):,} frozen ones come before it",
-        remedy="if a sample is the same in every epoch, keep the outputs of this part: cache_mebibytes of grad_freeze",
+    return _Result(
+        f"timed up to the first trained parameter; {sum(used.values()):,} frozen ones come before it",
+        median(shares),
+        "if a sample is the same in every epoch, keep the outputs of this part: cache_mebibytes of grad_freeze",
     )
 
 
-def _waits(bench: _Bench) -> Waste:
-    kind, device = "host synchronisations", bench.passes.device.type
+def _waits(bench: _Bench) -> _Result:
+    device = bench.passes.device.type
     if device == "cpu":
-        return _none(kind, "not counted on the CPU, where .item() waits for nothing")
+        return _Result("not counted on the CPU, where .item() waits for nothing")
     with bench.passes.prepared(), HostWaits(device) as mode:
         bench.passes.run()
     if not mode.places:
-        return _none(kind, "no operator of the model waits for the device")
+        return _Result("no operator of the model waits for the device")
     where = ", ".join(f"{place} ({count})" for place, count in mode.places.most_common(3))
-    return Waste(
-        kind=kind,
-        found=f"operators for which the host waits: {mode.places.total()} in a step, most often at {where}; their time "
-        "is not known, since a step needs the numbers",
-        remedy="compute with tensors instead of .item(), and with torch.where instead of an index of booleans",
+    return _Result(
+        f"operators for which the host waits: {mode.places.total()} in a step, most often at {where}; their time is "
+        "not known, since a step needs the numbers",
+        None,
+        "compute with tensors instead of .item(), and with torch.where instead of an index of booleans",
     )

@@ -6,8 +6,6 @@ import importlib.util
 import io
 import sys
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Run the command line. Exit with 0 (done), 1 (user error), 2 (usage error) or 130 (Ctrl-C)."""

@@ -103,11 +103,9 @@ def new(
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("x", encoding="utf-8") as stream:  # another process may write it at the same time
             stream.write(files("torchboost.cli").joinpath("template.txt").read_text(encoding="utf-8"))
-    except FileExistsError:
-        typer.echo(f"Error: {file} exists; choose another name.", err=True)
-        raise typer.Exit(1) from None
     except (OSError, ValueError) as error:
-        typer.echo(f"Error: {error}", err=True)
+        exists = isinstance(error, FileExistsError)
+        typer.echo(f"Error: {f'{file} exists; choose another name.' if exists else error}", err=True)
         raise typer.Exit(1) from None
     after = f"torchboost bench {shlex.quote(str(file))}:make --epochs 10 --accuracy"
     if json:

@@ -118,7 +118,7 @@ def measure_machine(progress: Progress) -> dict[str, Any]:
     figures: dict[str, Any] = {"bfloat16": {}, "products": {}}
     for device in devices:
         tell()
-        figures["bfloat16"][device] = asdict(half_precision(device))
+        figures["bfloat16"][device] = half_precision(device)._asdict()
         figures["products"][device] = {}
         for kind in kinds:
             tell()
@@ -198,14 +198,7 @@ class _WithLoss(nn.Module):
 def measure_waste(
     parts: Parts, step: dict[str, Any], *, device: torch.device, clock: Clock | None = None
 ) -> dict[str, Any]:
-    """Measure on one batch what a step of a factory's training wastes.
-
-    Args:
-        parts: The factory's training, which :func:`measure_step` has trained.
-        step: The result of :func:`measure_step`.
-        device: Where the model is.
-        clock: By default the device's.
-    """
+    """Measure on one batch what a step of a training wastes, of which ``step`` is the :func:`measure_step`."""
     call = next(one_epoch(parts.batches, seed=0, epoch=0, device=device))
     target = Target(_WithLoss(parts).train(), parts.optimizer)
     try:
@@ -237,12 +230,7 @@ def _print_waste(waste: dict[str, Any]) -> None:
 
 
 def verdict(loading: float, workers: int | None) -> str:
-    """Say in one sentence whether a level can help.
-
-    Args:
-        loading: The share of data loading in the time of a step.
-        workers: ``num_workers`` of the ``DataLoader``. None if the batches are of another kind.
-    """
+    """Say in one sentence whether a level can help, given the share of data loading and ``num_workers``, if any."""
     if loading > 0.5:
         remedy = (
             "load the batches with a DataLoader and num_workers, or do less work per sample"

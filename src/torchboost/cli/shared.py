@@ -80,10 +80,7 @@ def names_file(source: str) -> bool:
 def chosen(workload: str, *, accuracy: bool = False, **options: object) -> Workload | Factory:
     """Return the workload with a name, or the factory that ``path/to/train.py:make`` names. No data is loaded.
 
-    Args:
-        workload: As given on the command line.
-        accuracy: Whether a factory's metric is an accuracy.
-        options: Options that do not apply to a factory, by name. None without a value.
+    ``options`` do not apply to a factory. They are None without a value.
 
     Raises:
         ValueError: The workload or function does not exist, or an option does not apply to it.
@@ -292,9 +289,6 @@ class Display:
     """A :class:`~torchboost.measure.stopwatch.Progress` that remembers the last phase.
 
     It prints one line at the start and the end of a phase, and at most ten lines in between.
-
-    Args:
-        stream: Where the lines go.
     """
 
     def __init__(self, stream: TextIO) -> None:

@@ -135,6 +135,12 @@ def check_number(name: str, value: Any, *, above: bool = False) -> None:
         raise ValueError(f"{name}: found {value!r}; give {allowed}.")
 
 
+def check_flag(name: str, value: Any) -> None:
+    """Raise ``TypeError`` unless ``value`` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: found {value!r}; give True or False.")
+
+
 def check_sens(value: Any) -> None:
     """Raise ``TypeError`` unless ``value``, which multiplies gradients, is a number."""
     if not is_number(value):

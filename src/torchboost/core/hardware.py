@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import random
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -89,6 +91,15 @@ def matmul_backends() -> dict[str, Any]:
     return {"cuda.matmul": torch.backends.cuda.matmul, "mkldnn.matmul": mkldnn.matmul}
 
 
+def matmul_precision() -> tuple[str | None, dict[str, str]]:
+    """Return the precision of float32 matrix products, None if backends were set one by one, and by backend."""
+    try:
+        products = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        products = None
+    return products, {name: backend.fp32_precision for name, backend in matmul_backends().items()}
+
+
 class ProcessSettings:
     """The number of CPU threads and the precision of float32 products, kept for one of several trainings in a process.
 
@@ -110,20 +121,15 @@ class ProcessSettings:
             _set(before)
 
 
-def _settings() -> tuple[int, str | None, dict[str, str]]:
-    try:
-        products = torch.get_float32_matmul_precision()
-    except RuntimeError:  # backends were set one by one
-        products = None
-    return torch.get_num_threads(), products, {name: b.fp32_precision for name, b in matmul_backends().items()}
+def _settings() -> tuple[int, tuple[str | None, dict[str, str]]]:
+    return torch.get_num_threads(), matmul_precision()
 
 
-def _set(wanted: tuple[int, str | None, dict[str, str]]) -> None:
-    threads, products, by_backend = wanted
-    now = _settings()
-    if threads != now[0]:
+def _set(wanted: tuple[int, tuple[str | None, dict[str, str]]]) -> None:
+    threads, (products, by_backend) = wanted
+    if threads != torch.get_num_threads():
         torch.set_num_threads(threads)
-    if now[1:] == wanted[1:]:
+    if matmul_precision() == wanted[1]:
         return
     if products is not None:
         torch.set_float32_matmul_precision(products)
@@ -169,6 +175,11 @@ def is_on_cpu(module: nn.Module) -> bool:
     return all(parameter.device.type == "cpu" for parameter in module.parameters())
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of the first parameter, the CPU without one."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
 def accelerators(tensors: Iterable[Tensor]) -> list[torch.device]:
     """Return the devices of tensors that draw random numbers of their own: all but the CPU and ``meta``."""
     devices = {tensor.device for tensor in tensors}
@@ -185,6 +196,39 @@ def set_generator_states(states: Sequence[Tensor], devices: Sequence[torch.devic
     torch.set_rng_state(states[0])
     for device, state in zip(devices, states[1:], strict=True):
         torch.get_device_module(device).set_rng_state(state, device)
+
+
+class Streams:
+    """The default random generators of torch, Python and NumPy as they are now. Other threads must not draw meanwhile.
+
+    Args:
+        devices: Accelerators, in addition to the CPU.
+    """
+
+    def __init__(self, devices: Sequence[torch.device] = ()) -> None:
+        self._devices, self._torch = devices, generator_states(devices)
+        self._python = random.getstate()
+        self._numpy: Any = np.random.get_state()
+
+    def restore(self) -> None:
+        """Restore the generators."""
+        set_generator_states(self._torch, self._devices)
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+
+    def drawn(self) -> bool:
+        """Whether the generators of torch were used since."""
+        return not all(map(torch.equal, generator_states(self._devices), self._torch))
+
+
+@contextlib.contextmanager
+def streams_kept(devices: Sequence[torch.device] = ()) -> Iterator[None]:
+    """Restore the :class:`Streams` at the end of the block."""
+    streams = Streams(devices)
+    try:
+        yield
+    finally:
+        streams.restore()
 
 
 def usable_cores(groups: Path = _GROUPS) -> float:

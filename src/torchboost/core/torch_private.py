@@ -43,6 +43,8 @@ from typing_extensions import Self
 _torch: Any = torch
 """Type checkers count some names of torch as not exported."""
 _aten: Any = torch.ops.aten
+not_traced: Any = torch.compiler.disable
+"""For hooks in a step or a forward that is compiled. Its own annotation promises another type."""
 _BEFORE_2_11, _BEFORE_2_12, _BEFORE_2_13 = ((2, minor) > _torch.__version__ for minor in (11, 12, 13))
 
 # Modules

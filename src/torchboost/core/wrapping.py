@@ -125,20 +125,20 @@ def only_ddp(model: nn.Module) -> DistributedDataParallel | None:
     return next(iter(wrappers.values()), None)
 
 
-def data_parallel(model: nn.Module) -> DistributedDataParallel | None:
+def data_parallel(model: nn.Module, *, replicas: bool = False) -> DistributedDataParallel | None:
     """Return the DDP wrapper that a model is or contains, as in ``WithLoss(DDP(model))``, or None without one.
 
     Raises:
-        IncompatibleError: The model is wrapped by FSDP1 or ``DataParallel``, whose gradient exchange cannot be
-            replaced, or it contains several DDPs.
+        IncompatibleError: The model is wrapped by FSDP1 or, unless ``replicas`` are allowed, by ``DataParallel``, whose
+            gradient exchange cannot be replaced, or it contains several DDPs.
     """
     inside = inside_compiled(model)
     outer = model if inside is None else inside
     wrapper = wrapper_of(outer)
-    if wrapper == "FullyShardedDataParallel" or isinstance(outer, DataParallel):
+    if wrapper == "FullyShardedDataParallel" or (isinstance(outer, DataParallel) and not replicas):
         raise IncompatibleError(
-            f"the model is wrapped by {wrapper}, which is not supported; use DistributedDataParallel or fully_shard "
-            "(FSDP2)."
+            f"the model is wrapped by {wrapper}, which is not supported; use fully_shard (FSDP2) or "
+            "DistributedDataParallel."
         )
     return only_ddp(outer)
 

@@ -44,9 +44,8 @@ def loader(loader: Iterable[Any], *, allow_other_draws: bool = False, read_ahead
 
     Batches are equal bit for bit. Indices come from the loader's own sampler, and random generators of this process
     draw what they would draw without workers. A data set that draws random numbers, from torch, NumPy, Python or a
-    generator that it holds, would draw other numbers in workers. Such a data set is found by a look at these generators
-    at every batch, in workers too, and by samples that are read twice. Such a batch is discarded and loaded in this
-    process, and workers are not used.
+    generator that it holds, would draw other numbers in workers. It is found by a look at these generators at every
+    batch, in workers too, and by samples that are read twice. Then this process loads the batch, and all after it.
 
     Args:
         loader: A :class:`torch.utils.data.DataLoader` without workers. Any other iterable is only measured.

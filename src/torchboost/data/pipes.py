@@ -45,17 +45,11 @@ _DRAWN_AT_ONCE = (SubsetRandomSampler, WeightedRandomSampler, SequentialSampler)
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way to load.
+    """One way to load."""
 
-    Args:
-        workers: Processes. 0 means in the process of the loop.
-        prefetch: Batches that each worker loads ahead.
-        pin: Whether batches from workers are copied to pinned memory.
-    """
-
-    workers: int = 0
-    prefetch: int = 2
-    pin: bool = False
+    workers: int = 0  # processes; 0 means in the process of the loop
+    prefetch: int = 2  # batches that each worker loads ahead
+    pin: bool = False  # whether batches from workers are copied to pinned memory
 
     @property
     def ahead(self) -> int:
@@ -75,11 +69,7 @@ OWN = Variant()
 
 
 class Stock:
-    """The loader's own iterator over one epoch, from which indices can also be taken ahead.
-
-    Attributes:
-        pending: Indices that were taken ahead and whose batches were not delivered yet, in order.
-    """
+    """The loader's own iterator over one epoch, from which indices can also be taken ahead."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
@@ -87,7 +77,7 @@ class Stock:
         self._batches = iter(loader)
         self._taken = 0
         self._error: Exception | None = None
-        self.pending: deque[Any] = deque()
+        self.pending: deque[Any] = deque()  # indices that were taken ahead, in order, whose batches are not delivered
 
     def __next__(self) -> Any:
         """Return the next batch as the loader itself does."""
@@ -104,11 +94,7 @@ class Stock:
         return load_index(self._batches, index)
 
     def take(self) -> None:
-        """Take one more index ahead.
-
-        Raises:
-            StopIteration: There is none that may be taken before the loop asks for its batch.
-        """
+        """Take one more index ahead. ``StopIteration``: the loop must ask for its batch first, or there is none."""
         if self._error is not None or self._taken >= self._most():
             raise StopIteration
         try:
@@ -235,13 +221,8 @@ def _can_be_sent(array: Any) -> bool:
 class Pipe:
     """Loads batches ahead in one way, for windows of a stock iterator. Workers are kept between windows.
 
-    Args:
-        loader: Its arguments for workers are used, such as ``timeout``.
-        variant: The way.
-        packed: The data set and the collate function.
-        seed: Of the workers.
-        patience: Seconds to wait for a batch before the workers count as lost.
-        other_draws: Whether a worker may draw from the generators of its process.
+    They count as lost if a batch takes longer than ``patience`` seconds. With ``other_draws`` they may draw from the
+    generators of their process.
     """
 
     def __init__(
@@ -280,11 +261,7 @@ class Pipe:
         forgive_lost_workers(self._batches)
 
     def take(self) -> tuple[Any, str]:
-        """Return the next batch and why it must not be used, empty if it may be.
-
-        Raises:
-            StopIteration: All batches of the window were returned.
-        """
+        """Return the next batch of the window and why it must not be used, empty if it may be."""
         return next(self._batches)
 
     def close(self, *, at_once: bool = False) -> None:

@@ -20,11 +20,6 @@ def same(first: Any, second: Any) -> bool:
 
     Tensors are compared with their strides, NaN equals NaN of the same bits, and 0.0 differs from -0.0. Objects of
     other types are compared by their pickles, as a worker sends them.
-
-    Example:
-        >>> import torch
-        >>> same({"x": torch.tensor([0.0])}, {"x": torch.tensor([-0.0])})
-        False
     """
     try:
         (structure, arrays), (other, others) = parts_of(first), parts_of(second)
@@ -34,11 +29,7 @@ def same(first: Any, second: Any) -> bool:
 
 
 def parts_of(batch: Any) -> tuple[bytes, list[Array]]:
-    """Return the structure of a batch as a pickle, and its tensors and arrays in order, which are not in it.
-
-    Raises:
-        Exception: A part cannot be pickled.
-    """
+    """Return the structure of a batch as a pickle, which may fail, and its tensors and arrays, left out of it."""
     sink = io.BytesIO()
     pickler = _Structure(sink)
     pickler.dump(batch)

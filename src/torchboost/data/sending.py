@@ -6,7 +6,7 @@ import hashlib
 import io
 import pickle
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
@@ -32,18 +32,13 @@ class Unfit(Exception):
 class Packed:
     """Objects that a forked worker builds again, so that open files and locks are not shared with it unnoticed.
 
-    Args:
-        pickled: Their structure.
-        held: The objects that they hold by reference: tensors, arrays, functions, classes, generators, long lists of
-            plain values.
-        generators: The random generators among them, and the ones that their functions reach by a global name.
-        version: Changes with their contents. None if they are too large to tell.
+    By reference they hold tensors, arrays, functions, classes, generators and long lists of plain values.
     """
 
-    pickled: bytes
-    held: list[Any]
-    generators: list[Any] = field(default_factory=list)
-    version: str | None = None
+    pickled: bytes  # their structure
+    held: list[Any]  # what they hold by reference
+    generators: list[Any]  # the random ones among these, and those that functions among them reach by a global name
+    version: str | None  # changes with their contents; None if they are too large to tell
 
     def unpack(self) -> Any:
         """Return the objects."""
@@ -51,11 +46,10 @@ class Packed:
 
 
 def pack(value: Any) -> Packed:
-    """Pack an object for a worker that is forked from this process.
+    """Pack an object for a worker that is forked from this process, or raise :class:`Unfit`.
 
-    Raises:
-        Unfit: It holds a tensor on another device, its structure has more than 256 MiB, or a part of it cannot be sent
-            to another process, such as an open file or a lock.
+    It may hold no tensor on another device, no structure of more than 256 MiB, and nothing that cannot be sent to
+    another process, such as an open file or a lock.
     """
     sink = _Sink()
     packer = _Packer(sink)

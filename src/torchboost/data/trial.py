@@ -32,25 +32,15 @@ _REST = 4.0
 
 @dataclass
 class Reading:
-    """The measurements of a window.
+    """The measurements of a window."""
 
-    Attributes:
-        waits: Seconds in ``next()``, one per batch.
-        rests: Seconds until the next call of it, one per batch.
-        moved: Generators that moved while a batch was loaded.
-        processor: Seconds of processor time in ``next()``.
-        changed: Whether the loop changed the data set between two batches.
-        bytes: Of the largest batch.
-        can_pin: Whether batches in pinned memory have the same types.
-    """
-
-    waits: list[float] = field(default_factory=list)
-    rests: list[float] = field(default_factory=list)
-    moved: str = ""
-    processor: float = 0.0
-    changed: bool = False
-    bytes: int = 0
-    can_pin: bool = True
+    waits: list[float] = field(default_factory=list)  # seconds in next(), one per batch
+    rests: list[float] = field(default_factory=list)  # seconds until the next call of it, one per batch
+    moved: str = ""  # a generator that moved while a batch was loaded
+    processor: float = 0.0  # seconds of processor time in next()
+    changed: bool = False  # whether the loop changed the data set between two batches
+    bytes: int = 0  # of the largest batch
+    can_pin: bool = True  # whether batches in pinned memory have the same types
 
     def part(self, skip: int, tail: int) -> Reading:
         """Return the reading without some batches at the beginning and the end."""
@@ -81,39 +71,23 @@ class Reading:
 
 @dataclass(frozen=True)
 class Window:
-    """The next task of the loader. If an epoch ends before a window does, the window continues in the next one.
-
-    Args:
-        variant: The way to load.
-        count: Number of batches. None until the end of the epoch.
-        compared: The first batches that are also loaded in the process of the loop, and compared.
-        watched: Whether to look for reasons against workers, such as generators that a batch moves. The answer to such
-            a window is the reason, if there is one.
-    """
+    """The next task of the loader. If an epoch ends before a window does, the window continues in the next one."""
 
     variant: Variant = OWN
-    count: int | None = None
-    compared: int = 0
-    watched: bool = False
+    count: int | None = None  # of batches; None until the end of the epoch
+    compared: int = 0  # the first batches that are also loaded in the process of the loop, and compared
+    watched: bool = False  # whether to answer with a reason against workers if there is one, such as moved generators
 
 
 @dataclass(frozen=True)
 class Race:
-    """The result of one comparison of a way with the previous way.
-
-    Args:
-        variant: The way that was tried.
-        gain: Seconds of a step before, divided by the seconds with the variant.
-        pairs: Pairs of windows.
-        before: The medians of the steps before: waiting and the rest.
-        after: The same with the variant.
-    """
+    """The result of one comparison of a way with the previous way."""
 
     variant: Variant
-    gain: Interval
-    pairs: int
-    before: tuple[float, float]
-    after: tuple[float, float]
+    gain: Interval  # seconds of a step before, divided by the seconds with the variant
+    pairs: int  # of windows
+    before: Reading  # one batch with the medians of the batches before
+    after: Reading
 
     @property
     def is_kept(self) -> bool:
@@ -124,7 +98,7 @@ class Race:
         """Return the result in words."""
         gain = self.gain
         return (
-            f"{self.variant}: a step takes {_ms(sum(self.after))} instead of {_ms(sum(self.before))} "
+            f"{self.variant}: a step takes {_ms(self.after.step)} instead of {_ms(self.before.step)} "
             f"({gain.mid:.2f}x, interval {gain.low:.2f} to {gain.high:.2f}, {self.pairs} pairs)"
         )
 
@@ -137,30 +111,20 @@ Script = Generator[Window, Result, Any]
 class Trial:
     """Looks whether waiting for data is a real share of a step, and if so tries other ways to load.
 
-    Args:
-        cores: Processors of this process.
-        pins: Whether pinned memory may be tried.
-
-    Attributes:
-        window: The present task of the loader.
-        chosen: The way that was chosen.
-        phase: ``"measuring"``, ``"trying"`` or ``"decided"``.
-        reason: Why workers were excluded. Empty if they were not.
-        races: The comparisons that were made.
-        first: The reading that led to the trial.
-        last: The latest reading in the way that is used.
-        compared: Number of batches that were loaded both ways and were equal.
+    ``cores`` are the processors of this process. ``pins`` says whether pinned memory may be tried.
     """
 
     def __init__(self, *, cores: float, pins: bool) -> None:
         self._cores, self._pins = cores, pins
-        self.chosen, self.phase, self.reason = OWN, "measuring", ""
+        self.chosen = OWN
+        self.phase = "measuring"  # then "trying", then "decided"
+        self.reason = ""  # why workers were excluded, empty if they were not
         self.races: list[Race] = []
-        self.first: Reading | None = None
-        self.last = Reading()
-        self.compared = 0
+        self.first: Reading | None = None  # the one that led to the trial
+        self.last = Reading()  # the latest one in the way that is used
+        self.compared = 0  # batches that were loaded both ways and were equal
         self._script = self._run()
-        self.window = next(self._script)
+        self.window = next(self._script)  # the present task of the loader
 
     def answer(self, result: Result) -> None:
         """Take the result of the window, and set the next one."""
@@ -236,7 +200,7 @@ class Trial:
             if race is not None:
                 self.races.append(race)
                 if race.is_kept:
-                    self.chosen, self.last = variant, Reading(waits=[race.after[0]], rests=[race.after[1]])
+                    self.chosen, self.last = variant, race.after
                 return race.is_kept
 
     def _measured(self, variant: Variant) -> Generator[Window, Result, Result]:
@@ -278,8 +242,11 @@ def _judged(variant: Variant, before: Sequence[Reading], after: Sequence[Reading
         gain = exact_median(ratios)
         if gain.low <= GAIN <= gain.high and count < MOST_PAIRS:
             return None
-    parts = [(median(r.wait for r in each), median(r.rest for r in each)) for each in (before, after)]
-    return Race(variant, gain, count, parts[0], parts[1])
+    return Race(variant, gain, count, _typical(before), _typical(after))
+
+
+def _typical(readings: Sequence[Reading]) -> Reading:
+    return Reading([median(reading.wait for reading in readings)], [median(reading.rest for reading in readings)])
 
 
 def _ms(seconds: float) -> str:

@@ -33,13 +33,9 @@ class Agreement:
     """Compare a few integers that must be equal on several ranks, over a separate gloo group.
 
     The group works alongside NCCL and never mixes with the collectives of the training. If a rank does not arrive, an
-    error is raised after ``timeout`` seconds, long before the timeout of the training's group.
-
-    Args:
-        ranks: Global ranks, this one included. Each of them must construct this object. If there are several, in the
-            same order.
-        subject: The subject of the comparison. Every error message begins with it.
-        timeout: Seconds within which an error is raised on every rank that is alive.
+    error is raised after ``timeout`` seconds on every rank that is alive, long before the timeout of the training's
+    group. Each of the global ``ranks`` must construct this object, and several of them in the same order. Error
+    messages begin with ``subject``.
 
     Raises:
         RankDisagreementError: Not all ranks built it in time.
@@ -58,7 +54,7 @@ class Agreement:
         self._wait = timeout - min(5.0, timeout / 4)
         self._calls = 0
         # Holds one ProcessGroupGloo, which torch's stubs hardly cover, until this is closed or the process exits:
-        # its threads must have dropped their tensors before the interpreter ends, see ``teardown.shutdown``.
+        # its threads must have dropped their tensors before the interpreter ends, see ``topology.shutdown``.
         self._groups: list[Any] = []
         weakref.finalize(self, self._groups.clear)
         self._rank = dist.get_rank()
@@ -74,15 +70,11 @@ class Agreement:
             ) from error
 
     def check(self, figures: Mapping[str, int], *, hint: str) -> None:
-        """Compare ``figures`` over the ranks. All ranks must call this with the same names.
-
-        Args:
-            figures: Name -> value that fits into 64 bits.
-            hint: What to do if they differ.
+        """Compare ``figures`` of 64 bits over the ranks. All ranks must call this with the same names.
 
         Raises:
-            RankDisagreementError: They differ, or a rank did not arrive or compares other things. Raised on every rank
-                that is alive.
+            RankDisagreementError: They differ, which ``hint`` explains, or a rank did not arrive or compares other
+                things. Raised on every rank that is alive.
         """
         mine = torch.tensor(list(figures.values()), dtype=torch.int64, device="cpu")
         largest = self._largest(torch.cat([mine, ~mine]), figures)
@@ -98,15 +90,11 @@ class Agreement:
         raise RankDisagreementError(f"{self._subject}: the ranks disagree: {'; '.join(different)}{alike}. {hint}")
 
     def largest(self, numbers: Sequence[float], *, step: str) -> list[float]:
-        """Return for each number the largest one of all ranks. All ranks must call this with as many numbers.
-
-        Args:
-            numbers: Any numbers, infinity included.
-            step: What this rank does, for the message.
+        """Return for each number, which may be infinite, the largest one of all ranks, which all must call this.
 
         Raises:
-            RankDisagreementError: A rank did not arrive, or has another step or another number of them. Raised on every
-                rank that is alive.
+            RankDisagreementError: A rank did not arrive, or has another ``step`` or another number of them. Raised on
+                every rank that is alive.
         """
         mine = torch.tensor(list(numbers), dtype=torch.float64, device="cpu")
         return self._largest(mine, {step: self._calls}).tolist()
@@ -138,10 +126,7 @@ class Agreement:
         return result
 
     def _whole(self, mine: Tensor, mark: int) -> Tensor | None:
-        """Exchange one packet of a fixed size, then the rest. None if the marks of the ranks differ.
-
-        Gloo ends the process if a message does not have the size that its receiver expects.
-        """
+        """Exchange one packet of a fixed size, which gloo needs, then the rest. None if the ranks' marks differ."""
         numbers = mine.flatten()
         first, rest = numbers[: _PACKET - 2], numbers[_PACKET - 2 :]
         packet = torch.cat([mine.new_tensor([mark, -mark]), first, mine.new_zeros(_PACKET - 2 - len(first))])
@@ -197,10 +182,7 @@ class Agreement:
 
 
 def mean_over_ranks(value: Tensor) -> float:
-    """Return the mean of a number over the ranks, or without a group the number.
-
-    Args:
-        value: Of shape ``()``, on a device that the group's backend serves. Not changed.
+    """Return the mean of a tensor of shape ``()`` over the ranks, or without a group its number.
 
     Cost: one all-reduce of a number, and one synchronisation.
     """
@@ -234,13 +216,9 @@ def several() -> bool:
 def own_store(purpose: str, ranks: Sequence[int]) -> Any:
     """Return a store for a single use by these ranks. The other ranks of the job need not take part.
 
-    The prefix counts how often each rank has called this. ``dist.new_group`` does not serve here: all ranks of the job
-    must call it, or it reuses the name of a destroyed group of the same ranks, whose members then find the old
-    addresses in the store.
-
-    Args:
-        purpose: Keeps uses apart.
-        ranks: Global ranks, this one included. Each of them must call this in the same order.
+    Each of them must call this in the same order: the prefix counts the calls. ``dist.new_group`` does not serve here:
+    all ranks of the job must call it, or it reuses the name of a destroyed group of the same ranks, whose members then
+    find the old addresses in the store.
     """
     assert dist.group.WORLD is not None
     named = hashlib.sha256(".".join(map(str, ranks)).encode()).hexdigest()[:16]  # a short key for any number of ranks
@@ -252,48 +230,37 @@ def own_store(purpose: str, ranks: Sequence[int]) -> Any:
 def first_holder(state: Any, shards: Sequence[int]) -> int:
     """Return the lowest rank that holds the same state as this one. All ranks must call this.
 
-    Args:
-        state: Nested dicts and sequences of tensors and numbers.
-        shards: The ranks over which one such state is sharded, in order. Without sharding, only this rank.
-
-    Cost: one read of the state, and an all-gather of about 130 bytes per rank. Tensors are compared by the sum of their
-    bits.
+    ``shards`` are the ranks over which one such state is sharded, in order. Cost: one read of the state, and an
+    all-gather of about 130 bytes per rank. Tensors are compared by the sum of their bits.
     """
-    mine = hashlib.sha256()
-    for entry in _portrait(state):
-        mine.update(entry.encode() + b"\0")
+    mine = hashlib.sha256(repr(_portrait(state)).encode()).hexdigest()
     figures: list[Any] = [None] * dist.get_world_size()
     step = shards[1] - shards[0] if len(shards) > 1 else 1
     short = range(shards[0], shards[-1] + 1, step)  # of any length in a few bytes
-    dist.all_gather_object(figures, (mine.hexdigest(), short if list(short) == list(shards) else tuple(shards)))
+    dist.all_gather_object(figures, (mine, short if list(short) == list(shards) else tuple(shards)))
     whole = {ranks: [figures[rank][0] for rank in ranks] for _, ranks in set(figures)}
     own = whole[figures[dist.get_rank()][1]]
     return next(rank for rank, (_, ranks) in enumerate(figures) if whole[ranks] == own)
 
 
 def bit_sum(tensor: Tensor) -> Tensor:
-    """Return the sum of the bits of a tensor (of this rank's shard, if sharded) as int64 on its device.
-
-    Integer addition is associative, so the sum does not depend on threads or on the kind of device.
-    """
+    """Return the sum of the bits of a tensor, or of this rank's shard, as int64: the same number on any device."""
     numbers = local_part(tensor).detach().contiguous().reshape(-1)
     if not numbers.numel():
         return torch.zeros((), dtype=torch.int64, device=numbers.device)
     return numbers.view(_BITS[numbers.element_size()]).sum(dtype=torch.int64)
 
 
-def _portrait(value: Any) -> list[str]:
-    """Describe a state, with tensors given by their shape and the sum of their bits."""
+def _portrait(value: Any) -> Any:
+    """Return a state with tensors replaced by their kind, their shape and the sum of their bits."""
     if isinstance(value, Tensor):
         local = local_part(value)
-        return [f"{local.dtype} {tuple(local.shape)} {int(bit_sum(local))}"]
+        return local.dtype, tuple(local.shape), int(bit_sum(local))
     if isinstance(value, Mapping):
-        keys = sorted(value, key=str)
-        return [f"dict {keys}", *(part for key in keys for part in _portrait(value[key]))]
+        return {key: _portrait(value[key]) for key in sorted(value, key=str)}
     if isinstance(value, (list, tuple)):
-        return [f"list {len(value)}", *(part for each in value for part in _portrait(each))]
-    plain = value is None or isinstance(value, (bool, int, float, str))
-    return [repr(value) if plain else type(value).__name__]
+        return list(map(_portrait, value))
+    return value if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from torchboost.core.hardware import accelerators, generator_states, set_generator_states
 from torchboost.distributed.agreement import first_holder, from_first_rank, ranks_of_shards
 from torchboost.distributed.topology import Topology
 
@@ -71,10 +72,9 @@ def save(
 
     The files are written and synced under a temporary name and then renamed, so ``folder`` holds complete checkpoints
     only, even if the job is killed. The layout of model and optimizer is as in ``get_model_state_dict`` and
-    ``get_optimizer_state_dict``. If ranks hold copies, rank 0 writes, including BatchNorm statistics,
-    which DDP also takes from rank 0. Optimizer states that are not copies are all written. If the job has several DDP
-    or FSDP2 groups, such as the nodes of AdaSum, the buffers of the first rank of each group are written. Ranks with a
-    bare model are groups of one. The states of torch's generators are written for every rank.
+    ``get_optimizer_state_dict``. Of copies of a state the first rank's is written. Buffers are written of the first
+    rank of each DDP or FSDP2 group, from which DDP takes them too. Ranks with a bare model are groups of one. The
+    states of torch's generators are written for every rank.
 
     Args:
         folder: Folder of this job's checkpoints.
@@ -113,7 +113,8 @@ def save(
     buffers = _buffers(weights, model)
     holder, source = _holder(whole, _shards(_params(optimizer))), _holder(buffers, [_source(model)])
     saved_parts = {name: part.state_dict() for name, part in parts.items()}
-    saved_parts |= {OPTIMIZER: state, COPY: holder, BUFFERS: source, GENERATORS: _generator_states(model)}
+    generators = generator_states(accelerators(model.parameters()))
+    saved_parts |= {OPTIMIZER: state, COPY: holder, BUFFERS: source, GENERATORS: generators}
     content = {
         "model": weights,
         _key("optimizer", holder): whole,
@@ -158,7 +159,6 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, *
     names = _names(model, _params(optimizer))
     bare = model.module if isinstance(model, DistributedDataParallel) else model
     weights = _weights_of(metadata, bare)
-    _check_model(metadata, weights)
     writers = sorted(int(place[1]) for place in (metadata.planner_data or {}).values() if place[0] == "parts")
     # On another number of ranks all read the parts of all, to compare them.
     ranks = [Topology.current().rank] if len(writers) == Topology.current().world_size else writers
@@ -186,29 +186,17 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer, *
 
 
 def load_optimizer(path: str | os.PathLike[str], key: str, model: nn.Module, optimizer: Optimizer) -> None:
-    """Load an optimizer from a checkpoint that a trainer wrote with DCP. All ranks must call this.
+    """Load an optimizer from a checkpoint that a trainer wrote with DCP under ``key``. All ranks must call this.
 
-    Unlike ``set_optimizer_state_dict`` it keeps the moments of frozen parameters, and steps nothing.
-
-    Args:
-        path: Folder of the checkpoint. DCP reads it with ``pickle``: load only files you trust.
-        key: The name of the optimizer in it.
-        model: Sharded as for training.
-        optimizer: Over the same parameters in the same groups.
-
-    Raises:
-        FileNotFoundError: There is no checkpoint, or one of its files is missing.
-        ValueError: The groups differ, or a file is damaged. Nothing was loaded.
+    Unlike ``set_optimizer_state_dict`` it keeps the moments of frozen parameters, and steps nothing. ``model`` and the
+    errors are as for :func:`load`.
     """
     names = _names(model, _params(optimizer))
     optimizer.load_state_dict(_optimizer_state(Path(path), _metadata(Path(path)), key, names, optimizer))
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """Return the newest complete checkpoint in a folder of :func:`save`, or None if there is none.
-
-    All ranks must call this. All get the result of rank 0.
-    """
+    """Return the newest complete checkpoint in a folder of :func:`save`, or None. All ranks must call this."""
     return _by_first(lambda: next(reversed(_complete(Path(folder))), None))
 
 
@@ -246,10 +234,7 @@ def _check_place(path: Path) -> None:
 
 
 def _complete(folder: Path) -> list[Path]:
-    """Return the complete checkpoints of a folder, ordered by number. The folder need not exist.
-
-    Other files and folders with such a name do not count. A link to a checkpoint does.
-    """
+    """Return the complete checkpoints of a folder, and links to them, by number. The folder need not exist."""
     numbered = [path for path in folder.glob("[0-9]*") if re.fullmatch("[0-9]{8}|[1-9][0-9]{8,}", path.name)]
     return sorted((path for path in numbered if (path / METADATA).is_file()), key=lambda path: int(path.name))
 
@@ -311,25 +296,21 @@ def _names(model: nn.Module, params: list[Tensor]) -> list[str]:
 
 
 def _weights_of(metadata: Metadata, model: nn.Module) -> dict[str, Any]:
-    """Return the tensors that are read into a model: its state dict, or under the names of the version before.
+    """Return the tensors that are read into a model, or refuse a checkpoint of another model.
 
-    That version wrote no entries for removed BatchNorms: it wrote the parameters and buffers as they are.
+    They are the state dict, or, without entries for removed BatchNorms, what the version before wrote: parameters and
+    buffers as they are.
     """
+    prefix, entries = "model.", metadata.state_dict_metadata
+    written = {key.removeprefix(prefix): entry for key, entry in entries.items() if key.startswith(prefix)}
     weights = get_model_state_dict(model)
     names = _names(model, list(model.parameters()))
     plain = dict(zip(names, (p.detach() for p in model.parameters()), strict=True))
     buffers = {name for name, _ in model.named_buffers()}
     plain |= {name: value for name, value in weights.items() if name in buffers or name in names}
-    saved = {key.removeprefix("model.") for key in metadata.state_dict_metadata if key.startswith("model.")}
-    return plain if plain.keys() != weights.keys() and plain.keys() == saved else weights
-
-
-def _check_model(metadata: Metadata, weights: Mapping[str, Any]) -> None:
-    saved = {
-        key.removeprefix("model."): tuple(entry.size)
-        for key, entry in metadata.state_dict_metadata.items()
-        if key.startswith("model.") and isinstance(entry, TensorStorageMetadata)
-    }
+    if plain.keys() != weights.keys() and plain.keys() == written.keys():
+        weights = plain
+    saved = {name: tuple(entry.size) for name, entry in written.items() if isinstance(entry, TensorStorageMetadata)}
     here = {name: tuple(value.shape) for name, value in weights.items() if isinstance(value, Tensor)}
     if saved != here:
         other = sorted(name for name in saved.keys() | here.keys() if saved.get(name) != here.get(name))
@@ -338,6 +319,7 @@ def _check_model(metadata: Metadata, weights: Mapping[str, Any]) -> None:
             f"{saved.get(other[0], 'none')} in the checkpoint and {here.get(other[0], 'none')} here. Build the same "
             "model, and transform it (plan.transform) before loading."
         )
+    return weights
 
 
 def _buffers(weights: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
@@ -347,10 +329,7 @@ def _buffers(weights: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
 
 
 def _source(model: nn.Module) -> int:
-    """Return the rank whose buffers this rank uses: the first of those that average gradients with it.
-
-    DDP copies the buffers of that rank at every forward pass.
-    """
+    """Return the rank whose buffers this rank uses, in DDP at every pass: the first that averages gradients with it."""
     ddp = next((module for module in model.modules() if isinstance(module, DistributedDataParallel)), None)
     return min(_shards(model.parameters()) if ddp is None else dist.get_process_group_ranks(ddp.process_group))
 
@@ -370,10 +349,12 @@ def _key(what: str, holder: int) -> str:
     return f"{what}-{holder}" if holder else what
 
 
-def _template(metadata: Metadata, key: str, names: list[str], optimizer: Optimizer) -> dict[str, Any]:
-    """Return the optimizer's state dict with empty tensors for the checkpoint, sharded as the parameters are."""
+def _optimizer_state(
+    path: Path, metadata: Metadata, key: str, names: list[str], optimizer: Optimizer
+) -> dict[str, Any]:
+    """Return the state that a checkpoint has under ``key``, sharded and ordered as this optimizer is."""
     params = dict(zip(names, _params(optimizer), strict=True))
-    template: dict[str, Any] = {"state": {}, "param_groups": []}
+    state: dict[str, Any] = {"state": {}, "param_groups": []}
     for name, entry in metadata.state_dict_metadata.items():
         place: tuple[Any, ...] = (metadata.planner_data or {})[name]
         if place[0] != key:
@@ -386,18 +367,11 @@ def _template(metadata: Metadata, key: str, names: list[str], optimizer: Optimiz
                 room = torch.empty_like(param, dtype=dtype)
             else:
                 room = torch.empty(entry.size, dtype=dtype, device="cpu")
-        _put(template, place[1:], room)
-    return template
-
-
-def _optimizer_state(
-    path: Path, metadata: Metadata, key: str, names: list[str], optimizer: Optimizer
-) -> dict[str, Any]:
-    """Return the state that a checkpoint has under ``key``, sharded and ordered as this optimizer is."""
-    room = {key: _template(metadata, key, names, optimizer)}
-    _read(path, room)
-    _match_groups(room[key], names, optimizer)
-    return room[key]
+        _put(state, place[1:], room)
+    content = {key: state}
+    _read(path, content)
+    _match_groups(content[key], names, optimizer)
+    return content[key]
 
 
 def _put(tree: Any, place: tuple[Any, ...], value: Any) -> None:
@@ -490,30 +464,9 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _generator_states(model: nn.Module) -> list[Tensor]:
-    """Return the states of torch's generators: of the CPU, then of the accelerators that hold the model."""
-    states = [torch.get_rng_state()]
-    for device in _accelerators(model):
-        with torch.accelerator.device_index(device.index):
-            states.append(torch.get_device_module(device).get_rng_state())
-    return states
-
-
 def _set_generator_states(states: Sequence[Tensor], model: nn.Module) -> None:
-    """Restore the states from :func:`_generator_states`, for as many accelerators as this process has.
-
-    A state of another kind of device, which has another size, is skipped.
-    """
-    torch.set_rng_state(states[0])
-    for device, state in zip(_accelerators(model), states[1:], strict=False):
-        with torch.accelerator.device_index(device.index):
-            module = torch.get_device_module(device)
-            if module.get_rng_state().shape == state.shape:
-                module.set_rng_state(state)
-
-
-def _accelerators(model: nn.Module) -> list[torch.device]:
-    kind = torch.accelerator.current_accelerator()
-    if kind is None:
-        return []
-    return sorted({param.device for param in model.parameters() if param.device.type == kind.type}, key=str)
+    """Restore the states of generators. Those of other kinds of devices, which have other sizes, are skipped."""
+    devices = accelerators(model.parameters())
+    _, *others = generator_states(devices)
+    saved = [old if old.shape == new.shape else new for old, new in zip(states[1:], others, strict=False)]
+    set_generator_states([states[0], *saved], devices[: len(saved)])

@@ -65,9 +65,7 @@ class Topology:
     def current(cls, devices_per_node: int | None = None) -> Topology:
         """Read the default process group, or without one describe a single process.
 
-        Args:
-            devices_per_node: Ranks per node. By default the launcher's number (``LOCAL_WORLD_SIZE``). Without it all
-                ranks are assumed to be on one node.
+        Without ``devices_per_node`` the launcher's number (``LOCAL_WORLD_SIZE``) counts, and without that one node.
         """
         if not (dist.is_available() and dist.is_initialized()):
             return cls()
@@ -78,12 +76,7 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class NodeGroups:
-    """The process groups of this rank.
-
-    Args:
-        inside: The ranks of this node.
-        across: The ranks with the same position as this one, one per node.
-    """
+    """The process groups of this rank: of its node, and of the ranks with its position on each node."""
 
     inside: dist.ProcessGroup
     across: dist.ProcessGroup
@@ -91,9 +84,6 @@ class NodeGroups:
     @classmethod
     def of(cls, topology: Topology) -> NodeGroups:
         """Create both groups. All ranks of the job must call this at the same point.
-
-        Args:
-            topology: Of this rank.
 
         Raises:
             IncompatibleError: The nodes do not all have the same number of ranks.
@@ -115,15 +105,12 @@ def shutdown() -> None:
     On Python before 3.14 ``dist.destroy_process_group()`` alone may abort the process after all work is done, with
     "terminate called without an active exception": a thread of gloo that still drops the tensors of the last collective
     needs the interpreter's lock while the interpreter shuts down
-    (https://github.com/pytorch/pytorch/issues/190489). A barrier does not help, and FSDP2 keeps the groups alive in
-    caches. If a ``DistributedDataParallel`` outlives the group, its destructor may join such a thread while it holds
-    the lock, and the process hangs. This function waits for these threads.
+    (https://github.com/pytorch/pytorch/issues/190489). If a ``DistributedDataParallel`` outlives the group, its
+    destructor may join such a thread while it holds the lock, and the process hangs. This function waits for them.
 
     Call it on all ranks at the normal end of a script. After an error on one rank let the process exit, so that the
-    launcher ends the others. Here they would wait until the timeout of the group. Without a process group this
-    function does nothing.
-
-    Cost: a barrier, a garbage collection and 0.1 s.
+    launcher ends the others. Without a process group this function does nothing. Cost: a barrier, a garbage collection
+    and 0.1 s.
     """
     if not dist.is_initialized():
         return
@@ -134,12 +121,7 @@ def shutdown() -> None:
 
 
 def part(gloo: Any, patience: float) -> None:
-    """Wait until all ranks of a ``ProcessGroupGloo`` are done with it. Call this before it is dropped.
-
-    Args:
-        gloo: The group.
-        patience: Longest wait in seconds, for a rank that leaves alone after an error.
-    """
+    """Wait, at most ``patience`` seconds, until all ranks of a ``ProcessGroupGloo`` are done with it, to drop it."""
     options = dist.BarrierOptions()
     options.timeout = timedelta(seconds=patience)
     with suppress(RuntimeError):

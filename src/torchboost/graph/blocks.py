@@ -34,15 +34,12 @@ class Block:
 
 
 def blocks_of(model: nn.Module) -> tuple[Block, ...]:
-    """Return the blocks of a model in the order in which they run. Together they hold every parameter once.
+    """Return the blocks of a model, wrapped or not, in the order in which they run. They hold every parameter once.
 
     A block is a module without repeated blocks inside (a residual block, a transformer layer), or a single layer of a
     plain stack. Normalisations join the layer before them. The order is the order of the traced data flow
     (:func:`torchboost.graph.trace.trace`). If the model can be neither traced nor run, and under FSDP2, it is the order
     of registration. Tied weights belong to the block that uses them last.
-
-    Args:
-        model: Wrapped or not.
 
     Cost: one symbolic trace of the forward pass, or one forward pass on two samples.
     """

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import random
 import sys
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
@@ -16,11 +15,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torchboost.core.forward import is_our_hook, tensors_in
-from torchboost.core.hardware import accelerators, generator_states, set_generator_states
+from torchboost.core.hardware import accelerators, device_of, streams_kept
 from torchboost.core.torch_private import DispatchMode, beneath_compiled, buffer_slots, module_hooks, parameter_slots
 
 
-def twin(model: nn.Module) -> nn.Module:
+def twin(model: nn.Module, *, numbers: bool = True) -> nn.Module:
     """Return a deep copy in eval mode that computes the same as the forward of ``model`` itself.
 
     The copy is not compiled, and has neither the covers and hooks of this package nor Accelerate's mixed precision
@@ -28,15 +27,11 @@ def twin(model: nn.Module) -> nn.Module:
 
     Args:
         model: A bare module. It is not changed.
+        numbers: If False, the parameters of the copy are on the device ``meta`` and need no memory.
 
     Raises:
         TypeError: The model holds something that cannot be copied, or a part that is its own copy.
     """
-    return _copied(model, numbers=True)
-
-
-def _copied(model: nn.Module, *, numbers: bool) -> nn.Module:
-    """Return a copy. ``numbers``: with the values of the parameters."""
     hooks = [hook for module in model.modules() for slots in module_hooks(module) for hook in slots.values()]
     memo: dict[int, Any] = {id(hook): hook for hook in hooks if is_our_hook(hook)}
     if not numbers:
@@ -44,26 +39,27 @@ def _copied(model: nn.Module, *, numbers: bool) -> nn.Module:
         memo |= {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in plain}
     try:
         with _Copying():
-            twin = copy.deepcopy(model, memo)
+            copied = copy.deepcopy(model, memo)
     except Exception as error:  # attributes of the user's modules may raise anything
         raise TypeError(
             f"this {type(model).__name__} cannot be copied ({type(error).__name__}: {error}); keep what cannot be "
             "copied outside the model."
         ) from error
     parts = {*model.modules(), *model.parameters(), *model.buffers()}
-    shared = next((part for part in (*twin.modules(), *twin.parameters(), *twin.buffers()) if part in parts), None)
+    own = (*copied.modules(), *copied.parameters(), *copied.buffers())
+    shared = next((part for part in own if part in parts), None)
     if shared is not None:
         raise TypeError(
             f"this {type(model).__name__} cannot be copied: a {type(shared).__name__} in it is its own copy "
             "(__deepcopy__ returns it); keep it outside the model, or let __deepcopy__ return a copy."
         )
-    for original, module in zip(model.modules(), twin.modules(), strict=True):
+    for original, module in zip(model.modules(), copied.modules(), strict=True):
         for slots in module_hooks(module):
             for key in [key for key, hook in slots.items() if is_our_hook(hook)]:
                 del slots[key]
         _uncast(module)
         _uncompile(module, original)
-    return twin.eval()
+    return copied.eval()
 
 
 class _Copying(TorchFunctionMode):
@@ -126,26 +122,21 @@ def copies_of(*models: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def undisturbed(model: nn.Module, *, numbers: bool = True) -> Iterator[nn.Module]:
-    """Yield a copy of a model in eval mode to run without gradients. See :func:`twin`.
+    """Yield a :func:`twin` of a model to run without gradients. Random generators are restored.
 
-    Default generators are restored (:func:`generators_kept`).
-
-    Operations of this thread on parameters and buffers of the original are refused. A deep copy does not copy objects
-    that a function holds (a wrapped ``forward``, a lambda that uses ``self``), nor the target of a weak reference. Such
-    a copy would compute with the weights of the original, write its statistics and add to its gradients.
-
-    Args:
-        model: A bare module. It is not changed. The models of the surrounding :func:`copies_of` are protected too.
-        numbers: If False, the parameters of the copy are on the device ``meta`` and need no memory.
+    Operations of this thread on parameters and buffers of the original, and of the models of the surrounding
+    :func:`copies_of`, are refused. A deep copy does not copy objects that a function holds (a wrapped ``forward``, a
+    lambda that uses ``self``), nor the target of a weak reference. Such a copy would compute with the weights of the
+    original, write its statistics and add to its gradients.
 
     Raises:
         TypeError: The model cannot be copied.
         ReachesOriginal: An operation was refused, even if the forward caught the error.
     """
-    copied = _copied(model, numbers=numbers)
+    copied = twin(model, numbers=numbers)
     watch = _Watch((*_ORIGINALS.get(), model))
     try:
-        with torch.no_grad(), generators_kept(accelerators(model.parameters())), watch:
+        with torch.no_grad(), streams_kept(accelerators(model.parameters())), watch:
             yield copied
     except Exception as error:
         if watch.reached and not isinstance(error, ReachesOriginal):
@@ -161,7 +152,7 @@ def full_precision(model: nn.Module) -> Iterator[None]:
     cudnn, mkldnn = torch.backends.cudnn, torch.backends.mkldnn
     backends: list[Any] = [cudnn.conv, torch.backends.cuda.matmul, mkldnn.conv, mkldnn.matmul]
     before = [backend.fp32_precision for backend in backends]
-    kind = next((p.device.type for p in model.parameters()), "cpu")
+    kind = device_of(model).type
     try:
         for backend in backends:
             backend.fp32_precision = "ieee"
@@ -206,19 +197,3 @@ def memory(tensor: Tensor) -> int:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # sparse, fake, wrapped by functorch
         return 0
-
-
-@contextmanager
-def generators_kept(devices: Sequence[torch.device] = ()) -> Iterator[None]:
-    """Restore the default generators of torch and of ``random`` at the end.
-
-    Args:
-        devices: Accelerators, in addition to the CPU.
-    """
-    states, python = generator_states(devices), random.getstate()
-    try:
-        yield
-    finally:
-        set_generator_states(states, devices)
-        if random.getstate() != python:
-            random.setstate(python)

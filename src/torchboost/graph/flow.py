@@ -50,11 +50,7 @@ class Branches(NamedTuple):
 
 
 class Dataflow:
-    """Nodes in execution order: every node comes after its inputs.
-
-    Args:
-        traced: How the graph was found.
-    """
+    """Nodes in execution order: every node comes after its inputs."""
 
     def __init__(self, traced: Traced) -> None:
         self.nodes: list[Node] = []

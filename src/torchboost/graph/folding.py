@@ -19,12 +19,11 @@ from torchboost.core.forward import own_forward
 from torchboost.core.torch_private import AnyBatchNorm, AnyConv, conv_forward, parameter_slots
 from torchboost.core.wrapping import wrapper_of
 from torchboost.errors import IncompatibleError
-from torchboost.graph.copies import ReachesOriginal
 from torchboost.graph.flow import Dataflow
-from torchboost.graph.norms import WEIGHTED, is_customised, norm_tail
+from torchboost.graph.norms import WEIGHTED, is_customised, why_unknown
 from torchboost.graph.removed_norm import fused_weights, put_removed_norm
 from torchboost.graph.surgery import changing, held_elsewhere
-from torchboost.graph.trace import evaluate, first_run, trace, trace_paths, trace_run
+from torchboost.graph.trace import evaluate, first_run, record_run, trace, trace_paths
 
 _Region = tuple[nn.Module, list[Dataflow]]
 
@@ -133,7 +132,7 @@ def plan_folds(model: nn.Module, *, flow: Dataflow, sample: Any = None) -> dict[
     norms = [module for module in model.modules() if isinstance(module, AnyBatchNorm)]
     passes, regions = [flow], []
     if flow.traced != "structure":
-        ran = None if flow.traced == "run" else trace_run(model, sample)
+        ran = None if flow.traced == "run" else first_run(model, sample, record_run)
         passes += [] if ran is None else [ran]
         regions = list(_regions(model, flow, sample))
     shared, elsewhere = shared_weights(model), held_elsewhere(model)
@@ -218,16 +217,9 @@ def shared_weights(model: nn.Module) -> set[Tensor]:
 
 def _layer_before(flow: Dataflow, norm: AnyBatchNorm, shared: set[Tensor]) -> nn.Module | str:
     """Return the layer before a BatchNorm in this data flow, into which it can be folded, or why it cannot."""
-    calls = flow.calls(norm)
-    if flow.traced == "structure":
-        return "the data flow could not be traced; pass an input as sample="
-    if norm_tail(norm) is None:
-        return f"{type(norm).__name__} has its own forward, or hooks"
-    if norm.running_mean is None or norm.running_var is None:
-        return "it keeps no running statistics"
-    if len(calls) != 1:
-        return f"it is used {len(calls)} times" if calls else "the traced pass does not reach it"
-    node = flow.nodes[calls[0]]
+    if (reason := why_unknown(flow, norm)) is not None:
+        return reason
+    node = flow.nodes[flow.calls(norm)[0]]
     before = flow.nodes[node.inputs[0]] if len(node.inputs) == 1 else None
     layer = None if before is None else before.module
     if before is None or not isinstance(layer, WEIGHTED):
@@ -266,10 +258,7 @@ def fold_pairs(
     """
     if not folds:
         return None
-    try:
-        run = first_run(model, sample, lambda network, given: (network, given, evaluate(network, given)))
-    except ReachesOriginal:
-        run = None
+    run = first_run(model, sample, lambda network, given: (network, given, evaluate(network, given)))
     network, given, before = run or (model, sample, [])
     if any(bool(one.isnan().any()) for one in before) or (before and not any(one.isfinite().any() for one in before)):
         raise ValueError("the model computes NaN or infinities, as after a divergence; no BatchNorm was changed.")

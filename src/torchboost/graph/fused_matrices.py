@@ -115,10 +115,7 @@ class OutputTrail:
     Outputs that an operation reads in one operand belong to one matrix, and so do outputs that are added. Outputs that
     are only multiplied with each other, entry by entry, or read by different operations, belong to several matrices:
     the network computes the same with a layer for each. Views, casts and functions of single entries are followed. An
-    operation that is not known reads all of its operand.
-
-    Args:
-        parameters: By number.
+    operation that is not known reads all of its operand. Parameters are named by their number.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -161,12 +158,7 @@ class OutputTrail:
             self._unite([self._rows_of(output)])
 
     def parts_of(self, number: int, *, filters: bool) -> Parts | None:
-        """Return the matrices in a parameter, or None if it is one, or if that cannot be told.
-
-        Args:
-            number: Of the parameter.
-            filters: Whether it holds the filters of a convolution.
-        """
+        """Return the matrices in a parameter, which may hold filters. None if it is one, or if that cannot be told."""
         axes = [axis for at, axis in self._first if at == number]
         stacked = 0 if filters else len(self._shapes[number]) - 2
         if number in self._whole or len(axes) != 1 or axes[0] < stacked or (filters and axes[0]):

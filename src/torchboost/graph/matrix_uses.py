@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from torchboost.core.forward import tensors_in
+from torchboost.core.hardware import device_of
 from torchboost.core.torch_private import DispatchMode
 from torchboost.core.wrapping import unwrap, wrapper_of
-from torchboost.graph.copies import ReachesOriginal, full_precision, memory, undisturbed
+from torchboost.graph.copies import full_precision, memory, undisturbed
 from torchboost.graph.fused_matrices import Marks, OutputTrail, Parts
 from torchboost.graph.trace import Arguments, call, first_run
 
@@ -93,17 +95,11 @@ def matrix_uses(model: nn.Module, sample: Any = None) -> dict[nn.Parameter, Use]
     if wrapper_of(model) == "fully_shard" or any(parameter.is_meta for parameter in bare.parameters()):
         return None
     matrices = {parameter for parameter in bare.parameters() if parameter.ndim > 1}
-    try:
-        uses = first_run(bare, sample, _uses)
-        if sample is None and (uses is None or not matrices.issubset(uses)):
-            # At most a part of the model was run, such as the head alone.
+    uses = first_run(bare, sample, _uses)
+    if sample is None and (uses is None or not matrices.issubset(uses)):
+        uses = None  # at most a part of the model was run, such as the head alone
+        with suppress(ValueError):
             uses = first_run(bare, _tokens(bare), _uses)
-    except ReachesOriginal:
-        return None
-    except ValueError:
-        if sample is not None:
-            raise
-        return None
     return None if uses is None else dict.fromkeys(bare.parameters(), Use("not reached")) | uses
 
 
@@ -120,9 +116,8 @@ def _uses(network: nn.Module, sample: Any) -> dict[nn.Parameter, Use]:
 
 def _tokens(model: nn.Module) -> tuple[Tensor, ...]:
     """Return a few numbers of tokens for each argument that a call must have: also targets, if it returns its loss."""
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     rows = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
-    tokens = torch.arange(_TOKENS[0] * _TOKENS[1], device=device).view(_TOKENS) % min(rows, default=1)
+    tokens = torch.arange(_TOKENS[0] * _TOKENS[1], device=device_of(model)).view(_TOKENS) % min(rows, default=1)
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     arguments = inspect.signature(model.forward).parameters.values()
     needed = sum(one.kind in kinds and one.default is inspect.Parameter.empty for one in arguments)
@@ -201,11 +196,9 @@ class _Recorder(DispatchMode):
         """Return the use that decides: a table or an output matrix is one wherever else it is used."""
         number = self._numbers[id(parameter)]
         places = self._uses.get(number, set())
-        place: Place = "other" if number in self._reached else "not reached"
-        for deciding in _DECIDING:
-            if deciding in places:
-                place = deciding
-                break
+        otherwise: Place = "other" if number in self._reached else "not reached"
+        deciding: list[Place] = [place for place in _DECIDING if place in places]
+        place = deciding[0] if deciding else otherwise
         filters, reshaped = number in self._filters, number in self._reshaped
         parts = None if reshaped else self._trail.parts_of(number, filters=filters)
         return Use(place, filters, reshaped, parts)

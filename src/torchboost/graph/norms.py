@@ -55,6 +55,20 @@ def norm_tail(norm: nn.Module) -> tuple[str, ...] | None:
     return None if tail is None or len({child_slots(norm)[name] for name in tail}) < len(tail) else tail
 
 
+def why_unknown(flow: Dataflow, norm: AnyBatchNorm) -> str | None:
+    """Return why the computation of a BatchNorm, or its place in a data flow, is not known. None if both are."""
+    calls = flow.calls(norm)
+    if norm_tail(norm) is None:
+        return f"{type(norm).__name__} has its own forward, or hooks"
+    if flow.traced == "structure":
+        return "the data flow could not be traced; pass an input as sample="
+    if norm.running_mean is None or norm.running_var is None:
+        return "it keeps no running statistics"
+    if len(calls) != 1:
+        return f"it is used {len(calls)} times" if calls else "the traced pass does not reach it"
+    return None
+
+
 def is_customised(module: nn.Module) -> bool:
     """Whether a call does more than the class's ``forward``: hooks, an instance's ``forward``, parametrizations."""
     watched = any(p is not None and has_gradient_hooks(p) for p in parameter_slots(module).values())

@@ -268,16 +268,9 @@ def fused_weights(
     scale: Tensor | None,
     shift: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return weight and bias of a layer that replaces a layer and the BatchNorm after it in eval mode, in float64.
+    """Return weight and bias, in float64, of a layer that does the same as a layer and the BatchNorm after it.
 
-    Args:
-        layer: A convolution or linear layer.
-        bias: Its bias, if it has one.
-        mean: Statistics of the BatchNorm.
-        variance: As ``mean``.
-        eps: Added to ``variance``.
-        scale: The weight of the BatchNorm, if it has one.
-        shift: The bias of the BatchNorm, if it has one.
+    ``bias`` is that of the layer. All after it is of the BatchNorm, in eval mode.
     """
     weight = parameter_slots(layer)["weight"]
     assert weight is not None

@@ -49,13 +49,9 @@ def changing(
     Earlier checkpoints of the optimizer no longer fit, because parameters are stored by position.
 
     If the block raises or is interrupted, everything is restored: the places of modules and parameters, training flags,
-    hooks of state dicts, the parameters and the state of the optimizers, and the values in ``written``. Objects keep
-    their identity. Buffers, other attributes and the effects of optimizer steps are not restored.
-
-    Args:
-        model: Changed in the block.
-        optimizers: Changed at its end.
-        written: Tensors that the block changes in place.
+    hooks of state dicts, the parameters and the state of the optimizers, and the values of ``written``, tensors that
+    the block changes in place. Objects keep their identity. Buffers, other attributes and the effects of optimizer
+    steps are not restored.
 
     Raises:
         ValueError: In a group, the numbers of names and parameters differ. The block did not run.
@@ -130,13 +126,10 @@ def _rebind(
 
 
 def held_elsewhere(model: nn.Module) -> dict[nn.Module, str]:
-    """Find modules that plain attributes hold outside the module tree, which :func:`replace_module` does not reach.
+    """Return modules that plain attributes hold outside the module tree, which :func:`replace_module` does not reach.
 
-    Searches the plain attributes of all modules: lists, tuples, sets, dicts, bound methods, partial functions and
-    unregistered modules in them.
-
-    Returns:
-        Each such module and its holder, such as ``"'path' of the model"``.
+    Each comes with its holder, such as ``"'path' of the model"``. Lists, tuples, sets, dicts, bound methods, partial
+    functions and unregistered modules in attributes are searched.
     """
     found: dict[nn.Module, str] = {}
     registered = set(model.modules())
@@ -215,10 +208,6 @@ def need_copies(flow: Dataflow, norms: Iterable[int]) -> set[int]:
     values that others still read (the skip path) or that autograd keeps for the backward pass. This cannot happen if
     the input comes from a convolution or linear layer and is used nowhere else, or if no operation writes in place and
     the output is not one of the model.
-
-    Args:
-        flow: The data flow of the forward pass.
-        norms: Nodes of the normalisations.
     """
     shared = {norm for norm in norms if not _is_alone_behind_a_layer(flow, norm)}
     if not shared or any(map(_writes, flow.nodes)):

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from torchboost.core.arguments import check_shapes
 from torchboost.core.forward import own_forward, tensors_in, with_tensors
+from torchboost.core.hardware import device_of
 from torchboost.core.torch_private import AnyBatchNorm, AnyConv, module_hooks
 from torchboost.graph.copies import ReachesOriginal, copies_of, full_precision, is_large, undisturbed
 from torchboost.graph.flow import Dataflow, Kind, Traced
@@ -151,13 +152,9 @@ for _name in _OPERATORS:
 class _Symbols(_Recorder, fx.Tracer):
     """Run the Python code of ``forward`` on stand-ins for its tensors. Nothing is computed.
 
-    The flow holds for all tensors, unless ``decide`` was called. Limit: a stand-in is not an instance of ``Tensor``.
-    ``fx.Tracer.trace`` is not used: it patches ``nn.Module`` for all threads.
-
-    Args:
-        copied: A copy of the model.
-        model: The original, whose names and modules the nodes have.
-        decide: Returns the outcome of the next decision by a value or a shape.
+    The flow holds for all tensors, unless ``decide`` was called, which returns the outcome of the next decision by a
+    value or a shape. Nodes have the names and modules of the original. Limit: a stand-in is not an instance of
+    ``Tensor``. ``fx.Tracer.trace`` is not used: it patches ``nn.Module`` for all threads.
     """
 
     def __init__(self, copied: nn.Module, model: nn.Module, decide: Callable[[], bool]) -> None:
@@ -350,7 +347,7 @@ def _traced(model: nn.Module, sample: Any) -> Dataflow:
             flows = trace_paths(network, sample if network is model else None, most=1)
             if flows is not None:
                 return flows[0]
-        return trace_run(model, sample) or Dataflow("structure")
+        return first_run(model, sample, record_run) or Dataflow("structure")
 
 
 def trace_paths(model: nn.Module, sample: Any = None, *, most: int = _PATHS) -> list[Dataflow] | None:
@@ -361,19 +358,11 @@ def trace_paths(model: nn.Module, sample: Any = None, *, most: int = _PATHS) -> 
 
     Cost: one symbolic trace for each path, on copies without the values of the parameters.
     """
-    try:
-        return list(_paths(model, sample, most)) or None
-    except Exception:  # data-dependent Python has no common error class
-        return None
-
-
-def _paths(model: nn.Module, sample: Any, most: int) -> Iterator[Dataflow]:
     waiting: list[list[bool]] = [[]]
-    paths = 0
-    while waiting:
+    flows: list[Dataflow] = []
+    for _ in range(most):
         script = waiting.pop()
         taken: list[bool] = []
-        paths += 1
 
         def decide(script: list[bool] = script, taken: list[bool] = taken) -> bool:
             if len(taken) == len(script):
@@ -384,47 +373,32 @@ def _paths(model: nn.Module, sample: Any, most: int) -> Iterator[Dataflow]:
             taken.append(script[len(taken)])
             return taken[-1]
 
-        if paths > most:
-            raise RecursionError("too many paths")
         try:
             with undisturbed(model, numbers=False) as copied:
-                flow = _Symbols(copied, model, decide).run(sample)
-        except Exception as error:
+                flows.append(_Symbols(copied, model, decide).run(sample))
+        except Exception as error:  # data-dependent Python has no common error class
             if type(error) not in (ValueError, AssertionError):
-                raise
-        else:
-            yield flow
-
-
-def trace_run(model: nn.Module, sample: Any = None) -> Dataflow | None:
-    """Return the data flow of one pass on ``sample`` or a guessed input, or None if the model does not run on a guess.
-
-    None too if a copy of it computes with tensors of the model itself.
-
-    Raises:
-        ValueError: The model does not run on ``sample``.
-    """
-    try:
-        return first_run(model, sample, record_run)
-    except ReachesOriginal:
-        return None
+                return None
+        if not waiting:
+            return flows or None
+    return None
 
 
 def first_run(model: nn.Module, sample: Any, run: Callable[[nn.Module, Any], _T]) -> _T | None:
     """Return the result of ``run`` for the model and ``sample``, or for the first guessed input on which it runs.
 
-    Returns None if it runs on no guess. ``run`` gets the network that a guess is for, which may be a part of the model.
+    Returns None if it runs on no guess, or if a copy computes with tensors of the model itself. ``run`` gets the
+    network that a guess is for, which may be a part of the model.
 
     Raises:
         ValueError: The model does not run on ``sample``.
-        ReachesOriginal: A copy computes with tensors of the model itself.
     """
     for network, candidate in _candidates(model, sample):
         try:
             with copies_of(model):
                 return run(network, candidate)
         except ReachesOriginal:
-            raise
+            return None
         except Exception as error:
             if sample is not None:
                 raise ValueError(f"the model does not run on the sample: {error}") from error
@@ -437,7 +411,7 @@ def evaluate(network: nn.Module, sample: Any) -> list[Tensor]:
     The inputs are copied. Inputs that autocast would cast are cast to the precision of the parameters.
     """
     kinds = [p.dtype for p in network.parameters() if p.is_floating_point()]
-    device = next((p.device.type for p in network.parameters()), "cpu")
+    device = device_of(network).type
     cast = kinds[0] if kinds and device != "meta" and torch.is_autocast_enabled(device) else None
     inputs = with_tensors(
         Arguments.of(sample), lambda x: x.detach().to(cast if x.is_floating_point() else None, copy=True)

@@ -47,10 +47,8 @@ def prepare(
 
     ``save_state`` and ``load_state`` then carry the state of the boosted training as well, so a resumed run continues
     exactly. Weights are saved for the original architecture. Gradient accumulation, clipping, loss scaling and mixed
-    precision remain the accelerator's.
-
-    If the accelerator shards the model with FSDP2, its modules are changed before and the algorithms are attached
-    after.
+    precision remain the accelerator's. If the accelerator shards the model with FSDP2, its modules are changed before
+    and algorithms are attached after.
 
     Args:
         accelerator: Of one process, or of several with ``DistributedDataParallel`` or FSDP2
@@ -58,12 +56,12 @@ def prepare(
         model: The bare model, changed in place. It is moved to the device of the accelerator first.
         optimizer: Its optimizer.
         *others: Further objects that the accelerator prepares: data loaders, schedulers.
-        level: ``"O0"``, ``"O1"`` or ``"O2"``. See :func:`torchboost.boost`.
+        level: See :func:`torchboost.boost`.
         total_steps: Number of updates in the whole run, not of batches.
-        config: See :func:`torchboost.boost`. If it has a recipe, build the schedule afterwards, on
-            ``boosted.optimizer``, for ``boosted.steps`` updates, and prepare it then.
+        config: If it has a recipe, build the schedule afterwards, on ``boosted.optimizer``, for ``boosted.steps``
+            updates, and prepare it then.
         calibrate: See :func:`torchboost.boost`.
-        verify: Whether the speed levers are compared with a plain step. See :func:`torchboost.boost`.
+        verify: See :func:`torchboost.boost`.
 
     Returns:
         The prepared model, the prepared optimizer, the prepared ``others`` in their order, and the
@@ -92,8 +90,7 @@ def prepare(
         if plan.recipe.optimizer is not None:
             raise IncompatibleError(
                 f"found recipe.optimizer={plan.recipe.optimizer!r} and FSDP2, which takes the optimizer before the "
-                "recipe is applied. Build it yourself, as with torchboost.optim.muon_from, and leave it out of the "
-                "recipe."
+                "recipe is applied. Build it yourself, as with torchboost.optim.muon_from, and leave it out."
             )
         plan.without({name: "" for name, entry in REGISTRY.items() if entry.lever}).transform(model, optimizer)
         prepared = accelerator.prepare(model, optimizer, *others)

@@ -31,24 +31,19 @@ class Boost(Callback):
     The network is changed in ``setup``, before Lightning restores a checkpoint and wraps it, and the algorithms are
     attached in ``on_fit_start``. The number of updates comes from the trainer. The attachments are removed when ``fit``
     ends, also by an error. Checkpoints hold the weights of the original architecture, which ``load_from_checkpoint``
-    loads without this callback, and its state, from which a resumed run continues exactly.
-
-    Gradient accumulation, clipping, loss scaling and mixed precision remain the trainer's.
+    loads without this callback, and its state, from which a resumed run continues exactly. Gradient accumulation,
+    clipping, loss scaling and mixed precision remain the trainer's.
 
     Args:
-        level: ``"O0"``, ``"O1"`` or ``"O2"``. See :func:`torchboost.boost`.
+        level: As for :func:`torchboost.boost`, also ``config``, ``calibrate`` and ``verify``.
         module: Name of the network in the ``LightningModule``, such as ``"net"`` if ``training_step`` calls
             ``self.net(x)``. If it is None, the only child that has parameters.
-        config: Settings that override the level. See :func:`torchboost.boost`.
-        calibrate: How long the trial of the speed levers may take. See :func:`torchboost.boost`.
-        verify: Whether the speed levers are compared with a plain step. See :func:`torchboost.boost`.
 
     Attributes:
         boosted: The boosted pair of the last ``fit``. None before.
 
     Raises:
-        ValueError: ``calibrate`` is not valid.
-        ConfigError: ``level`` or ``config`` is not valid.
+        ValueError, ConfigError: An argument is not valid.
         IncompatibleError: ``config`` has a recipe that builds an optimizer or shortens the run: Lightning owns both.
             Raised in ``fit`` if a recipe scales rates and ``configure_optimizers`` returned a schedule, if there are
             several networks or optimizers, or if the strategy is not one device, DDP or FSDP2. Nothing is changed.
@@ -143,11 +138,12 @@ class Boost(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remove the attachments."""
-        self._remove()
+        if self.boosted is not None:
+            self.boosted.levers.end()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Remove the attachments."""
-        self._remove()
+        self.teardown(trainer, pl_module, "fit")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
@@ -156,10 +152,6 @@ class Boost(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the state of a checkpoint until the algorithms are attached."""
         self._loaded = state_dict or None
-
-    def _remove(self) -> None:
-        if self.boosted is not None:
-            self.boosted.levers.end()
 
     def _network(self, pl_module: LightningModule) -> nn.Module:
         children = {name: child for name, child in pl_module.named_children() if any(True for _ in child.parameters())}

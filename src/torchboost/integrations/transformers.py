@@ -44,19 +44,15 @@ class BoostMixin(_Base):
     ``bf16`` or ``fp16``, the level leaves autocast to it.
 
     Args:
-        boost: ``"O0"``, ``"O1"`` or ``"O2"``. See :func:`torchboost.boost`.
-        boost_config: Settings that override the level. See ``config`` of :func:`torchboost.boost`.
-        calibrate: How long the trial of the speed levers may take. See :func:`torchboost.boost`.
-        verify: Whether the speed levers are compared with a plain step. See :func:`torchboost.boost`.
-
-    All other arguments are the trainer's.
+        boost: The ``level`` of :func:`torchboost.boost`. ``calibrate`` and ``verify`` are as there.
+        boost_config: Its ``config``.
+        **kwargs: The trainer's.
 
     Attributes:
         boosted: The boosted pair of the last call of ``train``. None before the first one.
 
     Raises:
-        ValueError: ``calibrate`` is not valid.
-        ConfigError: ``boost`` or ``boost_config`` is not valid.
+        ValueError, ConfigError: An argument is not valid.
         IncompatibleError: In ``train``, if the trainer shards the model, as DeepSpeed and FSDP do, or if a recipe
             meets a schedule that was given to the trainer, or a second call of ``train``. Nothing is changed.
     """
@@ -228,8 +224,7 @@ def boost(
     """
     if not isinstance(trainer, Trainer):
         raise TypeError(
-            f"trainer: found {type(trainer).__name__}; pass a transformers.Trainer. For a model and an optimizer use "
-            "torchboost.boost."
+            f"trainer: found {type(trainer).__name__}; pass a transformers.Trainer, or a pair to torchboost.boost."
         )
     kind = type(trainer)
     if not isinstance(trainer, BoostMixin):

@@ -6,18 +6,16 @@ import contextlib
 import ctypes
 import functools
 import gc
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from types import TracebackType
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from torchboost.measure.stopwatch import Clock
+from torchboost.measure.stopwatch import Clock, pair_of, seconds_of
 
 __all__ = ["PAYS", "Kind", "PeakMemory", "Products", "half_speed", "products"]
 
@@ -90,15 +88,8 @@ class Products:
         return f"a bfloat16 {self.kind} takes {factor} times the time of a float32 one here"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rung:
-    """One size of a product.
-
-    Args:
-        size: The size in words.
-        work: Floating-point operations of one call.
-        build: Returns the call for a precision.
-    """
+class Rung(NamedTuple):
+    """One size of a product: in words, the floating-point operations of a call, and what makes it for a precision."""
 
     size: str
     work: float
@@ -167,21 +158,16 @@ def climb(kind: Kind, rungs: Sequence[Rung], *, seconds: float, pairs: int = 9, 
     for position, rung in enumerate(rungs):
         if position and clock() - start + (1 + LEAST_PAIRS) * cost * rung.work / rungs[position - 1].work > seconds:
             break
-        calls = {dtype: rung.build(dtype) for dtype in (torch.float32, torch.bfloat16)}
-        for call in calls.values():
+        calls = [rung.build(dtype) for dtype in (torch.float32, torch.bfloat16)]
+        for call in calls:
             call()
+        timed = [functools.partial(seconds_of, call, clock) for call in calls]
         times: list[tuple[float, float]] = []
         while len(times) < (LEAST_PAIRS if position < len(rungs) - 1 else pairs):
             limit = seconds * (BUSY if len(times) < LEAST_PAIRS and position == 0 else 1.0)
             if times and clock() - start + sum(times[-1]) > limit:
                 break
-            order = list(calls) if len(times) % 2 == 0 else list(reversed(calls))
-            marks = [clock()]
-            for dtype in order:
-                calls[dtype]()
-                marks.append(clock())
-            taken = dict(zip(order, map(operator.sub, marks[1:], marks), strict=True))
-            times.append((taken[torch.float32], taken[torch.bfloat16]))
+            times.append(pair_of(*timed, turned=len(times) % 2 == 1))
         if result is None or len(times) >= LEAST_PAIRS:
             full, half = (max(min(column), 1e-12) for column in zip(*times, strict=True))
             result = Products(
@@ -215,10 +201,7 @@ def _matrices(device: torch.device) -> list[Rung]:
 
         return call
 
-    return [
-        Rung(size=f"{n} x {n} x {n}", work=6.0 * n**3, build=functools.partial(built, n))
-        for n in MATRIX_SIZES[device.type]
-    ]
+    return [Rung(f"{n} x {n} x {n}", 6.0 * n**3, functools.partial(built, n)) for n in MATRIX_SIZES[device.type]]
 
 
 def _convolutions(device: torch.device) -> list[Rung]:
@@ -237,14 +220,12 @@ def _convolutions(device: torch.device) -> list[Rung]:
 
         return call
 
-    return [
-        Rung(
-            size=f"{batch} x {channels} channels x {SIDE} x {SIDE}",
-            work=6.0 * batch * SIDE**2 * 9 * channels**2,
-            build=functools.partial(built, batch, channels),
-        )
-        for batch, channels in IMAGES[device.type]
-    ]
+    rungs: list[Rung] = []
+    for batch, channels in IMAGES[device.type]:
+        work = 6.0 * batch * SIDE**2 * 9 * channels**2
+        size = f"{batch} x {channels} channels x {SIDE} x {SIDE}"
+        rungs.append(Rung(size, work, functools.partial(built, batch, channels)))
+    return rungs
 
 
 class PeakMemory:
@@ -278,9 +259,7 @@ class PeakMemory:
             self._before = _resident("VmRSS") if _reset() else None
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         counts = self._counts
         if self._before is not None:
             peak = _resident("VmHWM") if counts is None else counts.max_memory_allocated(self._device)

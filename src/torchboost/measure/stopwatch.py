@@ -200,7 +200,7 @@ def compare(
             gc.collect(0)
             for name in order:
                 with (around or {}).get(name, nullcontext)():
-                    samples[name].append(_sample((timed or contestants)[name], calls, clock))
+                    samples[name].append(seconds_of((timed or contestants)[name], clock, calls))
     tell("timing", pairs, pairs)
     return Comparison(samples=samples, warmup_seconds=warm, baselines=tuple(baselines), unsettled=tuple(unsettled))
 
@@ -265,7 +265,7 @@ def _warm_up(call: Callable[[], object], rule: Warmup, clock: Clock) -> tuple[fl
     times: list[float] = []
     graphs: list[int] = []
     while len(times) < rule.limit and (len(times) < rule.least or sum(times) < rule.seconds):
-        times.append(_sample(call, 1, clock))
+        times.append(seconds_of(call, clock))
         graphs.append(compiled_graphs())
         if len(times) >= max(rule.least, 2 * rule.window) and len(set(graphs[-rule.window - 1 :])) == 1:
             last, before = median(times[-rule.window :]), median(times[-2 * rule.window : -rule.window])
@@ -274,11 +274,20 @@ def _warm_up(call: Callable[[], object], rule: Warmup, clock: Clock) -> tuple[fl
     return sum(times), rule.limit == 0
 
 
-def _sample(call: Callable[[], object], calls: int, clock: Clock) -> float:
+def seconds_of(call: Callable[[], object], clock: Clock, calls: int = 1) -> float:
+    """Return the seconds of a call, on average over several."""
     start = clock()
     for _ in range(calls):
         call()
     return (clock() - start) / calls
+
+
+def pair_of(first: Callable[[], float], second: Callable[[], float], *, turned: bool) -> tuple[float, float]:
+    """Return two measurements. If ``turned``, the second one is made before the first."""
+    if turned:
+        later = second()
+        return first(), later
+    return first(), second()
 
 
 @contextmanager

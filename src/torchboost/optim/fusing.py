@@ -32,8 +32,7 @@ _FUSABLE: dict[type[Optimizer], type[Optimizer]] = {
 def care_for_fused(optimizer: Optimizer) -> Attachment:
     """Keep the steps right of groups that are fused already, if memory formats or the set of trained parameters change.
 
-    See :func:`torchboost.algorithms.fuse_optimizer` for the possible errors. Without a fused group, and if a
-    :class:`Fusion` does the same, nothing is attached.
+    Without a fused group, and if a :class:`Fusion` does the same, nothing is attached.
     """
     optimizer = hookable(optimizer)
     fused = [bool(group.get("fused")) for group in optimizer.param_groups]
@@ -42,12 +41,7 @@ def care_for_fused(optimizer: Optimizer) -> Attachment:
 
 
 class Fusion(Attachment):
-    """Fuses groups, and looks at gradients and state before each step.
-
-    Args:
-        optimizer: It calls hooks.
-        chosen: For each group, whether it is fused. Other groups keep their form.
-    """
+    """Fuses the chosen groups, and looks at gradients and state before each step. Other groups keep their form."""
 
     def __init__(self, optimizer: Optimizer, chosen: list[bool]) -> None:
         super().__init__(undo=self._restore)
@@ -94,16 +88,13 @@ class Fusion(Attachment):
             if not group.get("fused"):
                 continue
             moving = [p for p in group["params"] if p.grad is not None]
-            contiguous = [p.is_contiguous() for p in moving]
-            strides: list[tuple[int, ...] | None] = []
-            if not (all(contiguous) and all(p.grad.is_contiguous() for p in moving)):
+            if not all(p.is_contiguous() and p.grad.is_contiguous() for p in moving):
                 if any(p.grad.layout is not torch.strided for p in moving):
                     self._give_up(index, group, "has sparse gradients, which the fused kernels do not support")
                     continue
-                strides = [None if plain else p.stride() for p, plain in zip(moving, contiguous, strict=True)]
                 self._align(moving)
             kinds = {(p.dtype, p.device) for p in moving}
-            look = list(map(id, moving)), kinds, strides
+            look = list(map(id, moving)), kinds, [p.stride() for p in moving]
             if self._seen.get(index) != (*look, len(state)) and self._is_sound(index, group, moving, kinds):
                 self._seen[index] = (*look, len(state))  # the buffers of a first step do not exist yet
 
@@ -119,11 +110,8 @@ class Fusion(Attachment):
                 p.grad = arranged
                 if not grad.requires_grad and writable(grad) is grad:
                     self._lent.append((p, grad, arranged))
-            if not p.is_contiguous() and p in self._optimizer.state:
-                for value in self._optimizer.state[p].values():
-                    if isinstance(value, Tensor) and value.dim() == p.dim() and value.stride() != p.stride():
-                        _align_state(self._optimizer.state[p], p)
-                        break
+            if not p.is_contiguous():
+                _align_state(self._optimizer.state.get(p, {}), p)
 
     @torch.no_grad()
     def _give_back(self, *_: Any) -> None:
@@ -144,8 +132,7 @@ class Fusion(Attachment):
             return False
         state = self._optimizer.state
         for p in parameters:
-            if p in state:
-                _align_state(state[p], p)
+            _align_state(state.get(p, {}), p)
         late = [p for p in parameters if state.get(p, {}).get("momentum_buffer") is None]
         if group.get("momentum") and len(late) < len(parameters):
             for p in late:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from torchboost.core.arguments import check_module, check_number, check_shapes
+from torchboost.core.arguments import check_flag, check_module, check_number, check_shapes
 from torchboost.core.torch_private import AnyConv, AnyNorm
 from torchboost.core.wrapping import unwrap, wrapper_of
 from torchboost.errors import IncompatibleError
@@ -39,6 +40,11 @@ _WHY: Mapping[Place, str] = {
     "other": "not multiplied as a matrix",
     "not reached": "not used by the pass",
 }
+
+
+def options_of(group: Mapping[str, Any]) -> ParamGroup:
+    """Return the options of a param group, without its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -80,8 +86,7 @@ class GroupRule:
             raise ValueError("options: found none; give at least one, such as {'weight_decay': 0.0}.")
         if self.modules is None and self.name is None and self.when is None:
             raise ValueError(
-                "found no criterion; give modules, name or when. For options of all parameters use the 'defaults' of "
-                "param_groups."
+                "found no criterion; give modules, name or when. For all parameters use 'defaults' of param_groups."
             )
         _check_types("modules", () if self.modules is None else self.modules)
         if self.name is not None:
@@ -117,16 +122,12 @@ def param_groups(
     """Sort the parameters of a model into groups with separate options, for any ``torch.optim`` optimizer.
 
     A parameter gets the options of **all** rules it matches. If two rules set the same option, the later one wins, so
-    write the general rules first. Rules merge because they decide different things, such as the learning rate by depth
-    and the decay by kind of parameter. If only the first match counted, every combination would need its own rule.
-    Parameters that match the same rules form one group.
+    write the general rules first. Parameters that match the same rules form one group.
 
     Every trainable parameter is in exactly one group. Tied weights appear once, under their first name. Groups are
     ordered by the first rule they match, then by the next. Parameters without a rule come last. Inside a group the
-    parameters keep the order of the model, so the same model and rules give the same groups on every rank and after a
-    restart. Names are stored as ``param_names``, which torch saves with the optimizer's state.
-
-    Cost: one pass over the parameters per rule, in Python. The model is not changed.
+    parameters keep the order of the model. Names are stored as ``param_names``, which torch saves with the optimizer's
+    state. Cost: one pass over the parameters per rule, in Python.
 
     Args:
         model: Bare, inside DDP, ``DataParallel`` or ``torch.compile`` (whose prefixes are not part of the names), or
@@ -135,9 +136,6 @@ def param_groups(
         defaults: Options of every group, which rules override. The optimizer sets all others.
         include_frozen: Whether parameters with ``requires_grad=False`` also get a group. Set it if they are unfrozen
             later, or frozen in turns. torch skips them while they have no gradient.
-
-    Returns:
-        Groups to pass to an optimizer, as in ``torch.optim.AdamW(groups)``. None is empty.
 
     Raises:
         TypeError: An argument has the wrong type, or a rule's ``when`` returned something other than a boolean.
@@ -197,8 +195,7 @@ def no_decay(*, also: type | tuple[type, ...] = ()) -> tuple[GroupRule, ...]:
     """Return rules that disable weight decay for norms, biases and other vectors, found by structure.
 
     These are all parameters of at most one axis (biases, the scales and shifts of any norm, layer scales,
-    temperatures), and all parameters of torch's norm layers. Names are not considered. Weight decay is meant for
-    matrices and kernels. Not applying it to vectors is common practice since BERT (Devlin et al., 2019).
+    temperatures), and all parameters of torch's norm layers, as is common since BERT (Devlin et al., 2019).
     Parameters of several axes in a custom norm still decay, unless its type is in ``also``.
 
     Put these rules after others that set ``weight_decay``, because the later rule wins. The model need not have such
@@ -229,14 +226,11 @@ def layer_wise_decay(model: nn.Module, base_lr: float, *, factor: float) -> tupl
 
     ``lr = base_lr * factor ** (number of blocks after this one)``: the last block, usually the head, learns with
     ``base_lr``, the first block with the lowest rate (ELECTRA, Clark et al., 2020; BEiT, Bao et al., 2022, with factors
-    from 0.65 to 0.9). Freezing uses the same blocks (:func:`torchboost.graph.blocks.blocks_of`): in the order in which
-    they run, a norm together with the layer before it. So a final norm learns at the rate of the last layer, and token
-    and position embeddings in two modules are two blocks. BEiT puts the norm with the head, and ELECTRA puts all
-    embeddings at one depth. Tied weights count once, at their last use: an embedding tied to the head learns with
-    ``base_lr``.
+    from 0.65 to 0.9). Blocks are those of freezing (:func:`torchboost.graph.blocks.blocks_of`): in the order in which
+    they run, a norm together with the layer before it, and embeddings in two modules as two blocks. BEiT puts a final
+    norm with the head, and ELECTRA all embeddings at one depth. Tied weights count once, at their last use.
 
     The rules name parameters, so they also fit a copy of the model. They set only ``lr``. Add other rules to them.
-
     Cost: one symbolic trace of the forward pass, or one forward pass on two samples.
 
     Args:
@@ -335,8 +329,8 @@ def _check_options(what: str, options: Any) -> None:
             raise ValueError(f"{what}: found '{key}', which param_groups sets itself; leave it out.")
         if key in ("lr", "weight_decay") and not callable(value) and not isinstance(value, (Tensor, list, tuple)):
             check_number(f"{what}: {key}", value)
-        if key == CENTRALIZE and not isinstance(value, bool):
-            raise TypeError(f"{what}: {key}: found {value!r}; give True or False.")
+        if key == CENTRALIZE:
+            check_flag(f"{what}: {key}", value)
 
 
 def _check_types(what: str, kinds: Any) -> None:
@@ -373,12 +367,7 @@ class Row(NamedTuple):
 
 
 class MuonSplit(list[ParamGroup]):
-    """Param groups for :class:`~torchboost.optim.MixedOptimizer`. ``print`` shows them as a table.
-
-    Args:
-        groups: The groups.
-        rows: One per parameter, in the order of the model.
-    """
+    """Param groups for :class:`~torchboost.optim.MixedOptimizer`. ``print`` shows them, a row for each parameter."""
 
     def __init__(self, groups: Iterable[ParamGroup], rows: Iterable[Row]) -> None:
         super().__init__(groups)
@@ -387,10 +376,9 @@ class MuonSplit(list[ParamGroup]):
     @property
     def sheet(self) -> Sheet:
         """A row for each parameter, and the number of weights of each rule."""
-        totals: dict[str, int] = {}
+        totals: Counter[str] = Counter()
         for group in self:
-            count = sum(param.numel() for param in group["params"])
-            totals[group["rule"]] = totals.get(group["rule"], 0) + count
+            totals[group["rule"]] += sum(param.numel() for param in group["params"])
         return Sheet(
             headings=("parameter", "shape", "rule", "why"),
             rows=tuple((row.name, " x ".join(map(str, row.shape)), row.rule, row.reason) for row in self.rows),
@@ -419,11 +407,11 @@ def muon_groups(
     Muon gets hidden matrices, filters and stacks of matrices. AdamW gets the rest: tables such as embeddings, the
     output layer, layers that read the model's input, norms, biases, matrices of one row or column, and weights that are
     shared with one of these. Several matrices in one parameter, such as the gates of recurrent layers and fused
-    projections, are orthogonalised each by itself. Parameters with the same split form a group. The uses are found in
-    one forward pass (:func:`~torchboost.graph.matrix_uses.matrix_uses`). If the model cannot be run here, types of
-    modules decide: matrices and filters of torch's layers go to Muon, but the last of these layers, and without
-    embeddings the first, go to AdamW. Fused projections are then not split, with a warning if a layer may be one.
-    Types also decide about parameters that the pass did not use, such as experts that were not chosen.
+    projections, are orthogonalised each by itself. The uses are found in one forward pass
+    (:func:`~torchboost.graph.matrix_uses.matrix_uses`). If the model cannot be run here, types of modules decide:
+    matrices and filters of torch's layers go to Muon, but the last of these layers, and without embeddings the first,
+    go to AdamW. Fused projections are then not split, with a warning if a layer may be one. Types also decide about
+    parameters that the pass did not use, such as experts that were not chosen.
 
     Args:
         model: Wrapped or not. It is not changed.
@@ -436,14 +424,12 @@ def muon_groups(
         split: If False, each parameter is one matrix, as in checkpoints of groups without a split.
 
     Returns:
-        Groups to pass to :class:`~torchboost.optim.MixedOptimizer`. No group is empty.
+        Groups to pass to :class:`~torchboost.optim.MixedOptimizer`. Cost: two forward passes of a copy of the model.
 
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: The model does not run on ``sample``, a rule matches nothing, or there is nothing to train.
         IncompatibleError: The model is sharded by FSDP1.
-
-    Cost: two forward passes on ``sample``, of a copy of the model.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -467,7 +453,7 @@ def muon_groups(
             continue
         use = use if split else use._replace(parts=None)
         name, group = chosen[param]
-        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        options = options_of(group)
         reason = _reason(param, use)
         rule = options.get("rule", "muon" if reason is None else "adamw")
         why = reason or use.described(param)
@@ -498,9 +484,9 @@ def _warn_of_types(model: nn.Module) -> None:
 
 
 def _may_be_fused(model: nn.Module) -> bool:
-    """Whether a layer before the last has a multiple of its inputs as outputs that no layer near it reads whole.
+    """Whether a layer has a multiple of its inputs as outputs that no layer after it or in its module reads.
 
-    Near are the next layer, and layers in the same module. The wide layer of a perceptron has such a reader.
+    The wide layer of a perceptron has such a reader.
     """
     around = {child: parent for parent in model.modules() for child in parent.children()}
     layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
@@ -528,10 +514,7 @@ def _reason(parameter: nn.Parameter, use: Use) -> str | None:
 
 
 def _with_types(uses: Mapping[nn.Parameter, Use] | None, model: nn.Module) -> dict[nn.Parameter, Use]:
-    """Return the uses, guessed from the types of modules, in their order, for parameters that the pass did not reach.
-
-    A mixture of experts does not reach all of its experts, and they must not follow different rules.
-    """
+    """Return the uses, guessed from the types of modules for parameters that the pass did not reach, as of experts."""
     tables = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
     holders = [module for module in model.modules() if isinstance(module, _MATRICES)]
     guesses = {parameter: Use("other") for parameter in model.parameters()}

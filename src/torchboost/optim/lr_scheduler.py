@@ -1,8 +1,6 @@
 """torch's learning-rate schedulers under torch's module name, with :class:`ScheduleLR` and :class:`Shortened`.
 
-With ``from torchboost import optim`` instead of ``from torch import optim``, ``optim.lr_scheduler.OneCycleLR`` still
-resolves. These are torch's own classes, which work with the optimizers of both packages. Schedules as functions of the
-update are in :mod:`torchboost.optim.schedules`.
+Schedules as functions of the update are in :mod:`torchboost.optim.schedules`.
 """
 
 from __future__ import annotations
@@ -100,19 +98,14 @@ class ScheduleLR(LRScheduler):
 class Shortened:
     """Drives a scheduler that was built for a longer run, so that it ends with a shorter one.
 
-    Each :meth:`step` makes one or more steps of the scheduler. After ``k`` of ``steps`` updates it has made
-    ``k * total_steps // steps``, so after all of them exactly ``total_steps``. Use it if the length of a schedule
-    cannot be changed where it is built. Otherwise build it for the shorter run.
-
-    It is not a scheduler itself. A trainer that looks for one gets the scheduler without this class.
+    After ``k`` of ``steps`` updates it has made ``k * total_steps // steps`` steps of the scheduler. Use it if the
+    length of a schedule cannot be changed where it is built. Otherwise build it for the shorter run. It is not a
+    scheduler itself. A trainer that looks for one gets the scheduler without this class.
 
     Args:
         scheduler: Of torch or transformers, as it was built, for ``total_steps`` steps.
         steps: Updates of the shorter run, such as ``boosted.steps``, at most ``total_steps``.
         total_steps: Updates that the scheduler was built for.
-
-    Attributes:
-        scheduler: The given one.
 
     Raises:
         TypeError: ``scheduler`` is not a scheduler, or decides by a metric, as ``ReduceLROnPlateau`` does.

@@ -59,18 +59,15 @@ def named_optimizer(
     """Build an optimizer over all trainable parameters of a model.
 
     ``"muon"`` is a :class:`~torchboost.optim.MixedOptimizer` over :func:`~torchboost.optim.muon_groups`. The hidden
-    matrices follow Muon with ``momentum=0.9``, at a rate of their own, for which 0.02 is usual. The rest follows AdamW.
-    ``"schedule_free_adamw"`` is :class:`~torchboost.optim.ScheduleFreeAdamW`. Both decay weights by 0.01, as torch's
-    AdamW does. Do not use Muon to fine-tune all weights of a model that was trained with Adam.
-
-    With ``"muon"``, schedules that write rates and momentum, such as ``OneCycleLR``, need one rate per group and
-    ``cycle_momentum=False``, without which torch raises ``ValueError``: see :func:`~torchboost.optim.muon_from`. To
-    resume, build the optimizer again by the same name and load its state.
+    matrices follow Muon with ``momentum=0.9``, the rest follows AdamW. For schedules see
+    :func:`~torchboost.optim.muon_from`. ``"schedule_free_adamw"`` is :class:`~torchboost.optim.ScheduleFreeAdamW`. Both
+    decay weights by 0.01, as torch's AdamW does. Do not use Muon to fine-tune all weights of a model that was trained
+    with Adam. To resume, build the optimizer again by the same name and load its state.
 
     Args:
         name: See above.
-        model: Not changed. With ``"schedule_free_adamw"`` it gets a hook that warns once if the model is evaluated (in
-            eval mode, without gradients) while it holds the weights of training.
+        model: With ``"schedule_free_adamw"`` it gets a hook that warns once if the model is evaluated (in eval mode,
+            without gradients) while it holds the weights of training.
         lr: Learning rate. With ``"muon"`` it applies to the hidden matrices only, and None takes 0.02. With
             ``"schedule_free_adamw"`` None takes 0.001, torch's default for AdamW.
         adamw_lr: Learning rate of the parameters that ``"muon"`` gives to AdamW. None takes 0.001 for any ``lr``.
@@ -106,12 +103,7 @@ def named_optimizer(
 
 
 def check_given(optimizer: Any, **rates: Any) -> None:
-    """Require an optimizer, a list of them or a name, and refuse rates next to an optimizer that has its own.
-
-    Raises:
-        TypeError: The argument is something else.
-        ValueError: A rate is given.
-    """
+    """Require an optimizer, a list of them or a name, and refuse rates next to an optimizer that has its own."""
     if not isinstance(optimizer, (Optimizer, Sequence)):
         names = " or ".join(f'"{name}"' for name in _NAMED)
         raise TypeError(

@@ -1,8 +1,4 @@
-"""Transforms of gradients, run in order before each step of any optimizer.
-
-An attached pipeline uses the hooks of ``torch.optim.Optimizer``. The optimizer object, its groups and its state are not
-changed.
-"""
+"""Transforms of gradients, run in order before each step of any optimizer, by its hooks."""
 
 from __future__ import annotations
 
@@ -22,20 +18,15 @@ from torchboost.core.step import ClosureOptimizer, Replay, after_closure
 from torchboost.core.torch_private import foreach, versions
 from torchboost.core.wrapping import hookable
 from torchboost.errors import IncompatibleError
-from torchboost.optim.tensors import values_of, writable
+from torchboost.optim.tensors import forget_scale, values_of, writable
 
 
 @dataclass(slots=True)
 class Gradients:
-    """All gradients of one step, as parallel lists across all groups.
+    """All gradients of one step, as parallel lists across all groups: of each parameter that has one.
 
-    Parameters without a gradient are not included.
-
-    Args:
-        params: The parameters.
-        grads: Their gradients. If the shape does not change, change an entry in place, because it may be a view into a
-            communication bucket. An entry that is replaced becomes the parameter's ``.grad``.
-        groups: The param group of each parameter.
+    If the shape of a gradient does not change, change it in place, because it may be a view into a communication
+    bucket. An entry that is replaced becomes the parameter's ``.grad``.
     """
 
     params: list[Tensor]
@@ -85,9 +76,6 @@ class GradientPipeline:
         >>> optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         >>> attachment = GradientPipeline(Centralize(), ClipNorm(1.0)).attach(optimizer)
 
-    Args:
-        *transforms: At least one.
-
     Raises:
         TypeError: Something is not a transform.
         ValueError: No transform was given.
@@ -126,16 +114,10 @@ class _Attached(Attachment):
             optimizer.register_step_pre_hook(self._before_step), optimizer.register_step_post_hook(self._after_step)
         )
 
-    def _params(self) -> list[Tensor]:
-        return [param for group in self._optimizer.param_groups for param in group["params"]]
-
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Transform the gradients, or, if ``step`` gets a closure, after the closure, which makes the gradients.
-
-        It must not run before the closure as well: a closure that accumulates adds to existing gradients.
-        """
+        """Transform the gradients, after a closure and never before it: one that accumulates adds to existing ones."""
         if self._nests and self._inside and self._seen and self._is_as_left():
             self._inside += 1
             return None
@@ -165,17 +147,17 @@ class _Attached(Attachment):
 
     def _is_as_left(self) -> bool:
         """Whether the transforms changed these gradients last."""
-        grads = [p.grad for p in self._params() if p.grad is not None]
+        grads = self._gradients().grads
         return len(grads) == len(self._seen) and all(
             seen() is grad and version == now
             for grad, now, (seen, version) in zip(grads, versions(grads), self._seen, strict=True)
         )
 
     def _remember(self) -> None:
-        grads = [p.grad for p in self._params() if p.grad is not None]
+        grads = self._gradients().grads
         self._seen = list(zip(map(weakref.ref, grads), versions(grads), strict=True))
 
-    def _apply(self) -> None:
+    def _gradients(self) -> Gradients:
         gradients = Gradients([], [], [])
         for group in self._optimizer.param_groups:
             for param in group["params"]:
@@ -183,6 +165,10 @@ class _Attached(Attachment):
                     gradients.params.append(param)
                     gradients.grads.append(param.grad)
                     gradients.groups.append(group)
+        return gradients
+
+    def _apply(self) -> None:
+        gradients = self._gradients()
         before = list(gradients.grads)
         try:
             with torch.no_grad():
@@ -190,9 +176,7 @@ class _Attached(Attachment):
                 self._unscale(gradients)
                 transform_gradients(self._transforms, gradients)
         except BaseException:
-            # GradScaler.step does not clean up after an exception, so the next step would multiply by this scale.
-            for name in ("grad_scale", "found_inf"):
-                vars(self._optimizer).pop(name, None)
+            forget_scale(self._optimizer)
             raise
         for param, old, new in zip(gradients.params, before, gradients.grads, strict=True):
             if new is not old:
@@ -201,10 +185,7 @@ class _Attached(Attachment):
             self._remember()
 
     def _unscale(self, gradients: Gradients) -> None:
-        """Divide by the loss scale that ``GradScaler`` gives a fused kernel, if a transform needs true gradients.
-
-        The kernel then divides by 1, and skips the update at an overflow as before.
-        """
+        """Divide by the loss scale that ``GradScaler`` gives a fused kernel, if a transform needs true gradients."""
         optimizer: Any = self._optimizer
         scale = getattr(optimizer, "grad_scale", None)
         if scale is None or not gradients.grads or all(transform.scale_free for transform in self._transforms):
@@ -215,11 +196,7 @@ class _Attached(Attachment):
 
 
 def check_transforms(transforms: Iterable[object]) -> None:
-    """Refuse objects that are not transforms.
-
-    Raises:
-        TypeError: Something is not a transform.
-    """
+    """Refuse objects that are not transforms."""
     for transform in transforms:
         if isinstance(transform, type):
             raise TypeError(f"found the class {transform.__name__}; give an instance: {transform.__name__}(...).")
@@ -230,11 +207,7 @@ def check_transforms(transforms: Iterable[object]) -> None:
 
 
 def check_gradients(transforms: Iterable[GradientTransform], gradients: Gradients) -> list[Tensor]:
-    """Run the ``check`` of every transform that has one, before any transform runs.
-
-    Returns:
-        The gradients, with stand-ins for entries whose layout a transform is going to change.
-    """
+    """Run the ``check`` of every transform that has one, and return the gradients with the stand-ins of these."""
     expected = Gradients(gradients.params, list(gradients.grads), gradients.groups)
     for transform in transforms:
         check = getattr(transform, "check", None)
@@ -251,11 +224,7 @@ def transform_gradients(transforms: Iterable[GradientTransform], gradients: Grad
 
 
 def refuse_sparse(transform: object, gradients: Gradients) -> None:
-    """Refuse sparse gradients before anything is changed.
-
-    Raises:
-        IncompatibleError: A gradient is sparse.
-    """
+    """Refuse sparse gradients before anything is changed."""
     for param, grad in zip(gradients.params, gradients.grads, strict=True):
         if grad.layout is not torch.strided:
             raise IncompatibleError(

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from torchboost.core.arguments import check_number, check_pair, is_number
 from torchboost.core.torch_private import drives_schedule, step_post_hooks, step_pre_hooks
 from torchboost.core.wrapping import hookable
 from torchboost.errors import IncompatibleError, NoEffectWarning
-from torchboost.optim.groups import ParamGroup, muon_groups
+from torchboost.optim.groups import ParamGroup, muon_groups, options_of
 from torchboost.optim.rules.base import UpdateRule
 from torchboost.optim.rules.mixed import GROUP_RULES, MixedOptimizer
 from torchboost.optim.rules.muon import Muon
@@ -46,10 +47,8 @@ def muon_from(optimizer: Optimizer, model: nn.Module, *, lr: float, sample: Any 
     Hidden matrices, filters and stacks of matrices, as found by :func:`~torchboost.optim.muon_groups`, follow Muon with
     ``momentum=0.9`` and the scale ``"original"``. Everything else keeps rule and options of its group, and is updated
     as the given optimizer would, bit for bit. A group with both kinds becomes two, the matrices after the rest.
-
     If groups have different rates, their matrices keep the proportion. The weight decay of matrices is such that
-    ``lr * weight_decay``, the share by which an update shrinks the weights, equals the group's. Matrices that did not
-    decay do not decay.
+    ``lr * weight_decay``, the share by which an update shrinks the weights, equals the group's.
 
     Schedules that scale the rates of the groups, such as ``LambdaLR`` and ``CosineAnnealingLR``, fit. Schedules that
     write rates, such as ``OneCycleLR``, take one per group: ``[group["lr"] for group in optimizer.param_groups]``, with
@@ -91,17 +90,12 @@ def muon_from(optimizer: Optimizer, model: nn.Module, *, lr: float, sample: Any 
 
 @dataclass(frozen=True)
 class Applied:
-    """The result of a recipe.
-
-    Args:
-        optimizers: To be trained, one for each given one.
-        built: Their description in words.
-        undo: Lets the given optimizers be stepped again, and gives them back their rates unless these have changed.
-    """
+    """The optimizers to train, one for each given one, and their description in words."""
 
     optimizers: list[Optimizer]
     built: str
     undo: Callable[[], None]
+    """Lets the given optimizers be stepped again, and gives them back their rates unless these have changed."""
 
 
 def apply_recipe(
@@ -110,14 +104,8 @@ def apply_recipe(
     """Build the optimizer that a recipe asks for, and scale rates.
 
     Without another optimizer the rates of the given ones are scaled in place. Otherwise the given one does not change,
-    but refuses steps, because the new one must be stepped.
-
-    Args:
-        recipe: If it is neutral, nothing changes.
-        optimizers: The given ones.
-        model: Not changed, except that a hook warns of evaluations on the weights of training if the optimizer is
-            schedule-free.
-        total_steps: Updates of the run. None if they are not known.
+    but refuses steps, because the new one must be stepped. If the new one is schedule-free, a hook of the model warns
+    of evaluations on the weights of training.
 
     Raises:
         IncompatibleError: The recipe cannot be applied to these optimizers. Nothing is changed.
@@ -136,14 +124,15 @@ def apply_recipe(
         )
     inner = [hookable(one) for one in optimizers]
     _check(recipe, optimizers, inner)
+    undo = ExitStack()
     if recipe.optimizer is None:
         tensors: dict[int, tuple[Any, Any]] = {}
-        undos = [_scale(one, recipe.rate, tensors) for one in inner] if recipe.rate != 1 else []
-        return Applied(list(optimizers), " and ".join(type(one).__name__ for one in optimizers), _all(undos))
+        for one in inner if recipe.rate != 1 else ():
+            undo.callback(_scale(one, recipe.rate, tensors))
+        return Applied(list(optimizers), " and ".join(type(one).__name__ for one in optimizers), undo.close)
     given, lr, groups = optimizers[0], recipe.built_lr, described_groups(optimizers[0])
     if recipe.rate != 1:
         groups = [{**group, "lr": group["lr"] * recipe.rate} for group in groups]
-    undos: list[Callable[[], None]] = []
     new: UpdateRule
     if recipe.optimizer == "muon":
         new = _with_muon(given, groups, model, lr, None)
@@ -151,14 +140,14 @@ def apply_recipe(
     else:
         new = _schedule_free(given, groups, lr)
         built = f"schedule-free AdamW at {lr:g} in place of {type(given).__name__}"
-        undos.append(warn_if_evaluated(model, new).remove)
+        undo.callback(warn_if_evaluated(model, new).remove)
     instead = (
         f"the recipe trains with {built}, so a step of the {type(given).__name__} that was given would train twice; "
         "step boosted.optimizer: model, optimizer = boost(model, optimizer, ...)."
     )
-    undos.append(DirectSteps(given, new, instead).remove)
-    undos.append(new.register_step_pre_hook(_LooksForSchedule(given)).remove)
-    return Applied([new], built, _all(undos))
+    undo.callback(DirectSteps(given, new, instead).remove)
+    undo.callback(new.register_step_pre_hook(_LooksForSchedule(given)).remove)
+    return Applied([new], built, undo.close)
 
 
 def _check(recipe: RecipeSection, optimizers: Sequence[Optimizer], inner: Sequence[Optimizer]) -> None:
@@ -185,10 +174,9 @@ def _check(recipe: RecipeSection, optimizers: Sequence[Optimizer], inner: Sequen
 
 
 class _LooksForSchedule:
-    """A hook of an optimizer that looks for schedules on the one that it replaces.
+    """A hook of an optimizer that looks for schedules on the one that it replaces: at the first step, for their mark.
 
-    If a schedule has marked the replaced one, the first step raises. ``ReduceLROnPlateau`` sets no mark. It shows
-    when it first changes a rate, in the middle of a run, so this only warns.
+    ``ReduceLROnPlateau`` sets no mark. It shows when it first changes a rate, in a run, so this only warns.
     """
 
     def __init__(self, given: Optimizer) -> None:
@@ -207,21 +195,10 @@ class _LooksForSchedule:
             self._warned = True
             warnings.warn(
                 f"the rates of the {type(self._given).__name__} that was given have changed, as by ReduceLROnPlateau, "
-                "which has no effect, because the recipe trains with another optimizer; build the schedule on "
-                "boosted.optimizer.",
+                "which has no effect, as the recipe trains with another optimizer; build it on boosted.optimizer.",
                 NoEffectWarning,
                 stacklevel=4,
             )
-
-
-def _all(functions: Iterable[Callable[[], None]]) -> Callable[[], None]:
-    todo = list(functions)
-
-    def call() -> None:
-        while todo:
-            todo.pop()()
-
-    return call
 
 
 def _check_unscheduled(optimizer: Optimizer) -> None:
@@ -266,8 +243,7 @@ def _rate(optimizer: Optimizer, group: Mapping[str, Any]) -> Any:
     rate = group.get("lr")
     if not is_number(rate) and not (isinstance(rate, Tensor) and rate.numel() == 1):
         raise IncompatibleError(
-            f"found lr={rate!r} in a group of {type(optimizer).__name__}; a recipe needs a number or a tensor with one "
-            "element."
+            f"found lr={rate!r} in a group of {type(optimizer).__name__}; give a number or a tensor with one element."
         )
     return rate
 
@@ -278,7 +254,7 @@ def _scale(optimizer: Optimizer, rate: float, tensors: dict[int, tuple[Any, Any]
     ``tensors`` holds the tensors that were scaled already, because groups and optimizers may share them.
     """
     before: list[dict[str, tuple[Any, Any]]] = []
-    for options in (*optimizer.param_groups, optimizer.defaults):
+    for options in (optimizer.defaults, *optimizer.param_groups):
         rates: dict[str, tuple[Any, Any]] = {}
         for key in ("lr", "initial_lr"):
             old = options.get(key)
@@ -297,8 +273,8 @@ def _scale(optimizer: Optimizer, rate: float, tensors: dict[int, tuple[Any, Any]
         scheduled = drives_schedule(optimizer)
         for options in optimizer.param_groups:
             options.pop(SCALED, None)
-        groups = optimizer.param_groups[: len(before) - 1]
-        for options, rates in () if scheduled else zip((*groups, optimizer.defaults), before, strict=False):
+        places = (optimizer.defaults, *optimizer.param_groups)  # of which some may have been added
+        for options, rates in () if scheduled else zip(places, before, strict=False):
             for key, (old, new) in rates.items():
                 if isinstance(old, Tensor) and isinstance(options.get(key), Tensor):
                     options[key].copy_(torch.where(options[key] == new, old, options[key]))
@@ -309,11 +285,7 @@ def _scale(optimizer: Optimizer, rate: float, tensors: dict[int, tuple[Any, Any]
 
 
 def _rule_of(optimizer: Optimizer, group: Mapping[str, Any]) -> str:
-    """Return the name of the rule of a group.
-
-    Raises:
-        IncompatibleError: No group may have it, or it is Muon.
-    """
+    """Return the name of the rule of a group. Refuse one that no group may have, and Muon."""
     kind = type(optimizer)
     names = {**OF_TORCH, **{rule: name for name, rule in GROUP_RULES.items()}}
     name = group.get("rule", optimizer.defaults["rule"]) if kind is MixedOptimizer else names.get(kind)
@@ -334,26 +306,32 @@ def _rule_of(optimizer: Optimizer, group: Mapping[str, Any]) -> str:
 
 def _kept(optimizer: Optimizer, group: Mapping[str, Any], rule: str) -> ParamGroup:
     """Return the options of a group that keeps its rule, without entries that torch's class would not read."""
-    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    options = options_of(group)
     if type(optimizer) in OF_TORCH:
-        own = set(_defaults(rule)) - set(optimizer.defaults)
+        own = set(_defaults(GROUP_RULES[rule])) - set(optimizer.defaults)
         options = {key: value for key, value in options.items() if key not in own}
         if options.get(CENTRALIZE):  # torch's class does not read it, and a pipeline centralises without it too
             del options[CENTRALIZE]
     return {**options, "rule": rule}
 
 
-def _defaults(rule: str) -> dict[str, Any]:
-    build: Any = GROUP_RULES[rule]
-    return build([{"params": []}]).defaults
+def _defaults(rule: Any) -> dict[str, Any]:
+    return rule([{"params": []}]).defaults
 
 
-def _carried(optimizer: Optimizer, group: Mapping[str, Any], known: Iterable[str]) -> ParamGroup:
-    """Return the options of a group that any rule has, and entries that are the user's own, such as a name."""
+def _moved(optimizer: Optimizer, group: Mapping[str, Any], largest: float, lr: float, rule: type) -> ParamGroup:
+    """Return the options of a group whose parameters get another rule, with ``lr`` in place of the ``largest`` rate.
+
+    Options that any rule has are kept, and entries that are the user's own, such as a name.
+    """
     own = optimizer.defaults_for(group) if isinstance(optimizer, UpdateRule) else optimizer.defaults
-    strange = {*known, *own, "params", "param_names", "rule", "lr", "weight_decay", "updates"}
-    common = {key: group[key] for key in ("maximize", "master_weights") if key in group and key in own}
-    return {**{key: value for key, value in group.items() if key not in strange}, **common}
+    common = {"maximize", "master_weights"} & own.keys()
+    strange = {*_defaults(rule), *own, "rule", "lr", "weight_decay", "updates"} - common
+    return {
+        **{key: value for key, value in options_of(group).items() if key not in strange},
+        "lr": lr * (float(group["lr"]) / largest),
+        "weight_decay": float(group.get("weight_decay", 0.0)) * largest / lr,
+    }
 
 
 def _members(group: Mapping[str, Any], chosen: Callable[[Any], bool]) -> ParamGroup:
@@ -370,26 +348,20 @@ def _with_muon(
     forms: dict[Any, ParamGroup] = {}
     for found in muon_groups(model, sample=sample, include_frozen=True):
         if found["rule"] == "muon":
-            form = {key: value for key, value in found.items() if key not in ("params", "param_names")}
-            forms |= dict.fromkeys(found["params"], form)
+            forms |= dict.fromkeys(found["params"], options_of(found))
     having = [any(param in forms for param in group["params"]) for group in groups]
     largest = max((rate for rate, has in zip(rates, having, strict=True) if has), default=0.0)
     if any(having) and not largest:
         raise IncompatibleError("found the learning rate 0 for all hidden matrices, so they would not be trained.")
     built: list[ParamGroup] = []
-    for group, rule, rate, has in zip(groups, rules, rates, having, strict=True):
+    for group, rule, has in zip(groups, rules, having, strict=True):
         rest = _members(group, lambda param: param not in forms)
         if rest["params"] or not has:
             built.append({**_kept(optimizer, group, rule), **rest})
-        options = {
-            **_carried(optimizer, group, _defaults("muon")),
-            "lr": lr * (rate / largest) if has else lr,
-            "weight_decay": float(group.get("weight_decay", 0.0)) * largest / lr,
-            "momentum": 0.9,
-            "adjust_lr_fn": "original",
-        }
-        found = _distinct(forms[param] for param in group["params"] if param in forms)
-        built += [{**options, **f, **_members(group, lambda param, f=f: forms.get(param) is f)} for f in found]
+        for form in {id(forms[param]): forms[param] for param in group["params"] if param in forms}.values():
+            members = _members(group, lambda param, form=form: forms.get(param) is form)
+            options = {**_moved(optimizer, group, largest, lr, Muon), "momentum": 0.9, "adjust_lr_fn": "original"}
+            built.append({**options, **form, **members})
     try:
         mixed = MixedOptimizer(built, rules[0], **_pipeline(optimizer))
     except (TypeError, ValueError) as error:
@@ -399,17 +371,11 @@ def _with_muon(
     if not _matrices(mixed):
         warnings.warn(
             f"Muon found no hidden matrix or filter to train in this {type(model).__name__}, so "
-            f"{type(optimizer).__name__} trains all of it. print(torchboost.optim.muon_groups(model)) shows the reason "
-            "for each parameter.",
+            f"{type(optimizer).__name__} trains all of it. print(torchboost.optim.muon_groups(model)) says why.",
             NoEffectWarning,
             stacklevel=3,
         )
     return mixed
-
-
-def _distinct(forms: Iterable[ParamGroup]) -> list[ParamGroup]:
-    """Return each form once, in order. Forms of one kind are one object."""
-    return list({id(form): form for form in forms}.values())
 
 
 def _pipeline(optimizer: Optimizer) -> dict[str, Any]:
@@ -433,18 +399,11 @@ def _in_words(optimizer: Optimizer, lr: float, rest: str) -> str:
 
 def _schedule_free(optimizer: Optimizer, groups: Sequence[ParamGroup], lr: float) -> ScheduleFreeAdamW:
     """Return schedule-free AdamW over the groups. Rates and decays follow the rules of :func:`muon_from`."""
-    rates = [float(_rate(optimizer, group)) for group in groups]
-    largest = max(rates)
+    largest = max(float(_rate(optimizer, group)) for group in groups)
     if not largest:
         raise IncompatibleError("found the learning rate 0 in all groups, so nothing would be trained.")
-    known = ScheduleFreeAdamW([{"params": []}]).defaults
     built = [
-        {
-            **_carried(optimizer, group, known),
-            **_members(group, lambda param: True),
-            "lr": lr * (rate / largest),
-            "weight_decay": float(group.get("weight_decay", 0.0)) * largest / lr,
-        }
-        for group, rate in zip(groups, rates, strict=True)
+        {**_moved(optimizer, group, largest, lr, ScheduleFreeAdamW), **_members(group, lambda param: True)}
+        for group in groups
     ]
     return ScheduleFreeAdamW(built, **_pipeline(optimizer))

@@ -51,8 +51,7 @@ class Constant(_ScheduleBase):
         lr: Learning rate, at least 0.
 
     Raises:
-        TypeError: Not a number.
-        ValueError: Negative or not finite.
+        TypeError, ValueError: Not a number, negative or not finite.
 
     Example:
         >>> Constant(0.1)(1000)
@@ -130,8 +129,7 @@ class ExponentialDecay(_Decay):
         staircase: Round ``step / decay_steps`` down.
 
     Raises:
-        TypeError: A setting has the wrong type.
-        ValueError: A setting is out of range.
+        TypeError, ValueError: A setting has the wrong type or is out of range.
 
     Example:
         >>> as_list(ExponentialDecay(0.8, decay_rate=0.5, decay_steps=2, staircase=True), 5)
@@ -192,8 +190,8 @@ class PolynomialDecay(_ScheduleBase):
     """``end_lr + (lr - end_lr) * (1 - step / decay_steps) ** power``, then ``end_lr``.
 
     The "poly" policy of L.-C. Chen et al., "DeepLab", arXiv 1606.00915. With ``cycle`` the decay repeats: at each
-    multiple of ``decay_steps`` the period grows by ``decay_steps``, so the rate jumps up and decays again
-    (``cycle`` of TensorFlow's ``polynomial_decay``, ``update_decay_steps`` of MindSpore).
+    multiple of ``decay_steps`` the period grows by ``decay_steps``, so the rate jumps up and decays again (``cycle`` of
+    TensorFlow's ``polynomial_decay``, ``update_decay_steps`` of MindSpore). Errors as in :class:`ExponentialDecay`.
 
     Args:
         lr: Learning rate at update 0.
@@ -201,10 +199,6 @@ class PolynomialDecay(_ScheduleBase):
         decay_steps: Updates, at least 1.
         power: Above 0. With 1 the decay is linear.
         cycle: Start again after ``decay_steps``.
-
-    Raises:
-        TypeError: A setting has the wrong type.
-        ValueError: A setting is out of range.
 
     Example:
         >>> as_list(PolynomialDecay(0.4, decay_steps=4), 6)
@@ -234,16 +228,12 @@ class CosineDecay(_ScheduleBase):
     """``min_lr + (max_lr - min_lr) / 2 * (1 + cos(pi * step / decay_steps))``, then ``min_lr``.
 
     Equation 5 of I. Loshchilov and F. Hutter, "SGDR: Stochastic Gradient Descent with Warm Restarts",
-    arXiv 1608.03983, without restarts.
+    arXiv 1608.03983, without restarts. Errors as in :class:`ExponentialDecay`.
 
     Args:
         max_lr: Learning rate at update 0.
         min_lr: Learning rate at update ``decay_steps`` and after, at most ``max_lr``.
         decay_steps: Updates, at least 1.
-
-    Raises:
-        TypeError: A setting has the wrong type.
-        ValueError: A setting is out of range.
 
     Example:
         >>> as_list(CosineDecay(0.2, decay_steps=2), 4)
@@ -269,8 +259,8 @@ class CosineDecay(_ScheduleBase):
 class Warmup(_ScheduleBase):
     """Linear warm-up before a schedule: ``min(step, steps) / steps`` of its learning rate.
 
-    Section 2.2 of P. Goyal et al., "Accurate, Large Minibatch SGD", arXiv 1706.02677. The default
-    ``start_factor`` of 0 is MindSpore's. With it update 0 does not change the weights.
+    Section 2.2 of P. Goyal et al., "Accurate, Large Minibatch SGD", arXiv 1706.02677. The default ``start_factor`` of 0
+    is MindSpore's. With it update 0 does not change the weights. Errors as in :class:`ExponentialDecay`.
 
     Args:
         schedule: Schedule after the warm-up, or a fixed learning rate.
@@ -278,10 +268,6 @@ class Warmup(_ScheduleBase):
         start_factor: Fraction of the rate at update 0, from 0 to 1.
         delay: Start the schedule when the warm-up ends. If False it starts at update 0, so its milestones count from
             the start of the run, and the warm-up scales its first updates.
-
-    Raises:
-        TypeError: A setting has the wrong type.
-        ValueError: A setting is out of range.
 
     Example:
         >>> as_list(Warmup(CosineDecay(0.2, decay_steps=2), steps=4), 7)
@@ -319,11 +305,7 @@ class PerEpoch(_ScheduleBase):
 
     Args:
         schedule: Its steps are epochs.
-        steps_per_epoch: Updates in an epoch, at least 1.
-
-    Raises:
-        TypeError: ``schedule`` is not callable, or ``steps_per_epoch`` is not a whole number.
-        ValueError: ``steps_per_epoch`` is below 1.
+        steps_per_epoch: Updates in an epoch, at least 1. Errors as in :class:`ExponentialDecay`.
 
     Example:
         >>> as_list(PerEpoch(CosineDecay(0.2, decay_steps=2), steps_per_epoch=2), 6)
@@ -427,10 +409,8 @@ def resolve_lr(value: Any, *, name: str = "lr") -> Schedule | None:
         return value
     if isinstance(value, (Tensor, np.ndarray)):
         if value.ndim > 1:
-            raise ValueError(
-                f"{name}: found a tensor of shape {tuple(value.shape)}; give a 0-d tensor, or a 1-d one with one entry "
-                "per update."
-            )
+            shape = tuple(value.shape)
+            raise ValueError(f"{name}: found a tensor of shape {shape}; give a 0-d tensor, or one entry per update.")
         value = value.tolist()
     if callable(value):
         return CheckedRate(function(name, value), name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, is_
 from typing import Any
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from torchboost.core.torch_private import foreach, sparse_values
 from torchboost.core.wrapping import living
+from torchboost.distributed.agreement import several
 
 _DTYPE, _LAYOUT, _DEVICE = attrgetter("dtype"), attrgetter("layout"), attrgetter("device")
 
@@ -22,11 +23,10 @@ _DTYPE, _LAYOUT, _DEVICE = attrgetter("dtype"), attrgetter("layout"), attrgetter
 def holds_a_part(optimizer: Optimizer) -> bool:
     """Whether an optimizer is inside a ``ZeroRedundancyOptimizer``, which gives each rank some of the parameters.
 
-    torch gives the inner optimizer no reference to it. So the objects of this process are searched
-    (:func:`~torchboost.core.wrapping.living`). Cost: tens of milliseconds, nothing in a run of one process. FSDP2
-    does not need this, because a DTensor knows its ranks.
+    torch gives the inner optimizer no reference to it, so all objects are searched. Cost: tens of milliseconds on
+    several ranks. FSDP2 does not need this, because a DTensor knows its ranks.
     """
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+    if not (several() and dist.get_world_size() > 1):
         return False
     # If there is such an optimizer, its module is imported already. Importing it here would raise warnings.
     kind: Any = getattr(sys.modules.get("torch.distributed.optim"), "ZeroRedundancyOptimizer", None)
@@ -36,11 +36,22 @@ def holds_a_part(optimizer: Optimizer) -> bool:
 
 def all_finite(grads: Sequence[Tensor]) -> bool:
     """Whether all gradients are finite, including sparse ones. Cost: one read, and one synchronisation per device."""
-    norms: dict[torch.device, list[Tensor]] = {}
     filled = [values for grad in grads if (values := values_of(grad)).numel()]
-    for norm in foreach.norm(filled, float("inf")) if filled else ():
-        norms.setdefault(norm.device, []).append(norm)
-    return all(bool(torch.stack([norm.float() for norm in of_one]).isfinite().all()) for of_one in norms.values())
+    norms = [norm.float() for norm in foreach.norm(filled, float("inf"))] if filled else []
+    return all(bool(torch.stack(of_one).isfinite().all()) for of_one in by_device(norms).values())
+
+
+def places_by(keys: Iterable[Hashable]) -> dict[Any, list[int]]:
+    """Return the places of each key in the list, by key, in the order in which the keys first appear."""
+    places: dict[Any, list[int]] = {}
+    for place, key in enumerate(keys):
+        places.setdefault(key, []).append(place)
+    return places
+
+
+def by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[Tensor]]:
+    """Return the tensors of each device."""
+    return {device: [tensors[at] for at in places] for device, places in places_by(map(_DEVICE, tensors)).items()}
 
 
 def values_of(grad: Tensor) -> Tensor:
@@ -48,11 +59,22 @@ def values_of(grad: Tensor) -> Tensor:
     return sparse_values(grad) if grad.layout is torch.sparse_coo else grad
 
 
+def is_rows(grad: Tensor) -> bool:
+    """Whether a gradient is sparse and consists of whole rows."""
+    return grad.layout is torch.sparse_coo and grad.sparse_dim() == 1
+
+
 def merge_sparse(grads: list[Tensor]) -> None:
     """Merge duplicate rows of sparse gradients. Dense gradients are not changed."""
     for position, grad in enumerate(grads):
         if grad.layout is torch.sparse_coo:
             grads[position] = grad.coalesce()
+
+
+def forget_scale(optimizer: Optimizer) -> None:
+    """Drop the loss scale after a step that raised. ``GradScaler`` does not, so the next step would use it."""
+    for name in ("grad_scale", "found_inf"):
+        vars(optimizer).pop(name, None)
 
 
 def stand_in(like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -83,8 +105,7 @@ def same_layout(value: Tensor, model: Tensor) -> bool:
 def aligned(value: Tensor, model: Tensor) -> Tensor:
     """Return ``value``, or a copy of it, in the memory layout of ``model``, which has the same shape.
 
-    Kernels that take lists of tensors read all of them in the memory order of the first. A gradient in another layout
-    would be read at the wrong places.
+    Kernels that take lists of tensors read all of them in the memory order of the first.
     """
     if same_layout(value, model):
         return value
@@ -104,19 +125,15 @@ def writable(tensor: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class Batch:
-    """The parameters of a group that have a gradient, as parallel lists.
-
-    Args:
-        params: The tensors to update in place: the parameters, or their float32 masters.
-        grads: Their gradients, in the precision of ``params``.
-        states: Their states.
-        layout: Strides of ``params``, if already known.
-    """
+    """The parameters of a group that have a gradient, as parallel lists."""
 
     params: list[Tensor]
+    """The tensors to update in place: the parameters, or their float32 masters."""
     grads: list[Tensor]
+    """Their gradients, in the precision of ``params``."""
     states: list[dict[str, Any]]
     layout: list[tuple[int, ...]] | None = None
+    """Strides of ``params``, if already known."""
 
     def state(self, key: str) -> list[Tensor]:
         """Return one entry of all states."""
@@ -128,10 +145,7 @@ class Batch:
         return Batch([params[at] for at in places], [grads[at] for at in places], [states[at] for at in places])
 
     def align(self, keys: Sequence[str]) -> None:
-        """Give gradients and the entries ``keys`` of the states the memory layout of their parameter.
-
-        Kernels that read memory in order would read them at the wrong places.
-        """
+        """Give gradients and the entries ``keys`` of the states the memory layout of their parameter."""
         layout = _strides(self.params) if self.layout is None else self.layout
         if _strides(self.grads) != layout:
             self.grads[:] = [aligned(grad, param) for grad, param in zip(self.grads, self.params, strict=True)]
@@ -146,10 +160,9 @@ class Batch:
 
 
 class Checked:
-    """A record, per group, of the options and of the parameters whose dense gradients passed the checks.
+    """A record, per group, of the options and of the dense gradients that passed the checks.
 
-    The options of a group count as checked while its entries are the same objects, its gradients until a flag of the
-    group or the result of :func:`_facts` changes.
+    The options count as checked while they are the same objects, gradients until a flag or :func:`_facts` changes.
     """
 
     def __init__(self) -> None:

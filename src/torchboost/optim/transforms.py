@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from torchboost.core.arguments import check_count, check_number
+from torchboost.core.arguments import check_count, check_flag, check_number
 from torchboost.core.torch_private import foreach, sparse_values
 from torchboost.errors import IncompatibleError
 from torchboost.optim.pipeline import Gradients, GradientTransform, refuse_sparse
-from torchboost.optim.tensors import merge_sparse, stand_in, values_of
+from torchboost.optim.tensors import by_device, is_rows, merge_sparse, places_by, stand_in, values_of
 
 CENTRALIZE = "grad_centralization"
 """Key of a group that says whether its gradients are centralised: True, False, or absent (MindSpore's convention)."""
@@ -29,10 +29,9 @@ _LAYOUT = attrgetter("layout")
 class Centralize:
     """Give every filter's gradient zero mean: ``g -= mean(g over all axes but the first)``.
 
-    Parameters without rows are skipped (:func:`has_rows`): fewer than two axes, one entry per row, whose gradient would
-    be zero, and vectors such as ``(1, n, 1, 1)``. If a param group has ``"grad_centralization": False``, its parameters
-    are skipped. Cost: one read and one write of the gradients. Works in place, in any memory format and dtype. Sparse
-    gradients of embeddings are centralised row by row. A DTensor sharded over its rows is centralised locally.
+    Parameters without rows are skipped (:func:`has_rows`), and param groups with ``"grad_centralization": False``.
+    Works in place, in any memory format and dtype. Sparse gradients of embeddings are centralised row by row, and a
+    DTensor sharded over its rows locally. Cost: one read and one write of the gradients.
 
     Args:
         skip: Parameters to skip.
@@ -61,11 +60,7 @@ class Centralize:
         object.__setattr__(self, "skip", frozenset(self.skip))
 
     def applies(self, param: Tensor, group: Mapping[str, Any]) -> bool:
-        """Whether the gradient of a parameter is centralised.
-
-        Raises:
-            TypeError: The group's ``"grad_centralization"`` is not a boolean.
-        """
+        """Whether the gradient of a parameter is centralised."""
         if wish(group) is False or not has_rows(param) or param in self.skip or param.shape[1] % self.multiple_of:
             return False
         return self.flag is None or bool(group.get(self.flag))
@@ -100,8 +95,7 @@ class Unscale:
         scale: The factor of the loss, above 0.
 
     Raises:
-        TypeError: Not a number.
-        ValueError: Not above 0, or not finite.
+        TypeError, ValueError: Not a number, not above 0, or not finite.
     """
 
     scale_free = True
@@ -121,12 +115,9 @@ class Unscale:
 
 @dataclass(frozen=True, kw_only=True)
 class Coalesce:
-    """Merge duplicate rows of sparse gradients. Dense gradients are not changed.
+    """Merge duplicate rows of sparse gradients, or with ``dense`` convert them to dense ones.
 
     Cost: a sort of the row numbers, and with ``dense`` a tensor of the parameter's size.
-
-    Args:
-        dense: Convert sparse gradients to dense ones, for optimizers and transforms that need them.
 
     Raises:
         TypeError: ``dense`` is not a bool.
@@ -136,8 +127,7 @@ class Coalesce:
     dense: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.dense, bool):
-            raise TypeError(f"dense: found {self.dense!r}; give True or False.")
+        check_flag("dense", self.dense)
 
     def check(self, gradients: Gradients) -> None:
         """Put stand-ins of the new layout into the list."""
@@ -165,8 +155,7 @@ class Decay:
         weight_decay: Factor, at least 0.
 
     Raises:
-        TypeError: Not a number.
-        ValueError: Negative or not finite.
+        TypeError, ValueError: Not a number, negative or not finite.
     """
 
     scale_free = False
@@ -192,13 +181,9 @@ class Decay:
 
     def __call__(self, gradients: Gradients) -> None:
         """Add the decay in place."""
-        by_factor: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
-        for param, grad, group in zip(gradients.params, gradients.grads, gradients.groups, strict=True):
-            params, grads = by_factor.setdefault(self.of(group), ([], []))
-            params.append(param)
-            grads.append(grad)
-        for factor, (params, grads) in by_factor.items():
+        for factor, places in places_by(map(self.of, gradients.groups)).items():
             if factor:
+                grads, params = ([listed[at] for at in places] for listed in (gradients.grads, gradients.params))
                 foreach.add_(grads, params, alpha=factor)
 
 
@@ -215,8 +200,7 @@ class ClipNorm:
         norm_type: Order of the norm, above 0, or ``math.inf`` for the largest magnitude.
 
     Raises:
-        TypeError: A setting has the wrong type.
-        ValueError: A number is out of range. An infinite ``max_norm`` would clip nothing.
+        TypeError, ValueError: A setting has the wrong type or is out of range.
     """
 
     scale_free = False
@@ -226,10 +210,7 @@ class ClipNorm:
 
     def __post_init__(self) -> None:
         if self.max_norm == math.inf:
-            raise ValueError(
-                "max_norm: found inf, which clips nothing; leave ClipNorm out. The norm of the largest magnitude is "
-                "ClipNorm(max_norm, norm_type=math.inf)."
-            )
+            raise ValueError("max_norm: found inf, which clips nothing; leave ClipNorm out, or set norm_type=inf.")
         check_number("max_norm", self.max_norm, above=True)
         if self.norm_type != math.inf:
             check_number("norm_type", self.norm_type, above=True)
@@ -242,7 +223,7 @@ class ClipNorm:
         if not filled:
             return
         factor = torch.clamp(self.max_norm / (get_total_norm(filled, float(self.norm_type)) + 1e-6), max=1.0)
-        for device, part in _by_device(grads).items():
+        for device, part in by_device(grads).items():
             foreach.mul_(part, factor.to(device))
 
 
@@ -256,8 +237,7 @@ class ClipValue:
         value: Limit, above 0.
 
     Raises:
-        TypeError: Not a number.
-        ValueError: Not above 0, or not finite.
+        TypeError, ValueError: Not a number, not above 0, or not finite.
     """
 
     scale_free = False
@@ -277,7 +257,7 @@ class ClipValue:
     def __call__(self, gradients: Gradients) -> None:
         """Clip in place. Sparse gradients are merged."""
         merge_sparse(gradients.grads)
-        for grads in _by_device([values_of(grad) for grad in gradients.grads]).values():
+        for grads in by_device([values_of(grad) for grad in gradients.grads]).values():
             foreach.clamp_min_(grads, -self.value)
             foreach.clamp_max_(grads, self.value)
 
@@ -296,14 +276,10 @@ def has_rows(param: Tensor) -> bool:
 
 
 def wish(group: Mapping[str, Any]) -> bool | None:
-    """Return the ``"grad_centralization"`` of a param group, or None if it is not set.
-
-    Raises:
-        TypeError: Something other than a boolean.
-    """
+    """Return the ``"grad_centralization"`` of a param group, a boolean, or None if it is not set."""
     value = group.get(CENTRALIZE)
-    if value is not None and not isinstance(value, bool):
-        raise TypeError(f"{CENTRALIZE}: found {value!r}; give True or False.")
+    if value is not None:
+        check_flag(CENTRALIZE, value)
     return value
 
 
@@ -313,9 +289,6 @@ def with_centralization(
     """Return the transforms, with :class:`Centralize` added if a group requires it and it is missing.
 
     It is placed after the decay, as in MindSpore, and before everything else, such as clipping.
-
-    Raises:
-        TypeError: A group's ``"grad_centralization"`` is not a boolean.
     """
     if not any(wish(group) for group in groups):
         return transforms
@@ -330,7 +303,7 @@ def with_centralization(
 def _rows(grad: Tensor) -> Tensor:
     """Return the tensor whose rows are whole rows of ``grad``, sharing its memory."""
     if grad.layout is not torch.strided:
-        if grad.layout is not torch.sparse_coo or grad.sparse_dim() != 1:
+        if not is_rows(grad):
             raise IncompatibleError(
                 f"Centralize needs dense gradients or sparse rows, found layout {grad.layout} and shape "
                 f"{tuple(grad.shape)}. Add the parameter to 'skip'."
@@ -342,10 +315,3 @@ def _rows(grad: Tensor) -> Tensor:
         local: Any = grad
         return local.to_local()
     return grad
-
-
-def _by_device(grads: list[Tensor]) -> dict[torch.device, list[Tensor]]:
-    devices: dict[torch.device, list[Tensor]] = {}
-    for grad in grads:
-        devices.setdefault(grad.device, []).append(grad)
-    return devices

@@ -18,15 +18,9 @@ from torchboost.optim.rules.base import UpdateRule
 
 
 class WrappingOptimizer(Optimizer):
-    """An optimizer that wraps ``opt`` and shares its parameter groups and state.
+    """An optimizer that wraps ``opt``, which updates the weights, and shares its parameter groups and state.
 
     Schedulers and scalers may drive either optimizer. Groups can be added to either, checkpoints loaded into either.
-
-    Args:
-        opt: The optimizer that updates the weights.
-
-    Raises:
-        TypeError: ``opt`` is not an optimizer.
     """
 
     copyable: bool = False
@@ -70,11 +64,7 @@ class WrappingOptimizer(Optimizer):
         return self.opt.step(closure) if closure is not None else self.opt.step()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to ``opt``.
-
-        Raises:
-            TypeError, ValueError: As raised by ``opt``. Nothing was added.
-        """
+        """Add a group to ``opt``."""
         if "opt" in self.__dict__:
             self.opt.add_param_group(param_group)
 
@@ -114,14 +104,10 @@ class WrappingOptimizer(Optimizer):
 
 
 class DirectSteps:
-    """Refuse steps of a wrapped optimizer unless the wrapping optimizer makes them.
+    """Refuse steps of ``behind``, with the message ``instead``, unless ``front``, which wraps it, makes them.
 
-    The wrapped optimizer keeps this object alive, and with it the wrapping one.
-
-    Args:
-        behind: The wrapped optimizer. If it wraps another optimizer itself, the inner one's steps are refused.
-        front: The wrapping optimizer, which must be stepped instead.
-        instead: The error message: what was found, and what to do.
+    If ``behind`` wraps another optimizer itself, the inner one's steps are refused. The optimizer whose steps are
+    refused keeps this object alive, and with it ``front``.
     """
 
     def __init__(self, behind: Optimizer, front: Optimizer, instead: str) -> None:
@@ -157,12 +143,8 @@ def described_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
 def regrouped(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Optimizer:
     """Return a copy of an optimizer over other groups, with its settings and its state, and without its hooks.
 
-    Args:
-        optimizer: Not changed. It shares the state, so do not step both.
-        groups: From :func:`described_groups`, split, joined or reordered.
-
-    Raises:
-        IncompatibleError: The optimizer wraps another one, or keeps parameters outside of its groups.
+    Both share the state, so do not step both. ``groups`` are those of :func:`described_groups`, split, joined or
+    reordered. Refuse an optimizer that wraps another one, or keeps parameters outside of its groups.
     """
     kind: Any = type(optimizer)
     kept = {name: value for name, value in without_hooks(vars(optimizer)).items() if name != "step"}  # a scheduler's
@@ -185,10 +167,7 @@ def regrouped(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Optimiz
 def change_entries(optimizer: Optimizer, state_dict: dict[str, Any], change: Callable[[Tensor, str, Any], Any]) -> None:
     """Replace state entries of parameters in a state dict that torch has just made. The optimizer keeps its own.
 
-    Args:
-        optimizer: Not changed.
-        state_dict: Its state dict, which is changed.
-        change: Called with a parameter, the name of an entry and the entry. Returns the new entry.
+    ``change`` gets a parameter, the name of an entry and the entry, and returns the new entry.
     """
     states = state_dict["state"]
     for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):

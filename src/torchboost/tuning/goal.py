@@ -22,8 +22,6 @@ from torchboost.measure.evidence import BenchReport
 from torchboost.measure.statistics import LEAST_SPREAD, ChangeTest, t_quantile
 from torchboost.tuning.report import TuneReport
 
-__all__ = ["Goal"]
-
 _LOG = logging.getLogger("torchboost")
 
 OF_STOCK = 0.8

@@ -8,18 +8,11 @@ from pathlib import Path
 
 from torchboost.tuning.report import FRESH_SEED, Candidate, Finding, Start, TuneReport
 
-__all__ = ["Prior", "fresh_after", "ordered", "reports_of"]
-
 Prior = str | Path | TuneReport
 
 
 def reports_of(prior: Sequence[Prior] | Prior) -> list[TuneReport]:
-    """Return the reports of earlier tunings.
-
-    Raises:
-        ConfigError: A file was changed after it was written.
-        pydantic.ValidationError: A file is not a report of a tuning.
-    """
+    """Return the reports of earlier tunings, which :meth:`TuneReport.load` reads."""
     given = [prior] if isinstance(prior, Prior) else prior
     return [one if isinstance(one, TuneReport) else TuneReport.load(one) for one in given]
 
@@ -38,13 +31,9 @@ def ordered(
 ) -> tuple[list[Candidate], dict[str, Start]]:
     """Return the recipes, beginning with those that earlier tunings ended with, and the start of each search.
 
-    The last report in which the rates of a recipe were compared counts for it. All rates of stock are tried whatever a
-    report says, because the others are compared with the best of them.
-
-    Args:
-        recipes: The recipes to try. Stock remains the first.
-        reports: Of earlier tunings.
-        lr: The user's learning rate.
+    Stock remains the first. The last report in which the rates of a recipe were compared counts for it. All rates of
+    stock are tried whatever a report says, because the others are compared with the best of them. ``lr`` is the user's
+    learning rate.
     """
     known: dict[str, tuple[TuneReport, Finding]] = {}
     for report in reports:

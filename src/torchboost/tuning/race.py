@@ -17,8 +17,6 @@ from torchboost.tuning.report import FRESH_SEED, STOCK, Candidate, Finding, Outc
 from torchboost.tuning.runs import EndedError, RecipeEndedError
 from torchboost.tuning.search import LEAST_GAIN, RUNG, Search, memory_ratio
 
-__all__ = ["LEAST_SEEDS", "Race"]
-
 LONGER = 0.15
 """If the fastest plan is not confirmed, it is tried with so much more of the steps."""
 

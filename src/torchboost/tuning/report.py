@@ -18,30 +18,6 @@ from torchboost.errors import ConfigError
 from torchboost.measure.evidence import Environment, Interval, Record, SavedRecord
 from torchboost.sheet import Sheet, percent
 
-__all__ = [
-    "BLOCK",
-    "FRESH_SEED",
-    "HEADINGS",
-    "STOCK",
-    "Candidate",
-    "Finding",
-    "Outcome",
-    "Rate",
-    "Run",
-    "Start",
-    "TuneReport",
-    "cost",
-    "headline",
-    "horizon",
-    "notes",
-    "rate_rows",
-    "rate_words",
-    "rows",
-    "seal_of",
-    "tune_page",
-    "turned_on",
-]
-
 STOCK = "stock"
 """The name of the plain loop. Its rate and its length may differ from yours."""
 
@@ -384,8 +360,12 @@ def headline(report: TuneReport) -> str:
     said = f"Turn on {on}: a step is faster and the same but for rounding. " if on else ""
     said += f"Train at {report.stock.rate:g} times your learning rate, as the configuration does. " if better else ""
     if report.whole:
-        reason = report.whole[-1].reason
-        return f"{said}{nothing}: what the search found was not shown to keep the metric with fresh seeds ({reason})."
+        tested = max(report.whole, key=lambda finding: finding.seeds)  # of equals the first, which promised most
+        more = " Continue with a longer --budget and --resume to decide it." if _ran_out(tested) else ""
+        return (
+            f"{said}{nothing}: {words_of(tested.candidate)} was not shown to keep the metric with fresh seeds "
+            f"({tested.reason}).{more}"
+        )
     if why := _untried(report):
         return f"{said}{why}."
     return f"{said}{nothing}: no recipe was found that saves time and keeps the metric within {report.drop:g}."
@@ -397,8 +377,12 @@ def _untried(report: TuneReport) -> str:
     if not usable or any(one.outcome != "not tried" for one in usable):
         return ""
     reason = usable[0].reason
-    short = reason.partition(": ")[0] if reason.startswith("the budget") else reason
+    short = reason.partition(": ")[0] if _ran_out(usable[0]) else reason
     return f"{'No recipe was tried to its end' if report.runs else 'Nothing was tried'}: {short}"
+
+
+def _ran_out(finding: Finding) -> bool:
+    return finding.reason.startswith("the budget")
 
 
 def turned_on(report: TuneReport) -> str:

@@ -15,30 +15,12 @@ from torchboost.errors import ConfigError
 from torchboost.sheet import percent
 from torchboost.tuning.report import Finding, TuneReport, headline, proven_whole, turned_on
 
-__all__ = [
-    "RESULTS",
-    "Result",
-    "data_of_results",
-    "figures_of_results",
-    "machines",
-    "recipe_rows",
-    "result_rows",
-    "results_in",
-]
-
 RESULTS = ("", "report", "training", "date", "drop", "turned on", "time", "metric against stock", "your rate", "tuning")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """A file of a report.
-
-    Args:
-        path: The file.
-        report: Its content. None if it cannot be used.
-        sealed: Whether it has a seal. Reports of earlier versions have none.
-        fault: Why it cannot be used.
-    """
+    """The report in a file, or why it cannot be used. Reports of earlier versions are not sealed."""
 
     path: Path
     report: TuneReport | None = None

@@ -12,8 +12,6 @@ from torchboost.calibration.choice import in_seconds
 from torchboost.errors import FactoryError
 from torchboost.tuning.report import FRESH_SEED, STOCK, Candidate, Outcome, Run
 
-__all__ = ["HALF", "EndedError", "Job", "RecipeEndedError", "Runs", "Watch"]
-
 HALF = 0.5
 """Rates are compared at this share of the steps, with the schedule fitted to it."""
 

@@ -13,18 +13,6 @@ from torchboost.sheet import percent
 from torchboost.tuning.report import STOCK, Candidate, Finding, Outcome, Rate, Run, Start
 from torchboost.tuning.runs import HALF, EndedError, RecipeEndedError, Runs
 
-__all__ = [
-    "LEAST_GAIN",
-    "MULTIPLES",
-    "RUNG",
-    "SHARES",
-    "Search",
-    "best_rate",
-    "memory_ratio",
-    "next_multiples",
-    "next_share",
-]
-
 LEAST_GAIN = 1.03
 """A gain of less than 3 % is not worth the complexity."""
 

@@ -27,7 +27,7 @@ from torchboost.bench.factory import (
     score_of,
     streams_restored,
 )
-from torchboost.bench.schedules import LEAST_STEPS, check_schedule, of_boosted
+from torchboost.bench.schedules import LEAST_STEPS, boosted_as, check_schedule, of_boosted
 from torchboost.core.algorithm import Algorithm
 from torchboost.core.hardware import ProcessSettings
 from torchboost.core.torch_private import compiled_graphs, forget_compiled
@@ -39,17 +39,6 @@ from torchboost.optim.named import ADAMW_LR, MUON_LR
 from torchboost.registry import LEVELS, REGISTRY
 from torchboost.tuning.report import BLOCK, STOCK, Candidate, Finding, Run
 from torchboost.tuning.runs import Watch
-
-__all__ = [
-    "Training",
-    "boosted_by",
-    "fresh",
-    "looked_at",
-    "named_candidates",
-    "placed",
-    "standard_recipes",
-    "try_levers",
-]
 
 Make = Callable[[int], object]
 
@@ -88,12 +77,12 @@ class Training:
                 with PeakMemory(self.device) as peak:
                     run = self._run(candidate, seed, watch)
                 spent = time.perf_counter() - started
-                run = run.model_copy(update={"peak_bytes": peak.bytes, "wall_seconds": spent})
+                return run.model_copy(update={"peak_bytes": peak.bytes, "wall_seconds": spent})
             except Exception as error:
                 if not candidate.extra and not candidate.recipe:
                     raise
                 spent = time.perf_counter() - started
-                run = Run(
+                return Run(
                     name=candidate.label,
                     seed=seed,
                     steps=self.steps,
@@ -103,7 +92,6 @@ class Training:
                     wall_seconds=spent,
                     failure=f"{type(error).__name__}: {error}".splitlines()[0][:200],
                 )
-            return run
 
     def _run(self, candidate: Candidate, seed: int, watch: Watch) -> Run:
         clock = Clock.of(self.device)
@@ -114,10 +102,8 @@ class Training:
             boosted = boosted_by(parts, candidate, steps)
             model, optimizer, steps = boosted.model, boosted.optimizer, max(LEAST_STEPS, boosted.steps or 0)
             parts = of_boosted(parts, boosted)
-        step, batches = (
-            loop_body(parts, model, optimizer, steps),
-            _batches(parts.batches, seed, self.device, self.steps),
-        )
+        step = loop_body(parts, model, optimizer, steps)
+        batches = _batches(parts.batches, seed, self.device, self.steps)
         first = loss = step(*next(batches))
         ready = clock()
         block, means, metric, too_slow, diverged, hopeless = [first], [], math.nan, False, False, False
@@ -168,19 +154,12 @@ def placed(make: Make, seed: int, device: torch.device) -> Parts:
 
 
 def boosted_by(parts: Parts, candidate: Candidate, steps: int) -> Boosted:
-    """Boost model and optimizer with the choices of a candidate and nothing else.
-
-    Args:
-        parts: The factory's result.
-        candidate: The choices to turn on.
-        steps: Updates of a run of stock, of which the candidate may take a share.
+    """Boost model and optimizer with the choices of a candidate and nothing else, for a share of the steps of stock.
 
     Raises:
         ConfigError, IncompatibleError, ValueError: It cannot work on this pair.
     """
-    config = {"extra": candidate.extra, "recipe": candidate.section}
-    pair = parts.model, parts.optimizer
-    return boost(*pair, level="O0", config=config, total_steps=steps, calibrate=False, verify=False)
+    return boosted_as(parts, {"extra": candidate.extra, "recipe": candidate.section}, steps)
 
 
 def _is_hopeless(first: float, means: Sequence[float], best: Sequence[float], steps: int) -> bool:
@@ -220,9 +199,7 @@ LEVERS = tuple(name for name, entry in REGISTRY.items() if entry.lever)
 def standard_recipes(levers: Sequence[str], optimizer: Optimizer) -> list[Candidate]:
     """Return the standard recipes: stock, other optimizers, LessBN as in O2 and milder, freezing, dropping of tokens.
 
-    Args:
-        levers: Those that a trial kept, which all recipes have. The first recipe has nothing else.
-        optimizer: Stock's optimizer.
+    All have the ``levers``, which a trial kept, and the first one nothing else.
     """
     on = dict.fromkeys(levers, True)
     stock = Candidate(name=f"switches: {', '.join(levers)}", extra=on) if levers else Candidate(name=STOCK)
@@ -264,14 +241,7 @@ class TriedLevers(NamedTuple):
 
 
 def try_levers(make: Make, *, steps: int, seconds: float, device: torch.device = _CPU) -> TriedLevers:
-    """Make the trial of :func:`torchboost.boost`, which takes one training step.
-
-    Args:
-        make: The factory.
-        steps: Updates of the run over which the levers must pay.
-        seconds: Length of the trial.
-        device: Where model and batches go.
-    """
+    """Make the trial of :func:`torchboost.boost`, of some ``seconds``, for a run of so many ``steps``."""
     parts = placed(make, 0, device)
     boosted = boost(parts.model, parts.optimizer, level="O1", total_steps=steps, calibrate=seconds)
     with streams_restored():
@@ -286,11 +256,7 @@ def try_levers(make: Make, *, steps: int, seconds: float, device: torch.device =
 
 
 def named_candidates(extras: Mapping[str, Mapping[str, Any]]) -> list[Candidate]:
-    """Return candidates from names and sections ``extra``.
-
-    Raises:
-        ValueError: A name cannot be used, or a section turns nothing on.
-    """
+    """Return candidates from names and sections ``extra``. ``ValueError`` if one cannot be used."""
     candidates = []
     for name, extra in extras.items():
         on = [key for key, value in extra.items() if value is not False] if isinstance(extra, Mapping) else []
@@ -305,11 +271,7 @@ def named_candidates(extras: Mapping[str, Mapping[str, Any]]) -> list[Candidate]
 
 
 def fresh(make: Make) -> Parts:
-    """Return the result of a factory for seed 0.
-
-    Raises:
-        FactoryError: A parameter is one of another call, so that one run would continue the training of the other.
-    """
+    """Return the result of a factory for seed 0. ``FactoryError`` if another call shares a parameter with it."""
     parts = made_by(make, 0)
     check_fresh(parts, made_by(make, 0))
     return parts
@@ -321,14 +283,7 @@ def looked_at(
     """Return a finding for each candidate, with an outcome for those that are not trained.
 
     These are candidates of which an algorithm cannot work here, and candidates whose training would repeat an earlier
-    one.
-
-    Args:
-        candidates: The candidates to train.
-        make: The factory.
-        steps: Updates of a run of stock.
-        levers: Those that a candidate may lack although it turns them on.
-        device: Where the model goes.
+    one. A candidate may lack ``levers`` although it turns them on.
 
     Raises:
         ConfigError: The settings of a candidate are wrong.

@@ -37,8 +37,6 @@ from torchboost.tuning.training import (
 )
 from torchboost.tuning.workers import Shares, Workers, shares
 
-__all__ = ["report_path", "tune"]
-
 TRIAL_SHARE, TRIAL_MOST = 0.1, 60.0
 """The trial of the levers takes at most this share of the budget, and at most so many seconds."""
 
@@ -236,16 +234,8 @@ class _Session:
     processes: int
     share: Shares
 
-    def tell(self, phase: str, done: float, total: float, note: str = "") -> None:
-        """Tell the progress in whole seconds."""
-        self.progress(phase, round(done), round(total), note)
-
     def take_up(self) -> None:
-        """Continue the saved report.
-
-        Raises:
-            ValueError: It belongs to another tuning.
-        """
+        """Continue the saved report. ``ValueError`` if it belongs to another tuning."""
         path, now = None if self.out is None else report_path(self.out), self.report
         if path is None or not path.is_file():
             return
@@ -262,7 +252,7 @@ class _Session:
 
     @interrupts_kept()
     def run(self, extras: Mapping[str, Mapping[str, Any]] | None) -> TuneReport:
-        training = Training(make=self.make, steps=self.report.steps, device=self.device, told=self._training)
+        training = Training(make=self.make, steps=self.report.steps, device=self.device, told=self._tell_of)
         if self.processes == 1:
             return self._run(extras, training, None)
         with compute_with_threads(self.share.threads), Workers(training, self.processes, self.share) as workers:
@@ -292,16 +282,15 @@ class _Session:
             rates=self.report.rate_search and not self.absolute,
             starts=self.report.starts,
         )
-        report = self.report
         race = Race(
             search=search,
-            most=report.most_seeds,
-            error=report.error,
-            fresh=report.fresh_seed,
-            planned=report.planned,
+            most=self.report.most_seeds,
+            error=self.report.error,
+            fresh=self.report.fresh_seed,
+            planned=self.report.planned,
             notes=self._notes(),
         )
-        self.tell("plan", 0, 1, _plan(self.report, len(recipes)))
+        self.progress("plan", 0, 1, _plan(self.report, len(recipes)))
         try:
             chosen = race.decide()
         except KeyboardInterrupt:
@@ -326,14 +315,13 @@ class _Session:
             recipes = [_as_given(candidate) for candidate in saved if not candidate.base]
             _check_same_recipes(recipes, recipes if named is None else named)
         elif named is None:
-            self.tell("trial of the switches", 0, 1)
+            self.progress("trial of the switches", 0, 1)
             seconds = min(TRIAL_MOST, TRIAL_SHARE * self.report.budget_seconds)
-            steps, place = self.report.total_steps, self.device
-            levers, exact, left_out = try_levers(self.make, steps=steps, seconds=seconds, device=place)
-            found = {"levers": levers, "exact": exact, "left_out": left_out}
+            tried = try_levers(self.make, steps=self.report.total_steps, seconds=seconds, device=self.device)
+            found = {"levers": tried.kept, "exact": tried.exact, "left_out": tried.reasons}
             self.report = self.report.model_copy(update=found)
-            recipes = standard_recipes(levers, made_by(self.make, 0).optimizer)
-            self.tell("trial of the switches", 1, 1)
+            recipes = standard_recipes(tried.kept, made_by(self.make, 0).optimizer)
+            self.progress("trial of the switches", 1, 1)
         else:
             recipes = named
         if self.earlier:
@@ -362,11 +350,11 @@ class _Session:
         }
         return [note for note, holds in said.items() if holds]
 
-    def _training(self, candidate: Candidate, seed: int) -> None:
-        self._spent(self.report.spent_seconds, f"{candidate.label}, seed {seed}")
+    def _tell_of(self, candidate: Candidate, seed: int) -> None:
+        self._tell(f"{candidate.label}, seed {seed}")
 
-    def _spent(self, seconds: float, note: str) -> None:
-        self.tell("tuning", seconds, self.report.budget_seconds, note)
+    def _tell(self, note: str) -> None:
+        self.progress("tuning", round(self.report.spent_seconds), round(self.report.budget_seconds), note)
 
     def _note(self, race: Race, known: list[Finding], **update: Any) -> None:
         """Put the state of the race into the report, and save it."""
@@ -388,8 +376,7 @@ class _Session:
         if self.out is not None:
             self.report.save(report_path(self.out))
         last = self.report.runs[-1] if self.report.runs else None
-        said = "" if last is None else f"{last.name}, seed {last.seed}: {last.metric:.4g}"
-        self._spent(self.report.spent_seconds, said)
+        self._tell("" if last is None else f"{last.name}, seed {last.seed}: {last.metric:.4g}")
 
 
 def _as_given(candidate: Candidate) -> Candidate:

@@ -25,8 +25,6 @@ from torchboost.tuning.report import Run
 from torchboost.tuning.runs import Job
 from torchboost.tuning.training import Training
 
-__all__ = ["Shares", "Workers", "shares"]
-
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 """The variable with the GPUs that a process sees."""
 
@@ -44,12 +42,7 @@ IN_A_RUN = (
 
 
 class Shares(NamedTuple):
-    """The part of the machine that each process gets.
-
-    Args:
-        threads: Threads on the CPU of a process.
-        gpus: The GPU of each process. Empty on a CPU.
-    """
+    """What each process gets of the machine: threads of the CPU, and a GPU. On a CPU ``gpus`` are empty."""
 
     threads: int
     gpus: Sequence[str]
@@ -85,12 +78,7 @@ class Workers:
     """Trains at the same time, in processes that live as long as its ``with`` block.
 
     Each process loads the factory once. It takes some seconds to start, and has its own copy of the data. If this
-    process ends in any way, they end too.
-
-    Args:
-        training: The training. Its ``told`` is called when a run begins.
-        processes: Their number.
-        share: What each of them gets.
+    process ends in any way, they end too. ``told`` of the training is called when a run begins.
     """
 
     def __init__(self, training: Training, processes: int, share: Shares) -> None:

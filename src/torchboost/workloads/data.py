@@ -33,11 +33,7 @@ EXTRA = "from the folder of the project: pip install '.[workloads]'"
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _Data:
-    """The base class of all data sets.
-
-    Args:
-        validation: The same with samples for tests that were held out from training. See :meth:`held_out`.
-    """
+    """The base class of all data sets. ``validation`` are the same with other samples for tests: :meth:`held_out`."""
 
     validation: Self | None = None
 
@@ -56,11 +52,7 @@ class _Data:
         return self.samples // batch
 
     def held_out(self) -> Self:
-        """Return the data without the last tenth of the training samples, which are for validation then.
-
-        Raises:
-            ValueError: There are fewer than two.
-        """
+        """Return the data without the last tenth of the training samples, which are for validation then."""
         return self if self.validation is not None else self._split()
 
     def to(self, device: torch.device | str) -> Self:
@@ -151,9 +143,7 @@ class Images(Labelled):
 class Documents(Labelled):
     """Labelled texts as numbers of words, int64 of shape (N, width), one text in a row, filled up with zeros.
 
-    Args:
-        words: The words in the order of their numbers. The first one stands for padding.
-        classes: Names of the labels.
+    ``words`` are in the order of their numbers. The first one stands for padding. ``classes`` are the labels' names.
     """
 
     words: tuple[str, ...]
@@ -219,23 +209,19 @@ class Text(_Data):
 
 
 def to_longest(ids: Tensor) -> Tensor:
-    """Return rows of numbers without the columns at their end that hold padding alone, the number 0.
-
-    Args:
-        ids: Shape (N, width).
-    """
+    """Return numbers, of shape (N, width), without the columns at their end that hold padding alone, the number 0."""
     return ids[:, : int((ids != 0).sum(1).max())].contiguous()
 
 
 def augment(images: Tensor, generator: torch.Generator, *, shift: int, flip: bool) -> Tensor:
-    """Move each image by up to ``shift`` pixels each way and mirror half of them.
+    """Move each image by up to ``shift`` pixels each way, and mirror half of them. The border is padded with zeros.
 
-    Works on whole batches of bytes. Takes well under a millisecond for 64 images of 32 x 32.
+    Takes well under a millisecond for 64 images of 32 x 32.
 
     Args:
         images: Shape (N, C, H, W), any dtype. Not changed.
-        generator: A generator on the CPU, so that the numbers do not depend on the device of the images.
-        shift: Pixels. The border is padded with zeros.
+        generator: On the CPU, so that the numbers do not depend on the device of the images.
+        shift: Pixels.
         flip: Whether to mirror left to right.
     """
     count, _, height, width = images.shape
@@ -255,14 +241,7 @@ def digits(size: int = 16) -> Images:
 
     Half of the images, 898 of them, are for tests: with fewer, an accuracy is known to half a point only. The images
     come writer by writer, so the halves are drawn at random, always in the same way. Training images move by up to
-    ``size // 8`` pixels.
-
-    Args:
-        size: Height and width, a multiple of 8.
-
-    Raises:
-        ValueError: ``size`` is not a multiple of 8.
-        ImportError: scikit-learn is missing.
+    ``size // 8`` pixels. ``size`` is the height and width, a multiple of 8.
     """
     if size < 8 or size % 8:
         raise ValueError(f"size: found {size}; the digits are 8 x 8, allowed are multiples of 8.")
@@ -356,14 +335,7 @@ def content_of(path: str | Path | None) -> str:
 
 
 def as_text(train: Sequence[int], test: Sequence[int], characters: Sequence[str], *, context: int, unit: str) -> Text:
-    """Return numbers of characters or word pieces as data.
-
-    Args:
-        train: Numbers of the training text.
-        test: Numbers of the test text.
-        characters: See :class:`Text`.
-        context: Tokens per sample.
-        unit: The meaning of the numbers, in the plural.
+    """Return numbers of characters or word pieces as data. ``unit`` is the meaning of the numbers, in the plural.
 
     Raises:
         ValueError: The text is too short for one window in each part.
@@ -404,9 +376,10 @@ def _imported(module: str, package: str, purpose: str, remedy: str = EXTRA) -> A
 def _parquet(path: Path, split: str) -> Mapping[str, Sequence[Any]]:
     folder = path if path.is_dir() else path.parent
     content = (
-        "a folder with train.parquet and test.parquet, with the binary version of CIFAR-10, or with train and test "
+        "a folder with train.parquet and test.parquet, with the binary version of CIFAR-10, or with train and test of "
+        "a folder per class"
     )
-    file = _existing(folder / f"{split}.parquet", f"{content}of a folder per class")
+    file = _existing(folder / f"{split}.parquet", content)
     parquet = _imported("pyarrow.parquet", "pyarrow", "reading a parquet file")
     names = parquet.read_schema(file).names
     if not set(COLUMNS) <= set(names):

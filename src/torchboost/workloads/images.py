@@ -54,12 +54,7 @@ def find_split(root: Path, split: str) -> Split | None:
 
 
 def pixels_of(image: Any, source: Path | IO[bytes], name: str) -> Any:
-    """Return a picture in RGB with 8 bits per channel, as Pillow's.
-
-    Args:
-        image: The module ``PIL.Image``.
-        source: The file that Pillow opens.
-        name: Its name in an error.
+    """Return a picture in RGB with 8 bits per channel, as Pillow's, given the module ``PIL.Image`` and the file.
 
     Raises:
         ValueError: It is not a PNG or a JPEG, or its channels have more than 8 bits, which Pillow would cut off at 255.

@@ -28,21 +28,14 @@ Data = Labelled | Text
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A training of a known network on known data.
+    """A training of a known network on known data. See :class:`~torchboost.bench.factory.Factory` for the other fields.
 
     Args:
-        name: Name on the command line.
-        title: Title in reports.
-        model_name: Name of the model in reports.
         load: ``(path or None, train_limit or None) -> data``. The last tenth of the training data is for validation.
         build: ``data -> model``, drawing its weights from torch's global generator.
         optimizer: ``(parameters, **flags) -> optimizer`` with the rates of this workload.
         loss: ``(outputs, targets) -> scalar``.
         batch: Samples per step.
-        epochs: Passes over the training data.
-        metric: The metric on the test set.
-        drops: Drop of the metric that counts as unchanged, and drop that level O2 may cost, in units of the metric.
-        shorten: See :class:`~torchboost.bench.factory.Factory`.
     """
 
     name: str
@@ -79,12 +72,9 @@ class Workload:
         return self.evaluate(predict, validation)
 
     def factory(self, data: Data, device: torch.device | str = "cpu") -> Factory:
-        """Return the workload as a factory.
+        """Return the workload as a factory of models on a device, which its data are on.
 
-        Args:
-            data: Its data, on ``device``. If they have no part for validation, the last tenth of the training data
-                becomes it.
-            device: Device of the model.
+        If the data have no part for validation, the last tenth of the training data becomes it.
 
         Raises:
             ValueError: The data are fewer than a batch.

@@ -51,9 +51,8 @@ def _cut(counts: Mapping[str, int], vocabulary: int) -> dict[str, list[str]]:
     cut = {word: list(word) for word in counts}
     known = set(chain.from_iterable(cut.values()))
     pairs: Counter[Pair] = Counter()
-    words: dict[
-        Pair, dict[str, None]
-    ] = {}  # in an order, so that the first of equally frequent pairs is always the same
+    # In an order, so that the first of equally frequent pairs is always the same.
+    words: dict[Pair, dict[str, None]] = {}
 
     def count(word: str, sign: int) -> None:
         for pair in pairwise(cut[word]):

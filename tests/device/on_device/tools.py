@@ -14,7 +14,7 @@ from tests.device.on_device._training import batch, default_device, losses, netw
 from tests.support.pretend_device.waits import Waits
 from torchboost.calibration.calibration import Calibration
 from torchboost.calibration.search import Price
-from torchboost.calibration.snapshot import Streams, streams_kept
+from torchboost.core.hardware import Streams, accelerators, streams_kept
 from torchboost.inference import fast_copy
 from torchboost.measure.stopwatch import Clock
 from torchboost.optim import AdamW
@@ -26,10 +26,11 @@ CUDA = torch.device("cuda")
 
 def test_random_streams_of_the_device_are_restored():
     model = network("cnn", "cuda")
-    with streams_kept(model):
+    devices = accelerators(model.parameters())
+    with streams_kept(devices):
         first = torch.rand(3, device="cuda")
     assert torch.equal(torch.rand(3, device="cuda"), first)
-    streams = Streams(model)
+    streams = Streams(devices)
     assert not streams.drawn()
     torch.rand(1, device="cuda")
     assert streams.drawn()

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torchboost.algorithms.dim_reduce.basis import (
     DimReduceBasis,
     check_components,
+    place_in,
     principal_components,
     read_checkpoints,
     read_matrix,
@@ -23,12 +24,12 @@ from torchboost.algorithms.dim_reduce.basis import (
     shapes_of,
     write_matrix,
 )
-from torchboost.algorithms.dim_reduce.optimizer import Subspace, check_line_search, check_weights, evaluated
+from torchboost.algorithms.dim_reduce.optimizer import Subspace, check_settings, check_weights, evaluated
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
-from torchboost.core.arguments import check_number, is_integer
+from torchboost.core.arguments import is_integer
 from torchboost.core.step import ClosureOptimizer
-from torchboost.core.wrapping import only_ddp, unwrap, wrapper_of
-from torchboost.distributed.agreement import Agreement
+from torchboost.core.wrapping import only_ddp, parameters_of, unwrap, wrapper_of
+from torchboost.distributed.agreement import Agreement, several
 from torchboost.errors import IncompatibleError, RankDisagreementError
 from torchboost.optim.wrapping_optimizer import DirectSteps, WrappingOptimizer
 
@@ -84,14 +85,12 @@ class DimReduction(Algorithm):
             value, optional = getattr(self, name), name == "snapshots"
             if not (optional and value is None) and (not is_integer(value) or value < 1):
                 raise ValueError(f"{name}={value}: an integer of 1 or more{', or None' * optional}.")
-        check_number("alpha", self.alpha)
-        check_line_search(rho=self.rho, sigma=self.sigma, gamma=self.gamma)
+        check_settings(alpha=self.alpha, rho=self.rho, sigma=self.sigma, gamma=self.gamma)
         if self.timeout > 10**9:  # a wait is a timedelta, which holds no more than some millennia
             raise ValueError(f"timeout={self.timeout}: seconds, at most {10**9}.")
         if self.snapshots is not None and self.snapshots < self.n_components:
             raise ValueError(
-                f"snapshots={self.snapshots}: at least as many as directions are needed, n_components is "
-                f"{self.n_components}."
+                f"snapshots={self.snapshots}: at least as many as directions, n_components={self.n_components}, needed."
             )
 
     def check(self, target: Target) -> None:
@@ -100,14 +99,12 @@ class DimReduction(Algorithm):
             raise IncompatibleError("dim_reduce: the optimizer already does a line search; attach once.")
         if target.accumulator is not None:
             raise IncompatibleError(
-                "dim_reduce: the target accumulates gradients, but a line search uses one batch; leave accumulation or "
-                "dim_reduce out."
+                "dim_reduce: the target accumulates gradients, but a line search uses one batch; leave one out."
             )
         wrapper = wrapper_of(target.model)
         if wrapper not in (None, "DistributedDataParallel", "torch.compile", "nn.Module.compile"):
             raise IncompatibleError(
-                f"dim_reduce: the model is wrapped by {wrapper}, but the steps need whole parameters on every rank; "
-                "use DistributedDataParallel."
+                f"dim_reduce: found {wrapper}, but the steps need whole parameters; use DistributedDataParallel."
             )
         _group(target.model)
         weights = _parameters(target.model, target.optimizer)
@@ -117,10 +114,8 @@ class DimReduction(Algorithm):
         """Replace the optimizer of the target by a :class:`DimReduceRun`.
 
         Raises:
-            IncompatibleError: FSDP, accumulation, several precisions or devices, parameters that the optimizer does
-                not train.
-            ValueError: The basis does not fit the model, there are too few checkpoints, or one has NaN or is of another
-                model.
+            IncompatibleError: FSDP, accumulation, several precisions or devices, or parameters that are not trained.
+            ValueError: The basis or a checkpoint does not fit the model, or there are too few checkpoints.
             FileNotFoundError: The file or folder is missing.
             RankDisagreementError: A rank did not arrive, has other settings, or could not make its part of the basis.
         """
@@ -138,23 +133,15 @@ class DimReduction(Algorithm):
 class DimReduceRun(WrappingOptimizer, ClosureOptimizer):  # pyright: ignore[reportIncompatibleVariableOverride]
     """An optimizer that trains with the original optimizer while snapshots are taken, and then in a subspace.
 
-    Args:
-        opt: Trains while snapshots are taken. This object has the same groups and state, so that schedulers may drive
-            either.
-        model: The model as the loop calls it. Under DDP the rows of the basis are shared out over its ranks.
-        settings: See :class:`DimReduction`.
-
-    Attributes:
-        direct: Refuses direct steps of ``opt``.
-        subspace: The subspace, None before there is a basis.
-        updates: Updates so far.
+    It has the groups and the state of ``opt``, so that schedulers may drive either. The model is as the loop calls it.
+    Under DDP the rows of the basis are shared out over its ranks.
     """
 
     def __init__(self, opt: Optimizer, model: nn.Module, settings: DimReduction) -> None:
         super().__init__(opt)
         self.settings = settings
         self.updates = 0
-        self.subspace: Subspace | None = None
+        self.subspace: Subspace | None = None  # before there is a basis
         self._model = model
         self._weights = _parameters(model, opt)
         self._snapshots: Snapshots = []
@@ -163,14 +150,7 @@ class DimReduceRun(WrappingOptimizer, ClosureOptimizer):  # pyright: ignore[repo
         self.direct = DirectSteps(opt, self, _PASSED_BY)  # last, when nothing can fail
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update once and return the loss before it.
-
-        Args:
-            closure: Returns the loss of the batch and does nothing else.
-
-        Raises:
-            TypeError: No closure.
-        """
+        """Update once and return the loss before it. ``closure`` returns the loss of the batch and does no more."""
         with evaluated(closure, self._weights) as (replay, loss):
             if self.subspace is not None:
                 self.subspace.step(replay)
@@ -241,8 +221,7 @@ class DimReduceRun(WrappingOptimizer, ClosureOptimizer):  # pyright: ignore[repo
         snapshots = [[t.to("cpu", torch.bfloat16, copy=True) for t in snapshot] for snapshot in kept]
         if any([t.shape for t in snapshot] != [p.shape for p in self._weights] for snapshot in snapshots):
             raise ValueError(
-                "the checkpoint holds snapshots of weights of other shapes; load it with the model that it was saved "
-                "with."
+                "the checkpoint holds snapshots of weights of other shapes; load it with the model that it is of."
             )
 
         def load() -> None:
@@ -261,7 +240,7 @@ class DimReduceRun(WrappingOptimizer, ClosureOptimizer):  # pyright: ignore[repo
         if "rows" not in state:
             return self.subspace or self._along(_basis(self.settings, self._model, []))
         group = _group(self._model)
-        place = _place(group)
+        place = place_in(group)
         if tuple(state["share"]) != place:
             raise ValueError(
                 "the checkpoint holds the rows of rank {} of {}, this is rank {} of {}; every rank must save and load "
@@ -292,7 +271,7 @@ class _Reduced(Attachment):
 def _basis(settings: DimReduction, model: nn.Module, snapshots: Snapshots) -> DimReduceBasis:
     """Make the basis for a model, from snapshots or from the file or folder of the settings: each rank its rows."""
     group, k = _group(model), settings.n_components
-    rank, ranks = _place(group)
+    rank, ranks = place_in(group)
     like = next(p for p in unwrap(model).parameters() if p.requires_grad)
 
     def make() -> DimReduceBasis:
@@ -302,11 +281,12 @@ def _basis(settings: DimReduction, model: nn.Module, snapshots: Snapshots) -> Di
             rows = read_matrix(path, k, shapes, share)
         else:
             weights = snapshots if folder is None else read_checkpoints(folder, shapes)
-            writes = path is not None and rank == 0  # for the next run
-            rows = principal_components(weights, k, None if writes else share)
-            if path is not None and writes:
-                write_matrix(path, rows, shapes)
-                rows = rows[share.start : share.stop].clone()
+            if path is not None and rank == 0:  # for the next run
+                every = principal_components(weights, k)
+                write_matrix(path, every, shapes)
+                rows = every[share.start : share.stop].clone()
+            else:
+                rows = principal_components(weights, k, share)
         return DimReduceBasis(rows.to(like), group, k)
 
     basis = make() if group is None else _on_ranks(make, settings, group)
@@ -319,10 +299,6 @@ def _basis(settings: DimReduction, model: nn.Module, snapshots: Snapshots) -> Di
             f"dim_reduce: the snapshots of the ranks differ ({error}); wrap the model in DistributedDataParallel."
         ) from None
     return basis
-
-
-def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
 
 def _on_ranks(make: Callable[[], DimReduceBasis], settings: DimReduction, group: dist.ProcessGroup) -> DimReduceBasis:
@@ -349,7 +325,7 @@ def _on_ranks(make: Callable[[], DimReduceBasis], settings: DimReduction, group:
 
 def _group(model: nn.Module) -> dist.ProcessGroup | None:
     """Return the ranks that train the model together. A bare one is taken to be wrapped later, over all ranks."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not several():
         return None
     wrapped = only_ddp(model)
     group = dist.group.WORLD if wrapped is None else wrapped.process_group
@@ -359,7 +335,7 @@ def _group(model: nn.Module) -> dist.ProcessGroup | None:
 def _parameters(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
     """Return the weights in the order of the layout, if the optimizer has them all and they are of one kind."""
     weights: list[Tensor] = [p for p in unwrap(model).parameters() if p.requires_grad]
-    trained = {p for group in optimizer.param_groups for p in group["params"]}
+    trained = set(parameters_of(optimizer))
     others = sum(p.requires_grad for p in trained.difference(weights))
     if others:
         raise IncompatibleError(

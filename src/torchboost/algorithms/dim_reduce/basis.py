@@ -56,8 +56,7 @@ class DimReduceBasis:
             )
         self.rows, self.group = rows, group
         self.components = len(rows) if components is None else components
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self.ranks = 1 if group is None else dist.get_world_size(group)
+        self.rank, self.ranks = place_in(group)
         check_components(self.components, self.length)
         share = rows_of(self.components, self.rank, self.ranks)
         self._place = slice(share.start, share.stop)
@@ -75,11 +74,7 @@ class DimReduceBasis:
         return self.rows.shape[1]
 
     def project(self, vector: Tensor) -> Tensor:
-        """Return ``P v``, shape ``(k,)``, float64 on the host, the same on all ranks.
-
-        Args:
-            vector: Shape ``(n,)``.
-        """
+        """Return ``P v`` for a vector of shape ``(n,)``: shape ``(k,)``, float64 on the host, the same on all ranks."""
         coordinates = torch.zeros(self.components, dtype=vector.dtype, device=vector.device)
         with torch.autocast(vector.device.type, enabled=False):
             coordinates[self._place] = self.rows @ vector
@@ -88,14 +83,9 @@ class DimReduceBasis:
         return coordinates.to("cpu", torch.float64)
 
     def lift(self, coordinates: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return ``P' c`` for several c at once. The rows are read once.
+        """Return ``P' c`` for several c, shape ``(vectors, k)``: shape ``(vectors, n)``, as precise as the rows.
 
-        Args:
-            coordinates: Shape ``(vectors, k)``.
-            out: Where to write them. Allocating memory of that size costs as much as part of the products.
-
-        Returns:
-            Shape ``(vectors, n)``, on the device and in the precision of the rows.
+        The rows are read once. Allocating memory of that size costs as much as part of the products: give ``out``.
         """
         vectors = self.rows.new_empty(len(coordinates), self.length) if out is None else out
         mine = coordinates.to(self.rows.device, self.rows.dtype)[:, self._place]
@@ -113,11 +103,7 @@ class DimReduceBasis:
         return mark
 
     def check_orthonormal(self) -> None:
-        """Check that ``P P'c`` is c for a few random c. With a group, all ranks must call this together.
-
-        Raises:
-            ValueError: It is not. Raised on every rank.
-        """
+        """Raise ``ValueError`` on every rank unless ``P P'c`` is c for a few random c. All ranks must call this."""
         generator = torch.Generator("cpu").manual_seed(0)
         for _ in range(4):
             signs = torch.randint(0, 2, (self.components,), generator=generator, device="cpu") * 2.0 - 1.0
@@ -138,13 +124,18 @@ def check_components(components: int, length: int) -> None:
         )
 
 
+def place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """Return the rank of this process in a group and the number of ranks, 0 and 1 without a group."""
+    return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+
+
 def rows_of(components: int, rank: int, ranks: int) -> range:
     """Return which rows a rank holds. Their number need not be divisible by the number of ranks."""
     return range(components * rank // ranks, components * (rank + 1) // ranks)
 
 
 def principal_components(snapshots: Sequence[Sequence[Tensor]], components: int, share: range | None = None) -> Tensor:
-    """Return the directions along which snapshots of the weights vary most.
+    """Return the directions along which snapshots of the weights, lists of the parameters each, vary most.
 
     They are the right singular vectors of the centred matrix. For m snapshots of n weights the m x m Gram matrix is
     built in float64, piece by piece, and its eigenvectors give the components exactly. Nothing of size n x n or m x n
@@ -152,13 +143,8 @@ def principal_components(snapshots: Sequence[Sequence[Tensor]], components: int,
     m snapshots span m - 1 directions around their mean. If there are m components, the last one is the direction of the
     mean.
 
-    Args:
-        snapshots: Copies of the parameters of one model, each in the same order.
-        components: Number of directions.
-        share: The directions to return. None returns all.
-
     Returns:
-        Shape ``(len(share), n)``, in float32, or float64 if the snapshots are.
+        Those in ``share``, None for all: shape ``(len(share), n)``, in float32, or float64 if the snapshots are.
 
     Raises:
         ValueError: Too few snapshots, NaN or infinities in one, or they span fewer directions.

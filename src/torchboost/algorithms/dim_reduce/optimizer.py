@@ -40,10 +40,7 @@ class Subspace:
     Args:
         weights: The parameters that the basis spans, in its order. float32 or float64, on one device.
         basis: The directions. They are moved to the weights.
-        alpha: Step along the residual momentum.
-        rho: Factor between the two trials.
-        gamma: Momentum of the residual.
-        sigma: Share of the decrease predicted by the slope that a trial must reach.
+        alpha, rho, gamma, sigma: See :class:`torchboost.algorithms.DimReduction`.
         buffers: Restored after trial passes. Pass ``model.buffers()`` if a model has BatchNorms, whose statistics a
             trial in training mode would change.
 
@@ -71,8 +68,7 @@ class Subspace:
         sigma: float = 0.4,
         buffers: Iterable[Tensor] = (),
     ) -> None:
-        check_number("alpha", alpha)
-        check_line_search(rho=rho, sigma=sigma, gamma=gamma)
+        check_settings(alpha=alpha, rho=rho, sigma=sigma, gamma=gamma)
         length = sum(weight.numel() for weight in weights)
         if length != basis.length:
             raise ValueError(
@@ -104,17 +100,12 @@ class Subspace:
                 :class:`~torchboost.core.step.Replay` has seen are used. Otherwise the step runs the backward pass
                 itself, and clears the gradients at its end.
 
-        Raises:
-            TypeError, ValueError: The closure does not return a loss, or does more than that.
-            IncompatibleError: A parameter was frozen after the basis was made.
-
         An error of the closure in a trial passes through. Weights, buffers and state are then as before the step,
         except for changes by the first pass.
         """
         if any(not weight.requires_grad for weight in self.weights):
             raise IncompatibleError(
-                "steps in a subspace: a parameter of the basis was frozen (requires_grad=False) after the basis was "
-                "made; freeze before."
+                "steps in a subspace: a parameter of the basis was frozen after the basis was made; freeze before."
             )
         with evaluated(closure, self.weights) as (replay, loss):
             self._update(replay, loss)
@@ -167,11 +158,7 @@ class Subspace:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from the result of :meth:`state_dict`.
-
-        Raises:
-            ValueError: The checkpoint belongs to other directions. Nothing was loaded.
-        """
+        """Resume from the result of :meth:`state_dict`, or raise ``ValueError`` if it belongs to other directions."""
         self.loading(state)()
 
     def loading(self, state: Mapping[str, Any]) -> Callable[[], None]:
@@ -250,10 +237,7 @@ def evaluated(closure: Callable[[], Any] | None, parameters: Sequence[Tensor]) -
     """Yield a function that repeats a closure, and the loss of its first pass. The gradients are computed.
 
     A closure that is not a :class:`~torchboost.core.step.Replay` is called here, and its gradients are cleared at
-    the end.
-
-    Raises:
-        TypeError, ValueError: There is no closure, or it does not return a loss, or does more than that.
+    the end. ``TypeError`` or ``ValueError``: there is none, or it does not return a loss, or does more than that.
     """
     if closure is None:
         raise TypeError(
@@ -272,8 +256,9 @@ def evaluated(closure: Callable[[], Any] | None, parameters: Sequence[Tensor]) -
             parameter.grad = None
 
 
-def check_line_search(*, rho: float, sigma: float, gamma: float) -> None:
-    """Raise ``TypeError`` or ``ValueError`` unless rho and sigma are above 0, gamma at least 0, and all below 1."""
+def check_settings(*, alpha: float, rho: float, sigma: float, gamma: float) -> None:
+    """Raise ``TypeError`` or ``ValueError`` unless all are 0 or more, rho and sigma more, all but alpha below 1."""
+    check_number("alpha", alpha)
     for name, value in (("rho", rho), ("sigma", sigma), ("gamma", gamma)):
         check_number(name, value, above=name != "gamma")
         if value >= 1:
@@ -281,11 +266,7 @@ def check_line_search(*, rho: float, sigma: float, gamma: float) -> None:
 
 
 def check_weights(parameters: Sequence[Tensor]) -> None:
-    """Refuse weights that a step in a subspace cannot move.
-
-    Raises:
-        IncompatibleError: Several precisions or devices, a precision other than float32 and float64, or shards.
-    """
+    """Refuse weights of several precisions or devices, of another one than float32 and float64, and shards."""
     kinds = {(p.dtype, p.device) for p in parameters}
     if len(kinds) != 1 or parameters[0].dtype not in (torch.float32, torch.float64):
         text = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds)) or "no parameters"

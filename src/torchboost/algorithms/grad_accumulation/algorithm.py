@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import is_integer, is_number
-from torchboost.core.torch_private import compiled_call, exchange_of_a_pass, inside_compiled
-from torchboost.core.wrapping import only_ddp, wrapper_of
+from torchboost.core.torch_private import compiled_call, exchange_of_a_pass
+from torchboost.core.wrapping import data_parallel, unwrap
 from torchboost.errors import IncompatibleError, shown
 
 
@@ -39,11 +39,7 @@ class Window:
 
     @classmethod
     def saved(cls, entries: Any) -> Window:
-        """Return the window of a checkpoint.
-
-        Raises:
-            ValueError: It is damaged.
-        """
+        """Return the window of a checkpoint. Raise ``ValueError`` if it is damaged."""
         try:
             window = cls(**entries)
             counts = is_integer(window.length) and is_integer(window.index) and 0 <= window.index < window.length
@@ -81,33 +77,21 @@ class Window:
 class _Ranks:
     """The ranks that average the gradients of one model: by DDP, by FSDP2, or a single one.
 
-    Args:
-        model: As the loop calls it: wrapped by DDP, containing one as in ``WithLoss(DDP(model))``, or compiled.
-
-    Attributes:
-        sharded: Whether FSDP2 shards the model. Gradients that are not yet reduced cannot be read then.
-
-    Raises:
-        IncompatibleError: DDP with ``static_graph=True``, several DDPs, or FSDP1.
+    The model is as the loop calls it: wrapped by DDP, containing one as in ``WithLoss(DDP(model))``, or compiled.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        inside = inside_compiled(model)
-        outer = model if inside is None else inside
-        if wrapper_of(outer) == "FullyShardedDataParallel":
-            raise IncompatibleError(
-                "the model is sharded by FullyShardedDataParallel (FSDP1), which is not supported; use fully_shard "
-                "(FSDP2)."
-            )
-        self._model, self._ddp = model, only_ddp(outer)
+        self._model, self._ddp = model, data_parallel(model, replicas=True)
         if self._ddp is not None and self._ddp.static_graph:
             raise IncompatibleError(
                 "DistributedDataParallel was built with static_graph=True, under which a backward pass without "
                 "synchronisation fails in torch; build it without static_graph."
             )
-        self._units: list[Any] = [unit for unit in outer.modules() if hasattr(unit, "set_requires_gradient_sync")]
+        self._units: list[Any] = [
+            unit for unit in unwrap(model).modules() if hasattr(unit, "set_requires_gradient_sync")
+        ]
         self._group = None if self._ddp is None else self._ddp.process_group
-        self.sharded = bool(self._units)
+        self.sharded = bool(self._units)  # gradients that are not yet reduced cannot be read
         self._count = dist.get_world_size(self._group) if self._ddp is not None or self.sharded else 1
 
     @contextmanager
@@ -181,10 +165,8 @@ class Accumulator:
 
     Limits: gradients of parameters outside ``model`` are not averaged over ragged or short windows. If ``model``
     contains a DDP, gradients of parameters outside that DDP are not exchanged, as without accumulation. BatchNorm
-    normalises each micro-batch separately, so its statistics differ from the statistics of one large batch. If an
-    exception follows :meth:`share`, the gradients may hold half a backward pass: call :meth:`reset`. CUDA graphs
-    overwrite accumulated gradients: a model that is already compiled with them is refused. Compiling it later is not
-    detected.
+    normalises each micro-batch separately. CUDA graphs overwrite accumulated gradients: a model that is already
+    compiled with them is refused. Compiling it later is not detected.
 
     Args:
         steps: Micro-steps per update, 1 or more. Setting the attribute applies from the next window on.
@@ -285,15 +267,12 @@ class Accumulator:
         number = window.checked(count)
         if number == 0 and not bool(torch.isfinite(loss)):
             raise ValueError(
-                f"count: found 0 for a loss of {loss.item()}; the mean over nothing is undefined: divide "
-                "the sum by at least 1."
+                f"count: found 0 for a loss of {loss.item()}; the mean over nothing: divide the sum by at least 1."
             )
-        factor = 1.0
-        if number is not None:
-            if self._nominal is None:
-                # A typical count keeps losses at their usual size. Any number works if it is the same on all ranks.
-                self._nominal = self._ranks.largest(max(number, 1.0))
-            factor = number / self._nominal
+        if number is not None and self._nominal is None:
+            # A typical count keeps losses at their usual size. Any number works if it is the same on all ranks.
+            self._nominal = self._ranks.largest(max(number, 1.0))
+        factor = 1.0 if number is None or self._nominal is None else number / self._nominal
         window.add(factor, counted=number is not None)
         # The nominal count takes the path of a plain mean, so equal batches give the same bits as without counts.
         part = loss if factor == 1.0 else loss * factor
@@ -464,21 +443,15 @@ class GradAccumulation(Algorithm):
         return "the loop already updates after every batch (steps=1)" if self.steps == 1 else None
 
     def check(self, target: Target) -> None:
-        """Refuse a target that :meth:`attach` cannot work on.
-
-        Raises:
-            IncompatibleError: The target already has an accumulator, or the model cannot skip a synchronisation.
-        """
+        """Refuse a target that already has an accumulator, and a model that cannot skip a synchronisation."""
         if target.accumulator is not None:
             raise IncompatibleError("grad_accumulation: the target already has an accumulator; remove that one first.")
         Accumulator(self.steps, target.model)
 
     def attach(self, target: Target) -> Attachment:
-        """Give the target its accumulator. After ``remove()`` a window that has begun is completed.
+        """Give the target its accumulator, whose state :class:`~torchboost.core.step.TrainStep` saves.
 
-        Every batch after it is a full window.
-
-        The state is the accumulator's. :class:`~torchboost.core.step.TrainStep` saves it with the rest.
+        After ``remove()`` a window that has begun is completed. Every batch after it is a full window.
         """
         accumulator = target.accumulator = Accumulator(self.steps, target.model)
 

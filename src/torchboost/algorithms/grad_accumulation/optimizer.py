@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from torchboost.algorithms.grad_accumulation.algorithm import Accumulator, Window, checked_steps
 from torchboost.core.arguments import check_optimizer
+from torchboost.core.wrapping import parameters_of
 from torchboost.optim.wrapping_optimizer import DirectSteps, WrappingOptimizer
 
 Loss = TypeVar("Loss")
@@ -81,7 +82,7 @@ class GradientWindow:
         """
         self.updated = self._window.index > 0
         if self.updated:
-            window, sums, parameters = self._window, self._sums, self._parameters()
+            window, sums, parameters = self._window, self._sums, parameters_of(self.optimizer)
             self._clear()
             correction = window.correction(window.weight)
             sums += [None] * (len(parameters) - len(sums))
@@ -106,24 +107,19 @@ class GradientWindow:
         calls, length = state["calls"], state.get("length", self.steps)  # the version before wrote no length
         if calls and calls >= self.steps:
             raise ValueError(
-                f"the checkpoint holds {calls} calls, but a window takes {self.steps}; build it with the steps that it "
-                "was saved with."
+                f"the checkpoint holds {calls} calls, but a window takes {self.steps}; use the steps of the saved one."
             )
         sums, window = self._checked(state["held"]), Window(length, calls, state["weight"], state["counted"])
-        self._sums = [
-            None if g is None else g.to(p.device, copy=True) for g, p in zip(sums, self._parameters(), strict=True)
-        ]
+        pairs = zip(sums, parameters_of(self.optimizer), strict=True)
+        self._sums = [None if total is None else total.to(param.device, copy=True) for total, param in pairs]
         self._window = window
-
-    def _parameters(self) -> list[Tensor]:
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def _clear(self) -> None:
         self._window = Window()
-        self._sums: list[Tensor | None] = [None] * len(self._parameters())
+        self._sums: list[Tensor | None] = [None] * len(parameters_of(self.optimizer))
 
     def _checked(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        parameters = self._parameters()
+        parameters = parameters_of(self.optimizer)
         if len(grads) != len(parameters):
             raise ValueError(
                 f"grads: found {len(grads)}, the optimizer has {len(parameters)} parameters; pass one gradient for "
@@ -145,16 +141,9 @@ class AccumulatingOptimizer(WrappingOptimizer):
     batch as before, and ``zero_grad()`` loses nothing. A scheduler in such a loop still follows the batches. Ranks
     exchange gradients for each batch. The training cell knows when a window begins and does not.
 
-    Args:
-        opt: Stepped once per window, so its hooks follow the updates. Stepping it directly would update with the
-            gradients of one batch and raises an error.
-        accumulator: Its ``steps`` is the number of batches per update.
-
-    Copies and pickles keep the window and have their own optimizer.
-
-    Attributes:
-        updated: Whether the last ``step()`` updated the weights.
-        direct: Refuses direct steps of ``opt``.
+    ``opt`` is stepped once per window, so its hooks follow the updates. A direct step, which would update with the
+    gradients of one batch, is refused. ``accumulator.steps`` is the number of batches per update, and ``updated`` says
+    whether the last ``step()`` was an update. Copies and pickles keep the window and have their own optimizer.
     """
 
     copyable = True
@@ -174,7 +163,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
             with torch.enable_grad():
                 returned = closure()
         self._collected.steps = self.accumulator.steps  # 1 after the algorithm was removed
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        parameters = parameters_of(self)
         self._taken = [p for p in parameters if p.grad is not None and not p.grad.is_sparse]
         with self.direct.allowed():
             self._collected(None, [parameter.grad for parameter in parameters])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, get_args
@@ -17,7 +16,7 @@ from torchboost.algorithms.grad_freeze.cache import FastPrefix, check_cacheable
 from torchboost.algorithms.grad_freeze.checks import check_freezable
 from torchboost.algorithms.grad_freeze.freezer import Freezing, Norms, compiled_prefixes, prefixes_of
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
-from torchboost.errors import NoEffectWarning
+from torchboost.errors import warn_no_effect
 from torchboost.graph.blocks import blocks_of, group_starts
 from torchboost.optim.fusing import care_for_fused
 
@@ -113,8 +112,7 @@ class GradFreeze(Algorithm):
             raise ValueError(f"frozen={self.frozen} with pattern={self.pattern!r}: only 'fixed' reads it.")
         if self.cache_mebibytes and self.norms != "eval":
             raise ValueError(
-                "cache_mebibytes with norms='update': BatchNorms that keep updating change the result of a sample in "
-                "each epoch; use norms='eval'."
+                "cache_mebibytes with norms='update': BatchNorms then change results in each epoch; use norms='eval'."
             )
 
     def idle(self, model: nn.Module, optimizer: Optimizer) -> str | None:
@@ -133,12 +131,7 @@ class GradFreeze(Algorithm):
             check_cacheable(target.model)
 
     def attach(self, target: Target) -> Attachment:
-        """Freeze the groups of the first update and follow the schedule from then on.
-
-        Raises:
-            IncompatibleError: The wrapper or the compiler of the model does not support changing ``requires_grad``.
-            ValueError: ``total_steps`` is missing.
-        """
+        """Freeze the groups of the first update and follow the schedule from then on. See :func:`freeze_blocks`."""
         freezing = freeze_blocks(target.model, target.optimizer, self, seed=target.seed)
         return freezing.with_undo(care_for_fused(target.optimizer).remove)  # momentum that starts later
 
@@ -190,25 +183,20 @@ def freeze_blocks(model: nn.Module, optimizer: Optimizer, settings: GradFreeze, 
     blocks = blocks_of(model)
     starts, asked = group_starts(len(blocks), settings.groups), settings.groups != GradFreeze.groups
     if len(starts) < min(2, settings.groups):
-        warnings.warn("grad_freeze: the model is a single block, so nothing is frozen.", NoEffectWarning, stacklevel=2)
+        warn_no_effect("grad_freeze: the model is a single block, so nothing is frozen.")
     elif len(starts) < settings.groups and asked and settings.pattern in ("continuous", "interval"):
-        warnings.warn(
+        warn_no_effect(
             f"grad_freeze: found groups={settings.groups}, but the model has {len(blocks)} blocks; {len(starts)} "
-            "groups are used.",
-            NoEffectWarning,
-            stacklevel=2,
+            "groups are used."
         )
     check_freezable(model, optimizer)
     prefixes = prefixes_of(blocks, starts, settings.norms)
     fast = None
     if settings.cache_mebibytes:
-        fast = FastPrefix(
-            model,
-            settings.cache_mebibytes * 2**20,
-            by_content=settings.cache_by == "content",
-            dtype=torch.bfloat16 if settings.cache_dtype else None,
-        )
-    alike = {"seed": seed, "checksum of the settings": _fingerprint(settings)}
+        rounded, by_content = torch.bfloat16 if settings.cache_dtype else None, settings.cache_by == "content"
+        fast = FastPrefix(model, settings.cache_mebibytes * 2**20, by_content=by_content, dtype=rounded)
+    shared = replace(settings, cache_mebibytes=0, cache_by="name", cache_dtype=None)  # the cache may differ per rank
+    alike = {"seed": seed, "checksum of the settings": crc32(repr(shared).encode())}
     shares = (1 / len(blocks),) * len(blocks)
     costs = [sum(shares[a:b]) for a, b in zip(starts, [*starts[1:], len(blocks)], strict=True)]
     few = None if settings.prefixes else settings.schedule(costs, seed=seed, prefixes=compiled_prefixes())
@@ -224,11 +212,6 @@ def freeze_blocks(model: nn.Module, optimizer: Optimizer, settings: GradFreeze, 
         alike=alike,
         agree_within=settings.agree_within,
     )
-
-
-def _fingerprint(settings: GradFreeze) -> int:
-    """A number that differs between ranks whose flags may differ. Cache settings may differ per rank."""
-    return crc32(repr(replace(settings, cache_mebibytes=0, cache_by="name", cache_dtype=None)).encode())
 
 
 def _check_length(settings: GradFreeze) -> None:

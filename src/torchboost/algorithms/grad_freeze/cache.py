@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -15,30 +14,22 @@ from torch import Tensor, nn
 
 from torchboost.algorithms.grad_freeze.cut import Halves, halves_of, mode_of_torch
 from torchboost.core.algorithm import Attachment
-from torchboost.core.forward import cover_forward, own_forward
+from torchboost.core.forward import Forward, cover_forward, own_forward
 from torchboost.core.torch_private import inside_function_transform, inside_mode, is_tracing, versions
 from torchboost.core.wrapping import wrapper_of
-from torchboost.errors import IncompatibleError, NoEffectWarning
+from torchboost.errors import IncompatibleError, warn_no_effect
 from torchboost.sheet import percent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FastPrefixReport:
-    """Status of the cache of the frozen prefix.
+    """Status of the cache of the frozen prefix."""
 
-    Args:
-        parameters: Number of weights in the prefix, 0 if the forward runs unchanged.
-        rows: Number of samples whose prefix outputs are cached.
-        bytes: Size of the cached outputs.
-        hit_rate: Share of named samples found in the cache since the prefix last changed, 0.0 before the first.
-        note: Why the forward runs unchanged, or why nothing is cached. Empty otherwise.
-    """
-
-    parameters: int = 0
-    rows: int = 0
+    parameters: int = 0  # weights in the prefix, 0 if the forward runs unchanged
+    rows: int = 0  # samples whose outputs are cached
     bytes: int = 0
-    hit_rate: float = 0.0
-    note: str = ""
+    hit_rate: float = 0.0  # share of the samples that were found, since the prefix last changed
+    note: str = ""  # why the forward runs unchanged, or why nothing is cached
 
     def __str__(self) -> str:
         text = (
@@ -49,11 +40,7 @@ class FastPrefixReport:
 
 
 def check_cacheable(model: nn.Module) -> None:
-    """Refuse a model whose forward cannot be replaced.
-
-    Raises:
-        IncompatibleError: The model is wrapped or compiled, or has its own ``forward`` on the instance.
-    """
+    """Refuse a model that is wrapped or compiled, or has its own ``forward`` on the instance."""
     wrapper = wrapper_of(model)
     if wrapper is not None:
         raise IncompatibleError(
@@ -70,25 +57,23 @@ def check_cacheable(model: nn.Module) -> None:
 class FastPrefix(Attachment):
     """Computes the frozen first part of a network once per sample, and skips it from then on.
 
-    The ``forward`` of this one instance is replaced. If the samples of a batch are named, it is cut in training mode
-    before the first operation that uses a trainable parameter, draws random numbers (dropout), changes a buffer
-    (BatchNorm in training mode), or writes into an input or a constant. The operations before the cut run under
-    ``no_grad``, and their results are cached under the id of the sample, in the memory of the CPU. If all samples of a
-    batch are cached, this part is skipped. Both parts call the model's own modules. The cached rows are correct only if
-    a sample is the same tensor in every epoch: no random augmentation.
+    The ``forward`` of this one instance is replaced. In training mode it is cut before the first operation that uses a
+    trainable parameter, draws random numbers (dropout), changes a buffer (BatchNorm in training mode), or writes into
+    an input or a constant. The operations before the cut run under ``no_grad``, and their results are cached under the
+    id of the sample, in the memory of the CPU. If all samples of a batch are cached, this part is skipped.
 
-    With ``by_content`` nothing is named: a sample is known by a hash of all its entries in the inputs that the prefix
-    reads. So it gets its own rows in every order and every batch, and a sample that random augmentation has changed is
-    another one, which is computed. If nothing or only a part is cached, a warning says why. If hardly a sample comes
-    twice, the cache ends, with a warning.
+    If the loop names the samples of a batch, a sample must be the same tensor in every epoch: no random augmentation.
+    With ``by_content`` a sample is known by a hash of all its entries in the inputs that the prefix reads, so that a
+    changed one is computed. If nothing or only a part is cached, a warning says why. If hardly a sample comes twice,
+    the cache ends, with a warning.
 
     The forward runs unchanged in eval mode, with inputs that require gradients, with arguments that are not positional
     tensors, for another number of them than at first, for samples of another shape or type than the first ones, or if
     no frozen part comes first.
 
     A parameter with ``requires_grad=False`` counts as frozen. Before each forward the model is compared with its last
-    state: flags, the attributes of all modules (parameters, buffers, submodules and hooks among them), and versions and
-    addresses of the frozen tensors. After any change the forward is traced again and the rows are dropped.
+    state: flags, the attributes of all modules, and versions and addresses of the frozen tensors. After any change the
+    forward is traced again and the rows are dropped.
 
     Limits: Python state that is not an attribute of a module (a global, a list in a list) keeps its value from the
     trace. An in-place write to a frozen weight through ``.data`` is not detected. Call :meth:`update` after either.
@@ -106,27 +91,14 @@ class FastPrefix(Attachment):
         dtype: Type to which floating-point border values are rounded, cached or not. None keeps theirs.
 
     Raises:
-        IncompatibleError: See :func:`check_cacheable`. The first training step raises it if the forward cannot be
-            traced.
-
-    Example:
-        >>> import torch
-        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
-        >>> _ = model[0].requires_grad_(False)
-        >>> with FastPrefix(model, 2**20) as fast:
-        ...     for epoch in range(2):
-        ...         with fast.samples([5, 3]):
-        ...             _ = model(torch.ones(2, 4))
-        ...     fast.report().rows, fast.report().hit_rate
-        (2, 0.5)
+        IncompatibleError: The forward cannot be replaced, or, in the first training step, not traced.
     """
 
     def __init__(
         self, model: nn.Module, budget_bytes: int, *, by_content: bool = False, dtype: torch.dtype | None = None
     ) -> None:
         check_cacheable(model)
-        self._model, self._budget, self._dtype = model, budget_bytes, dtype
-        self._by_content = by_content
+        self._model, self._budget, self._dtype, self._by_content = model, budget_bytes, dtype, by_content
         self._ids: list[int] = []
         self._note = "no training step has run yet"
         self.update()
@@ -147,13 +119,10 @@ class FastPrefix(Attachment):
 
     @contextmanager
     def samples(self, ids: Tensor | Sequence[int]) -> Iterator[None]:
-        """Name the samples of the next forward.
+        """Name the samples of the next forward, which raises ``ValueError`` if their number is wrong.
 
         Args:
             ids: One integer per sample of the batch, shape ``(n,)``, the same for the same sample in every epoch.
-
-        Raises:
-            ValueError: Their number is wrong. Raised from the forward.
         """
         self._ids = torch.as_tensor(ids, device="cpu").tolist()
         try:
@@ -172,19 +141,25 @@ class FastPrefix(Attachment):
             note=self._note,
         )
 
-    def _forward(
-        self, forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _forward(self, forward: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ids, self._ids = self._ids, []
         # A deep copy of the model calls this too, with itself as the module.
-        if not (ids or self._by_content) or module is not self._model or not module.training:
+        ours = module is self._model and module.training and not torch.compiler.is_compiling()
+        known = bool(ids) or (self._by_content and _is_readable(args))
+        halves = self._usable(ids, args, kwargs) if ours and known else None
+        if halves is None:
             return forward(module, *args, **kwargs)
-        if torch.compiler.is_compiling() or not (ids or _is_readable(args)):
-            return forward(module, *args, **kwargs)
+        names = ids or _contents([args[at] for at in halves.inputs])
+        values = self._border(halves, args, names)
+        if self._misses > 2 * len(self._rows):  # by content more than twice as many as there is room for
+            self.judge()
+        return halves.suffix.forward(*args, *values)
+
+    def _usable(self, ids: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Halves | None:
+        """Return the halves if a training call can be cut, or tell why not."""
         if not ids and inside_mode():
             self._tell("the forward runs inside a mode of torch, such as that of the switch unpad")
-            return forward(module, *args, **kwargs)
-        if kwargs or not args or not all(isinstance(argument, Tensor) for argument in args):
+        elif kwargs or not args or not all(isinstance(argument, Tensor) for argument in args):
             self._tell("an argument of the forward is not a positional tensor")
         elif any(tensor.requires_grad for tensor in args):
             self._tell("an input requires gradients")
@@ -195,15 +170,11 @@ class FastPrefix(Attachment):
         else:
             count = len(ids) or len(args[0])
             halves = self._current(args, count, named=bool(ids))
-            if halves is not None and self._by_content and not halves.accepts(args, count):
+            if halves is None or halves.accepts(args, count):
+                return halves
+            if self._by_content:
                 self._tell("inputs of another shape or type than the first ones are computed in every step")
-            elif halves is not None and halves.accepts(args, count):
-                names = ids or _contents([args[at] for at in halves.inputs])
-                values = self._border(halves, args, names)
-                if self._misses > 2 * len(self._rows):  # by content more than twice as many as there is room for
-                    self.judge()
-                return halves.suffix.forward(*args, *values)
-        return forward(module, *args, **kwargs)
+        return None
 
     def _current(self, tensors: tuple[Tensor, ...], count: int, *, named: bool) -> Halves | None:
         """Return the halves, if there are any. Build them again if the model has changed."""
@@ -227,7 +198,7 @@ class FastPrefix(Attachment):
     def _tell(self, note: str) -> None:
         """Keep a note for the report. If the loop names no samples, warn too: it does not ask for the report."""
         if self._by_content and note and note != self._note:
-            warnings.warn(f"grad_freeze: the frozen part is not fully cached: {note}", NoEffectWarning, stacklevel=2)
+            warn_no_effect(f"grad_freeze: the frozen part is not fully cached: {note}")
         self._note = note
 
     def judge(self) -> None:
@@ -239,12 +210,10 @@ class FastPrefix(Attachment):
         if self._by_content and few and self._misses:
             self._by_content, rows, self._rows = False, len(self._rows), {}
             self._note = "off, because hardly a sample came twice"
-            warnings.warn(
+            warn_no_effect(
                 f"grad_freeze: the cache of the frozen part is off from now on: of {self._misses:,} different samples "
                 f"{rows:,} were held, and hardly one came again. Leave random augmentation out, or raise "
-                "cache_mebibytes if it is too small for the data. In a single epoch nothing can be cached.",
-                NoEffectWarning,
-                stacklevel=2,
+                "cache_mebibytes if it is too small for the data. In a single epoch nothing can be cached."
             )
 
     def _border(self, halves: Halves, tensors: tuple[Tensor, ...], names: Sequence[Hashable]) -> tuple[Tensor, ...]:

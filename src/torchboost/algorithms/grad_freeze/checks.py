@@ -23,6 +23,7 @@ from torchboost.core.torch_private import (
     comm_hooks,
     compiler_follows_flags,
     follows_flags,
+    not_traced,
     store_in_order,
 )
 from torchboost.core.wrapping import compiled_parts, is_compiled
@@ -69,9 +70,7 @@ class GradientChecks(Attachment):
     requires one, which is not so after a frozen prefix. Such a part runs under ``no_grad`` inside a pass that records
     gradients, and gets gradients nonetheless, or gets none because the blocks before it are frozen.
 
-    Args:
-        model: The model whose first pass is watched through hooks on its modules. None watches none.
-        parameters: Parameters that may train. Each one that trains has a hook until the first update.
+    Until the first update each parameter that trains has a hook, and so has each module during the first pass.
     """
 
     def __init__(self, model: nn.Module | None, parameters: Iterable[Tensor]) -> None:
@@ -88,14 +87,9 @@ class GradientChecks(Attachment):
         super().__init__(*handles, undo=self._end_pass)
 
     def observe(self, frozen: bool) -> bool | None:
-        """Check an update. Call it after the update, before the flags change.
+        """Check an update, after it and before the flags change.
 
-        Returns:
-            Whether a backward pass made the gradients, or None if this update cannot tell. Otherwise the checks are
-            over.
-
-        Raises:
-            IncompatibleError: A part of the model is checkpointed with ``use_reentrant=True``.
+        Return whether a backward pass made the gradients, which ends the checks, or None if this update cannot tell.
         """
         stale, self._stale = self._stale, False
         if stale or not self._any_gradient():
@@ -146,17 +140,11 @@ class GradientChecks(Attachment):
 
 
 def check_reducer(model: nn.Module) -> None:
-    """Refuse a DDP, as the model or inside it, whose reducer cannot be rebuilt.
-
-    Raises:
-        IncompatibleError: DDP has ``static_graph=True``, a communication hook with its own state, or one built into the
-            reducer.
-    """
+    """Refuse a DDP, as the model or inside it, whose reducer cannot be rebuilt. See :func:`check_freezable`."""
     for ddp in _replicas_in(model):
         if ddp.static_graph:
             raise IncompatibleError(
-                "freezing: DistributedDataParallel was built with static_graph=True, and freezing changes the graph; "
-                "build it with static_graph=False."
+                "freezing: DDP has static_graph=True, but freezing changes the graph; build it with static_graph=False."
             )
         # Only the reducer holds such a hook. DDP logs its name.
         built_in = None if comm_hooks(ddp) else built_in_comm_hook(ddp)
@@ -176,11 +164,10 @@ def check_reducer(model: nn.Module) -> None:
 
 
 def rebuild_reducer(ddp: DistributedDataParallel) -> None:
-    """Rebuild the reducer of DDP for exactly the parameters that require a gradient now.
+    """Rebuild the reducer of DDP for exactly the parameters that require a gradient now, as DDP does when unpickled.
 
-    DDP does the same when it is unpickled. Hooks of the old reducer are dropped, gradients and the process group are
-    kept, and communication hooks are registered again. Call it on all ranks with the same flags, when no backward pass
-    is pending.
+    Hooks of the old reducer are dropped, communication hooks are registered again. Call it on all ranks with the same
+    flags, when no backward pass is pending.
 
     Cost: milliseconds, and briefly a second set of buckets. The second pass after this reorders the buckets by the
     order of the gradients, as after construction, with one small broadcast.
@@ -199,14 +186,8 @@ class Replicas(Attachment):
     whether it runs inside one. A pass in eval mode is compared only while updates come from such passes. After a pass
     in training mode it counts as an evaluation, which a rank may run alone.
 
-    Args:
-        model: The model as the loop calls it, or as it is wrapped later.
-        version: A number that grows with each change of flags.
-        figures: Numbers that must be equal on all ranks before a pass.
-        within: Seconds to wait for a rank before an error is raised. 0 disables the comparison.
-
-    Raises:
-        IncompatibleError: See :func:`check_reducer`. Raised from a pass if the model was wrapped later.
+    ``version`` returns a number that grows with each change of flags. Ranks wait for each other ``within`` seconds, or
+    compare nothing if that is 0. If the model is wrapped later, a pass raises the errors of the wrapper.
     """
 
     def __init__(
@@ -227,7 +208,7 @@ class Replicas(Attachment):
         self._trains_in_eval, self._trained = not self._trained, False
         if self._handles or not several():
             return
-        hook: Callable[..., None] = torch.compiler.disable(self._before_pass)  # pyright: ignore
+        hook = not_traced(self._before_pass)
         for module in _replicas_in(self._model) or [self._model]:
             self._handles.append(plain_hook(module, module.register_forward_pre_hook(hook, prepend=True)))
             store_in_order(module)

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchboost.core.forward import own_forward, tensors_in
-from torchboost.core.hardware import accelerators, generator_states
+from torchboost.core.hardware import accelerators, generator_states, streams_kept
 from torchboost.core.torch_private import buffer_slots, is_traced_constant, module_hooks, versions
 from torchboost.errors import IncompatibleError
-from torchboost.graph.copies import generators_kept
 from torchboost.graph.trace import LAYERS, StandIn
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3}
@@ -25,13 +24,9 @@ _HALF_TOLERANCE = 0.1
 class Halves:
     """One forward, cut in two. Both halves keep the order of the operations, and call the model's own modules.
 
-    Args:
-        prefix: Takes the tensors of the call, and returns the tuple of border values.
-        suffix: Takes the tensors of the call and the border values.
-        names: Names of the border values.
-        inputs: Positions of the tensors that the prefix reads.
-        tensors: The tensors of the first call.
-        end: Why the prefix ends at this node. Empty if a trained parameter comes next.
+    The prefix takes the tensors of a call, of which it reads those at ``inputs``, and returns the border values, called
+    ``names``. The suffix takes the tensors and the border values. ``tensors`` are those of the first call. ``end`` says
+    why the prefix ends, empty if a trained parameter comes next.
     """
 
     def __init__(
@@ -130,9 +125,6 @@ def halves_of(model: nn.Module, tensors: tuple[Tensor, ...], count: int) -> Halv
 
     The border consists of values that are computed from the inputs. Values that depend on weights or on sizes alone are
     computed on both sides if both need them.
-
-    Raises:
-        IncompatibleError: The forward cannot be traced.
     """
     graph, targets = _traced(model, tensors)
     front = _Front(fx.GraphModule(targets, graph), [_trains(node, targets) for node in graph.nodes], tensors)
@@ -164,19 +156,13 @@ def _ancestors(nodes: Iterable[fx.Node], stop: Collection[fx.Node] = ()) -> set[
 
 
 class _Front(fx.Interpreter):
-    """Runs a graph up to the first node that trains, draws random numbers, or writes to anything but activations.
-
-    Attributes:
-        nodes: The nodes before that one.
-        activations: The ones whose value is a tensor that is computed from the inputs.
-        end: Why the first node that is not among them ends the front. Empty if it trains.
-    """
+    """Runs a graph up to the first node that trains, draws random numbers, or writes to anything but activations."""
 
     def __init__(self, module: fx.GraphModule, trains: Sequence[bool], tensors: tuple[Tensor, ...]) -> None:
         super().__init__(module)
-        self.nodes: dict[fx.Node, None] = {}
-        self.activations: dict[fx.Node, None] = {}
-        self.end = ""
+        self.nodes: dict[fx.Node, None] = {}  # before that one
+        self.activations: dict[fx.Node, None] = {}  # those of which the value is a tensor computed from the inputs
+        self.end = ""  # why the first node that is not among them ends the front, empty if it trains
         self._trains = dict(zip(module.graph.nodes, trains, strict=True))
         self._devices, self._ended = accelerators((*tensors, *module.parameters())), False
         self._derived: set[fx.Node] = set()
@@ -184,7 +170,7 @@ class _Front(fx.Interpreter):
         inputs = [tensor.clone() for tensor in tensors]
         # The interpreter drops values after their last use, and a view of them may be written to later.
         self._kept = [*(buffer for buffer, _ in buffers), *inputs]
-        with torch.no_grad(), generators_kept(self._devices):
+        with torch.no_grad(), streams_kept(self._devices):
             self.run(*inputs)
         for buffer, value in buffers:
             if not torch.equal(buffer, value):
@@ -267,23 +253,18 @@ def mode_of_torch() -> tuple[Any, ...]:
 
 
 def _traced(model: nn.Module, tensors: tuple[Tensor, ...]) -> tuple[fx.Graph, dict[str, Any]]:
-    """Trace the forward of the model's class in its current state, including training flags.
+    """Trace the forward of the model's class in its current state, including training flags, or refuse it.
 
     Nothing is computed, and random state and the attributes of the model do not change. Submodules of ``torch.nn``,
-    layers and modules with hooks become one node each.
-
-    Returns:
-        The graph, whose placeholders are the tensors of the call, and the objects that its names refer to.
-
-    Raises:
-        IncompatibleError: The forward cannot be traced correctly. The message says why.
+    layers and modules with hooks become one node each. Return the graph, whose placeholders are the tensors of the
+    call, and the objects that its names refer to.
     """
     devices = accelerators(model.parameters())
     attributes = [(module, dict(vars(module)), dict(buffer_slots(module))) for module in model.modules()]
     names, constants, changed = set(vars(model)), dict[str, Any](), list[str]()
     before, drawn, why = _random_state(devices), False, ""
     try:
-        with generators_kept(devices):
+        with streams_kept(devices):
             graph = _Tracer(len(tensors)).trace(model)
             drawn = _random_state(devices) != before
     except Exception as error:  # data-dependent Python: torch.fx has no common error class

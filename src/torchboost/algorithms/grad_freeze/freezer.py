@@ -18,10 +18,10 @@ from torchboost.algorithms.grad_freeze.checks import GradientChecks, Replicas, c
 from torchboost.core.algorithm import Attachment, Removable
 from torchboost.core.forward import plain_hook
 from torchboost.core.step import learns_nothing
-from torchboost.core.torch_private import AnyBatchNorm, recompile_limit, version
-from torchboost.core.wrapping import is_compiled
+from torchboost.core.torch_private import AnyBatchNorm, not_traced, recompile_limit, version
+from torchboost.core.wrapping import is_compiled, parameters_of
 from torchboost.distributed.agreement import several
-from torchboost.errors import NoEffectWarning
+from torchboost.errors import warn_no_effect
 from torchboost.graph.blocks import Block
 
 Norms = Literal["update", "eval"]
@@ -30,17 +30,11 @@ _NEVER = 1 << 62
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Prefix:
-    """The part of a model that is frozen at one index of a schedule.
-
-    Args:
-        parameters: Parameters that get no gradient and do not change.
-        norms: BatchNorms that run in eval mode.
-        cut: Modules whose outputs are detached, because a parameter they use still trains elsewhere.
-    """
+    """The part of a model that is frozen at one index of a schedule."""
 
     parameters: tuple[nn.Parameter, ...] = ()
-    norms: tuple[AnyBatchNorm, ...] = ()
-    cut: tuple[nn.Module, ...] = ()
+    norms: tuple[AnyBatchNorm, ...] = ()  # run in eval mode
+    cut: tuple[nn.Module, ...] = ()  # have detached outputs, because a parameter they use still trains elsewhere
 
     def without(self, spared: Collection[int]) -> Prefix:
         """Exclude parameters by ``id``, and the modules that hold some of them."""
@@ -69,11 +63,10 @@ def prefixes_of(blocks: Sequence[Block], starts: Sequence[int], norms: Norms = "
 
 
 def compiled_prefixes() -> int:
-    """Return the maximum number of prefixes of a compiled model: 3 at torch's limit of 8 graphs.
+    """Return the most prefixes of a compiled model: 3 at torch's limit of 8 graphs, past which it runs eagerly.
 
     Each set of flags costs one graph for training and one for evaluation, since guards check ``requires_grad`` under
-    ``no_grad`` too. A last batch of another size adds one of each. Past ``torch._dynamo.config.recompile_limit``, torch
-    falls back to eager permanently.
+    ``no_grad`` too. A last batch of another size adds one of each.
     """
     return max(2, (recompile_limit() - 2) // 2)
 
@@ -94,17 +87,14 @@ class Freezing(Attachment):
     index below it at which something trains. Freezing of these parameters by an earlier attachment is undone first.
 
     Args:
-        model: The model as the loop calls it, wrapped or not (DDP may follow later). None if only parameters are known.
-            A DDP is then not detected.
+        model: As the loop calls it, wrapped or not (DDP may follow later). None if only parameters are known.
         optimizer: The optimizer whose updates are counted. Held weakly.
         prefixes: The frozen part at index 0, 1, ...
         schedule: Index for each update, counted from 0.
-        compiled: Schedule to use instead if the model is compiled when this is attached, or later but before the first
-            update that freezes. None always uses ``schedule``.
+        compiled: Schedule to use instead if the model is compiled before the first update that freezes.
         fast: Runs the frozen part. It detects which parameters are frozen, and is removed with this.
         total_steps: Number of updates after which everything is thawed. Later updates warn once. None never ends.
-        judged_at: Number of updates of this process after which ``fast`` ends if it has found next to nothing. If None,
-            ``fast`` decides.
+        judged_at: Number of updates of this process after which ``fast`` ends if it has found next to nothing.
         alike: Further numbers that must be equal on all ranks, such as the seed of the schedule.
         agree_within: Seconds to wait for a rank before a pass. Then an error is raised. 0 disables the comparison.
 
@@ -112,9 +102,6 @@ class Freezing(Attachment):
         step: Number of updates so far.
         index: The index in use.
         fast: As given. ``with freezing.fast.samples(ids):`` names the samples of a batch for its cache.
-
-    Raises:
-        IncompatibleError: See :func:`check_freezable`.
     """
 
     def __init__(
@@ -132,7 +119,7 @@ class Freezing(Attachment):
         agree_within: float = 600.0,
     ) -> None:
         check_freezable(model, optimizer)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = parameters_of(optimizer)
         _release(parameters)
         self.step = self.index = self._seen = 0
         self.fast = fast
@@ -159,12 +146,12 @@ class Freezing(Attachment):
         watched = None if fast is not None or (self.graphs, schedule(0)) == (1, 0) else model
         self._checks: GradientChecks | None = GradientChecks(watched, parameters)
         self._replicas: Replicas | None = None
-        handles: list[Removable] = [optimizer.register_step_post_hook(_untraced(self._updated)), self._checks]
+        handles: list[Removable] = [optimizer.register_step_post_hook(not_traced(self._updated)), self._checks]
         handles += [plain_hook(module, module.register_forward_hook(self._detach)) for module in cut]
         handles += [fast] if fast is not None else []
         if model is not None:
             if any(prefix.norms for prefix in prefixes):
-                handles.append(plain_hook(model, model.register_forward_pre_hook(_untraced(self._settle_norms))))
+                handles.append(plain_hook(model, model.register_forward_pre_hook(not_traced(self._settle_norms))))
             self._replicas = Replicas(model, lambda: self._flips, self._figures, within=agree_within)
             handles.append(self._replicas)
         super().__init__(*handles, undo=self._thaw)
@@ -172,11 +159,7 @@ class Freezing(Attachment):
         self._watch()
 
     def freeze(self, index: int) -> None:
-        """Use another index until the next update.
-
-        Raises:
-            ValueError: The index does not exist.
-        """
+        """Use another index until the next update. Raise ``ValueError`` if it does not exist."""
         if not 0 <= index < len(self._prefixes):
             raise ValueError(f"index: found {index}; pass 0 to {len(self._prefixes) - 1}.")
         self._apply(index)
@@ -204,12 +187,9 @@ class Freezing(Attachment):
         return {"step": self.step, "frozen": frozen, "compiled": self._for_compiled, **self._reach.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a checkpoint.
+        """Resume from a checkpoint. Flags follow as in training: what the user froze in this process remains frozen.
 
-        Flags follow as in training: parameters that the user froze in this process remain frozen.
-
-        Raises:
-            ValueError: These settings freeze another part of the network at that step. Nothing was changed.
+        ``ValueError``: these settings freeze another part of the network at that step. Nothing was changed.
         """
         self.loading(state)()
 
@@ -258,12 +238,10 @@ class Freezing(Attachment):
             self._checks = None
         if accumulated is False:
             self._reach.closed.update(range(1, len(self._prefixes)))
-            warnings.warn(
+            warn_no_effect(
                 "freezing: found gradients that no backward pass accumulated, such as those of "
                 "torch.autograd.grad(loss, parameters), which fails for frozen parameters; nothing is frozen. Call "
-                "loss.backward() instead, or leave freezing out.",
-                NoEffectWarning,
-                stacklevel=2,
+                "loss.backward() instead, or leave freezing out."
             )
         self.step += 1
         self._seen += 1
@@ -271,11 +249,9 @@ class Freezing(Attachment):
             self.fast.judge()
         self._follow()
         if self._total is not None and self.step == self._total + 1:
-            warnings.warn(
+            warn_no_effect(
                 f"freezing: update {self.step} comes after the end of the run, total_steps={self._total}; everything "
-                "trains from then on. Set total_steps to the number of updates of the whole run.",
-                NoEffectWarning,
-                stacklevel=2,
+                "trains from then on. Set total_steps to the number of updates of the whole run."
             )
 
     def _figures(self) -> dict[str, int]:
@@ -303,7 +279,7 @@ class Freezing(Attachment):
             self._replicas.release()
 
     def _apply(self, index: int) -> None:
-        """Apply the largest usable index up to ``index``. Change only flags that differ."""
+        """Apply the largest usable index up to ``index``."""
         index = self._reach.usable(index, self._reach.closed)
         spared = self._reach.spared(index)
         if index == self.index and spared == self._spared:
@@ -391,11 +367,6 @@ def _release(parameters: Iterable[Tensor]) -> None:
             parameter.requires_grad_(True)
 
 
-def _untraced(hook: Callable[..., None]) -> Callable[..., None]:
-    """Keep the compiler out of a hook if the step or the forward around it is compiled."""
-    return torch.compiler.disable(hook)  # pyright: ignore[reportReturnType]
-
-
 class _Reach:
     """Records for each index of a schedule whether something trains there, from the gradients so far.
 
@@ -409,12 +380,6 @@ class _Reach:
 
     A gradient of zeros from ``zero_grad(set_to_none=False)`` does not count. Checking this synchronises the device once
     per update. On several ranks it is not checked.
-
-    Args:
-        optimizer: The optimizer whose parameters count. Held weakly.
-        frozen: The parameters of the prefix of each index.
-        tied: Parameters, by ``id``, that do not count.
-        may_train: Whether the user trains a parameter.
     """
 
     def __init__(
@@ -425,8 +390,8 @@ class _Reach:
         may_train: Callable[[Tensor], bool],
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._frozen = [frozenset(map(id, parameters)) for parameters in frozen]
-        self._tied, self._may_train = tied, may_train
+        self._frozen = [frozenset(map(id, parameters)) for parameters in frozen]  # at each index
+        self._tied, self._may_train = tied, may_train  # by id: those that do not count; and whether the user trains one
         self._parameters: list[Tensor] = []
         self._versions: dict[int, int] = {}
         self._unreached = frozenset[int]()  # could have been reached
@@ -439,7 +404,7 @@ class _Reach:
         """The parameters of the optimizer, in its order, or the last known ones if it is gone."""
         optimizer, known = self._optimizer(), len(self._parameters)
         if optimizer is not None and known != sum(len(group["params"]) for group in optimizer.param_groups):
-            self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            self._parameters = parameters_of(optimizer)
             self._pending += self._parameters[known:]  # groups that are added come last
         return self._parameters
 

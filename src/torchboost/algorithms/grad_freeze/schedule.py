@@ -22,15 +22,10 @@ _CHUNK = 8192
 
 
 class Schedule(NamedTuple):
-    """Maps an update, counted from 0, to the number of frozen groups.
-
-    Args:
-        frozen: The function.
-        prefixes: Maximum number of its different values.
-    """
+    """Maps an update, counted from 0, to the number of frozen groups."""
 
     frozen: Callable[[int], int]
-    prefixes: int
+    prefixes: int  # the most different values
 
     def __call__(self, step: int) -> int:
         """Return the number of frozen groups at an update."""
@@ -43,11 +38,7 @@ def repeated(indices: Sequence[int]) -> Schedule:
 
 
 def continuous(groups: int, full_share: float) -> Schedule:
-    """Return MindSpore's type 0: full training, then 1, 2, ... groups frozen, repeated.
-
-    Args:
-        groups: Number of groups. Index k freezes the first k, at most ``groups - 1``.
-        full_share: Share of steps that train everything.
+    """Return MindSpore's type 0: full training, then 1, 2, ... groups frozen, at most all but one, repeated.
 
     Example:
         >>> schedule = continuous(3, 0.5)
@@ -72,13 +63,8 @@ def interval(groups: int, full_share: float, length: int, seed: int) -> Schedule
 
     The first step trains everything. At each later one, if the share of frozen steps so far is below
     ``1 - full_share``, index k is drawn with a probability proportional to ``groups - k``, otherwise it is 0. The
-    numbers are those that MindSpore draws from NumPy's global generator after ``np.random.seed(seed)``.
-
-    Args:
-        groups: Number of groups.
-        full_share: Share of steps that train everything.
-        length: The schedule repeats after so many steps. See :func:`length_of`.
-        seed: Seed of the generator, 0 or more and below 2**32.
+    numbers are those that MindSpore draws from NumPy's global generator after ``np.random.seed(seed)``, with a seed
+    below 2**32. They repeat after ``length`` steps (:func:`length_of`).
 
     Cost: entries are made on demand, about 0.2 seconds per million, and take two bytes each.
     """
@@ -112,12 +98,7 @@ def interval(groups: int, full_share: float, length: int, seed: int) -> Schedule
 
 
 def snapped(schedule: Schedule, groups: int, most: int) -> Schedule:
-    """Return another schedule, rounded down to at most ``most`` evenly spread indices, 0 included.
-
-    Args:
-        schedule: The schedule to round.
-        groups: Its number of groups.
-        most: Maximum number of indices, at least 2.
+    """Return a schedule of so many groups, rounded down to at most ``most`` evenly spread indices, 0 included.
 
     Example:
         >>> schedule = snapped(repeated([0, 1, 2, 3, 4, 5]), 6, 3)
@@ -148,14 +129,8 @@ def earliest(groups: int, full_share: float, steps: int) -> list[int]:
 def progressive(costs: Sequence[float], full_share: float, steps: int, *, switches: int = 6) -> Schedule:
     """Choose at most ``switches`` steps of :func:`earliest` to freeze at, to save the most time.
 
-    Freezing the first k groups saves two thirds of their share of a step until the next switch. Dynamic programming
-    finds the optimal selection. No switch is earlier than the cubic schedule allows.
-
-    Args:
-        costs: Share of the computation in each group.
-        full_share: Share of steps that train everything.
-        steps: Length of the run.
-        switches: Maximum number of switches.
+    Freezing the first k groups saves two thirds of their ``costs``, shares of a step, until the next switch. Dynamic
+    programming finds the optimal selection. No switch is earlier than the cubic schedule allows.
 
     Example:
         >>> schedule = progressive([0.25] * 4, 0.5, 100, switches=2)

@@ -16,7 +16,7 @@ from torchboost.algorithms.loss_scale_group.borders import Ratios, ScaleBorders,
 from torchboost.algorithms.loss_scale_group.scalers import LossScaler, MovingScale, ScaleRule, check_scale, divide_
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import check_module
-from torchboost.core.wrapping import is_compiled, unwrap
+from torchboost.core.wrapping import is_compiled, parameters_of, unwrap
 from torchboost.errors import IncompatibleError, nearest
 from torchboost.graph.blocks import blocks_of, group_starts
 
@@ -50,10 +50,7 @@ class GroupScaler(LossScaler):
         pinned: Whether the first scale is always 1, as nothing would tell of its overflows.
         exact: Use the scales as they are, and from the start. Otherwise the power of two below, between the first
             :meth:`scale` and :meth:`update`.
-        agree: See :class:`~torchboost.algorithms.loss_scale_group.scalers.LossScaler`.
-
-    Attributes:
-        scaled: Whether a loss was scaled.
+        agree: As for every scaler.
     """
 
     def __init__(
@@ -68,7 +65,8 @@ class GroupScaler(LossScaler):
         agree: bool = True,
     ) -> None:
         super().__init__(agree=agree)
-        self.rule, self.ratios, self.scaled = rule, Ratios(len(names)), False
+        self.rule, self.ratios = rule, Ratios(len(names))
+        self.scaled = False  # whether a loss ever was
         self._names, self._groups, self._pinned, self._exact = tuple(names), groups, pinned, exact
         self._membership: tuple[list[Tensor], list[list[Tensor]]] = ([], [])
         self.restart(scales)
@@ -188,9 +186,8 @@ class GroupGradScaler(GroupScaler):
     Warns:
         ScaleCollapseWarning: A scale collapses. The message names the group.
 
-    Cost: one pass over each tensor that crosses a border, in the backward pass. In float16 a copy in float32 of tensors
-    that leave a group for anything but a module of another group. One pass over the gradients and one wait for the
-    device per update.
+    Cost: in the backward pass one pass over each tensor that crosses a border. In float16 a copy in float32 of tensors
+    that leave the groups. Per update one pass over the gradients and one wait for the device.
 
     Limits: a module's weight that is used outside of it (``F.linear(x, embedding.weight)``) gets gradients of the wrong
     scale there. Put the user of the weight into the same group, or neither into any. torch refuses operations in place
@@ -242,14 +239,15 @@ class GroupGradScaler(GroupScaler):
 
     def remove(self) -> None:
         """Remove the borders. The scale is 1 from then on, and gradients that are scaled are divided."""
-        if self._borders is not None and self._in_use is not None:
-            true = {id(p) for optimizer in self._overflows for group in optimizer.param_groups for p in group["params"]}
+        if self._borders is None:
+            return
+        if self._in_use is not None:
+            true = set(map(id, parameters_of(*self._overflows)))
             members = [[p for p in group if id(p) not in true] for group in (self._rest, *self._grouped())]
             divide_(members, self._in_use)
-        if self._borders is not None:
-            self._borders.remove()
+        self._borders.remove()
         self._borders = None
-        self._in_use = self._applied() if self._in_use is not None else None
+        self._in_use = None if self._in_use is None else self._applied()
 
     def _grouped(self) -> Sequence[Sequence[Tensor]]:
         return [[param for module in group.values() for param in module.parameters()] for group in self._groups]
@@ -312,12 +310,7 @@ class LossScaleGroup(Algorithm):
         return "the model is a single block, for which a single loss scale is enough" if alone else None
 
     def check(self, target: Target) -> None:
-        """Refuse a target that :meth:`attach` cannot work on.
-
-        Raises:
-            ValueError: A name that no module has.
-            IncompatibleError: The target or the model has a scaler already, or groups share a parameter.
-        """
+        """Refuse a target that has a scaler, a model that has one, unknown names, and groups that share parameters."""
         if target.scaler is not None:
             raise IncompatibleError(
                 f"loss_scale_group: the target has a scaler already, a {type(target.scaler).__name__}; group scaling "
@@ -329,7 +322,6 @@ class LossScaleGroup(Algorithm):
         """Put the borders into the model and give the target its scaler, whose state ``TrainStep`` saves."""
         scaler = GroupGradScaler(target.model, self.groups, init_scale=self.init_scale, rule=self._rule())
         target.scaler = scaler
-
         return _Scaling(target, scaler)
 
     def _rule(self) -> ScaleRule:
@@ -355,11 +347,7 @@ class _Scaling(Attachment):
 
 
 def checked_scales(scales: Any, groups: int, rule: ScaleRule, name: str = "init_scale") -> list[float]:
-    """Return one scale per group.
-
-    Raises:
-        TypeError, ValueError: A scale is not a number or out of bounds, or the list has another length.
-    """
+    """Return one scale per group. ``TypeError``, ``ValueError``: one is invalid, or the list has another length."""
     if isinstance(scales, (list, tuple)):
         if len(scales) != groups:
             raise ValueError(f"{name}: found {len(scales)} scales for {groups} groups; give one for each, or a number.")
@@ -463,8 +451,7 @@ def _automatic(model: nn.Module, network: nn.Module, count: int) -> list[Modules
     kept = [group for group in groups if any(True for m in group.values() for _ in m.parameters())]
     if not kept:
         raise IncompatibleError(
-            "loss_scale_group: found no block that does not share its parameters; name the modules of each group in "
-            "'groups'."
+            "loss_scale_group: found no block that does not share its parameters; name the modules in 'groups'."
         )
     return kept
 

@@ -135,11 +135,7 @@ class ScaleBorders:
             gate.live = bool(self._handles)
 
     def check_called(self) -> None:
-        """Refuse a module whose parameters got gradients although it was never called itself.
-
-        Raises:
-            IncompatibleError: There is one: no border stands around it.
-        """
+        """Refuse a module whose parameters got gradients although it was never called itself: it has no border."""
         self._unseen = [gate for gate in self._unseen if not gate.called]
         for gate in self._unseen:
             if any(param.grad is not None for param in gate.module.parameters()):
@@ -162,11 +158,7 @@ def has_borders(model: nn.Module) -> bool:
 
 
 def _mapped(value: Any, change: Callable[[Tensor], Tensor], name: str) -> Any:
-    """Change the tensors inside nested containers.
-
-    Raises:
-        IncompatibleError: Something else that holds tensors with gradients, as attributes or as entries.
-    """
+    """Change the tensors inside nested containers. Refuse anything else that holds tensors with gradients."""
 
     def refuse(strange: Any) -> None:
         contents = [*getattr(strange, "__dict__", {}).values()]

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from torchboost.core.arguments import check_number, check_optimizer, is_integer
 from torchboost.core.torch_private import check_and_unscale_, sparse_values
+from torchboost.core.wrapping import parameters_of
 from torchboost.distributed.agreement import local_part, several
 from torchboost.errors import IncompatibleError, ScaleCollapseWarning
 
@@ -141,10 +142,8 @@ def check_scale(name: str, value: Any, rule: ScaleRule | None = None) -> None:
     if not 1 / LARGEST <= value <= LARGEST:
         raise ValueError(f"{name}: found {value}; allowed are 2**-100 to 2**100.")
     if rule is not None and not rule.floor <= value <= rule.ceiling:
-        raise ValueError(
-            f"{name}: found {value}; allowed are {rule.floor} (floor) to {rule.ceiling} (ceiling): change the scale or "
-            "the bound."
-        )
+        bounds = f"{rule.floor} (floor) to {rule.ceiling} (ceiling)"
+        raise ValueError(f"{name}: found {value}; allowed are {bounds}: change the scale or the bound.")
 
 
 class LossScaler:
@@ -195,7 +194,7 @@ class LossScaler:
         if self._in_use is None:
             raise RuntimeError("unscale_() before scale(): multiply the loss, scaler.scale(loss).backward(), first.")
         members = self._members(optimizer)
-        device = next(param for group in optimizer.param_groups for param in group["params"]).device
+        device = parameters_of(optimizer)[0].device
         total = torch.zeros(len(members), dtype=torch.float32, device=device)
         for flags in divide_(members, self._in_use):
             total += flags.to(device)
@@ -280,7 +279,7 @@ class LossScaler:
 
     def _members(self, optimizer: Optimizer) -> list[list[Tensor]]:
         """The parameters of an optimizer by the scale in their gradients."""
-        return [[param for group in optimizer.param_groups for param in group["params"]]]
+        return [parameters_of(optimizer)]
 
     def _conclude(self, overflows: Sequence[bool]) -> None:
         """Move the scales. ``overflows`` says for each of them whether it overflowed."""
@@ -400,12 +399,8 @@ class DynamicLossScale(LossScaler):
 def divide_(members: Sequence[Sequence[Tensor]], scales: Sequence[float]) -> list[Tensor]:
     """Divide the gradients of each member by its scale, in place: dense, sparse or sharded, in one pass.
 
-    Returns:
-        For each device a tensor with one number per member (float32): 0 if all gradients there are finite.
-
-    Raises:
-        IncompatibleError: A gradient is in float16, in which numbers that the scale lifted out of the subnormal ones
-            would fall back. Nothing was divided.
+    Return for each device a tensor with one number per member (float32): 0 if all gradients there are finite. A
+    gradient in float16, in which numbers that the scale lifted out of the subnormal ones would fall back, is refused.
     """
     flags: dict[torch.device, Tensor] = {}
     batches: dict[tuple[int, torch.device, torch.dtype], list[Tensor]] = {}

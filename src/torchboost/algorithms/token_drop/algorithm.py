@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,7 +15,7 @@ from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import check_module, check_optimizer
 from torchboost.core.torch_private import AnyBatchNorm, AnyConv
 from torchboost.core.wrapping import hookable, unwrap, wrapper_of
-from torchboost.errors import IncompatibleError, NoEffectWarning
+from torchboost.errors import IncompatibleError, warn_no_effect
 
 _LEAST_BLOCKS = 3
 _LEAST_MATRICES = 2
@@ -86,12 +85,7 @@ class TokenDrop(Algorithm):
         return self.stages + 1
 
     def check(self, target: Target) -> None:
-        """Refuse a sharded model, ``DataParallel``, and a run of unknown length.
-
-        Raises:
-            IncompatibleError: The wrapper of the model does not support dropping tokens.
-            ValueError: ``total_steps`` is missing.
-        """
+        """Refuse a sharded model, ``DataParallel``, and a run of unknown length."""
         _check(self, target.model)
 
     def attach(self, target: Target) -> Attachment:
@@ -119,8 +113,7 @@ def drop_tokens(
         rank: Of this process. Ranks draw other tokens.
 
     Returns:
-        The live effect: ``step``, ``share``. Save ``state_dict()`` in the checkpoint. ``remove()`` computes all tokens
-            again.
+        The live effect: ``step``, ``share``. Save ``state_dict()`` in the checkpoint. ``remove()`` computes all tokens.
 
     Raises:
         IncompatibleError: The model is sharded, or wrapped by ``DataParallel``. The first training call raises it if it
@@ -145,7 +138,7 @@ def drop_tokens(
     _check(settings, model)
     blocks, reason = _middle_of(model)
     if reason is not None:
-        warnings.warn(f"token_drop: {reason}, so no token is left out.", NoEffectWarning, stacklevel=2)
+        warn_no_effect(f"token_drop: {reason}, so no token is left out.")
     return TokenDropping(hookable(optimizer), blocks, settings.share, seed=seed, rank=rank)
 
 

@@ -49,11 +49,7 @@ def pick(call: Call, axes: TokenAxes, index: Tensor) -> Call:
 
 
 def hidden_states(call: Call) -> Tensor:
-    """Return the first argument of a block.
-
-    Raises:
-        Unclear: It is not a floating tensor of three axes.
-    """
+    """Return the first argument of a block, or raise :class:`Unclear` unless it is floating and has three axes."""
     args, kwargs = call
     given = args[0] if args else next(iter(kwargs.values()), None)
     if not (isinstance(given, Tensor) and given.ndim == 3 and given.is_floating_point()):
@@ -63,11 +59,7 @@ def hidden_states(call: Call) -> Tensor:
 
 
 def only_tensor(output: Any) -> Tensor:
-    """Return the hidden states that a block returns, alone or in a tuple without other tensors.
-
-    Raises:
-        Unclear: It returns something else.
-    """
+    """Return the hidden states that a block returns, alone or in a tuple, or raise :class:`Unclear`."""
     entries: list[Any] = list(output) if isinstance(output, tuple) else [output]
     given = entries[0] if entries and all(entry is None for entry in entries[1:]) else output
     if not isinstance(given, Tensor):
@@ -103,16 +95,8 @@ def token_axes(block: nn.Module, call: Call, guess: TokenAxes | None = None) -> 
     A block that knows positions by other means than its arguments shows neither, for example one with rotary angles
     of its own, convolutions over tokens, a recurrence, or attention in windows.
 
-    Args:
-        block: Not changed.
-        call: Its arguments, with :func:`hidden_states`.
-        guess: Axes that were right for an equal block. Tried first.
-
-    Returns:
-        None if the sequences are shorter than :data:`LEAST_LENGTH`.
-
-    Raises:
-        Unclear: No choice of axes is right, or attention is in windows.
+    ``guess``, axes that were right for an equal block, is tried first. Return None if the sequences are shorter than
+    :data:`LEAST_LENGTH`. Raise :class:`Unclear` if no choice of axes is right, or attention is in windows.
 
     Cost: 6 to 20 passes of the block in float32.
     """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +23,7 @@ from torchboost.algorithms.token_drop.axes import (
     token_axes,
 )
 from torchboost.core.algorithm import Attachment
-from torchboost.core.forward import cover_forward, is_our_hook, with_tensors
+from torchboost.core.forward import Forward, cover_forward, is_our_hook, with_tensors
 from torchboost.core.step import learns_nothing
 from torchboost.core.torch_private import (
     inside_backward,
@@ -32,8 +31,9 @@ from torchboost.core.torch_private import (
     inside_mode,
     is_tracing,
     module_hooks,
+    not_traced,
 )
-from torchboost.errors import IncompatibleError, NoEffectWarning
+from torchboost.errors import IncompatibleError, warn_no_effect
 from torchboost.sheet import percent
 from torchboost.tokens.rows import MissingRows, Rows
 
@@ -42,27 +42,16 @@ _REMEDY = "leave token_drop out of this model"
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """A block of the middle.
+    """A block of the middle."""
 
-    Args:
-        place: Among them.
-        module: The block.
-        known: Kind of call -> the axes of its tokens, None if they are not dropped, and the most tokens that such a
-            call had when it was looked at.
-        called_at: The update in which a pass with gradients last began.
-    """
-
-    place: int
+    place: int  # among them
     module: nn.Module
+    # Kind of call -> the axes of its tokens, None if they are not dropped, and the most tokens of calls looked at.
     known: dict[Any, tuple[TokenAxes | None, int]] = field(default_factory=dict)
-    called_at: int = -1
+    called_at: int = -1  # the update in which a pass with gradients last began
 
     def check_hooks(self) -> None:
-        """Refuse hooks that read the inside of the block.
-
-        Raises:
-            Unclear: There is one.
-        """
+        """Raise :class:`Unclear` if a hook reads the inside of the block."""
         for part in self.module.modules():
             hooks = module_hooks(part)[1] if part is not self.module else {}
             if hooks and not all(map(is_our_hook, hooks.values())):
@@ -79,13 +68,8 @@ class TokenDropping(Attachment):
     pass that is repeated, by gradient checkpointing for instance, computes the same tokens, and a checkpoint needs only
     the number of updates.
 
-    Args:
-        optimizer: The optimizer whose updates are counted.
-        blocks: The blocks.
-        share: Maps an update, counted from 0, to the share of tokens that is computed. From 1.0 on the forward of the
-            blocks is their classes' own.
-        seed: Of the random tokens.
-        rank: Ranks draw other tokens.
+    ``share`` maps an update, counted from 0, to the share of tokens that is computed. From 1.0 on the forward of the
+    blocks is their classes' own.
 
     Attributes:
         step: Number of updates so far.
@@ -107,8 +91,7 @@ class TokenDropping(Attachment):
         self._covers: list[Attachment] = []
         self._guess: TokenAxes | None = None
         self._updated_here, self._waiting = False, 0
-        count: Any = torch.compiler.disable(self._count)
-        super().__init__(optimizer.register_step_post_hook(count), undo=self._uncover)
+        super().__init__(optimizer.register_step_post_hook(not_traced(self._count)), undo=self._uncover)
         self._follow()
 
     @property
@@ -132,8 +115,7 @@ class TokenDropping(Attachment):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a checkpoint, with the tokens that the interrupted run would have had.
 
-        Raises:
-            ValueError: These settings compute another share of tokens at that update. Nothing was changed.
+        ``ValueError``: these settings compute another share of tokens at that update. Nothing was changed.
         """
         step, seed, share = int(state["step"]), int(state["seed"]), float(state["share"])
         if share != self._share(step):
@@ -157,19 +139,16 @@ class TokenDropping(Attachment):
 
     def _cover_of(self, block: _Block) -> Any:
         """Return a function to call instead of a block's forward. The compiler does not trace it, but the block."""
-        before: Any = torch.compiler.disable(self._before)
-        after: Any = torch.compiler.disable(_put_back)
+        before, after = not_traced(self._before), not_traced(_put_back)
 
-        def around(
-            forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> Any:
+        def around(forward: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             ready = before(block, module, args, kwargs)
             if ready is None:
                 return forward(module, *args, **kwargs)
             (some_args, some_kwargs), put = ready
             return after(forward(module, *some_args, **some_kwargs), *put)
 
-        return torch.compiler.disable(around, recursive=False)
+        return not_traced(around, recursive=False)
 
     def _before(
         self, block: _Block, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -205,10 +184,8 @@ class TokenDropping(Attachment):
     def _axes(self, block: _Block, call: Call, *, again: bool) -> TokenAxes | None:
         """Return the axes of tokens, or None if this call computes all of them.
 
-        A kind of call is looked at when it comes first, and when its sequences are longer than any before.
-
-        Raises:
-            Unclear: Why the tokens of the call cannot be dropped. It is raised once for a kind of call.
+        A kind of call is looked at when it comes first, and when its sequences are longer than any before. If its
+        tokens cannot be dropped, :class:`Unclear` is raised once.
         """
         hidden = hidden_states(call)
         block.check_hooks()
@@ -245,19 +222,17 @@ class TokenDropping(Attachment):
         if not self._updated_here:
             raise IncompatibleError(f"{text}; {_REMEDY}.")
         if not self._reason:
-            warnings.warn(f"{text}. Such calls compute all tokens.", NoEffectWarning, stacklevel=2)
+            warn_no_effect(f"{text}. Such calls compute all tokens.")
         self._reason = reason
 
     def _count(self, optimizer: Optimizer, *_: Any) -> None:
         if learns_nothing(optimizer):
             return
         if not (self._updated_here or self.calls or self._reason or self.share >= 1):
-            warnings.warn(
+            warn_no_effect(
                 "token_drop had no effect: there was an update, but no block of the middle was called in training "
                 f"mode, with {LEAST_LENGTH} tokens or more and outside of modes of torch, before it. "
-                f"{_REMEDY.capitalize()}.",
-                NoEffectWarning,
-                stacklevel=2,
+                f"{_REMEDY.capitalize()}."
             )
         self._updated_here = True
         self._waiting += 1

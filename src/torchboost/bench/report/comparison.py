@@ -8,11 +8,9 @@ from pydantic import BaseModel
 
 from torchboost.bench.report import wording
 from torchboost.bench.report.table import NOTHING, Table
-from torchboost.bench.verdict import LEAST_PAIRS
+from torchboost.bench.verdict import LEAST_PAIRS, finals_of
 from torchboost.measure.evidence import BenchReport, Contestant, Interval, Record
 from torchboost.measure.statistics import mean_of, paired_difference, unpaired_ratio
-
-__all__ = ["Compared", "compared", "comparison_table", "differing", "remarks"]
 
 MACHINE = ("processor", "instructions", "cores", "threads", "device", "platform", "torch", "python", "torchboost")
 METRIC = ("metric_name", "metric_higher_is_better")
@@ -20,15 +18,10 @@ TRAINING = ("workload", "model", "parameters", "batch", "epochs", "train_samples
 
 
 class Compared(Record):
-    """A contestant of two reports.
+    """A contestant of two reports, A and B: times per step, and means of the last metric.
 
     Args:
-        name: Of the contestant.
-        step_a: Its time per step in the first report.
-        step_b: In the second report.
         speed: The first time over the second, above 1 if the second report is faster. None with fewer than six samples.
-        final_a: The mean of the last metric in the first report. None if there was no training.
-        final_b: In the second report.
         difference: The second metric minus the first, over the seeds that both have. Without bounds if they are fewer
             than three, None if they have none or the metric is another one.
         seeds: How many these are.
@@ -53,7 +46,7 @@ def compared(first: BenchReport, second: BenchReport) -> list[Compared]:
 
 def _pair(one: Contestant, other: Contestant, same_metric: bool) -> Compared:
     enough = min(len(one.samples), len(other.samples)) >= LEAST_PAIRS
-    ours, theirs = ({curve.seed: curve.final for curve in each.curves if curve.metric} for each in (one, other))
+    ours, theirs = finals_of(one), finals_of(other)
     seeds = [seed for seed in ours if seed in theirs] if same_metric else []
     changes = [theirs[seed] - ours[seed] for seed in seeds]
     difference = None

@@ -20,8 +20,6 @@ from torchboost.core.files import write_whole
 from torchboost.measure.evidence import BenchReport
 from torchboost.measure.statistics import mean_of
 
-__all__ = ["Chart", "Line", "Scale", "Tick", "bench_page", "chart", "render", "ticks", "write_page"]
-
 Points = list[tuple[float, float]]
 
 COLOURS = 7
@@ -42,14 +40,9 @@ class Tick(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Maps data to positions, linearly or by logarithm.
+    """Maps data from ``low`` to ``high``, which differ, to positions from ``start`` to ``end``.
 
-    Args:
-        low: Data value at ``start``.
-        high: Data value at ``end``, different from ``low``.
-        start: Position of ``low``.
-        end: Position of ``high``.
-        log: Whether the scale is logarithmic. If so, ``low`` and ``high`` must be above 0.
+    If the scale is logarithmic, ``low`` and ``high`` must be above 0.
     """
 
     low: float
@@ -102,14 +95,9 @@ class Dot(NamedTuple):
 
 
 class Line(NamedTuple):
-    """The curve of a contestant.
+    """The curve of a contestant, as SVG: the path of each seed if there are several, and that of their mean.
 
-    Args:
-        name: Of the contestant.
-        seeds: The path of each seed, as SVG. Empty if there is only one seed.
-        mean: The path of their mean.
-        end: The end of the mean. None if it cannot be drawn.
-        dots: Points of the mean, the last one among them.
+    ``end`` is the end of the mean, if it can be drawn, and ``dots`` are points of it, the last one among them.
     """
 
     name: str
@@ -138,18 +126,10 @@ def chart(
     *,
     target: bool = False,
 ) -> Chart | None:
-    """Return a quantity against time or epochs, for every seed and their mean.
+    """Return a quantity against time or epochs, for every seed and their mean. None without such curves.
 
     Time includes set-up such as compilation. If an axis does not start at the start of the data, its title says so.
-
-    Args:
-        report: The report to draw.
-        quantity: On the vertical axis.
-        against: On the horizontal axis.
-        target: Mark the target of the column "time to target".
-
-    Returns:
-        The chart, or None if the report does not have these curves.
+    ``target`` marks the target of the column "time to target".
     """
     curves = _curves(report, quantity, against)
     points = [p for seeds in curves.values() for seed in seeds for p in seed if all(map(_drawable, p))]
@@ -228,9 +208,9 @@ def _vertical(values: Sequence[float], *, losses: bool, share: bool) -> tuple[Sc
     return Scale(max(low, 0.0) if share else low, min(high, 100.0) if share else high, 100.0, 0.0), cut
 
 
-def thinned(line: Points, most: int = POINTS) -> Points:
-    """Return so many points of a line at most, about evenly, with its end."""
-    stride = math.ceil(len(line) / most)
+def thinned(line: Points) -> Points:
+    """Return about evenly chosen points of a line, with its end."""
+    stride = math.ceil(len(line) / POINTS)
     return [*line[:-1:stride], line[-1]] if stride > 1 else line
 
 

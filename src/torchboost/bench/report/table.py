@@ -13,8 +13,6 @@ from torchboost.bench.report import wording
 from torchboost.bench.verdict import LEAST_PAIRS, Summary, headline, summarise, verdicts
 from torchboost.measure.evidence import BenchReport, Ratio
 
-__all__ = ["Table", "plain", "print_report", "print_table", "ratio_text", "result_table"]
-
 NOTHING = "\N{EN DASH}"
 
 _MARKS = {"good": "+", "bad": "-", "open": "?"}
@@ -22,12 +20,7 @@ _MARKS = {"good": "+", "bad": "-", "open": "?"}
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Text cells under headings. The first column names the row, the others hold numbers.
-
-    Args:
-        headings: One per column.
-        rows: Each as long as ``headings``.
-    """
+    """Text cells under headings. The first column names the row, the others hold numbers."""
 
     headings: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -85,11 +78,6 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], file: Te
     """Print a table as plain text.
 
     A terminal that is too narrow gets no intervals, which stand in parentheses. The sentences below a table give them.
-
-    Args:
-        headings: One per column.
-        rows: Each as long as ``headings``.
-        file: By default standard output.
     """
     output = sys.stdout if file is None else file
     text = plain(Table(tuple(headings), tuple(map(tuple, rows))))

@@ -6,23 +6,6 @@ import math
 
 from torchboost.measure.evidence import BenchReport, Interval
 
-__all__ = [
-    "amount",
-    "count",
-    "difference",
-    "difference_interval",
-    "has_own_units",
-    "is_share",
-    "measure",
-    "multiple",
-    "ratio",
-    "ratio_interval",
-    "seconds",
-    "seconds_interval",
-    "size",
-    "time_unit",
-]
-
 _MINUS = "\N{MINUS SIGN}"
 _TIMES = "\N{MULTIPLICATION SIGN}"
 _UNITS = ((1e-3, 1e6, "\N{MICRO SIGN}s"), (1.0, 1e3, "ms"), (180.0, 1.0, "s"), (10_800.0, 1 / 60, "min"))

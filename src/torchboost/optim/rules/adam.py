@@ -41,13 +41,12 @@ class Adam(UpdateRule):
     Source: D. Kingma, J. Ba, "Adam: A Method for Stochastic Optimization", arXiv 1412.6980. S. Reddi et al., "On the
     Convergence of Adam and Beyond" (``amsgrad``). I. Loshchilov, F. Hutter, "Decoupled Weight Decay Regularization".
 
+    Other arguments, and errors, are those of :class:`~torchboost.optim.UpdateRule`.
+
     Args:
-        params: Parameters, named parameters or groups.
-        lr: Learning rate: a float, a tensor with one element, a list with one per update, or a function of the update.
         betas: Decay rates of the moments, each at least 0 and below 1.
         eps: Added to the root of the second moment, at least 0.
-        weight_decay: At least 0. Added to the gradient or, with ``decoupled_weight_decay``, subtracted from the
-            weights. Also a list or function, as ``lr``.
+        weight_decay: Added to the gradient or, with ``decoupled_weight_decay``, subtracted from the weights.
         amsgrad: Use the largest second moment so far.
         nesterov: Use ``beta1 m + (1 - beta1) g`` instead of ``m`` (MindSpore's ``use_nesterov``).
         decoupled_weight_decay: ``w -= lr * weight_decay * w``, as in AdamW.
@@ -56,10 +55,6 @@ class Adam(UpdateRule):
         foreach: Update lists of tensors. None chooses as torch does.
         fused: Use torch's fused kernel.
         capturable: Safe in a CUDA graph.
-        **common: See :class:`~torchboost.optim.UpdateRule`.
-
-    Raises:
-        TypeError, ValueError: An option is invalid, or two exclude each other.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -157,20 +152,9 @@ class Adam(UpdateRule):
 class AdamW(Adam):
     """Adam with decoupled weight decay, equal to ``torch.optim.AdamW`` bit for bit in each of its forms.
 
-    The defaults are torch's. Checkpoints load both ways.
+    The defaults are torch's. Checkpoints load both ways. Arguments and errors are those of :class:`Adam`.
 
     Source: I. Loshchilov, F. Hutter, "Decoupled Weight Decay Regularization", arXiv 1711.05101.
-
-    Args:
-        params: See :class:`Adam`.
-        lr: See :class:`Adam`.
-        betas: See :class:`Adam`.
-        eps: See :class:`Adam`.
-        weight_decay: ``w -= lr * weight_decay * w``. At least 0, also a list or function, as ``lr``.
-        **options: See :class:`Adam`.
-
-    Raises:
-        TypeError, ValueError: An option is invalid, or two exclude each other.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -197,22 +181,9 @@ class AdamWeightDecay(Adam):
     """Adam with decoupled weight decay and no bias correction: ``w -= lr * (m / (sqrt(v) + eps) + weight_decay * w)``.
 
     MindSpore's ``AdamWeightDecay``. With bias correction it is :class:`AdamW`. If a checkpoint of
-    ``torch.optim.AdamW`` is loaded, bias correction is on.
+    ``torch.optim.AdamW`` is loaded, bias correction is on. Arguments and errors are those of :class:`Adam`.
 
-    Source: I. Loshchilov, F. Hutter, "Decoupled Weight Decay Regularization", arXiv 1711.05101. BERT uses the form
-    without correction (J. Devlin et al., arXiv 1810.04805).
-
-    Args:
-        params: See :class:`Adam`.
-        lr: See :class:`Adam`.
-        betas: See :class:`Adam`.
-        eps: See :class:`Adam`.
-        weight_decay: At least 0. Also a list or function, as ``lr``.
-        bias_correction: See :class:`Adam`.
-        **options: See :class:`Adam`.
-
-    Raises:
-        TypeError, ValueError: An option is invalid, or two exclude each other.
+    Source: J. Devlin et al., "BERT", arXiv 1810.04805, which leaves out the correction.
     """
 
     def __init__(
@@ -233,10 +204,7 @@ class AdamWeightDecay(Adam):
 def adam_directions(group: Mapping[str, Any], batch: Batch) -> list[Tensor]:
     """Update the moments and return ``m^ / (sqrt(v^) + eps)``, or the variant that the group asks for.
 
-    Args:
-        group: ``betas``, ``eps``, and, if they are set, ``nesterov``, ``amsgrad``, ``bias_correction`` and
-            ``eps_uncorrected``, as in :class:`~torchboost.optim.Adam`.
-        batch: ``maximize`` and a coupled decay must be in the gradients already.
+    The gradients must contain ``maximize`` and a coupled decay already.
     """
     beta1, beta2 = (float(beta) for beta in group["betas"])
     grads, mean, square, steps = batch.grads, batch.state("exp_avg"), batch.state("exp_avg_sq"), batch.state("step")

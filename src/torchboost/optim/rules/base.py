@@ -38,7 +38,7 @@ from torchboost.optim.rules.options import (
     full_signature,
     take_schedules,
 )
-from torchboost.optim.tensors import Batch, Checked, all_finite, holds_a_part, stand_in
+from torchboost.optim.tensors import Batch, Checked, all_finite, forget_scale, holds_a_part, stand_in
 from torchboost.optim.transforms import with_centralization
 
 _not_traced: Any = torch.compiler.disable  # its stubs refuse an optional argument
@@ -55,12 +55,14 @@ class UpdateRule(Optimizer):
 
     A step checks everything first. If it raises, nothing was changed.
 
+    All rules of this package have ``maximize``, to maximize the objective instead of minimizing it, and
+    ``master_weights``, to keep a float32 copy of bfloat16 and float16 parameters, and their state in float32.
+
     Args:
         params: Parameters, named parameters or groups.
-        defaults: Options that a group does not set. ``"lr"`` and ``"weight_decay"`` may be a float, a list with an
-            element per update, or a function of the update (counted from 0). All rules of this package have
-            ``maximize``, to maximize the objective instead of minimizing it, and ``master_weights``, to keep a float32
-            copy of bfloat16 and float16 parameters, and their state in float32.
+        defaults: Options that a group does not set. ``"lr"`` and ``"weight_decay"`` are at least 0, and may be a float,
+            a list with an element per update, or a function of the update (counted from 0), and ``"lr"`` also a tensor
+            with one element.
         transforms: Applied to the gradients of all groups together before the update, in order, in place. A group with
             ``"grad_centralization": True`` is centralised even if ``Centralize`` is not among them.
         nonfinite: Handling of inf and nan in the gradients: ``"ignore"`` as torch does, ``"skip"`` the update, or
@@ -122,12 +124,7 @@ class UpdateRule(Optimizer):
         super().__init__(params, defaults)
 
     def init_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the initial state of a parameter: zeros, for each name of :meth:`state_keys`.
-
-        Args:
-            param: The parameter, or its float32 master if there is one.
-            group: Its options. With ``fused`` or ``capturable`` the step is on the device of the parameter.
-        """
+        """Return the initial state of a parameter or its master: zeros, for each name of :meth:`state_keys`."""
         near = group.get("fused") or group.get("capturable")
         step = torch.zeros((), dtype=torch.float32, device=param.device if near else "cpu")
         keys = self.state_keys(group)
@@ -175,11 +172,7 @@ class UpdateRule(Optimizer):
         return "\n".join([*lines, ")"])
 
     def check_group(self, group: Mapping[str, Any]) -> None:
-        """Refuse options that exclude each other in this rule.
-
-        Raises:
-            ValueError: Two options exclude each other.
-        """
+        """Refuse options that exclude each other in this rule, with ``ValueError``."""
 
     def check_grad(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
         """Refuse a gradient that the rule cannot use. By default only dense ones of the parameter's precision pass.
@@ -206,11 +199,7 @@ class UpdateRule(Optimizer):
             )
 
     def _check_state(self, param: Tensor, state: Mapping[str, Any]) -> None:
-        """Refuse a saved state that the rule cannot use. Called before anything is loaded.
-
-        Raises:
-            ValueError: The state cannot be used.
-        """
+        """Refuse a saved state that the rule cannot use, with ``ValueError``, before anything is loaded."""
         if "past" in state:
             raise ValueError(
                 f"the checkpoint is of a LazyAdam whose rows have steps to make, which {type(self).__name__} cannot "
@@ -266,10 +255,7 @@ class UpdateRule(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient.
-
-        Args:
-            closure: Reevaluates the loss and its gradients, and returns the loss.
+        """Update all parameters that have a gradient, after the closure, which renews them and returns the loss.
 
         Raises:
             IncompatibleError: The rule cannot use a gradient.
@@ -300,9 +286,7 @@ class UpdateRule(Optimizer):
             work = [self._gather(group, fresh) for group in self.param_groups]
             perform = self.prepare(work)
         except BaseException:
-            # GradScaler does not clean up after an exception, so the next step would use this scale.
-            for name in ("grad_scale", "found_inf"):
-                self.__dict__.pop(name, None)
+            forget_scale(self)
             raise
         finally:
             if perform is None:

@@ -31,19 +31,15 @@ class FTRL(UpdateRule):
     Source: H. B. McMahan et al., "Ad Click Prediction: a View from the Trenches", KDD 2013, algorithm 1, whose
     ``lambda2`` is ``2 l2`` here, as in MindSpore and TensorFlow.
 
+    Other arguments, and errors, are those of :class:`~torchboost.optim.UpdateRule`.
+
     Args:
-        params: Parameters, named parameters or groups, not complex.
-        lr: Learning rate, at least 1e-30, or 0 for no change: a float, a tensor with one element, a list with one per
-            update, or a function of the update.
+        lr: Learning rate, at least 1e-30, or 0 for no change.
         lr_power: From -1 to 0. With -0.5 rates decrease with the square root of the sum of squares.
         l1: Strength of the L1 term, at least 0.
         l2: Strength of the L2 term, at least 0.
-        weight_decay: Factor of the weights added to the gradient, at least 0. Also a list or function, as ``lr``.
+        weight_decay: Factor of the weights added to the gradient.
         initial_accumulator_value: Initial value of ``n``, above 0.
-        **common: See :class:`~torchboost.optim.UpdateRule`.
-
-    Raises:
-        TypeError, ValueError: An option is invalid.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)

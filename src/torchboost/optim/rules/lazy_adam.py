@@ -19,13 +19,15 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from torchboost.core.algorithm import Attachment
+from torchboost.core.arguments import check_flag
 from torchboost.core.torch_private import sparse_rows, sparse_values
 from torchboost.errors import IncompatibleError
-from torchboost.optim.rules.adam import Adam
+from torchboost.optim.rules.adam import Adam, adam_directions
 from torchboost.optim.rules.base import Batch, UpdateRule
 from torchboost.optim.rules.loading import damaged, is_entry
 from torchboost.optim.rules.masters import LOW_PRECISION
 from torchboost.optim.rules.options import Common, rule_arguments
+from torchboost.optim.tensors import is_rows, merge_sparse
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
@@ -60,38 +62,24 @@ class LazyAdam(Adam):
       :meth:`catch_up` does it by hand. Call ``catch_up()`` before anything else reads the table (evaluation, saving, a
       tied layer).
 
-    Cost of a sparse step: proportional to the rows of the gradient. Nothing is as large as the table. Exact mode adds 4
-    bytes per row, and until the next ``catch_up()`` 150 bytes per step in which a numeric option changed (such as a
-    scheduled learning rate). Catching up takes one pass over a row per missed step until it rests, after about 200
-    steps with the default betas. With coupled (L2) ``weight_decay`` rows never rest, so all missed steps are replayed.
+    Cost of a sparse step: proportional to the rows of the gradient. Exact mode adds 4 bytes per row, and until the next
+    ``catch_up()`` 150 bytes per step in which a numeric option changed (such as a scheduled learning rate). Catching up
+    takes one pass over a row per missed step until it rests, after about 200 steps with the default betas. With coupled
+    (L2) ``weight_decay`` rows never rest, so all missed steps are replayed.
 
     Checkpoints of :class:`Adam`, and of ``torch.optim``'s Adam and SparseAdam load. Their rows count as up to date.
-    ``SparseAdam`` is classic mode with ``eps_uncorrected=True``.
 
     State: as in :class:`Adam`. In exact mode also ``last_step``, the last step of each row, and ``past``, the options
     since then. Both exist only while rows may lag. After ``catch_up()`` the state is Adam's and loads into it.
 
     Sources: ``mindspore.nn.LazyAdam``, ``LazyAdam`` of TensorFlow Addons, and D. Kingma, J. Ba, arXiv 1412.6980.
 
-    Args:
-        params: See :class:`Adam`.
-        lr: See :class:`Adam`.
-        betas: See :class:`Adam`.
-        eps: See :class:`Adam`.
-        weight_decay: See :class:`Adam`.
-        exact: Replay missed steps, so that the result equals dense Adam's. A group may set its own value.
-        amsgrad: See :class:`Adam`.
-        nesterov: See :class:`Adam`.
-        decoupled_weight_decay: See :class:`Adam`.
-        bias_correction: See :class:`Adam`.
-        eps_uncorrected: See :class:`Adam`.
-        foreach: See :class:`Adam`.
-        fused: See :class:`Adam`. ``GradScaler`` still unscales before the step.
-        capturable: See :class:`Adam`. Sparse gradients are then refused.
-        **common: See :class:`~torchboost.optim.UpdateRule`.
+    Other arguments, and errors, are those of :class:`Adam`.
 
-    Raises:
-        TypeError, ValueError: An option is invalid, or two exclude each other.
+    Args:
+        exact: Replay missed steps, so that the result equals dense Adam's. A group may set its own value.
+        fused: As in :class:`Adam`. ``GradScaler`` still unscales before the step.
+        capturable: As in :class:`Adam`. Sparse gradients are then refused.
 
     Example:
         >>> table = torch.nn.Embedding(10, 4, sparse=True)
@@ -129,22 +117,17 @@ class LazyAdam(Adam):
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Refuse the groups that :class:`Adam` refuses, and an ``exact`` that is not a bool or not supported."""
         super().check_group(group)
-        if not isinstance(group["exact"], bool):
-            raise TypeError(f"exact: found {group['exact']!r}; give True or False.")
+        check_flag("exact", group["exact"])
         if group["exact"] and group["capturable"]:
             raise ValueError("exact and capturable exclude each other: which rows lag changes at every step.")
 
     def check_grad(self, param: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
-        """Accept dense gradients and sparse rows.
-
-        Raises:
-            IncompatibleError: Another layout, entries instead of rows, or rows that this group does not support.
-        """
+        """Accept dense gradients, and sparse rows that this group supports."""
         if grad.layout is torch.strided:
             super().check_grad(param, grad, group)
             return
         found = f"found a gradient of layout {grad.layout} for a parameter of shape {tuple(param.shape)}"
-        if grad.layout is not torch.sparse_coo or grad.sparse_dim() != 1:
+        if not is_rows(grad):
             raise IncompatibleError(
                 f"LazyAdam needs dense gradients or sparse rows (torch.sparse_coo with sparse_dim 1), {found}. "
                 "Use transforms=(Coalesce(dense=True),)."
@@ -180,11 +163,6 @@ class LazyAdam(Adam):
 
         Does nothing in classic mode or if no row lags. Safe at any time: it does not change the results of training.
         Cost: see the class. Memory: about 100 MB at most, for any size of the table.
-
-        Example:
-            >>> table = torch.nn.Embedding(10, 4, sparse=True)
-            >>> optimizer = LazyAdam(table.parameters(), exact=True)
-            >>> optimizer.catch_up()
         """
         for group in self.param_groups:
             for param in group["params"]:
@@ -196,16 +174,13 @@ class LazyAdam(Adam):
         Cost: one lookup of ``last_step`` for the rows, and their missed steps. Needed in exact mode only. In classic
         mode the hook does nothing. Copies of the module are not affected.
 
-        Args:
-            module: An embedding with ``sparse=True``.
-
         Returns:
             The attachment. Its ``remove()`` removes the hook and catches the whole table up.
 
         Raises:
             TypeError: Not an embedding.
             ValueError: This optimizer does not hold the weight.
-            IncompatibleError: The embedding has dense gradients.
+            IncompatibleError: The embedding does not have ``sparse=True``.
         """
         if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             raise TypeError(f"module must be an Embedding or an EmbeddingBag, found {type(module).__name__}.")
@@ -297,7 +272,7 @@ class LazyAdam(Adam):
     def prepare(self, work: Sequence[Batch]) -> Callable[[], None] | None:
         """Merge duplicate rows, then prepare as :class:`Adam` does."""
         for batch in work:
-            batch.grads[:] = [grad.coalesce() if grad.is_sparse else grad for grad in batch.grads]
+            merge_sparse(batch.grads)
         return super().prepare(work)
 
 
@@ -341,13 +316,11 @@ def form_of(group: Mapping[str, Any]) -> tuple[bool, ...]:
 def replay(rows: Mapping[str, Tensor], last: Tensor, step: int, past: Mapping[str, Any]) -> None:
     """Bring rows up to a step, in place, as dense Adam with a gradient of zero would.
 
-    Equal to dense Adam up to rounding. Cost: one pass over a row per missed step until no further one can change it,
-    about 200 steps with ``betas=(0.9, 0.999)``. All missed steps count with coupled (L2) weight decay, and with
-    ``beta1 >= sqrt(beta2)``.
+    Cost: one pass over a row per missed step until no further one can change it, about 200 steps with ``betas=(0.9,
+    0.999)``. All missed steps count with coupled (L2) weight decay, and with ``beta1 >= sqrt(beta2)``.
 
     Args:
-        rows: ``"weight"``, ``"exp_avg"``, ``"exp_avg_sq"`` and with ``amsgrad`` ``"max_exp_avg_sq"``: contiguous, in
-            float32 or float64, the first axis counts rows.
+        rows: The weight and the moments by name, contiguous, in float32 or float64. The first axis counts rows.
         last: The last step of every row, below ``step``.
         step: The step that all rows must reach.
         past: ``"form"``, the values of ``FORM``, and ``"options"``: for each step with a change, from the earliest of
@@ -368,25 +341,20 @@ def replay(rows: Mapping[str, Tensor], last: Tensor, step: int, past: Mapping[st
 
 @dataclass(frozen=True, slots=True)
 class _History:
-    """The options of a range of steps, for lookup by step.
-
-    Args:
-        first: The first step of each set of options.
-        values: The sets, one per line: learning rate, weight decay, betas, epsilon.
-        logs: Logarithms of the shares of both moments and, with decoupled decay, of a weight after a step, per set.
-        before: Sums of ``logs`` over all steps before each set.
-        end: The last step.
-        form: Options that choose the formula, by name.
-        most: Largest learning rate, first beta, and size of a move in units of the one before, and smallest epsilon.
-    """
+    """The options of a range of steps, for lookup by step."""
 
     first: Tensor
+    """The first step of each set of options."""
     values: Tensor
+    """The sets, one per line: learning rate, weight decay, betas, epsilon."""
     logs: Tensor
+    """Logarithms of the shares of both moments and, with decoupled decay, of a weight after a step, per set."""
     before: Tensor
+    """Sums of ``logs`` over all steps before each set."""
     end: int
     form: Mapping[str, bool]
     most: tuple[float, float, float, float]
+    """Largest learning rate, first beta, and size of a move in units of the one before, and smallest epsilon."""
 
     @classmethod
     def of(cls, options: Sequence[Any], form: Mapping[str, bool], end: int, like: Tensor) -> _History:
@@ -413,17 +381,9 @@ class _History:
         return (self.until(torch.full_like(begin, self.end)) - self.until(begin)).exp_()
 
     def terms(self, begin: Tensor, low: int, high: int, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """Return ``a``, ``e`` of the moves ``a m / (sqrt(v) + e)``, with the decay of the steps after them.
+        """Return ``a``, ``e`` of moves ``a m / (sqrt(v) + e)`` with the decay after them, of shape ``(rows, count)``.
 
-        Args:
-            begin: The last step that each row has made, from ``low`` to ``high``.
-            low: See above.
-            high: See above.
-            first: The first move of a row belongs to the step ``begin + first``.
-            count: Number of moves.
-
-        Returns:
-            Shape ``(rows, count)``.
+        The first move of a row belongs to the step ``begin + first``. ``begin`` is from ``low`` to ``high``.
         """
         number = torch.arange(first, first + count, dtype=torch.float64, device=begin.device)
         steps = (number + begin[:, None]).clamp_(max=self.end)
@@ -511,18 +471,10 @@ def _make_steps(
     live = {key: value[order] for key, value in rows.items()}
     for step in range(int(begun[0]) + 1, end + 1):
         active = int(torch.searchsorted(begun, float(step)))
-        weight, mean, square = (live[key][:active] for key in ("weight", "exp_avg", "exp_avg_sq"))
-        _, lr, decay, beta1, beta2, eps = options[max(bisect_right(options, (step, math.inf)) - 1, 0)]
-        first, second = (1 - beta1**step, (1 - beta2**step) ** 0.5) if form["bias_correction"] else (1.0, 1.0)
-        grad = weight * decay
-        mean.lerp_(grad, 1 - beta1)
-        square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        if "max_exp_avg_sq" in live:
-            largest = live["max_exp_avg_sq"][:active]
-            square = torch.maximum(largest, square, out=largest)
-        ahead = mean.lerp(grad, 1 - beta1) if form["nesterov"] else mean
-        root = square.sqrt() if form["eps_uncorrected"] else square.sqrt().div_(second)
-        size = lr * second / first if form["eps_uncorrected"] else lr / first
-        weight.addcdiv_(ahead, root.add_(eps), value=-size)
+        _, lr, decay, *betas, eps = options[max(bisect_right(options, (step, math.inf)) - 1, 0)]
+        state = {key: value[:active] for key, value in live.items()} | {"step": torch.tensor(step - 1.0, device="cpu")}
+        weight = state.pop("weight")
+        moves = adam_directions({**form, "betas": betas, "eps": eps}, Batch([weight], [weight * decay], [state]))
+        weight.sub_(moves[0], alpha=lr)
     for key, value in live.items():
         rows[key].index_copy_(0, order, value)

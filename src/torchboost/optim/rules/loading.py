@@ -13,8 +13,6 @@ from torch.optim import Optimizer
 from torchboost.core.arguments import is_number
 from torchboost.errors import shown
 
-__all__ = ["Saved", "check_entry", "check_number_entry", "damaged", "hide", "in_order", "is_entry"]
-
 
 def in_order(state_dict: dict[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the state dict with its parameters in the order of ``groups``, if both sides have the same names.
@@ -45,11 +43,7 @@ def is_entry(param: Tensor, value: Any) -> bool:
 
 
 def check_entry(param: Tensor, key: str, value: Any, position: int) -> None:
-    """Refuse a loaded value that cannot be an entry of the state of the parameter at this position.
-
-    Raises:
-        ValueError: It has another shape, or is damaged.
-    """
+    """Refuse a loaded value that cannot be an entry of the state of the parameter at this position."""
     if isinstance(value, Tensor) and value.ndim and value.shape != param.shape:
         raise ValueError(
             f"the checkpoint's {key!r} of parameter {position} has shape {tuple(value.shape)}, the parameter has "
@@ -60,11 +54,7 @@ def check_entry(param: Tensor, key: str, value: Any, position: int) -> None:
 
 
 def check_number_entry(param: Tensor, key: str, value: Any) -> None:
-    """Refuse a loaded value other than a finite number of at least 0, such as a count of updates.
-
-    Raises:
-        ValueError: It is damaged.
-    """
+    """Refuse a loaded value other than a finite number of at least 0, such as a count of updates."""
     whole = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
     number = value.item() if whole and not value.is_meta else 0 if whole else value
     if not is_number(number) or not 0 <= number < math.inf:

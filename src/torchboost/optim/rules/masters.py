@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from torchboost.core.torch_private import foreach, memory_stamp, sparse_rows
+from torchboost.distributed.agreement import local_part
 from torchboost.errors import IncompatibleError
-from torchboost.optim.tensors import Batch
+from torchboost.optim.tensors import Batch, is_rows
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -28,11 +29,7 @@ def has_master(param: Tensor, group: Mapping[str, Any]) -> bool:
 
 
 def check_narrow(param: Tensor, state: Mapping[str, Any], keys: Sequence[str]) -> None:
-    """Check that entries of the state can update a parameter of low precision as it is.
-
-    Raises:
-        IncompatibleError: An entry of its shape is in float32.
-    """
+    """Refuse a state that cannot update a parameter of low precision as it is: with float32 entries of its shape."""
     entries = {key: state.get(key) for key in keys if key != "step"}  # a count, always in float32
     tensors = {key: value for key, value in entries.items() if isinstance(value, Tensor)}
     wide = [key for key, value in tensors.items() if value.dtype is torch.float32 and value.shape == param.shape]
@@ -49,9 +46,7 @@ def widened(value: Any) -> Any:
 
 
 class Stamps:
-    """Write masters into their parameters, and detect writes to a parameter since then.
-
-    Such writes come from ``load_state_dict``, from a broadcast or by hand.
+    """Write masters into their parameters, and detect writes to a parameter since then, as by a broadcast.
 
     torch counts the writes to a tensor, but not writes through ``param.data``. These are not detected until the state
     is next loaded or copied.
@@ -66,11 +61,7 @@ class Stamps:
             self._seen[param] = memory_stamp(param)
 
     def current(self, param: Tensor, master: Tensor) -> Tensor:
-        """Return the master, with entries taken from the parameter if they are no longer the rounded master.
-
-        Entries that were not written keep the precision of the master. Cost: nothing if nothing was written, otherwise
-        a new master.
-        """
+        """Return the master, or if the parameter was written to, a new one with the entries that were written."""
         if torch.compiler.is_compiling() or self._seen.get(param) == memory_stamp(param):
             return master
         near = param.detach().to(master.device)
@@ -80,13 +71,13 @@ class Stamps:
         """Round the masters of a batch into their parameters: all entries, or the rows of a sparse gradient."""
         params = [param for param in group["params"] if param.grad is not None]
         worked = [entry for entry in zip(params, batch.params, batch.grads, strict=True) if entry[1] is not entry[0]]
-        pairs = [(param, master) for param, master, grad in worked if not _has_rows(grad)]
+        pairs = [(param, master) for param, master, grad in worked if not is_rows(grad)]
         for param, master, grad in worked:
-            if _has_rows(grad):
+            if is_rows(grad):
                 rows = sparse_rows(grad)
                 param.index_copy_(0, rows, master.index_select(0, rows).to(param.dtype))
         if pairs:
-            foreach.copy_([local(param) for param, _ in pairs], [local(master) for _, master in pairs])
+            foreach.copy_([local_part(param) for param, _ in pairs], [local_part(master) for _, master in pairs])
         for param in params:
             if has_master(param, group):
                 self.note(param)
@@ -95,9 +86,7 @@ class Stamps:
 def pieces(batch: Batch, limit: int | None = None) -> Iterator[Batch]:
     """Yield a batch in parts in the precision of the update. Each is valid until the next one is requested.
 
-    Args:
-        batch: The tensors to update.
-        limit: Entries per part on the CPU. A part may exceed it by one tensor. None makes parts only to cast tensors.
+    On the CPU a part has ``limit`` entries, or one tensor more. None makes parts only to cast tensors.
     """
     near = limit is not None and all(param.device.type == "cpu" for param in batch.params)
     low = not set(LOW_PRECISION).isdisjoint(map(attrgetter("dtype"), batch.grads))
@@ -116,13 +105,3 @@ def pieces(batch: Batch, limit: int | None = None) -> Iterator[Batch]:
         yield part
         part.grads.clear()  # before the next part is made
         start, entries = stop, 0
-
-
-def _has_rows(grad: Tensor) -> bool:
-    return grad.layout is torch.sparse_coo and grad.sparse_dim() == 1
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return the shard of a sharded tensor that this rank holds, and any other tensor itself."""
-    to_local = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()

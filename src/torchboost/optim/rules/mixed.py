@@ -50,16 +50,12 @@ class MixedOptimizer(UpdateRule):
 
     ``GradScaler`` unscales the gradients before the step, in groups with ``fused=True`` too.
 
-    Args:
-        params: Groups, parameters or named parameters.
-        rule: Rule of the groups that name none.
-        lr: Learning rate of the groups that set none. None takes the default of each rule. A float, a tensor with one
-            element, a list with one per update, or a function of the update.
-        weight_decay: The same for the weight decay.
-        **common: See :class:`~torchboost.optim.UpdateRule`.
+    Other arguments, and errors, are those of :class:`~torchboost.optim.UpdateRule`.
 
-    Raises:
-        TypeError, ValueError: A rule does not exist, or an option is invalid.
+    Args:
+        rule: Rule of the groups that name none.
+        lr: Learning rate of the groups that set none. None takes the default of each rule.
+        weight_decay: The same for the weight decay.
 
     Example:
         >>> import torch

@@ -14,10 +14,11 @@ from typing_extensions import Unpack
 
 from torchboost.core.hardware import half_precision
 from torchboost.core.torch_private import foreach, foreach_lerp
+from torchboost.distributed.agreement import local_part, several
 from torchboost.errors import IncompatibleError
 from torchboost.optim.rules.base import Batch, UpdateRule
-from torchboost.optim.rules.masters import local
 from torchboost.optim.rules.options import Common, rule_arguments
+from torchboost.optim.tensors import places_by
 
 Polynomial = tuple[float, float, float]
 """Coefficients ``(a, b, c)`` of one iteration: ``X <- a X + b (X X') X + c (X X')^2 X``."""
@@ -47,21 +48,20 @@ class Muon(UpdateRule):
 
     With the defaults the rule and its options match ``torch.optim.Muon``, and checkpoints load both ways. In
     addition filters and stacks of matrices are allowed, matrices of one shape are computed together, and parameters
-    may be sharded by FSDP2: each rank sends its shards of the momentum to the rank that orthogonalises the matrix, and
-    gets its shards of the update back. In ``ZeroRedundancyOptimizer`` each matrix is updated on the rank that holds it.
+    may be sharded by FSDP2: one rank orthogonalises each matrix.
 
     State: ``momentum_buffer``, 4 bytes per float32 weight. Cost per matrix of ``m <= n``: 5 iterations of
     ``2 m^2 n + m^3`` multiplications, fewer if ``n >= 2 m``. Memory during a step: at most 6 times 16 MiB, or 6 times
-    the largest matrix. Under FSDP2 each rank sends, in each direction, the size of its shards in ``ns_dtype``, except
-    for the matrices that it computes itself.
+    the largest matrix. Under FSDP2 each rank sends the size of its shards in ``ns_dtype``, and gets as much back.
 
     Source: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), and for the scale
     ``"match_rms_adamw"`` J. Liu et al., "Muon is Scalable for LLM Training", arXiv 2502.16982.
 
+    Other arguments, and errors, are those of :class:`~torchboost.optim.UpdateRule`.
+
     Args:
-        params: Parameters of at least two axes, named parameters or groups.
-        lr: Learning rate: a float, a tensor with one element, a list with one per update, or a function of the update.
-        weight_decay: ``w -= lr * weight_decay * w``. At least 0, also a list or function, as ``lr``.
+        params: Of at least two axes.
+        weight_decay: ``w -= lr * weight_decay * w``.
         momentum: Decay rate of the average of the gradients, at least 0 and below 1.
         nesterov: Orthogonalise ``momentum * m + (1 - momentum) * g`` instead of ``m``.
         ns_coefficients: Three numbers for every iteration, or a list with three numbers per iteration.
@@ -79,10 +79,6 @@ class Muon(UpdateRule):
             pieces of one place in the list are one matrix: ``[16, 16, 16]`` splits 384 rows into three times 128.
         split_axis: Axis of the matrix that is split, 0 or 1: the axis of the outputs, which are the rows of a
             ``Linear`` layer. The update is the same as with a parameter for each matrix.
-        **common: See :class:`~torchboost.optim.UpdateRule`.
-
-    Raises:
-        TypeError, ValueError: An option is invalid, or a parameter has fewer than two axes.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8, bias=False), torch.nn.Linear(8, 2, bias=False))
@@ -156,19 +152,15 @@ class Muon(UpdateRule):
 
 @dataclass(frozen=True)
 class _Layout:
-    """How a parameter holds its matrices.
-
-    Args:
-        shape: Of the whole parameter, or of the shard of this rank if it consists of whole matrices.
-        stacked: Whether matrices lie in the last two axes. Otherwise all axes but the first are joined.
-        axis: The axis along which matrices are divided among ranks.
-        mesh: The device mesh and its dimension of these ranks. None if this rank holds whole matrices.
-    """
+    """How a parameter holds its matrices: in the last two axes, or with all axes but the first joined."""
 
     shape: tuple[int, ...]
+    """Of the whole parameter, or of the shard of this rank if it consists of whole matrices."""
     stacked: bool
     axis: int = 0
+    """Along which matrices are divided among ranks."""
     mesh: tuple[Any, int] | None = None
+    """The device mesh and its dimension of these ranks. None if this rank holds whole matrices."""
 
     @property
     def matrices(self) -> tuple[int, ...]:
@@ -192,11 +184,7 @@ def _matrices(shape: Sequence[int], *, stacked: bool) -> tuple[int, ...]:
 
 
 def _layout(tensor: Any, *, stacked: bool) -> _Layout:
-    """Return how a parameter holds its matrices, sharded or not.
-
-    Raises:
-        IncompatibleError: The parameter is sharded along two axes, or in a way that is not a plain division of an axis.
-    """
+    """Return how a parameter holds its matrices. Refuse shards along two axes, or of another kind than ``Shard``."""
     stacked = stacked and tensor.ndim > 2
     placements = getattr(tensor, "placements", ())
     shards = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
@@ -212,7 +200,7 @@ def _layout(tensor: Any, *, stacked: bool) -> _Layout:
         )
     axis = placement.dim % tensor.ndim
     if stacked and axis < tensor.ndim - 2:
-        return _Layout(tuple(local(tensor).shape), stacked)
+        return _Layout(tuple(local_part(tensor).shape), stacked)
     return _Layout(tuple(tensor.shape), stacked, axis, (tensor.device_mesh, shards[0]))
 
 
@@ -221,17 +209,14 @@ def _parts(group: Mapping[str, Any], batch: Batch) -> Iterator[tuple[_Layout, Ba
 
     All shards of one mesh are one piece, because they are exchanged together.
     """
-    places_by_layout: dict[Any, list[int]] = {}
-    for position, param in enumerate(batch.params):
-        if param.numel():
-            layout = _layout(param, stacked=group["stacked"])
-            places_by_layout.setdefault(layout.mesh or (layout.shape, param.dtype, param.device), []).append(position)
-    for positions in places_by_layout.values():
-        first = batch.params[positions[0]]
-        layout = _layout(first, stacked=group["stacked"])
-        length = len(positions) if layout.mesh else max(1, PIECE // first.numel())
-        for start in range(0, len(positions), length):
-            yield layout, batch.select(positions[start : start + length])
+    batch = batch.select([at for at, param in enumerate(batch.params) if param.numel()])
+    layouts = [_layout(param, stacked=group["stacked"]) for param in batch.params]
+    pairs = zip(layouts, batch.params, strict=True)
+    for places in places_by(one.mesh or (one.shape, param.dtype, param.device) for one, param in pairs).values():
+        layout, first = layouts[places[0]], batch.params[places[0]]
+        length = len(places) if layout.mesh else max(1, PIECE // first.numel())
+        for start in range(0, len(places), length):
+            yield layout, batch.select(places[start : start + length])
 
 
 def _move(group: Mapping[str, Any], layout: _Layout, params: list[Tensor], directions: list[Tensor]) -> None:
@@ -257,12 +242,12 @@ def _move(group: Mapping[str, Any], layout: _Layout, params: list[Tensor], direc
                 places[number].copy_(step.reshape(places[number].shape))
         return result
 
-    params = list(map(local, params))
+    params = list(map(local_part, params))
     if layout.mesh:
         layouts = [_layout(direction, stacked=group["stacked"]) for direction in directions]
-        steps = _exchanged([local(one).detach().to(dtype) for one in directions], layouts, turned_apart)
+        steps = _exchanged([local_part(one).detach().to(dtype) for one in directions], layouts, turned_apart)
     else:
-        stack = torch.stack([local(one).reshape(layout.matrices) for one in directions])
+        stack = torch.stack([local_part(one).reshape(layout.matrices) for one in directions])
         directions.clear()  # their memory is used again
         steps = [step.reshape(params[0].shape) for step in turned_apart(stack)]
     foreach.add_(params, [step.to(param.dtype) for step, param in zip(steps, params, strict=True)])
@@ -274,11 +259,7 @@ def _cut(matrices: Tensor, sizes: Sequence[int], axis: int) -> list[Tensor]:
 
 
 def _sizes(group: Mapping[str, Any], sides: Sequence[int]) -> list[int]:
-    """Return the sizes of the parts of a matrix with these sides, or one size if it is whole.
-
-    Raises:
-        ValueError: The parts do not fill the axis.
-    """
+    """Return the sizes of the parts of a matrix with these sides, or one size if it is whole."""
     split, length = group["split"], sides[group["split_axis"]]
     number = split if isinstance(split, int) else sum(split)
     if length % number:
@@ -300,9 +281,7 @@ def _check_split(split: Any, axis: Any) -> None:
 def _exchanged(shards: Sequence[Tensor], layouts: Sequence[_Layout], work: Callable[[Tensor], Tensor]) -> list[Tensor]:
     """Return this rank's shards of ``work(matrices)``. Every matrix is worked on by one rank.
 
-    Matrices are dealt to the ranks by their number of multiplications, the largest first.
-
-    Cost: two ``all_to_all_single``, which each send the shards of the matrices that another rank works on.
+    They are dealt by their number of multiplications, the largest first, and sent with two ``all_to_all_single``.
     """
     mesh: Any
     mesh, dim = layouts[0].mesh or (None, 0)
@@ -317,12 +296,11 @@ def _exchanged(shards: Sequence[Tensor], layouts: Sequence[_Layout], work: Calla
     mine = [[shapes[at][other] for at in dealt[rank]] for other in ranks]
     arrived = _sent([[shards[at] for at in dealt[other]] for other in ranks], mine, shards[0], group)
     whole: dict[int, Tensor] = {}
-    places_by_layout: dict[tuple[int, ...], list[int]] = {}
     for at, parts in zip(dealt[rank], zip(*arrived, strict=True), strict=True):
         whole[at] = torch.cat(parts, dim=layouts[at].axis).reshape(layouts[at].matrices)
-        places_by_layout.setdefault(layouts[at].shape, []).append(at)
-    for positions in places_by_layout.values():
-        whole.update(zip(positions, work(torch.stack([whole[at] for at in positions])), strict=True))
+    for places in places_by(layouts[at].shape for at in dealt[rank]).values():
+        alike = [dealt[rank][place] for place in places]
+        whole.update(zip(alike, work(torch.stack([whole[at] for at in alike])), strict=True))
     cut = [
         whole[at].reshape(layouts[at].shape).split([shape[layouts[at].axis] for shape in shapes[at]], layouts[at].axis)
         for at in dealt[rank]
@@ -349,11 +327,7 @@ def _sent(
 
 
 def _polynomials(group: Mapping[str, Any]) -> list[Polynomial]:
-    """Return the coefficients of every iteration.
-
-    Raises:
-        TypeError, ValueError: They are not numbers in threes, or too many iterations.
-    """
+    """Return the coefficients of every iteration. Refuse other than numbers in threes, and too many iterations."""
     numbers, steps = group["ns_coefficients"], group["ns_steps"]
     if isinstance(steps, bool) or not isinstance(steps, int):
         raise TypeError(f"ns_steps: found {steps!r}; give a whole number.")
@@ -379,16 +353,12 @@ def orthogonalized(matrices: Tensor, polynomials: Sequence[Polynomial], *, eps: 
     on the ``m x m`` Gram matrix, and the matrix itself is read twice per three iterations. In float32 both forms agree
     with float64 to 1e-5 of the norm of the result.
 
-    Source: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), for the iteration, and
-    "Gram Newton-Schulz" (Dao-AILab, 2026) for the Gram form with restarts.
+    Source: as :class:`Muon`, and for the Gram form with restarts "Gram Newton-Schulz" (Dao-AILab, 2026).
 
     Args:
-        matrices: Shape ``(..., m, n)``, float32 or bfloat16. They are not changed.
+        matrices: Shape ``(..., m, n)``, float32 or bfloat16, as the result.
         polynomials: One per iteration.
         eps: Smallest norm by which a matrix is divided.
-
-    Returns:
-        Same shape and precision as ``matrices``.
     """
     tall = matrices.shape[-2] > matrices.shape[-1]
     wide = matrices.mT if tall else matrices
@@ -407,14 +377,12 @@ def orthogonalized(matrices: Tensor, polynomials: Sequence[Polynomial], *, eps: 
 def faster_dtype(device: torch.device) -> torch.dtype:
     """Return the precision in which products of matrices are fast: bfloat16, except on CPUs that are slow in it.
 
-    On a CPU this is measured (:func:`~torchboost.core.hardware.half_precision`), and the processor's flags are ignored.
-    Several processes on CPUs take float32 without a measurement, because all of them must use one precision.
-
-    Cost: on a CPU 0.1 s, once per process.
+    On a CPU this is measured, in 0.1 s, once per process. Several processes on CPUs take float32 without a measurement,
+    because all of them must use one precision.
     """
     if device.type != "cpu":
         return torch.bfloat16
-    alone = not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
+    alone = not several() or dist.get_world_size() == 1
     return torch.bfloat16 if alone and half_precision(device, 0).fast else torch.float32
 
 

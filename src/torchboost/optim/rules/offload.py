@@ -18,7 +18,7 @@ from torchboost.optim.rules.adam import Adam
 from torchboost.optim.rules.base import Batch, UpdateRule
 from torchboost.optim.rules.masters import has_master, pieces, widened
 from torchboost.optim.rules.options import Pipeline, rule_arguments
-from torchboost.optim.tensors import aligned, is_dense, same_layout
+from torchboost.optim.tensors import aligned, is_dense, places_by, same_layout
 
 MEBIBYTE = 2**20
 
@@ -53,25 +53,14 @@ class AdamOffload(Adam):
     Source: J. Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training", arXiv 2101.06840, and MindSpore's
     ``AdamOffload``, whose epsilon is ``eps_uncorrected``.
 
+    Other arguments, and errors, are those of :class:`Adam`.
+
     Args:
-        params: See :class:`Adam`.
-        lr: See :class:`Adam`. A tensor on a device costs a synchronisation.
-        betas: See :class:`Adam`.
-        eps: See :class:`Adam`.
-        weight_decay: See :class:`Adam`.
-        amsgrad: See :class:`Adam`.
-        nesterov: See :class:`Adam`. torch has no fused kernel for it.
-        decoupled_weight_decay: See :class:`Adam`.
-        bias_correction: See :class:`Adam`.
-        eps_uncorrected: See :class:`Adam`. torch has no fused kernel for it.
-        maximize: See :class:`Adam`.
+        lr: As in :class:`Adam`. A tensor on a device costs a synchronisation.
+        nesterov: As in :class:`Adam`. torch has no fused kernel for it, nor for ``eps_uncorrected``.
         master_weights: Keep a float32 copy of bfloat16 and float16 parameters on the host, and float32 moments.
         chunk_mebibytes: Size of each of the two page-locked buffers, in MiB, at least 1/128. The state of parameters on
             an accelerator is page-locked too, so that it is never swapped out.
-        **common: ``transforms`` and ``nonfinite``, see :class:`~torchboost.optim.UpdateRule`.
-
-    Raises:
-        TypeError, ValueError: An option is invalid, or two exclude each other.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -103,8 +92,7 @@ class AdamOffload(Adam):
         if chunk_mebibytes * MEBIBYTE < SMALLEST_CHUNK:
             raise ValueError(f"chunk_mebibytes: found {chunk_mebibytes!r}; give at least {SMALLEST_CHUNK / MEBIBYTE}.")
         self.chunk_mebibytes = float(chunk_mebibytes)
-        fused = None if nesterov or eps_uncorrected else True
-        arguments = rule_arguments(locals(), foreach=None, capturable=False)
+        arguments = rule_arguments(locals(), **_kernel(locals()))
         del arguments["defaults"]["chunk_mebibytes"]
         UpdateRule.__init__(self, **arguments)
 
@@ -140,7 +128,6 @@ class AdamOffload(Adam):
         return {"step": torch.zeros((), dtype=torch.float32, device="cpu"), **moments}
 
     def _far(self, param: Tensor) -> bool:
-        """Whether the parameter is on a device other than the CPU."""
         return param.device.type != "cpu"
 
     def _host_like(self, like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -169,15 +156,12 @@ class AdamOffload(Adam):
         """Update tensors on the host in place, and the rest in one pass per device over all groups."""
         jobs: dict[torch.device, list[_Job]] = {}
         for group, batch in zip(self.param_groups, work, strict=True):
-            options = _host_options(group)
-            near, far = [], []
-            for place, param in enumerate(batch.params):
-                (far if self._far(param) else near).append(place)
-            for place in far:
+            options, places = _host_options(group), places_by(map(self._far, batch.params))
+            for place in places.get(True, ()):
                 param, grad, state = batch.params[place], batch.grads[place], batch.states[place]
                 job = self._job(options, param, grad, state, master=has_master(param, group))
                 jobs.setdefault(param.device, []).append(job)
-            for part in pieces(batch.select(near) if far else batch):
+            for part in pieces(batch.select(places.get(False, ())) if True in places else batch):
                 if part.params:
                     self.update(options, part)
         lanes: dict[torch.device, _Lane] = self.__dict__.setdefault("_lanes", {})
@@ -235,16 +219,7 @@ class AdamOffload(Adam):
 
 @dataclass(slots=True)
 class _Job:
-    """Entries of a parameter to update on the host, as flat views with one order of entries.
-
-    Args:
-        options: Of the update.
-        param: Read and written on its device.
-        grad: On the same device.
-        step: Updates so far, on the host. Incremented by 1.
-        moments: State of the update by name, on the host.
-        master: The tensor that the host updates instead of the parameter's value, if there is one.
-    """
+    """Entries of a parameter to update on the host, as flat views with one order of entries."""
 
     options: dict[str, Any]
     param: Tensor
@@ -252,11 +227,14 @@ class _Job:
     step: Tensor
     moments: dict[str, Tensor]
     master: Tensor | None
+    """The host updates it instead of the parameter's value, if there is one."""
 
     @property
     def regions(self) -> list[torch.dtype]:
-        """The types of its tensors in a buffer."""
-        return _regions(self.grad.dtype, self.param.dtype, (self.param if self.master is None else self.master).dtype)
+        """The types of its tensors in a buffer: gradient, weight, and the gradient cast for the host."""
+        worked = self.param if self.master is None else self.master
+        plain = [self.grad.dtype, self.param.dtype]
+        return plain if self.grad.dtype == worked.dtype else [*plain, worked.dtype]
 
     @property
     def width(self) -> int:
@@ -264,7 +242,6 @@ class _Job:
         return sum(dtype.itemsize for dtype in self.regions)
 
     def cut(self, start: int, stop: int) -> _Job:
-        """Return the job of some of the entries."""
         moments = {key: value[start:stop] for key, value in self.moments.items()}
         master = None if self.master is None else self.master[start:stop]
         return _Job(self.options, self.param[start:stop], self.grad[start:stop], self.step, moments, master)
@@ -280,11 +257,7 @@ _Piece = tuple[int, int, int]
 class _Lane:
     """Two host buffers ("slots") for one device, and the copies "down" and "up", on one stream per direction.
 
-    Both directions overlap with each other and with the host.
-
-    Args:
-        device: The device.
-        module: The module with streams and events, such as ``torch.cuda``. None copies at once.
+    ``module`` has streams and events, such as ``torch.cuda``. None copies at once.
     """
 
     def __init__(self, device: torch.device, module: Any = None) -> None:
@@ -354,14 +327,9 @@ def _fetched(lane: _Lane, slot: int, jobs: Sequence[_Job], chunk: Sequence[_Piec
 
 
 def _packed(sizes: Sequence[tuple[int, int]], mebibytes: float) -> tuple[list[list[_Piece]], int]:
-    """Pack tensors into chunks. If a tensor does not fit, it is cut at multiples of a grain.
+    """Pack tensors, given as numbers of entries and bytes per entry, into chunks of this size, cut between grains.
 
-    Args:
-        sizes: Per tensor the number of entries, and the bytes per entry.
-        mebibytes: Size of a chunk.
-
-    Returns:
-        The chunks, and the bytes of the largest.
+    Returns the chunks and the bytes of the largest one.
     """
     chunks: list[list[_Piece]] = []
     limit = int(mebibytes * MEBIBYTE)
@@ -383,11 +351,6 @@ def _packed(sizes: Sequence[tuple[int, int]], mebibytes: float) -> tuple[list[li
 
 def _grains(count: int) -> int:
     return -(-count // GRAIN)
-
-
-def _regions(grad: torch.dtype, param: torch.dtype, worked: torch.dtype) -> list[torch.dtype]:
-    """Return the types of the regions of a buffer: gradient, weight, and the gradient cast for the host."""
-    return [grad, param] if grad == worked else [grad, param, worked]
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import TypedDict, get_type_hints
 
+from torchboost.core.arguments import check_flag
 from torchboost.core.torch_private import capturable_devices, fused_devices
 from torchboost.errors import IncompatibleError
 from torchboost.optim.pipeline import GradientTransform
@@ -81,12 +82,8 @@ COMMON: dict[str, Any] = {"maximize": False, "master_weights": False, "transform
 def rule_arguments(scope: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     """Return the arguments of ``UpdateRule``'s constructor from the ``locals()`` of a rule's constructor.
 
-    Args:
-        scope: The local names, before any is assigned. ``common`` holds arguments of :class:`Common`.
-        **more: Further options of the groups.
-
-    Raises:
-        TypeError: An argument is unknown. The message names the one that the class takes instead.
+    The entry ``common`` of these names holds arguments of :class:`Common`, of which an unknown one raises
+    ``TypeError``. ``more`` are further options of the groups.
     """
     kind, common = type(scope["self"]), scope.get("common", {})
     for name in common.keys() - COMMON.keys():
@@ -118,12 +115,7 @@ def full_signature(kind: type) -> inspect.Signature:
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Refuse values that are never valid. Tensors on a device are not read, which would synchronise.
-
-    Raises:
-        TypeError: A value of another type.
-        ValueError: A value out of range.
-    """
+    """Refuse values that are never valid. Tensors on a device are not read, which would synchronise."""
     for name in NOT_NEGATIVE:
         if name in options:
             _check_number(name, options[name])
@@ -135,8 +127,8 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise TypeError(f"updates: found {options['updates']!r}; give a whole number, at least 0.")
     whole("updates", options.get("updates", 0), least=0)
     for name in FLAGS:
-        if name in options and not isinstance(options[name], bool):
-            raise TypeError(f"{name}: found {options[name]!r}; give True or False.")
+        if name in options:
+            check_flag(name, options[name])
     for name in ("foreach", "fused"):
         if not isinstance(options.get(name), (bool, NoneType)):
             raise TypeError(f"{name}: found {options[name]!r}; give True, False or None.")
@@ -188,16 +180,7 @@ def _is_number(value: Any) -> bool:
 
 
 def check_fused(param: Tensor, group: Mapping[str, Any], kind: type[Optimizer]) -> None:
-    """Refuse parameters that torch's fused kernels do not support, or for which they compute wrong results.
-
-    Args:
-        param: The tensor to update.
-        group: Its options.
-        kind: torch's class of the kernel.
-
-    Raises:
-        IncompatibleError: A group with ``fused=True`` has such a parameter.
-    """
+    """Refuse a parameter of a fused group that the kernel of ``kind`` does not support, or updates wrongly."""
     if not group["fused"]:
         return
     devices = tuple(fused_devices())
@@ -219,11 +202,7 @@ def check_fused(param: Tensor, group: Mapping[str, Any], kind: type[Optimizer]) 
 
 
 def check_capturable(param: Tensor, group: Mapping[str, Any]) -> None:
-    """Refuse parameters whose update torch does not capture in a graph.
-
-    Raises:
-        IncompatibleError: A group with ``capturable=True`` has such a parameter.
-    """
+    """Refuse a parameter of a capturable group whose update torch does not capture in a graph."""
     if not group["capturable"] or torch.compiler.is_compiling():
         return
     devices = capturable_devices()
@@ -248,28 +227,14 @@ def take_schedules(options: dict[str, Any]) -> dict[str, Schedule]:
 
 
 def check_group_names(group: Iterable[str], taken: Collection[str]) -> None:
-    """Refuse MindSpore's names as keys of a param group, which torch would keep and ignore.
-
-    Args:
-        group: Its keys.
-        taken: Options of the rule.
-
-    Raises:
-        TypeError: A key is an argument of MindSpore and not an option of the rule.
-    """
+    """Refuse MindSpore's names as keys of a param group, which torch would keep and ignore, unless they are taken."""
     for name in group:
         if name in HERE and name not in taken:
             raise TypeError(f"param_group: found the key {name!r}{hint_for(name, sorted(taken))}")
 
 
 def hint_for(name: str, names: Collection[str], here: Mapping[str, str] = HERE) -> str:
-    """Return the end of a message, after a name that something does not take.
-
-    Args:
-        name: The name.
-        names: The names that it takes.
-        here: MindSpore's name -> the name here.
-    """
+    """Return the end of a message, after a name that something does not take. It takes ``names``."""
     if name in here:
         return f", which is MindSpore's name; here it is {here[name]}."
     near = get_close_matches(name, names, n=1)
@@ -280,15 +245,7 @@ def miscomputes(kind: type[Optimizer], dtype: torch.dtype, device: torch.device)
     """Whether two fused steps give other weights than two ordinary steps.
 
     torch 2.13's fused SGD does so in bfloat16 and float16 on the CPU: half of each vector gets the update of other
-    weights. So each kernel is tried once per precision and device.
-
-    Args:
-        kind: An optimizer class of torch that takes ``fused``.
-        dtype: Floating-point precision of the weights.
-        device: Device of the weights.
-
-    Returns:
-        False if the kernel is right or cannot be tried. In the second case torch raises when it is used.
+    weights. So each kernel is tried once per precision and device. If it cannot be tried, torch raises when it is used.
     """
     try:
         with torch.inference_mode(mode=False), torch.enable_grad():

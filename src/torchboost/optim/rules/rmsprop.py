@@ -26,18 +26,14 @@ class RMSProp(UpdateRule):
     Source: T. Tieleman, G. Hinton, Lecture 6.5, "Neural Networks for Machine Learning", 2012. ``centered``: A. Graves,
     "Generating Sequences With Recurrent Neural Networks", arXiv 1308.0850, equations 38 to 45.
 
+    Other arguments, and errors, are those of :class:`~torchboost.optim.UpdateRule`.
+
     Args:
-        params: Parameters, named parameters or groups.
-        lr: Learning rate: a float, a tensor with one element, a list with one per update, or a function of the update.
         alpha: Decay of the averages, at least 0 and below 1.
         eps: Added under the root, above 0.
-        weight_decay: Factor of the weights added to the gradient, at least 0. Also a list or function, as ``lr``.
+        weight_decay: Factor of the weights added to the gradient.
         momentum: At least 0.
         centered: Divide by an estimate of the standard deviation, not of the root mean square.
-        **common: See :class:`~torchboost.optim.UpdateRule`.
-
-    Raises:
-        TypeError, ValueError: An option is invalid.
 
     Example:
         >>> import torch

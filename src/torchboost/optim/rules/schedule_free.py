@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torchboost.optim.rules.base import Batch, UpdateRule
 from torchboost.optim.rules.masters import IN_CACHE, pieces
 from torchboost.optim.rules.options import Common, rule_arguments
 from torchboost.optim.schedules import whole
+from torchboost.optim.tensors import places_by
 
 
 class _ScheduleFree(UpdateRule):
@@ -64,14 +65,11 @@ class _ScheduleFree(UpdateRule):
                 fast = [self.state[param]["z"] for param in known]
                 slow = [self.state[param].get("master", param) for param in known]
                 foreach.lerp_(slow, fast, 1 - beta if training else 1 - 1 / beta)
-                self._round(known, slow)
+                for param, master in zip(known, slow, strict=True):
+                    if master is not param:
+                        param.copy_(master)
+                        self._stamps.note(param)
             group["training"] = training
-
-    def _round(self, params: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
-        pairs = [(param, master) for param, master in zip(params, masters, strict=True) if master is not param]
-        for param, master in pairs:
-            param.copy_(master)
-            self._stamps.note(param)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -100,12 +98,7 @@ class _ScheduleFree(UpdateRule):
         raise NotImplementedError
 
     def check_group(self, group: Mapping[str, Any]) -> None:
-        """Refuse invalid options, and steps in evaluation mode or under a scheduler.
-
-        Raises:
-            RuntimeError: The optimizer is in evaluation mode.
-            IncompatibleError: A learning-rate scheduler is attached.
-        """
+        """Refuse invalid options, and steps in evaluation mode or under a scheduler."""
         if "scheduled_lr" in group:
             raise ValueError(
                 f"lr: found a schedule; {type(self).__name__} takes a number, because its average takes the place of a "
@@ -174,19 +167,15 @@ class ScheduleFreeAdamW(_ScheduleFree):
 
     Source: A. Defazio et al., "The Road Less Scheduled", arXiv 2405.15682.
 
+    Other arguments, and errors, are those of :class:`~torchboost.optim.UpdateRule`.
+
     Args:
-        params: Parameters, named parameters or groups.
         lr: Learning rate after the warm-up: a float, or a tensor with one element. A group's may be changed by hand,
             with a warning. The paper takes 1 to 10 times the rate of AdamW with a schedule. On small networks it was
             less here, so tune it.
         betas: The share of ``x`` in ``y``, and the decay rate of the second moment.
         eps: Added to the root of the second moment, at least 0.
-        weight_decay: At least 0.
         warmup_steps: Updates in which the rate rises linearly.
-        **common: See :class:`~torchboost.optim.UpdateRule`.
-
-    Raises:
-        TypeError, ValueError: An option is invalid, or ``lr`` is a schedule.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -238,16 +227,12 @@ class ScheduleFreeSGD(_ScheduleFree):
 
     Source: A. Defazio et al., "The Road Less Scheduled", arXiv 2405.15682.
 
+    Other arguments, and errors, are those of :class:`~torchboost.optim.UpdateRule`.
+
     Args:
-        params: Parameters, named parameters or groups.
         lr: Learning rate after the warm-up. In the paper 10 to 50 times the rate of SGD with momentum and a schedule.
         momentum: The share of ``x`` in ``y``, above 0 and below 1.
-        weight_decay: At least 0.
         warmup_steps: Updates in which the rate rises linearly.
-        **common: See :class:`~torchboost.optim.UpdateRule`.
-
-    Raises:
-        TypeError, ValueError: An option is invalid, or ``lr`` is a schedule.
     """
 
     def __init__(
@@ -274,10 +259,7 @@ class ScheduleFreeSGD(_ScheduleFree):
 def warn_of_training_weights(optimizer: Optimizer, what: str, *, stacklevel: int) -> bool:
     """Warn if the parameters of a schedule-free optimizer are not their average, and return whether they are not.
 
-    Args:
-        optimizer: Any.
-        what: Begins the sentence that ends with the weights of training.
-        stacklevel: 1 is this function.
+    ``what`` begins the sentence that ends with the weights of training.
     """
     trained = isinstance(optimizer, _ScheduleFree) and bool(optimizer.state)
     if not trained or not any(group["training"] for group in optimizer.param_groups):
@@ -313,12 +295,10 @@ class _Evaluated:
 
 def _alike(batch: Batch) -> Iterator[tuple[float, Batch]]:
     """Yield a number of updates with the parameters that had as many, at the same rates. Some may have rested."""
-    places_by_past: dict[tuple[float, ...], list[int]] = {}
-    for position, state in enumerate(batch.states):
-        past = tuple(float(state[key]) for key in ("step", *_ScheduleFree.numbers))
-        places_by_past.setdefault(past, []).append(position)
-    for (count, *_), at in sorted(places_by_past.items()):
-        yield count, batch.select(at)
+    numbers = ("step", *_ScheduleFree.numbers)
+    places_by_past = places_by(tuple(float(state[key]) for key in numbers) for state in batch.states)
+    for (count, *_), places in sorted(places_by_past.items()):
+        yield count, batch.select(places)
 
 
 def _share(batch: Batch, lr: float) -> float:

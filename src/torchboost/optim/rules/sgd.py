@@ -30,19 +30,15 @@ class SGD(UpdateRule):
     Equal to ``torch.optim.SGD`` bit for bit, in each of its forms. Checkpoints load both ways. MindSpore's ``SGD`` is
     the same rule. State: ``momentum_buffer`` if ``momentum`` is above 0, 4 bytes per float32 weight.
 
+    Other arguments, and errors, are those of :class:`~torchboost.optim.UpdateRule`.
+
     Args:
-        params: Parameters, named parameters or groups.
-        lr: Learning rate: a float, a tensor with one element, a list with one per update, or a function of the update.
         momentum: At least 0.
         dampening: Reduces the weight of the gradient from the second update on.
-        weight_decay: Factor of the weights added to the gradient, at least 0. Also a list or function, as ``lr``.
+        weight_decay: Factor of the weights added to the gradient.
         nesterov: ``w -= lr * (g + momentum * a)``. Requires a momentum and no dampening.
         foreach: Update lists of tensors. None chooses as torch does.
         fused: Use torch's fused kernel.
-        **common: See :class:`~torchboost.optim.UpdateRule`.
-
-    Raises:
-        TypeError, ValueError: An option is invalid, or two exclude each other.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -124,18 +120,8 @@ class SGD(UpdateRule):
 class Momentum(SGD):
     """SGD with momentum: ``a = momentum * a + g``, ``w -= lr * a``, or ``w -= lr * (g + momentum * a)`` (``nesterov``).
 
-    MindSpore's ``Momentum`` is this rule. MindSpore ignores its ``use_nesterov`` on CPU, but here it works.
-
-    Args:
-        params: See :class:`SGD`.
-        lr: See :class:`SGD`.
-        momentum: At least 0.
-        weight_decay: See :class:`SGD`.
-        nesterov: See :class:`SGD`.
-        **options: ``foreach`` and ``fused`` of :class:`SGD`, and options of :class:`~torchboost.optim.UpdateRule`.
-
-    Raises:
-        TypeError, ValueError: An option is invalid, or two exclude each other.
+    MindSpore's ``Momentum`` is this rule. MindSpore ignores its ``use_nesterov`` on CPU, but here it works. Arguments
+    and errors are those of :class:`SGD`.
     """
 
     def __init__(

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from torchboost.core.arguments import check_number
+from torchboost.core.arguments import check_flag, check_number
 from torchboost.core.torch_private import foreach, foreach_norm
 from torchboost.optim.pipeline import Gradients, refuse_sparse
 from torchboost.optim.rules.adam import adam_directions, rooted_directions
 from torchboost.optim.rules.base import Batch, UpdateRule
 from torchboost.optim.rules.options import Common, rule_arguments
 from torchboost.optim.rules.sgd import SGD, Forms
+from torchboost.optim.tensors import places_by
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +55,7 @@ class TrustRatio:
             check_number("weight_decay", self.weight_decay)
         check_number("eps", self.eps)
         for name in ("clip", "vectors"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name}: found {getattr(self, name)!r}; give True or False.")
+            check_flag(name, getattr(self, name))
 
     def check(self, gradients: Gradients) -> None:
         """Refuse sparse gradients."""
@@ -63,14 +63,12 @@ class TrustRatio:
 
     def __call__(self, gradients: Gradients) -> None:
         """Scale in place."""
-        entries = zip(gradients.params, gradients.grads, gradients.groups, strict=True)
-        chosen = [entry for entry in entries if entry[2].get("adapt", True) and (self.vectors or entry[0].ndim > 1)]
-        by_group: dict[int, list[Any]] = {}
-        for entry in chosen:
-            by_group.setdefault(id(entry[2]), []).append(entry)
-        for members in by_group.values():
-            params, grads, groups = (list(column) for column in zip(*members, strict=True))
-            self._scale(params, grads, groups[0])
+        params, grads, groups = gradients.params, gradients.grads, gradients.groups
+        for places in places_by(map(id, groups)).values():
+            chosen = [at for at in places if self.vectors or params[at].ndim > 1]
+            group = groups[places[0]]
+            if chosen and group.get("adapt", True):
+                self._scale([params[at] for at in chosen], [grads[at] for at in chosen], group)
 
     def _scale(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
         decay = group["weight_decay"] if self.weight_decay is None else self.weight_decay
@@ -91,21 +89,9 @@ class TrustRatio:
 class LARS(SGD):
     """SGD with momentum and :class:`TrustRatio`: layer-wise adaptive rates for large batches.
 
-    Args:
-        params: Parameters, named parameters or groups. A group may set ``adapt=False``.
-        lr: See :class:`~torchboost.optim.rules.sgd.SGD`.
-        momentum: At least 0.
-        weight_decay: At least 0.
-        coefficient: See :class:`TrustRatio`.
-        eps: See :class:`TrustRatio`.
-        clip: See :class:`TrustRatio`.
-        vectors: See :class:`TrustRatio`.
-        nesterov: See :class:`~torchboost.optim.rules.sgd.SGD`.
-        **options: ``fused`` and ``foreach``, which is used if it is None and the learning rate is a number, and options
-            of :class:`~torchboost.optim.UpdateRule`. ``transforms`` run before the trust ratio.
-
-    Raises:
-        TypeError, ValueError: An option is invalid.
+    ``coefficient``, ``eps``, ``clip`` and ``vectors`` are those of :class:`TrustRatio`. Other arguments, and errors,
+    are those of :class:`~torchboost.optim.SGD`, but with ``foreach=None`` and a number as learning rate, lists of
+    tensors are updated. A group may set ``adapt=False``. ``transforms`` run before the trust ratio.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -145,18 +131,14 @@ class Lamb(UpdateRule):
     Source: Y. You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", arXiv 1904.00962,
     algorithm 2.
 
+    Other arguments, and errors, are those of :class:`~torchboost.optim.UpdateRule`.
+
     Args:
-        params: Parameters, named parameters or groups. A group with ``adapt=False`` has ratio 1.
-        lr: Learning rate: a float, a tensor with one element, a list with one per update, or a function of the update.
+        params: A group with ``adapt=False`` has ratio 1.
         betas: Decay rates of the moments, each at least 0 and below 1.
         eps: Added to the root of the second moment.
-        weight_decay: At least 0. Also a list or function, as ``lr``.
         max_ratio: Largest ratio.
         eps_in_root: Take the norm of ``m^ / sqrt(v^ + eps) + weight_decay * w`` for the ratio, as MindSpore does.
-        **common: See :class:`~torchboost.optim.UpdateRule`.
-
-    Raises:
-        TypeError, ValueError: An option is invalid.
 
     Example:
         >>> import torch
@@ -205,14 +187,9 @@ def _ratio(size: Tensor, steepness: Tensor, most: float) -> Tensor:
 
 
 def together(function: Callable[..., Tensor], *lists: Sequence[Tensor]) -> list[Tensor]:
-    """Apply an elementwise function to lists of scalars, in a few operations instead of a few per scalar.
+    """Apply an elementwise function to lists of tensors of shape ``()``, and return such a list.
 
-    Args:
-        function: Elementwise. Given tensors of equal shape, returns one of that shape.
-        lists: Tensors of shape ``()``. All lists have the same length.
-
-    Returns:
-        Tensors of shape ``()``. Scalars that differ in type, device or precision are processed one by one.
+    If they are of one type, device and precision, a few operations serve all of them instead of a few each.
     """
     kinds = {(type(number), number.device, number.dtype) for numbers in lists for number in numbers}
     if [kind for kind, _, _ in kinds] == [Tensor]:
