@@ -39,7 +39,8 @@ class Measured:
     @property
     def machine(self) -> str:
         environment = self.report.environment
-        return f"{environment.processor}, {environment.threads} threads"
+        threads = environment.threads
+        return f"{environment.processor}, {threads} {'thread' if threads == 1 else 'threads'}"
 
     @property
     def best(self) -> str:
