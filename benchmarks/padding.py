@@ -5,6 +5,8 @@ have 128 tokens, padded to this width; lengths are log-normal. Each contestant t
 batches, each of which is new to it, since a kernel takes longer at a new shape. The loops by hand are: batches padded
 to the longest sequence, autocast in bfloat16 and a fused optimizer; the same in float32, since some processors are slow
 in bfloat16; and the compiled model with autocast. ``longest`` stands for O1 on batches padded to the longest sequence.
+``grouped`` stands for the same sequences in batches of similar lengths, padded to the longest, as ``group_by_length``
+of the Trainer of transformers makes them: less padding, but other batches and so another training.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ STEPS = 20_000
 """Length of the run that O1 is told."""
 
 Batch = dict[str, Tensor]
+Change = Callable[[list[Batch]], list[Batch]]
 Way = Callable[[list[Batch]], Callable[[], None]]
 
 
@@ -126,9 +129,25 @@ def batches(task: Task, count: int, number: int) -> list[Batch]:
     return made
 
 
-def to_the_longest(batch: Batch) -> Batch:
+def shortened(batch: Batch) -> Batch:
     width = int(batch["attention_mask"].sum(1).max())
     return {name: rows[:, :width].contiguous() if rows.shape[1:] == (WIDTH,) else rows for name, rows in batch.items()}
+
+
+def to_the_longest(data: list[Batch]) -> list[Batch]:
+    return list(map(shortened, data))
+
+
+def grouped(data: list[Batch]) -> list[Batch]:
+    """Return the same sequences in batches of similar lengths, ordered so that each sample has batches of all lengths.
+
+    ``group_by_length`` sorts 50 batches at a time, here 48; as there, the longest comes first.
+    """
+    every = {name: torch.cat([batch[name] for batch in data]) for name in data[0]}
+    order = every["attention_mask"].sum(1).argsort(descending=True).chunk(len(data))
+    samples = len(data) // CALLS
+    spread = [order[first + samples * call] for first in range(samples) for call in range(CALLS)]
+    return to_the_longest([{name: rows[chosen] for name, rows in every.items()} for chosen in spread])
 
 
 def by_hand(model: nn.Module, *, half: bool, fused: bool) -> tuple[Callable[..., Any], torch.optim.Optimizer, Any]:
@@ -136,11 +155,13 @@ def by_hand(model: nn.Module, *, half: bool, fused: bool) -> tuple[Callable[...,
     return model, optimizer, functools.partial(torch.autocast, "cpu", torch.bfloat16) if half else nullcontext
 
 
-def stepper(call: Callable[..., Any], optimizer: torch.optim.Optimizer, context: Any, change: Any = None) -> Way:
-    """Return what makes a step on the next of some batches, each changed beforehand."""
+def stepper(
+    call: Callable[..., Any], optimizer: torch.optim.Optimizer, context: Any, change: Change | None = None
+) -> Way:
+    """Return what makes a step on the next of some batches, which are changed beforehand."""
 
     def on(data: list[Batch]) -> Callable[[], None]:
-        turns: Iterator[Batch] = cycle(data if change is None else list(map(change, data)))
+        turns: Iterator[Batch] = cycle(data if change is None else change(data))
 
         def step() -> None:
             with context():
@@ -157,13 +178,14 @@ def stepper(call: Callable[..., Any], optimizer: torch.optim.Optimizer, context:
 def contestants(model: nn.Module, *, compiles: bool) -> tuple[dict[str, Way], dict[str, Any]]:
     """Return each contestant, and what levels have boosted."""
     ways: dict[str, Way] = {"stock": stepper(*by_hand(copy.deepcopy(model), half=False, fused=False))}
-    ways["by hand"] = stepper(*by_hand(copy.deepcopy(model), half=True, fused=True), to_the_longest)
-    ways["by hand, float32"] = stepper(*by_hand(copy.deepcopy(model), half=False, fused=True), to_the_longest)
+    for name, half in (("by hand", True), ("by hand, float32", False)):
+        for suffix, change in (("", to_the_longest), (", grouped", grouped)):
+            ways[name + suffix] = stepper(*by_hand(copy.deepcopy(model), half=half, fused=True), change)
     if compiles:
         compiled, optimizer, context = by_hand(copy.deepcopy(model), half=True, fused=True)
         ways["by hand, compiled"] = stepper(torch.compile(compiled), optimizer, context)
     levels: dict[str, Any] = {}
-    for name, change in (("O1", None), ("O1, longest", to_the_longest)):
+    for name, change in (("O1", None), ("O1, longest", to_the_longest), ("O1, grouped", grouped)):
         network, optimizer, context = by_hand(copy.deepcopy(model), half=False, fused=False)
         levels[name] = boosted = torchboost.boost(network, optimizer, level="O1", total_steps=STEPS)
         ways[name] = stepper(boosted.model, boosted.optimizer, context, change)

@@ -13,7 +13,9 @@ from torchboost.measure.evidence import BenchReport, Interval
 from torchboost.measure.statistics import paired_ratio
 
 STOCK, O1, O1_LONGEST = "stock", "O1", "O1, longest"
+O1_GROUPED = "O1, grouped"
 BY_HAND = ("by hand", "by hand, float32", "by hand, compiled")
+BY_HAND_GROUPED = ("by hand, grouped", "by hand, float32, grouped")
 HEAD = ("task", "stock, a step", *BY_HAND, O1, "O1 against the best by hand", "the same, longest")
 ORDER = ("classification", "instructions", "masked words", "summaries", "packed pretraining")
 MIDDLE = ", 256 x 4, "
@@ -37,7 +39,8 @@ class Measured:
     @property
     def machine(self) -> str:
         environment = self.report.environment
-        return f"{environment.processor}, {environment.threads} threads"
+        threads = environment.threads
+        return f"{environment.processor}, {threads} {'thread' if threads == 1 else 'threads'}"
 
     @property
     def best(self) -> str:
@@ -102,6 +105,20 @@ def summary(results: Path) -> tuple[Table, str]:
     )
     head = ("task", "stock, a step", "best by hand", O1, "O1 against best by hand")
     return Table(headings=head, rows=tuple(rows)), said
+
+
+def grouped(results: Path) -> tuple[Table, str]:
+    """Return what is left of the gain if batches hold sequences of similar lengths, and what belongs below the rows."""
+    found = [one for one in measured(results) if O1_GROUPED in one.samples and one.is_padded]
+    rows = []
+    for one in found:
+        best = one.best_of(BY_HAND_GROUPED)
+        ways = (one.best, O1, best, O1_GROUPED)
+        ratios = (wording.ratio(one.ratio(name).mid) for name in ways)
+        rows.append((one.report.title, *ratios, wording.ratio_interval(one.ratio(O1_GROUPED, best))))
+    head = ("task", "best by hand", O1, "by hand, grouped", O1_GROUPED, "O1 against by hand, both grouped")
+    machines = "; ".join(sorted({one.machine for one in found}))
+    return Table(headings=head, rows=tuple(rows)), f"Times as fast as stock, whose batches are not grouped. {machines}."
 
 
 def against_best(results: Path) -> str:

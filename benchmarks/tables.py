@@ -99,6 +99,7 @@ WHOLE: dict[str, Callable[[str], str]] = {
     "half_time_rival": lambda folder: own(half_time.rival_table(RESULTS)),
     "padding": lambda folder: own(padding_table.table(RESULTS)),
     "padding_short": lambda folder: own(padding_table.summary(RESULTS)),
+    "padding_grouped": lambda folder: own(padding_table.grouped(RESULTS)),
     "parts_accuracy": lambda folder: own(parts_accuracy.table(RESULTS)),
     "promises": lambda folder: own(promises.table(RESULTS)),
     "promises_avx2": lambda folder: own(promises.table(RESULTS, promises.NARROW)),
