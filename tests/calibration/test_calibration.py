@@ -96,7 +96,7 @@ def choose(monkeypatch: pytest.MonkeyPatch, kept: set[str]) -> None:
         for lever in levers:
             bench.build([lever], within=60)
             bench.sample(within=60)
-        verdicts = [{"lever": lever, "kept": lever in kept, "reason": "planted"} for lever in levers]
+        verdicts = [{"lever": lever, "kept": lever in kept, "reason": "planted", "pairs": 9} for lever in levers]
         return Choice.model_validate({"verdicts": verdicts, "source": "trial"}).verdicts, None
 
     monkeypatch.setattr(module, "search", search)
