@@ -6,6 +6,7 @@ import functools
 import random
 import sys
 import textwrap
+import types
 from dataclasses import replace
 from typing import Any
 
@@ -222,6 +223,21 @@ def test_what_a_loss_does_to_a_batch_does_not_reach_the_next_reader():
         for inputs, _targets in one_epoch(batches, seed=0, epoch=0, device=CPU):
             assert inputs.pop("labels").sum() == 0
             assert inputs["input_ids"].mul_(2).sum() == 12
+
+
+def test_a_loss_finds_the_gradient_of_an_input_that_requires_one():
+    points = torch.ones(2, 3, requires_grad=True)
+    for _ in range(2):
+        for inputs, _targets in one_epoch([(points, torch.zeros(2))], seed=0, epoch=0, device=CPU):
+            inputs.mul(2).sum().backward()
+            assert inputs.grad.unique().tolist() == [2]
+    assert points.grad is None
+
+
+def test_a_batch_that_is_a_mapping_for_reading_goes_to_the_device():
+    batch = types.MappingProxyType({"input_ids": torch.ones(2, 3)})
+    ((inputs, _targets),) = one_epoch([batch], seed=0, epoch=0, device=torch.device("meta"))
+    assert inputs["input_ids"].is_meta
 
 
 def test_every_contestant_gets_the_same_batches():

@@ -329,3 +329,22 @@ def test_a_backward_pass_that_is_interrupted_while_it_is_traced_is_not_called_an
         with torch.autograd.detect_anomaly(check_nan=False), pytest.raises(TimeUp), time_limit(0.02):
             Endless.apply(inputs).sum().backward()
     assert not [one for one in warned if "Error detected" in str(one.message)]
+
+
+@needs_alarm
+def test_a_warning_is_shown_once_however_many_blocks_have_a_limit():
+    """Python forgets which warnings it has shown when its filters change, and each step of a trial is such a block."""
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            with time_limit(60):
+                warnings.warn("of the user", stacklevel=1)
+    assert len(warned) == 1
+
+
+@needs_alarm
+def test_an_interrupt_leaves_the_filters_of_warnings_as_they_were():
+    before = list(warnings.filters)
+    with pytest.raises(TimeUp), time_limit(0.01):
+        time.sleep(60)
+    assert list(warnings.filters) == before

@@ -14,7 +14,7 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -267,7 +267,7 @@ def one_epoch(batches: Iterable[Any], *, seed: int, epoch: int, device: torch.de
     empty = True
     for inputs, targets in map(_pair, _drawn_apart(batches, 1_000_003 * seed + epoch)):
         empty = False
-        yield with_tensors((inputs, targets), lambda tensor: tensor.to(device, copy=True))
+        yield with_tensors((inputs, targets), functools.partial(_copied, device=device))
     if empty:
         raise FactoryError(
             f"the factory's batches gave nothing in pass {epoch + 1}; give an iterable that starts again in every "
@@ -424,9 +424,17 @@ def _takes(model: nn.Module, named: Mapping[Any, Any]) -> bool:
     return True
 
 
+def _copied(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a copy. That of a leaf is one, so that a loss finds its gradient there."""
+    if not tensor.is_leaf:
+        return tensor.to(device, copy=True)
+    return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)
+
+
 def _pair(batch: Any) -> tuple[Any, Any]:
     """Return the inputs and targets of a batch, or raise ``FactoryError`` unless it is a pair or a dict."""
     if isinstance(batch, Mapping):
+        batch = batch if isinstance(batch, MutableMapping) else dict(batch)  # others cannot be copied to a device
         return batch, batch
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]

@@ -130,23 +130,24 @@ def time_limit(seconds: float) -> Iterator[None]:
     if not is_default or signal.getitimer(signal.ITIMER_REAL)[0]:
         yield
         return
-    running = True
+    running, filters = True, list[Any]()
 
     def interrupt(*_: Any) -> None:
         if running:
+            # A backward pass that a compiler traces is not at fault. Not earlier: whenever filters are added, Python
+            # shows all warnings again.
+            warnings.filterwarnings("ignore", "Error detected in")
+            filters.append(warnings.filters[0])
             raise TimeUp
 
     outside = sys.exc_info()[1]
     restore, before = _modes(), signal.signal(signal.SIGALRM, interrupt)
     try:
-        with warnings.catch_warnings():
-            # a backward pass that a compiler traces is not at fault if it is interrupted
-            warnings.filterwarnings("ignore", "Error detected in")
-            signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-6))
-            try:
-                yield
-            finally:
-                running = False
+        signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-6))
+        try:
+            yield
+        finally:
+            running = False
     except TimeUp as error:
         restore()
         passed = error.__context__  # Ctrl-C on its way out of the block is not lost if the time is over meanwhile
@@ -158,6 +159,10 @@ def time_limit(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        present: Any = warnings.filters
+        for each in filters:
+            if each in present:  # unless it came within a block that restores them
+                present.remove(each)
 
 
 @contextmanager
