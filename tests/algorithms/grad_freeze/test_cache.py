@@ -297,6 +297,17 @@ def test_a_deep_copy_and_a_compiled_model_run_as_they_are() -> None:
         assert torch.equal(torch.compile(other, backend="eager")(x), expected)
 
 
+def test_by_content_a_compiled_function_has_the_whole_model_in_one_graph() -> None:
+    torch.compiler.reset()
+    model = frozen_mlp()
+    x, _ = inputs_for(model)
+    expected = model(x)
+    with FastPrefix(model, 2**20, by_content=True):
+        for mode in (model.train, model.eval):
+            mode()
+            assert torch.equal(torch.compile(lambda x: model(x), backend="eager", fullgraph=True)(x), expected)
+
+
 def test_removal_leaves_no_trace() -> None:
     model = frozen_cnn()
     before, modules = dict(vars(model)), list(model.modules())

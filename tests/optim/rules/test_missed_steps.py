@@ -100,6 +100,17 @@ def test_long_absence():
         pair.finish()
 
 
+def test_counts_of_steps_are_exact_if_the_default_precision_is_bfloat16():
+    pair = Pair(weight_decay=0.1)  # so the missed steps are made one by one
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        for _ in range(300):
+            pair.step([0])
+        pair.finish()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_it_is_torchs_own_adam_under_a_scheduler():
     for stock, decoupled in [(torch.optim.Adam, False), (torch.optim.AdamW, True)]:
         pair = Pair(lr=0.1, weight_decay=0.02, decoupled_weight_decay=decoupled)

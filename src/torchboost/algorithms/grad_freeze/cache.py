@@ -145,8 +145,9 @@ class FastPrefix(Attachment):
         ids, self._ids = self._ids, []
         # A deep copy of the model calls this too, with itself as the module.
         ours = module is self._model and module.training and not torch.compiler.is_compiling()
-        known = bool(ids) or (self._by_content and _is_readable(args))
-        halves = self._usable(ids, args, kwargs) if ours and known else None
+        # The compiler cannot trace the look at the arguments.
+        known = ours and (bool(ids) or (self._by_content and _is_readable(args)))
+        halves = self._usable(ids, args, kwargs) if known else None
         if halves is None:
             return forward(module, *args, **kwargs)
         names = ids or _contents([args[at] for at in halves.inputs])

@@ -472,8 +472,9 @@ def _make_steps(
     for step in range(int(begun[0]) + 1, end + 1):
         active = int(torch.searchsorted(begun, float(step)))
         _, lr, decay, *betas, eps = options[max(bisect_right(options, (step, math.inf)) - 1, 0)]
-        state = {key: value[:active] for key, value in live.items()} | {"step": torch.tensor(step - 1.0, device="cpu")}
+        state = {key: value[:active] for key, value in live.items()}
         weight = state.pop("weight")
+        state["step"] = torch.tensor(step - 1.0, dtype=torch.float32, device="cpu")
         moves = adam_directions({**form, "betas": betas, "eps": eps}, Batch([weight], [weight * decay], [state]))
         weight.sub_(moves[0], alpha=lr)
     for key, value in live.items():
