@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from torchboost.core.torch_private import not_traced
 from torchboost.errors import IncompatibleError
 from torchboost.optim.pipeline import (
     Gradients,
@@ -40,8 +41,6 @@ from torchboost.optim.rules.options import (
 )
 from torchboost.optim.tensors import Batch, Checked, all_finite, forget_scale, holds_a_part, stand_in
 from torchboost.optim.transforms import with_centralization
-
-_not_traced: Any = torch.compiler.disable  # its stubs refuse an optional argument
 
 SET_BY_SCHEDULE = "scheduled_"
 """Prefix of a group's key for the value a schedule wrote last. If the option differs, it was set by hand."""
@@ -501,7 +500,7 @@ class UpdateRule(Optimizer):
                 rule.update(group, part)
 
 
-@_not_traced
+@not_traced
 def _untraced(optimizer: UpdateRule, closure: Callable[[], Any] | None) -> Any:
     return optimizer._take_step(closure)
 
