@@ -75,9 +75,8 @@ if __name__ == "__main__":
 #     gradient_centralization  on     subtracts the mean from the gradient of each filter           changes the training
 #     grad_freeze              on     stops training the first blocks in some of the updates:       changes the training
 #                                     total_steps=1104
-#     threads                  off    it is tried only if torch does not use all cores and the program has set no
-#                                     number; ask with extra.threads
-#     matmul_precision         off    TF32 is a precision of CUDA devices
+#     threads                  off    the ranks share the cores
+#     matmul_precision         off    TF32 is a precision of CUDA devices, and the model is on cpu
 #     less_bn                  off    no BatchNorm of the model can go: its residual blocks, if any, need theirs, and
 #                                     others stay
 #     unpad                    off    no argument of its forward masks padding

@@ -62,9 +62,8 @@ if __name__ == "__main__":
 #         as near as rounding lets this network be: gradient 1e-02
 #     fused_optimizer   on     1 pair did not decide; kept as usual; give it more with       exact here
 #                              boost(..., calibrate=seconds)
-#     threads           off    it is tried only if torch does not use all cores and the program has set no number; ask
-#                              with extra.threads
-#     matmul_precision  off    TF32 is a precision of CUDA devices
+#     threads           off    the program has chosen OMP_NUM_THREADS=1
+#     matmul_precision  off    TF32 is a precision of CUDA devices, and the model is on cpu
 #     unpad             off    no argument of its forward masks padding
 #     sparse_head       off    the model has no output head that a loss could read in part
 #     autocast          off    the time for the trial was used up; its share of the run is 2.0 s; boost(...,
