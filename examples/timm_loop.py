@@ -54,21 +54,20 @@ if __name__ == "__main__":
 # It prints, on one busy core of a CPU:
 #
 #     level O1 for SGD, 322 steps
-#     measured at the first training call in 2.4 s
+#     measured at the first training call in 2.4 s; the gain of all together was not measured, since no time was left
 #
-#     switch            state  what it did
-#         how exact
-#     channels_last     on     2 pairs did not decide; kept as usual; give it more with boost(..., calibrate=seconds)
+#     switch            state  what it did                                                   how exact
+#     channels_last     on     2 pairs did not decide; kept as usual; give it more with
+#                              boost(..., calibrate=seconds)
 #         as near as rounding lets this network be: gradient 1e-02
-#     fused_optimizer   on     1 pair did not decide; kept as usual; give it more with boost(..., calibrate=seconds)
-#         exact here
-#     threads           off    it is tried only if torch does not use all cores and the program has set no number; ask
-#                              with extra.threads
-#     matmul_precision  off    TF32 is a precision of CUDA devices
+#     fused_optimizer   on     1 pair did not decide; kept as usual; give it more with       exact here
+#                              boost(..., calibrate=seconds)
+#     threads           off    the program has chosen OMP_NUM_THREADS=1
+#     matmul_precision  off    TF32 is a precision of CUDA devices, and the model is on cpu
 #     unpad             off    no argument of its forward masks padding
 #     sparse_head       off    the model has no output head that a loss could read in part
-#     autocast          off    the time for the trial was used up; steps became faster, so the share of the run that a
-#                              trial may take is now 2.0 s; boost(..., calibrate=3) measures longer
+#     autocast          off    the time for the trial was used up; its share of the run is 2.0 s; boost(...,
+#                              calibrate=3) measures longer
 #     compile           off    to try it takes about 16 s, and the trial has 0 s left; boost(..., calibrate=30) gives it
 #                              enough
 #
