@@ -20,7 +20,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,13 +40,14 @@ from torchboost.bench.factory import Factory, Parts, metric_of, one_epoch, score
 from torchboost.bench.report import wording
 from torchboost.bench.report.table import Table
 from torchboost.core.torch_private import forget_compiled
-from torchboost.measure.evidence import Environment
+from torchboost.measure.evidence import Environment, Interval
 from torchboost.measure.statistics import mean_of, paired_difference, paired_ratio
 from torchboost.workloads.data import Images
 from torchboost.workloads.named import Workload, find_workload
 
 STOCK, TUNED, HAND, HAND_MUON, LEVEL = "stock", "tuned", "by hand", "by hand, Muon", "O1"
-RECIPES = {STOCK: "stock", HAND: "hand", HAND_MUON: "hand", LEVEL: "O1"}
+LEVELS = (LEVEL, "O2")
+RECIPES = {STOCK: "stock", HAND: "hand", HAND_MUON: "hand", **{level: level for level in LEVELS}}
 """Way -> the contestant of ``torchboost bench`` that it is."""
 SEEDS, FRESH = 8, 2000
 """Seeds of the confirmation, and the first one. Those of ``tune`` begin at 0 and at 1000."""
@@ -169,17 +170,17 @@ class Bench:
         for inputs, targets in itertools.islice(_batches(loop.parts, seed), loop.steps):
             loop.step(inputs, targets)
         seconds, wall = cpu_seconds() - began, time.perf_counter() - wall
-        parts, on = loop.parts, {"on": [row.name for row in loop.algorithms]} if way == LEVEL else {}
+        parts, on = loop.parts, {"on": [row.name for row in loop.algorithms]} if way in LEVELS else {}
         with averaged(parts.optimizer):
             scores = {"metric": metric_of(parts, parts.model), "score": score_of(parts, parts.model)}
         return {"steps": loop.steps, **on, "seconds": seconds, "wall": wall, **scores}
 
-    def _loop(self, way: str, seed: int, share: float = 1.0, muon: float = 0.0) -> Loop:
+    def _loop(self, way: str, seed: int, share: float = 1.0, muon: float = 0.0, rate: float | None = None) -> Loop:
         steps = max(2, round(share * self.steps))
         if way == TUNED:
             return build_loop(Recipe.parse(str(self.config)), self.factory, seed=seed, steps=steps)
         optimizer = None if way != HAND_MUON else partial(with_muon, self.sample, muon)
-        factory = replace(self.factory, make=scaled(self.factory.make, self.rate, optimizer))
+        factory = replace(self.factory, make=scaled(self.factory.make, rate or self.rate, optimizer))
         return build_loop(Recipe.parse(RECIPES[way]), factory, seed=seed, steps=steps)
 
 
@@ -313,15 +314,24 @@ def level_table(folder: Path) -> tuple[Table, str]:
         seeds = sorted(stock.keys() & level.keys())
         pairs = [(stock[seed]["metric"], level[seed]["metric"]) for seed in seeds]
         gap, drop = paired_difference(*zip(*pairs, strict=True)), result["drop"]
-        verdict = "kept" if gap.low >= -drop else "broken" if gap.high < -drop else "not decided"
-        on = Counter(name for seed in seeds for name in level[seed]["on"])
-        names = [name if count == len(seeds) else f"{name} ({count} of {len(seeds)})" for name, count in on.items()]
         allowed = f"{100 * drop:g} points" if job.metric == "accuracy" else f"{drop:g}"
         stock_metric = final([run["metric"] for run in stock.values()], job)
-        cells = (result["title"], stock_metric, ", ".join(names) or "nothing")
-        lines.append((*cells, signed(gap, job.metric == "accuracy"), allowed, verdict))
+        cells = (result["title"], stock_metric, turned_on([level[seed] for seed in seeds]))
+        lines.append((*cells, signed(gap, job.metric == "accuracy"), allowed, verdict(gap, drop)))
     head = ("workload", "stock tuned: metric", "switches on", "metric, against stock", "may lose", "promise")
     return Table(headings=head, rows=tuple(lines)), _said(found, LEVEL)
+
+
+def verdict(gap: Interval, drop: float) -> str:
+    """Return whether a metric that may be lower by ``drop`` is shown to be, or not to be, by more."""
+    return "kept" if gap.low >= -drop else "broken" if gap.high < -drop else "not decided"
+
+
+def turned_on(runs: Sequence[Result]) -> str:
+    """Return what a level turned on, and in how many runs if not in all."""
+    count = Counter(name for run in runs for name in run["on"])
+    names = (name if times == len(runs) else f"{name} ({times} of {len(runs)})" for name, times in count.items())
+    return ", ".join(names) or "nothing"
 
 
 def _fresh(result: Result, way: str) -> dict[int, Result]:
