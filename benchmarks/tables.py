@@ -19,6 +19,7 @@ import freeze_rival
 import gpu_tables
 import half_time
 import headline
+import level_rates
 import muon_split
 import padding_table
 import parts_accuracy
@@ -96,6 +97,7 @@ WHOLE: dict[str, Callable[[str], str]] = {
     "freeze_rival": lambda folder: own(freeze_rival.table(RESULTS)),
     "half_time": lambda folder: own(half_time.table(RESULTS)),
     "half_time_level": lambda folder: own(half_time.level_table(RESULTS)),
+    "level_rates": lambda folder: own(level_rates.table(RESULTS)),
     "half_time_rival": lambda folder: own(half_time.rival_table(RESULTS)),
     "padding": lambda folder: own(padding_table.table(RESULTS)),
     "padding_short": lambda folder: own(padding_table.summary(RESULTS)),
