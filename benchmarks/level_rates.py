@@ -26,7 +26,7 @@ from torchboost.measure.evidence import Environment
 from torchboost.measure.statistics import mean_of, paired_difference, paired_ratio
 
 O1, O2 = MARGINS
-SEEDS = {"digits": 8, "vgg": 8, "resnet-basic": 8, "resnet-bottleneck": 5}
+SEEDS = {"digits": 8, "vgg": 8, "resnet-basic": 5, "resnet-bottleneck": 5}
 """Workload -> fresh seeds."""
 LONGER = {"digits": {"batch": 16, "epochs": 21}}
 """How the workload has 1,000 steps whose runs in ``promises.py`` have fewer."""
