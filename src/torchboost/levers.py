@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -36,7 +35,7 @@ from torchboost.core.torch_private import AnyBatchNorm
 from torchboost.core.wrapping import hookable
 from torchboost.distributed.topology import Topology
 from torchboost.earlier import check_against_o1, watch_for_o1
-from torchboost.errors import IncompatibleError, NoEffectWarning
+from torchboost.errors import IncompatibleError, warn_no_effect
 from torchboost.optim.rules.base import UpdateRule
 from torchboost.optim.wrapping_optimizer import WrappingOptimizer
 from torchboost.plan import Plan, why_idle
@@ -372,7 +371,7 @@ class Levers:
             elif verdict.lever in names:
                 self.withdraw(verdict.lever, verdict.reason)
                 text = "It is off from now on, and the training continues without it."
-                warnings.warn(f"{verdict.lever}: {verdict.reason}. {text}", NoEffectWarning, stacklevel=2)
+                warn_no_effect(f"{verdict.lever}: {verdict.reason}. {text}")
 
     def note_update(self) -> None:
         """Note an update. Without a training call before it, which may never come, the prior decides."""
