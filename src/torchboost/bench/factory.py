@@ -7,6 +7,7 @@ import functools
 import hashlib
 import importlib.util
 import inspect
+import itertools
 import math
 import pickle
 import random
@@ -279,20 +280,18 @@ def _drawn_apart(batches: Iterable[Any], number: int) -> Iterator[Any]:
     _seed(number)
     for generator in _generators_of(batches):
         generator.manual_seed(number)
-    iterator, own, first = iter(batches), torch.Generator().manual_seed(_apart_from(number)).get_state(), True
+    iterator, own = iter(batches), torch.Generator().manual_seed(_apart_from(number)).get_state()
+    yield from itertools.islice(iterator, 1)
     while True:
         meanwhile = torch.get_rng_state()
-        if not first:
-            torch.set_rng_state(own)
+        torch.set_rng_state(own)
         try:
             batch = next(iterator)
         except StopIteration:
             return
         finally:
-            if not first:
-                own = torch.get_rng_state()
-                torch.set_rng_state(meanwhile)
-        first = False
+            own = torch.get_rng_state()
+            torch.set_rng_state(meanwhile)
         yield batch
 
 
