@@ -433,16 +433,20 @@ def _copied(tensor: Tensor, device: torch.device) -> Tensor:
 def _pair(batch: Any) -> tuple[Any, Any]:
     """Return the inputs and targets of a batch, or raise ``FactoryError`` unless it is a pair or a dict."""
     if isinstance(batch, Mapping):
-        batch = batch if isinstance(batch, MutableMapping) else dict(batch)  # others cannot be copied to a device
-        return batch, batch
+        batch = batch, batch
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
-        return batch[0], batch[1]
+        return _writable(batch[0]), _writable(batch[1])
     what = f"a {type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
     raise FactoryError(
         f"the factory's batches: found {what}; needed: pairs (inputs, targets), or dicts. The model is called with the "
         "inputs as one argument, or with the entries of a dict by name, and loss with its output and the targets, or "
         "the dict."
     )
+
+
+def _writable(part: Any) -> Any:
+    """Return a mapping for reading as a dict, since others cannot be copied to a device."""
+    return dict(part) if isinstance(part, Mapping) and not isinstance(part, MutableMapping) else part
 
 
 def _size(inputs: Any) -> int:
