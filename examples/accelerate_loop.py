@@ -56,7 +56,7 @@ if __name__ == "__main__":
 #     switch            state  what it did
 #         how exact
 #     channels_last     on     a step is clearly faster in each of 2 pairs
-#         exact here: gradient 9e-04
+#         exact here: gradient within 9e-04
 #     fused_optimizer   on     updates all parameters in one kernel; not measured: the time for the trial was used up;
 #                              on as usual; steps became faster, so the share of the run that a trial may take is now
 #                              0.0 s; boost(..., calibrate=1) measures longer

@@ -64,7 +64,7 @@ if __name__ == "__main__":
 #     switch            state  what it did
 #         how exact
 #     channels_last     on     2 pairs did not decide; kept as usual; give it more with boost(..., calibrate=seconds)
-#         exact here: gradient 9e-04
+#         exact here: gradient within 9e-04
 #     fused_optimizer   on     updates all parameters in one kernel; not measured: the time for the trial was used up;
 #                              on as usual; steps became faster, so the share of the run that a trial may take is now
 #                              0.0 s; boost(..., calibrate=1) measures longer

@@ -65,7 +65,7 @@ if __name__ == "__main__":
 #     measured at the first training call in 2.6 s
 #
 #     switch            state          what it did                                  how exact
-#     unpad             on             a step is clearly faster in each of 2 pairs  exact here: gradient 1e-07
+#     unpad             on             a step is clearly faster in each of 2 pairs  exact here: gradient within 1e-07
 #     fused_optimizer   was on before  already fused
 #     threads           off            it is tried only if torch does not use all cores and the program has set no
 #                                      number; ask with extra.threads
