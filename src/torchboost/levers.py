@@ -38,7 +38,7 @@ from torchboost.earlier import check_against_o1, watch_for_o1
 from torchboost.errors import IncompatibleError, warn_no_effect
 from torchboost.optim.rules.base import UpdateRule
 from torchboost.optim.wrapping_optimizer import WrappingOptimizer
-from torchboost.plan import Plan, why_idle
+from torchboost.plan import COMPILED, Plan, why_idle
 from torchboost.registry import REGISTRY
 from torchboost.sheet import Explanation, Row, percent
 from torchboost.tokens.call import PartialForward
@@ -401,6 +401,10 @@ class Levers:
             self._look_at(self._waiting)
             if (calibration := self._calibration) is None:
                 return
+            kept = [lever for lever in calibration.levers if lever.name in choice.kept]
+            if any(REGISTRY[lever.name].once for lever in kept):  # earlier versions kept the others next to it
+                off: dict[str, Any] = {"kept": False, "reason": COMPILED, "ratio": None}
+                choice = choice.changed({lever.name: off for lever in kept if lever.traits.eager})
             self.state, self.choice = "decided", choice.only(calibration.levers)
             device = device_of(self._target.model)
             self.asked = replace(self.asked, levers=calibration.in_form(choice, device).levers)

@@ -30,6 +30,8 @@ from torchboost.sheet import Explanation, Row
 
 LENGTH = "total_steps"
 """A fact about the run, not a choice: the written value always counts."""
+COMPILED = "compile is on, and compiled code takes whole tensors only"
+"""Why an algorithm whose traits say ``eager`` is off."""
 SWITCHES = tuple(name for name in BoostSwitches.model_fields if name != "mode")
 _COMMON = {
     "gradient_split_groups": "AdaSum, which packs the updates by it, is off; DistributedDataParallel has bucket_cap_mb",
@@ -531,7 +533,7 @@ def _objection(name: str, requested: list[str], config: BoostConfig, facts: Fact
     if winner is not None and REGISTRY[winner].unusable(facts) is None:
         return f"{winner} is on, and it cannot be combined with others"
     if entry.algorithm.traits.eager and any(REGISTRY[one].once for one in asked):
-        return "compile is on, and compiled code takes whole tensors only"
+        return COMPILED
     return entry.unusable(facts) or (None if name in asked else entry.unproven(facts))
 
 
