@@ -16,7 +16,7 @@ from torch import nn
 
 from tests.support.boosted import in_one_line
 from tests.support.conv_nets import vgg
-from torchboost import ConfigError, Facts, IncompatibleError, Plan, Target, boost
+from torchboost import ConfigError, Facts, IncompatibleError, Plan, Target
 from torchboost.algorithms import Compile, GradAccumulation
 from torchboost.config import BoostConfig
 from torchboost.plan import own_settings
@@ -80,18 +80,6 @@ def test_auto_lists_a_switch_that_is_off_in_vain():
         plan = Plan.of(level, config, FAST)
         assert "less_bn" not in names(plan)
         assert not any(name.startswith("boost.") for name in reasons(plan))
-
-
-def test_what_the_user_turns_off_has_a_row():
-    off, model = {"extra": {"autocast": False}}, small_net()
-    everything = Plan.of("O0", {"boost": {"mode": "enable_all"}, **off}, FAST)
-    boosted = boost(model, torch.optim.SGD(model.parameters(), lr=0.1), config=off)
-    for plan in (Plan.of("O1", off, FAST), everything, boosted.plan):
-        row = next(row for row in plan.explanation().rows if row.name == "autocast")
-        assert (row.state, row.did) == ("off", "as configured: extra.autocast = false")
-        assert row.did in plan.explain()
-        assert row.did in plan._repr_html_()
-    assert "autocast" not in reasons(Plan.of("O0", off, FAST))
 
 
 def test_levels_leave_less_bn_out_of_trained_networks():
