@@ -68,7 +68,7 @@ if __name__ == "__main__":
 #     channels_last            on     stores images and kernels channels-last; not measured:
 #                                     kernels must have their format before
 #                                     DistributedDataParallel lays out its buckets
-#         exact here: gradient 4e-06
+#         exact here: gradient within 4e-06
 #     fused_optimizer          on     7 pairs did not decide (1.14 times as fast, 0.86 to 1.34);    exact here
 #                                     kept as usual; give it more with boost(...,
 #                                     calibrate=seconds)

@@ -64,7 +64,7 @@ if __name__ == "__main__":
 #
 #     switch            state  what it did                                           how exact
 #     channels_last     on     a step is 1.18 times as fast (1.10 to 1.32, 7 pairs)
-#         as near as rounding lets this network be: gradient 2e-03
+#         as near as rounding lets this network be: gradient within 2e-03
 #     threads           off    the program has chosen OMP_NUM_THREADS=1
 #     matmul_precision  off    TF32 is a precision of CUDA devices, and the model is on cpu
 #     unpad             off    no argument of its forward masks padding

@@ -59,7 +59,7 @@ if __name__ == "__main__":
 #     switch            state  what it did                                                   how exact
 #     channels_last     on     2 pairs did not decide; kept as usual; give it more with
 #                              boost(..., calibrate=seconds)
-#         as near as rounding lets this network be: gradient 1e-02
+#         as near as rounding lets this network be: gradient within 1e-02
 #     fused_optimizer   on     1 pair did not decide; kept as usual; give it more with       exact here
 #                              boost(..., calibrate=seconds)
 #     threads           off    the program has chosen OMP_NUM_THREADS=1

@@ -65,7 +65,7 @@ if __name__ == "__main__":
 #     measured at the first training call in 2.6 s; the gain of all together was not measured, since no time was left
 #
 #     switch            state          what it did                                  how exact
-#     unpad             on             a step is clearly faster in each of 2 pairs  exact here: gradient 1e-07
+#     unpad             on             a step is clearly faster in each of 2 pairs  exact here: gradient within 1e-07
 #     fused_optimizer   was on before  already fused
 #     threads           off            the program has chosen OMP_NUM_THREADS=1
 #     channels_last     off            the model has no convolution

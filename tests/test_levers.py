@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import torchboost
 from tests.support.boosted import batch, hooks, pair, train
-from torchboost import Boosted, boost
+from torchboost import Boosted, Plan, boost
 from torchboost.algorithms import Autocast, ChannelsLast, FusedOptimizer
 from torchboost.calibration.calibration import Calibration
 from torchboost.calibration.choice import Choice, Verdict
@@ -270,3 +270,15 @@ def test_a_reason_why_nothing_was_measured_is_said_once() -> None:
     assert text.count("a run of 100 steps is short") == 1
     assert text.index("a run of 100 steps is short") < text.index("what it did")
     assert text.count("not measured") > 2
+
+
+def test_what_the_user_turns_off_has_a_row() -> None:
+    off = {"extra": {"autocast": False}}
+    everything = {"boost": {"mode": "enable_all"}, **off}
+    for plan in (Plan.of("O1", off), Plan.of("O0", everything), boost(*pair(), config=off).levers):
+        explained = plan.explanation()
+        row = next(row for row in explained.rows if row.name == "autocast")
+        assert (row.state, row.did) == ("off", "as configured: extra.autocast = false")
+        assert row.did in str(explained.sheet)
+        assert row.did in explained.sheet._repr_html_()
+    assert Plan.of("O0", off).explanation().rows == ()

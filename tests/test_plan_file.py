@@ -265,7 +265,7 @@ def test_what_was_asked_for_wins_unless_it_cannot_run(tmp_path):
     assert Plan.of("O1", tmp_path / "boost.json", slow).algorithms == (ChannelsLast(), Autocast(), Compile())
     plan = Plan.of("O1", tmp_path / "boost.json", replace(slow, convolutions=0))
     assert plan.algorithms == (Autocast(), Compile())
-    assert dict(plan.dropped) == {"channels_last": "the model has no convolution"}
+    assert dict(plan.dropped)["channels_last"] == "the model has no convolution"
 
 
 def test_what_a_trial_chose_is_not_measured_again(tmp_path):

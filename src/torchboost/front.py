@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -33,7 +32,7 @@ from torchboost.core.arguments import (
 from torchboost.core.step import TrainStep
 from torchboost.core.torch_private import step_post_hooks
 from torchboost.core.wrapping import already_wrapped, hookable, parameters_of, wrapper_of
-from torchboost.errors import ConfigError, IncompatibleError, NoEffectWarning
+from torchboost.errors import ConfigError, IncompatibleError, warn_no_effect
 from torchboost.graph.trace import shared_traces
 from torchboost.inference import fast_copy
 from torchboost.levers import Levers
@@ -534,12 +533,11 @@ def _warn_of_other_parameters(before: Boosted, target: Target, caller: str) -> N
     held = set(parameters_of(*target.optimizers))
     left = [name for name, one in zip(earlier, before._all_given, strict=True) if held.isdisjoint(parameters_of(one))]
     if left:
-        warnings.warn(
+        warn_no_effect(
             f"the boost of this model with {' and '.join(earlier)} is removed by the one with {' and '.join(later)}, "
             f"without the parameters of {' and '.join(left)}. If all of them train the model, boost it once, with a "
             f"list: {caller}(model, [first, second]).",
-            NoEffectWarning,
-            stacklevel=4,
+            above=3,
         )
 
 
@@ -571,9 +569,8 @@ def warn_of_missing_length(boosted: Boosted, config: ConfigSource | None, total_
     plan = plan.fit(boosted.model, *boosted._all_given, but=running)
     missed = [algorithm.name for algorithm in plan.algorithms if algorithm.name not in running]
     if missed:
-        warnings.warn(
+        warn_no_effect(
             f"{boosted.plan.level} runs without {' and '.join(missed)}, which must know the length of the run. "
             "Pass boost(..., total_steps=...), the number of updates.",
-            NoEffectWarning,
-            stacklevel=3,
+            above=2,
         )

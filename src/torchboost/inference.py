@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import statistics
-import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ from torchboost.algorithms.channels_last import ChannelsLast
 from torchboost.calibration.watch import Call, Gate
 from torchboost.core.torch_private import is_tracing
 from torchboost.core.wrapping import unwrap
-from torchboost.errors import IncompatibleError, NoEffectWarning
+from torchboost.errors import IncompatibleError, warn_no_effect
 from torchboost.graph.copies import ReachesOriginal, copies_of, twin
 from torchboost.graph.folding import fold_batch_norms, largest_difference
 from torchboost.graph.removed_norm import RemovedNorm, show_bias
@@ -70,7 +69,7 @@ def fast_copy(network: nn.Module, *, sample: Any = None) -> nn.Module:
         try:
             folded = bool(fold_batch_norms(fast, sample=sample).folded)
         except IncompatibleError as error:
-            warnings.warn(f"the copy for inference is not folded: {error}", NoEffectWarning, stacklevel=2)
+            warn_no_effect(f"the copy for inference is not folded: {error}")
             folded = False
         _as_torch(fast)
         layout = ChannelsLast()
@@ -115,11 +114,10 @@ def _equal(form: nn.Module, sample: Any, expected: list[Tensor]) -> bool:
 
 
 def _warn_of_difference(level: int) -> None:
-    warnings.warn(
+    warn_no_effect(
         "folding BatchNorm changed the outputs of the copy for inference, so the copy is not folded. The data flow is "
         "not what a trace shows. Pass a typical input as sample=.",
-        NoEffectWarning,
-        stacklevel=level + 1,
+        above=level,
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -36,10 +35,10 @@ from torchboost.core.torch_private import AnyBatchNorm
 from torchboost.core.wrapping import hookable
 from torchboost.distributed.topology import Topology
 from torchboost.earlier import check_against_o1, watch_for_o1
-from torchboost.errors import IncompatibleError, NoEffectWarning
+from torchboost.errors import IncompatibleError, warn_no_effect
 from torchboost.optim.rules.base import UpdateRule
 from torchboost.optim.wrapping_optimizer import WrappingOptimizer
-from torchboost.plan import Plan, why_idle
+from torchboost.plan import COMPILED, Plan, why_idle
 from torchboost.registry import REGISTRY
 from torchboost.sheet import Explanation, Row, percent
 from torchboost.tokens.call import PartialForward
@@ -372,7 +371,7 @@ class Levers:
             elif verdict.lever in names:
                 self.withdraw(verdict.lever, verdict.reason)
                 text = "It is off from now on, and the training continues without it."
-                warnings.warn(f"{verdict.lever}: {verdict.reason}. {text}", NoEffectWarning, stacklevel=2)
+                warn_no_effect(f"{verdict.lever}: {verdict.reason}. {text}")
 
     def note_update(self) -> None:
         """Note an update. Without a training call before it, which may never come, the prior decides."""
@@ -402,6 +401,10 @@ class Levers:
             self._look_at(self._waiting)
             if (calibration := self._calibration) is None:
                 return
+            kept = [lever for lever in calibration.levers if lever.name in choice.kept]
+            if any(REGISTRY[lever.name].once for lever in kept):  # earlier versions kept the others next to it
+                off: dict[str, Any] = {"kept": False, "reason": COMPILED, "ratio": None}
+                choice = choice.changed({lever.name: off for lever in kept if lever.traits.eager})
             self.state, self.choice = "decided", choice.only(calibration.levers)
             device = device_of(self._target.model)
             self.asked = replace(self.asked, levers=calibration.in_form(choice, device).levers)

@@ -30,6 +30,8 @@ from torchboost.sheet import Explanation, Row
 
 LENGTH = "total_steps"
 """A fact about the run, not a choice: the written value always counts."""
+COMPILED = "compile is on, and compiled code takes whole tensors only"
+"""Why an algorithm whose traits say ``eager`` is off."""
 SWITCHES = tuple(name for name in BoostSwitches.model_fields if name != "mode")
 _COMMON = {
     "gradient_split_groups": "AdaSum, which packs the updates by it, is off; DistributedDataParallel has bucket_cap_mb",
@@ -38,7 +40,7 @@ _COMMON = {
 
 
 class Dropped(NamedTuple):
-    """A requested algorithm that does not run, with the reason."""
+    """A requested algorithm, or one of the level, that does not run, with the reason."""
 
     name: str
     reason: str
@@ -52,7 +54,7 @@ class Plan:
         level: The level that the plan was made for.
         mode: The mode of the configuration: auto, manual, enable_all, disable_all.
         algorithms: The algorithms that will run, with their settings, in attach order.
-        dropped: The requested algorithms that do not run, with the reasons.
+        dropped: The requested algorithms, and those of the level, that do not run, with the reasons.
         levers: The algorithms of the level that only change the speed of a step. A trial may switch them on and off.
         total_steps: Updates of the whole run, from the argument or the configuration. None if neither gives it. If the
             recipe shortens the run, the updates that remain.
@@ -376,6 +378,8 @@ def resolve(config: BoostConfig, level: str, facts: Facts) -> Plan:
     requested = _requested(config, level)
     reasons = {name: _objection(name, requested, config, facts) for name in requested}
     built = {name: written.get(name) or made(name) for name, reason in reasons.items() if reason is None}
+    off = [name for name in _chosen(config, level) if config.extra.get(name) is False]
+    reasons |= {name: f"as configured: extra.{name} = false" for name in off}
     dropped = tuple(Dropped(name, reason) for name, reason in reasons.items() if reason is not None)
     # A trial may decide about levers of the level about which the user said nothing.
     open_to_it = LEVELS[level].keys() - config.extra.keys() if config.boost.mode == "auto" else set[str]()
@@ -435,15 +439,20 @@ def _ranks_per_node(config: BoostConfig) -> int | None:
     return config.common.device_number if "device_number" in config.common.model_fields_set else None
 
 
-def _requested(config: BoostConfig, level: str) -> list[str]:
-    mode = config.boost.mode
-    if mode == "disable_all":
-        return []
-    chosen = {
+def _chosen(config: BoostConfig, level: str) -> list[str]:
+    """Return the algorithms of the mode, before ``extra`` adds and removes some."""
+    return {
         "auto": list(LEVELS[level]),
         "manual": [name for name in SWITCHES if getattr(config.boost, name)],
         "enable_all": [*SWITCHES, *(name for name in REGISTRY if name not in SWITCHES)],
-    }[mode]
+        "disable_all": [],
+    }[config.boost.mode]
+
+
+def _requested(config: BoostConfig, level: str) -> list[str]:
+    mode, chosen = config.boost.mode, _chosen(config, level)
+    if mode == "disable_all":
+        return []
     switched = {name: setting is not False for name, setting in config.extra.items()}
     for entry in REGISTRY.values():
         if switched.get(entry.name, entry.name in chosen):
@@ -524,7 +533,7 @@ def _objection(name: str, requested: list[str], config: BoostConfig, facts: Fact
     if winner is not None and REGISTRY[winner].unusable(facts) is None:
         return f"{winner} is on, and it cannot be combined with others"
     if entry.algorithm.traits.eager and any(REGISTRY[one].once for one in asked):
-        return "compile is on, and compiled code takes whole tensors only"
+        return COMPILED
     return entry.unusable(facts) or (None if name in asked else entry.unproven(facts))
 
 

@@ -382,6 +382,18 @@ def test_heads_that_a_copy_shows_are_used_from_the_first_pass_on() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_the_pass_of_a_copy_does_not_change_the_inputs() -> None:
+    class Notes(Outputs):
+        def forward(self, x: Tensor, notes: list[str]) -> Any:
+            notes.append("called")
+            return super().forward(x)
+
+    model, notes = Notes(policy=nn.Linear(16, 3)), list[str]()
+    with autocast_forward(model):
+        model(torch.randn(5, 8), notes)
+    assert notes == ["called"]
+
+
 def test_the_last_layer_counts_as_the_head_of_what_cannot_be_copied_and_inside_a_checkpoint() -> None:
     model, x = Outputs(policy=nn.Linear(16, 3)), torch.randn(5, 8)
     model.never_called = nn.Linear(2, 2)  # the guess

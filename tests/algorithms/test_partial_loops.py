@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -363,3 +364,16 @@ def test_a_state_that_comes_before_its_lever_is_loaded_with_it():
     boosted.load_state_dict({**state, "attached": {"unpad": seen}, "levers": {"unpad": True, "sparse_head": False}})
     assert boosted.attached["unpad"].remark == "seen"
     assert boosted.state_dict()["attached"]["unpad"] == seen
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # inductor is imported
+def test_what_does_nothing_in_compiled_code_is_off_next_to_it_as_an_earlier_version_had_both():
+    model = encoder()
+    boosted = boost(model, torch.optim.AdamW(model.parameters(), lr=1e-3), total_steps=10_000, calibrate=0.5)
+    timed = {"kept": True, "reason": "faster", "ratio": {"low": 1.1, "mid": 1.2, "high": 1.3}, "pairs": 8}
+    kept = [{"lever": name, **timed} for name in ("unpad", "compile")]
+    choice = json.dumps({"verdicts": kept, "source": "trial"})
+    boosted.load_state_dict({"attached": {"unpad": {"watched": True}, "compile": {}}, "choice": choice})
+    assert list(boosted.attached) == ["compile"]
+    row = next(row for row in boosted.levers.explanation().rows if row.name == "unpad")
+    assert (row.state, row.did) == ("off", "compile is on, and compiled code takes whole tensors only")

@@ -234,10 +234,13 @@ def test_a_loss_finds_the_gradient_of_an_input_that_requires_one():
     assert points.grad is None
 
 
-def test_a_batch_that_is_a_mapping_for_reading_goes_to_the_device():
-    batch = types.MappingProxyType({"input_ids": torch.ones(2, 3)})
-    ((inputs, _targets),) = one_epoch([batch], seed=0, epoch=0, device=torch.device("meta"))
+@pytest.mark.parametrize("paired", [True, False])
+def test_a_batch_of_mappings_for_reading_goes_to_the_device(paired: bool):
+    read_only = types.MappingProxyType({"input_ids": torch.ones(2, 3)})
+    batch = (read_only, read_only) if paired else read_only
+    ((inputs, targets),) = one_epoch([batch], seed=0, epoch=0, device=torch.device("meta"))
     assert inputs["input_ids"].is_meta
+    assert targets["input_ids"].is_meta
 
 
 def test_every_contestant_gets_the_same_batches():

@@ -246,7 +246,7 @@ class WrongUpdate(Algorithm):
 def test_right_levers_stay_and_say_how_far_they_are():
     found = checked([Autocast(), ChannelsLast(), FusedOptimizer()])
     assert kept(found) == {"autocast", "channels_last", "fused_optimizer"}
-    assert found["channels_last"].startswith("exact here: gradient")
+    assert found["channels_last"].startswith("exact here: gradient within ")
     assert found["fused_optimizer"] == "exact here"
     assert found["autocast"].startswith("checked: the gradient differs by")
 

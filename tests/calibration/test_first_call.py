@@ -61,7 +61,7 @@ def test_a_checked_run_is_the_plain_run(sides):
     boosted = torchboost.boost(*checked, calibrate=False, config=ASKED)
     found = train(*checked, sides)
     torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-5)
-    assert boosted.checks["channels_last"].startswith("exact here: gradient")
+    assert boosted.checks["channels_last"].startswith("exact here: gradient within ")
     assert boosted.checks["fused_optimizer"] == "exact here"
     waits = interceptor_of(checked[0]) is not None
     assert waits == (len(set(sides)) == 1)

@@ -115,3 +115,13 @@ def test_draws_are_forgotten_after_an_error_too():
         assert (torch.rand(2).tolist(), random.random(), np.random.rand()) == wanted
         streams.restore()
         assert (torch.rand(2).tolist(), random.random(), np.random.rand()) == wanted
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(1), random.random, np.random.rand, np.random.randn])
+def test_a_draw_from_any_generator_is_seen(draw: Callable[[], object]):
+    np.random.seed(0)
+    np.random.randn()  # it draws two numbers, and keeps one for the next call
+    streams = Streams()
+    assert not streams.used()
+    draw()
+    assert streams.used()

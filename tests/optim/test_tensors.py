@@ -105,6 +105,9 @@ def test_checks_of_nothing_of_empty_and_of_sparse_gradients():
     assert all_finite([])
     assert all_finite([empty, table.weight.grad])
     assert not all_finite([torch.ones(2), torch.tensor(math.nan)])
+    mixed = [torch.ones(2, dtype=dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)]
+    assert all_finite([*mixed, torch.tensor(1e300, dtype=torch.float64)])
+    assert not all_finite([*mixed, torch.tensor(math.inf, dtype=torch.float64)])
     found = stand_in(torch.ones(1000, 1000), torch.bfloat16)
     assert (found.shape, found.untyped_storage().nbytes()) == ((1000, 1000), 2)
 

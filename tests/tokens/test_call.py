@@ -302,6 +302,26 @@ def test_inputs_that_are_overwritten_are_not_read_again():
             logits.mean()
 
 
+class Pops(Network):
+    """Takes an entry out of its options, notes its calls there, and may need the padding after that."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, options: dict[str, Any]) -> Tensor:
+        hidden = self.hidden(input_ids) * options.pop("scale")
+        options["calls"].append(len(options["calls"]))
+        return hidden.cumsum(1) if options["mixes"] else hidden
+
+
+@pytest.mark.parametrize("mixes", [True, False], ids=["a function needs the padding", "the loop reads the padding"])
+def test_containers_among_the_inputs_change_once_if_a_call_is_repeated(mixes: bool):
+    model = Pops().train()
+    with unpad_forward(model):
+        for _ in range(2):
+            options = {"scale": 2.0, "calls": [], "mixes": mixes}
+            hidden = model(IDS, MASK, options)
+        assert hidden.sum().isfinite()  # reads the padding
+    assert options == {"calls": [0], "mixes": mixes}
+
+
 class KeepsWeights(Network):
     """Keeps weights of attention, as models do that show them."""
 

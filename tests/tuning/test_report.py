@@ -161,6 +161,9 @@ def test_a_candidate_names_its_runs_and_its_section() -> None:
     assert plain.at(0.25, 0.5).section == {"rate": 0.25, "length": 0.5}
     muon = MUON.model_copy(update={"recipe": {**MUON.recipe, "rate": 0.5}})
     assert muon.at(0.25).section == {"optimizer": "muon", "lr": 0.005, "rate": 0.5}
+    assert muon.words == MUON.words == "Muon at 0.02"
+    labels = {MUON.model_copy(update={"recipe": {**MUON.recipe, "rate": rate}}).label for rate in (0.5, 1.0)}
+    assert len({MUON.label, *labels}) == 3
     old = {"name": "half", "recipe": True, "share": 0.5, "skips_work": True}  # of a report of an earlier version
     assert Candidate.model_validate(old) == Candidate(name="half", share=0.5)
 

@@ -35,6 +35,7 @@ from torchboost.core.torch_private import (
     precision_of_unit,
     sequence_number,
     tree_flatten,
+    tree_unflatten,
 )
 from torchboost.core.wrapping import is_compiled, sharded_units, unwrap
 from torchboost.errors import IncompatibleError, nearest, warn_no_effect
@@ -197,10 +198,11 @@ def _is_traced() -> bool:
 
 def _heads_of_copy(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Heads | None:
     """Return the heads that a pass of a copy shows, or None if the model cannot be copied or the copy cannot be run."""
-    plain = all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in tree_flatten((args, kwargs))[0])
+    leaves, spec = tree_flatten((args, kwargs))
+    plain = all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves)
     if not plain or sharded_units(model) or is_large(model):
         return None  # an iterator among the arguments would lose a batch
-    inputs = with_tensors((args, kwargs), lambda tensor: tensor.detach().clone())
+    inputs = tree_unflatten([leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
     try:
         with undisturbed(model) as copied:
             for hooks in (hooks for module in copied.modules() for hooks in module_hooks(module)):

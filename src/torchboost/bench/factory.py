@@ -7,6 +7,7 @@ import functools
 import hashlib
 import importlib.util
 import inspect
+import itertools
 import math
 import pickle
 import random
@@ -279,20 +280,18 @@ def _drawn_apart(batches: Iterable[Any], number: int) -> Iterator[Any]:
     _seed(number)
     for generator in _generators_of(batches):
         generator.manual_seed(number)
-    iterator, own, first = iter(batches), torch.Generator().manual_seed(_apart_from(number)).get_state(), True
+    iterator, own = iter(batches), torch.Generator().manual_seed(_apart_from(number)).get_state()
+    yield from itertools.islice(iterator, 1)
     while True:
         meanwhile = torch.get_rng_state()
-        if not first:
-            torch.set_rng_state(own)
+        torch.set_rng_state(own)
         try:
             batch = next(iterator)
         except StopIteration:
             return
         finally:
-            if not first:
-                own = torch.get_rng_state()
-                torch.set_rng_state(meanwhile)
-        first = False
+            own = torch.get_rng_state()
+            torch.set_rng_state(meanwhile)
         yield batch
 
 
@@ -434,16 +433,20 @@ def _copied(tensor: Tensor, device: torch.device) -> Tensor:
 def _pair(batch: Any) -> tuple[Any, Any]:
     """Return the inputs and targets of a batch, or raise ``FactoryError`` unless it is a pair or a dict."""
     if isinstance(batch, Mapping):
-        batch = batch if isinstance(batch, MutableMapping) else dict(batch)  # others cannot be copied to a device
-        return batch, batch
+        batch = batch, batch
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
-        return batch[0], batch[1]
+        return _writable(batch[0]), _writable(batch[1])
     what = f"a {type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
     raise FactoryError(
         f"the factory's batches: found {what}; needed: pairs (inputs, targets), or dicts. The model is called with the "
         "inputs as one argument, or with the entries of a dict by name, and loss with its output and the targets, or "
         "the dict."
     )
+
+
+def _writable(part: Any) -> Any:
+    """Return a mapping for reading as a dict, since others cannot be copied to a device."""
+    return dict(part) if isinstance(part, Mapping) and not isinstance(part, MutableMapping) else part
 
 
 def _size(inputs: Any) -> int:

@@ -358,7 +358,7 @@ def _compared(levers: Sequence[Algorithm], certificate: Certificate) -> Result:
         text = f"checked: the gradient differs by {finding.gradient:.2g}, outputs by {finding.outputs:.2g}"
         return Result(True, text)
     how = "exact here" if finding.gradient < _MAGNIFIED else "as near as rounding lets this network be"
-    return Result(True, f"{how}: gradient {finding.gradient:.0e}")
+    return Result(True, f"{how}: gradient within {finding.gradient:.0e}")
 
 
 def _difference_of_updates(

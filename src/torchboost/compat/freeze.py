@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any, get_args
@@ -16,7 +15,7 @@ from torchboost.algorithms.grad_freeze.freezer import Freezing, Prefix
 from torchboost.algorithms.grad_freeze.schedule import length_of, period_of, repeated
 from torchboost.core.arguments import check_optimizer, check_pair, check_sens
 from torchboost.core.wrapping import parameters_of
-from torchboost.errors import NoEffectWarning
+from torchboost.errors import warn_no_effect
 from torchboost.optim.wrapping_optimizer import WrappingOptimizer
 
 _PATTERNS = get_args(Pattern)[:3]
@@ -258,11 +257,10 @@ def _split(parameters: list[nn.Parameter], wanted: int | None) -> list[list[nn.P
         else:
             units.append([parameter])
     if wanted is not None and wanted > len(units):
-        warnings.warn(
+        warn_no_effect(
             f"split_parameters_groups: {groups} groups were requested, but the parameters form {len(units)} units; "
             f"there are {len(units)} groups.",
-            NoEffectWarning,
-            stacklevel=3,
+            above=2,
         )
     number = max(1, min(groups, len(units)))
     starts = [index * (len(units) // number) for index in range(number)]

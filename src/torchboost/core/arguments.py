@@ -6,7 +6,6 @@ import itertools
 import math
 import re
 import reprlib
-import warnings
 from collections.abc import Sequence
 from numbers import Real
 from typing import Any
@@ -16,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from torchboost.core.wrapping import parameters_of
-from torchboost.errors import NoEffectWarning
+from torchboost.errors import warn_no_effect
 
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 _SCALER = ("scale", "unscale_", "step", "update", "get_scale")
@@ -56,7 +55,7 @@ def warn_of_foreign_parameters(model: nn.Module, optimizer: Optimizer) -> None:
     try:
         check_pair(model, optimizer)
     except ValueError as error:
-        warnings.warn(f"{error} This step trains nothing of it.", NoEffectWarning, stacklevel=3)
+        warn_no_effect(f"{error} This step trains nothing of it.", above=2)
 
 
 def check_apart(optimizers: Sequence[Optimizer]) -> None:

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import inspect
 import types
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,7 +31,7 @@ from torchboost.core.torch_private import (
     state_without_hooks,
 )
 from torchboost.core.wrapping import parameters_of, unwrap
-from torchboost.errors import NoEffectWarning
+from torchboost.errors import warn_no_effect
 
 Forward = Callable[..., Any]
 """Takes the module as its first argument, like a function in a class."""
@@ -270,7 +269,7 @@ class ForwardWatch(Attachment):
             return
         warning, self._warning = self._warning, None
         if not self.called:
-            warnings.warn(warning, NoEffectWarning, stacklevel=2)
+            warn_no_effect(warning)
 
 
 def _moves(optimizer: Optimizer) -> bool:

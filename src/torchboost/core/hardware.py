@@ -220,6 +220,11 @@ class Streams:
         """Whether the generators of torch were used since."""
         return not all(map(torch.equal, generator_states(self._devices), self._torch))
 
+    def used(self) -> bool:
+        """Whether any of the generators was used since."""
+        numpy: Any = np.random.get_state()
+        return self.drawn() or random.getstate() != self._python or not all(map(np.array_equal, numpy, self._numpy))
+
 
 @contextlib.contextmanager
 def streams_kept(devices: Sequence[torch.device] = ()) -> Iterator[None]:

@@ -6,7 +6,6 @@ An optimizer may evaluate the loss again during its step. It receives the forwar
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from torch.optim import Optimizer
 from torchboost.core.algorithm import AttachedAlgorithms, Target, restored_on_error
 from torchboost.core.hardware import generator_states, set_generator_states
 from torchboost.core.wrapping import parameters_of, unwrap
-from torchboost.errors import IncompatibleError, NoEffectWarning
+from torchboost.errors import IncompatibleError, warn_no_effect
 
 _NAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _SHOWN = 5
@@ -325,12 +324,11 @@ def _announce_untrained(target: Target) -> None:
     if not missing or len(missing) == len(trained):
         return
     more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
-    warnings.warn(
+    warn_no_effect(
         f"{len(missing)} trainable parameters of the model are in no group of the optimizer, so nothing updates them: "
         f"{', '.join(missing[:_SHOWN])}{more}. Add them with optimizer.add_param_group, or build the optimizer after "
         "the model was changed. If they must not train, call requires_grad_(False), which saves their gradients.",
-        NoEffectWarning,
-        stacklevel=3,
+        above=2,
     )
 
 

@@ -184,7 +184,7 @@ node_number: Callable[[Any], int] = methodcaller("_sequence_nr")
 is_tracing: Callable[[], bool] = torch._C._is_tracing
 """Returns whether ``torch.jit.trace`` runs."""
 
-tree_flatten = _pytree.tree_flatten
+tree_flatten, tree_unflatten = _pytree.tree_flatten, _pytree.tree_unflatten
 is_functorch_wrapped = is_functorch_wrapped_tensor
 
 

@@ -7,7 +7,7 @@ import ctypes
 import functools
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple, get_args
@@ -53,7 +53,6 @@ class Products:
         bfloat16: The same in bfloat16.
         pairs: Number of timed pairs.
         seconds: Time that the measurement took.
-        in_time: Whether it ended within its time limit. If it did not, other programs use the machine, or it is slow.
         fault: First line of the error that a product raised. Empty if there was none.
     """
 
@@ -64,7 +63,6 @@ class Products:
     bfloat16: float = 0.0
     pairs: int = 0
     seconds: float = 0.0
-    in_time: bool = True
     fault: str = ""
 
     @property
@@ -181,7 +179,7 @@ def climb(kind: Kind, rungs: Sequence[Rung], *, seconds: float, pairs: int = 9, 
             )
         cost = sum(map(median, zip(*times, strict=True)))
     assert result is not None
-    return replace(result, in_time=clock() - start <= seconds)
+    return result
 
 
 def _filled(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

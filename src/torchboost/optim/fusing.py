@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torchboost.core.algorithm import Attachment
 from torchboost.core.step import after_closure
 from torchboost.core.torch_private import UNSUPPORTED_SHARDS, forget_fused_mark, has_fused_mark, step_pre_hooks
 from torchboost.core.wrapping import hookable
-from torchboost.errors import NoEffectWarning
+from torchboost.errors import warn_no_effect
 from torchboost.optim.rules import adam, sgd
 from torchboost.optim.rules.base import UpdateRule
 from torchboost.optim.rules.options import miscomputes
@@ -142,7 +141,7 @@ class Fusion(Attachment):
     def _give_up(self, index: int, group: dict[str, Any], reason: str) -> None:
         group |= self._flags_before(index) | {"fused": None}
         self._chosen[index] = False
-        warnings.warn(f"fused_optimizer: group {index} {reason}; it stays unfused.", NoEffectWarning, stacklevel=2)
+        warn_no_effect(f"fused_optimizer: group {index} {reason}; it stays unfused.")
 
     def _flags_before(self, index: int) -> dict[str, Any]:
         return self._flags[index] if index < len(self._flags) else self._defaults

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchboost.core.arguments import check_module, check_number
-from torchboost.errors import NoEffectWarning, nearest, shown
+from torchboost.errors import nearest, shown, warn_no_effect
 from torchboost.optim.groups import muon_groups
 from torchboost.optim.rules.base import UpdateRule
 from torchboost.optim.rules.mixed import MixedOptimizer
@@ -26,11 +25,10 @@ def _muon(model: nn.Module, lr: float | None, adamw_lr: float | None) -> MixedOp
     rest = {"lr": ADAMW_LR if adamw_lr is None else adamw_lr, "weight_decay": _DECAY}
     groups = muon_groups(model, muon=matrices, adamw=rest)
     if all(group["rule"] != "muon" for group in groups):
-        warnings.warn(
+        warn_no_effect(
             f"Muon found no hidden matrix or filter in this {type(model).__name__}, so AdamW trains all of it at "
             f"{rest['lr']:g}. print(torchboost.optim.muon_groups(model)) shows the reason for each parameter.",
-            NoEffectWarning,
-            stacklevel=4,
+            above=3,
         )
     return MixedOptimizer(groups, lr=rest["lr"], weight_decay=_DECAY)
 

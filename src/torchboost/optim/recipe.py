@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from torchboost.config import RecipeSection
 from torchboost.core.arguments import check_number, check_pair, is_number
 from torchboost.core.torch_private import drives_schedule, step_post_hooks, step_pre_hooks
 from torchboost.core.wrapping import hookable
-from torchboost.errors import IncompatibleError, NoEffectWarning
+from torchboost.errors import IncompatibleError, warn_no_effect
 from torchboost.optim.groups import ParamGroup, muon_groups, options_of
 from torchboost.optim.rules.base import UpdateRule
 from torchboost.optim.rules.mixed import GROUP_RULES, MixedOptimizer
@@ -116,11 +115,10 @@ def apply_recipe(
     if recipe.is_neutral:
         return Applied(list(optimizers), "", lambda: None)
     if recipe.length < 1 and total_steps is None:
-        warnings.warn(
+        warn_no_effect(
             f"recipe.length = {recipe.length:g} shortens nothing, because the length of the run is not known. Pass "
             "boost(..., total_steps=...), the number of updates, and train boosted.steps.",
-            NoEffectWarning,
-            stacklevel=4,
+            above=3,
         )
     inner = [hookable(one) for one in optimizers]
     _check(recipe, optimizers, inner)
@@ -193,11 +191,10 @@ class _LooksForSchedule:
             self._looked = True
         if not self._warned and self._now() != self._rates:
             self._warned = True
-            warnings.warn(
+            warn_no_effect(
                 f"the rates of the {type(self._given).__name__} that was given have changed, as by ReduceLROnPlateau, "
                 "which has no effect, as the recipe trains with another optimizer; build it on boosted.optimizer.",
-                NoEffectWarning,
-                stacklevel=4,
+                above=3,
             )
 
 
@@ -369,11 +366,10 @@ def _with_muon(
             f"an option of this {type(optimizer).__name__} cannot be kept for the rest of the weights: {error}"
         ) from error
     if not _matrices(mixed):
-        warnings.warn(
+        warn_no_effect(
             f"Muon found no hidden matrix or filter to train in this {type(model).__name__}, so "
             f"{type(optimizer).__name__} trains all of it. print(torchboost.optim.muon_groups(model)) says why.",
-            NoEffectWarning,
-            stacklevel=3,
+            above=2,
         )
     return mixed
 

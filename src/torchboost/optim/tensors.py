@@ -37,7 +37,7 @@ def holds_a_part(optimizer: Optimizer) -> bool:
 def all_finite(grads: Sequence[Tensor]) -> bool:
     """Whether all gradients are finite, including sparse ones. Cost: one read, and one synchronisation per device."""
     filled = [values for grad in grads if (values := values_of(grad)).numel()]
-    norms = [norm.float() for norm in foreach.norm(filled, float("inf"))] if filled else []
+    norms = foreach.norm(filled, float("inf")) if filled else []
     return all(bool(torch.stack(of_one).isfinite().all()) for of_one in by_device(norms).values())
 
 

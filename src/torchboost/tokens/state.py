@@ -17,7 +17,7 @@ Key = tuple[int, str]
 
 
 class State:
-    """Attributes and tensors of the modules of a model, and the tensors among the inputs of a call, as they are now.
+    """Attributes and tensors of the modules of a model, and tensors, dicts and lists among the inputs of a call.
 
     Lists and other objects that attributes name are not followed. The numbers of ``moving`` tensors are copied. None
     copies all buffers and inputs, but no parameters.
@@ -33,6 +33,7 @@ class State:
         tensors |= _named(map(parameter_slots, modules))
         self._numbers = {key: tensors[key].detach().clone() for key in copied if key in tensors}
         self._tensors = {key: (tensor, version(tensor)) for key, tensor in tensors.items()}
+        self._containers = [(one, one.copy()) for one in _containers_in(inputs)]
 
     def moved(self) -> frozenset[Key]:
         """Return which tensors have been written to since."""
@@ -48,6 +49,9 @@ class State:
             for name in slots.keys() - entries.keys():
                 del slots[name]
             slots.update(entries)
+        for one, before in self._containers:
+            one.clear()
+            (one.update if type(one) is dict else one.extend)(before)
         moved = self.moved()
         with torch.no_grad():
             for key in moved & self._numbers.keys():  # a graph may hold the others
@@ -58,6 +62,19 @@ class State:
 def whole_tensors_in(inputs: Any) -> list[Tensor]:
     """Return the tensors among inputs, without those of another model that skips positions."""
     return [tensor for tensor in tensors_in(inputs) if not isinstance(tensor, Rows)]
+
+
+def _containers_in(inputs: tuple[Any, ...]) -> list[Any]:
+    """Return the dicts and lists among inputs. Objects of classes derived from them may refuse to be written to."""
+    found: dict[int, Any] = {}
+    waiting: list[Any] = [inputs]
+    while waiting:
+        one = waiting.pop()
+        if id(one) not in found:
+            found[id(one)] = one
+            entries = one.values() if type(one) is dict else one
+            waiting += [entry for entry in entries if type(entry) in (dict, list, tuple)]
+    return [one for one in found.values() if type(one) is not tuple]
 
 
 def _named(slots: Iterable[Mapping[str, Tensor | None]]) -> dict[Key, Tensor]:

@@ -81,12 +81,17 @@ class Candidate(Record, extra="ignore"):
         rate = "" if self.rate == 1 else f", {self.rate:g} times the rate"
         if "lr" in self.recipe:  # of an optimizer that the user has no rate for
             rate = f" at {self.section['lr']:g}"
-        return self.name + rate + ("" if self.share == 1 else f", {self.share:.0%} of the steps")
+        return self.name + rate + self._others + ("" if self.share == 1 else f", {self.share:.0%} of the steps")
+
+    @property
+    def _others(self) -> str:
+        """The rates of the weights that Muon leaves to their rule. Labels of earlier versions do not say them."""
+        return f", other rates times {self.recipe['rate']:g}" if "rate" in self.recipe else ""
 
     @property
     def words(self) -> str:
         """The label as pages and tables show it. The label itself is the name of runs in saved files."""
-        return self.label.replace("% of the steps", " % of the steps")
+        return self.label.replace(self._others, "").replace("% of the steps", " % of the steps")
 
     @property
     def section(self) -> dict[str, Any]:

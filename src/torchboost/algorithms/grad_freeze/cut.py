@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import functools
-import random
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
 from torchboost.core.forward import own_forward, tensors_in
-from torchboost.core.hardware import accelerators, generator_states, streams_kept
+from torchboost.core.hardware import Streams, accelerators, streams_kept
 from torchboost.core.torch_private import buffer_slots, is_traced_constant, module_hooks, versions
 from torchboost.errors import IncompatibleError
 from torchboost.graph.trace import LAYERS, StandIn
@@ -180,12 +178,11 @@ class _Front(fx.Interpreter):
         if self._ended or n.op == "output" or self._trains[n]:
             self._ended = True
             return None
-        before = self._state()
+        streams, before = Streams(self._devices), self._state()
         value = super().run_node(n)
-        after = self._state()
-        self._ended = after != before
+        drawn = streams.used()
+        self._ended = drawn or self._state() != before
         if self._ended:
-            drawn = after[:-2] != before[:-2]
             what = "draws random numbers, as dropout does" if drawn else "writes into a buffer, an input or a constant"
             self.end = f"{str(n.target) if n.op == 'call_module' else n.name!r} {what}"
         else:
@@ -201,7 +198,7 @@ class _Front(fx.Interpreter):
         values = {node: value for node, value in self.env.items() if isinstance(value, Tensor)}
         others = [value for node, value in values.items() if node not in self.activations]
         shapes = [value.shape for value in values.values()]
-        return *_random_state(self._devices), versions([*self._kept, *others]), shapes
+        return versions([*self._kept, *others]), shapes
 
 
 def _trains(node: fx.Node, targets: dict[str, Any]) -> bool:
@@ -235,16 +232,6 @@ def _is_opaque(module: nn.Module) -> bool:
     return any(module_hooks(module)) or own_forward(module) is not None
 
 
-def _random_state(devices: Sequence[torch.device]) -> tuple[Any, ...]:
-    numpy: Any = np.random.get_state()
-    return (
-        random.getstate(),
-        numpy[1].tobytes(),
-        numpy[2],
-        *(state.numpy().tobytes() for state in generator_states(devices)),
-    )
-
-
 def mode_of_torch() -> tuple[Any, ...]:
     """Return the settings of gradients and autocast, on which a traced forward depends."""
     kinds = ("cpu", "cuda")
@@ -262,14 +249,14 @@ def _traced(model: nn.Module, tensors: tuple[Tensor, ...]) -> tuple[fx.Graph, di
     devices = accelerators(model.parameters())
     attributes = [(module, dict(vars(module)), dict(buffer_slots(module))) for module in model.modules()]
     names, constants, changed = set(vars(model)), dict[str, Any](), list[str]()
-    before, drawn, why = _random_state(devices), False, ""
+    streams, drawn, why = Streams(devices), False, ""
     try:
-        with streams_kept(devices):
-            graph = _Tracer(len(tensors)).trace(model)
-            drawn = _random_state(devices) != before
+        graph = _Tracer(len(tensors)).trace(model)
+        drawn = streams.used()
     except Exception as error:  # data-dependent Python: torch.fx has no common error class
         raise _refusal(model, f"torch.fx cannot trace it ({type(error).__name__}: {error})") from error
     finally:
+        streams.restore()
         constants = {name: vars(model).pop(name) for name in set(vars(model)) - names}
         changed += [name for module, *slots in attributes for name in _put_back(module, *slots)]
     changed += [name for name in constants if not is_traced_constant(name)]
