@@ -8,24 +8,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchboost.core.contents import CONTAINERS, GENERATORS
 from torchboost.core.forward import tensors_in
 from torchboost.core.torch_private import buffer_slots, parameter_slots, version
 from torchboost.tokens.rows import Rows
 
 Key = tuple[int, str]
 """The number of a module and the name of its parameter or buffer, or the number of an input and an empty name."""
+_OF_MODULES = frozenset(vars(nn.Module()))
 
 
 class State:
     """Attributes and tensors of the modules of a model, and the tensors among the inputs of a call, as they are now.
 
-    Lists and other objects that attributes name are not followed. The numbers of ``moving`` tensors are copied. None
-    copies all buffers and inputs, but no parameters.
+    Containers and random generators that attributes name are included, but not what these hold. The numbers of
+    ``moving`` tensors are copied. None copies all buffers and inputs, but no parameters.
     """
 
     def __init__(self, model: nn.Module, inputs: Any, moving: Set[Key] | None = None) -> None:
         modules = [*model.modules()]
         self._attributes = [(vars(module), dict(vars(module))) for module in modules]
+        named = [values[name] for _, values in self._attributes for name in values.keys() - _OF_MODULES]
+        self._containers = [(one, way[1], way[0](one)) for one in named if (way := CONTAINERS.get(type(one)))]
+        self._generators = [(one, way[1], way[0](one)) for one in named if (way := GENERATORS.get(type(one)))]
         self._buffers = [(slots, dict(slots)) for slots in map(buffer_slots, modules) if slots]
         tensors: dict[Key, Tensor] = {(place, ""): tensor for place, tensor in enumerate(whole_tensors_in(inputs))}
         tensors |= _named(map(buffer_slots, modules))
@@ -40,7 +45,7 @@ class State:
 
     def leave_attributes(self) -> None:
         """Restore no attributes from now on, nor keep what they named."""
-        self._attributes = []
+        self._attributes, self._containers = [], []
 
     def restore(self) -> bool:
         """Restore everything that can be. Return whether this is all: parameters, and graphs of inputs, may not be."""
@@ -48,6 +53,8 @@ class State:
             for name in slots.keys() - entries.keys():
                 del slots[name]
             slots.update(entries)
+        for one, write, contents in (*self._containers, *self._generators):
+            write(one, contents)
         moved = self.moved()
         with torch.no_grad():
             for key in moved & self._numbers.keys():  # a graph may hold the others
