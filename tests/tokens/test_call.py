@@ -409,3 +409,62 @@ def test_padding_and_unlabelled_positions_are_left_out_together():
     for _ in range(3):
         model(IDS, MASK, LABELS)
     assert [(one.calls, one.remark) for one in live] == [(2, ""), (2, "")]
+
+
+class Pooled(Network):
+    """Returns as many features for each sequence as this has tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, LENGTH)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        hidden = self.hidden(input_ids) * attention_mask[..., None]
+        return self.head(hidden.sum(1) / attention_mask.sum(1, keepdim=True))
+
+
+class Spans(Network):
+    """Returns a number for each token."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.head(self.hidden(input_ids))[..., 0]
+
+
+def read_whole(model: Any) -> list[Tensor]:
+    outputs = model(IDS, MASK)
+    loss = F.cross_entropy(outputs @ torch.ones(LENGTH, 3).tril(), torch.arange(BATCH))
+    return [loss.detach(), *torch.autograd.grad(loss, [*model.parameters()])]
+
+
+@pytest.mark.parametrize(("kind", "calls"), [(Pooled, 2), (Spans, 0)])
+def test_what_is_not_made_of_tokens_may_be_read_whole(kind: type[Network], calls: int):
+    torch.manual_seed(0)
+    model: Any = kind().train()
+    plain = read_whole(model)
+    live: Any = unpad_forward(model)
+    torch.testing.assert_close(read_whole(model), plain)
+    state = live.state_dict()
+    live.remove()
+    live = unpad_forward(model)
+    live.load_state_dict(state)
+    for _ in range(2):
+        torch.testing.assert_close(read_whole(model), plain)
+    assert (live.calls, bool(live.remark)) == (calls, not calls)
+
+
+class Labels(Network):
+    """Returns logits of sequences, not of tokens, from a layer that counts as a head."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.head(self.hidden(input_ids).square().mean(1))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_logits_of_sequences_keep_their_shape(count: int):
+    model = Labels().train()
+    plain = model(IDS[:count], MASK[:count])
+    with sparse_head_forward(model):
+        for _ in range(2):
+            logits = model(IDS[:count], MASK[:count])
+            assert logits.shape == (count, WORDS)
+            torch.testing.assert_close(logits.softmax(-1), plain.softmax(-1))

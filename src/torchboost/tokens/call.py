@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import gc
+import itertools
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -83,6 +84,8 @@ class PartialForward(Attachment):
         calls: Number of calls that skipped positions.
         moving: Kind of call -> tensors that it writes to.
         searched: Kinds of calls after which it was looked at what is kept.
+        doubtful: Which outputs were read whole that have a number for each token, or as many features of a sequence. A
+            call that skips positions tells.
     """
 
     state_is_optional = True
@@ -99,6 +102,7 @@ class PartialForward(Attachment):
         self._refused: dict[str, str] = {}
         self.moving: dict[str, frozenset[Key]] = {}
         self.searched: set[str] = set()
+        self.doubtful: set[int] = set()
         steps = [optimizer.register_step_post_hook(self._count) for optimizer in optimizers]
         super().__init__(*steps, cover_forward(model, self._around))
 
@@ -125,12 +129,14 @@ class PartialForward(Attachment):
     def state_dict(self) -> dict[str, Any]:
         """Return the decisions so far: dropout draws other numbers in calls that skip positions."""
         seen = self._watched or self.reason or self._refused
-        return {"watched": self._watched, "reason": self.reason, "refused": dict(self._refused)} if seen else {}
+        doubts = {"doubtful": sorted(self.doubtful)} if self.doubtful else {}
+        now = {"watched": self._watched, "reason": self.reason, "refused": dict(self._refused), **doubts}
+        return now if seen else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of :meth:`state_dict`."""
         self._watched, self.reason = bool(state.get("watched")), str(state.get("reason", ""))
-        self._refused = dict(state.get("refused", {}))
+        self._refused, self.doubtful = dict(state.get("refused", {})), set(state.get("doubtful", ()))
 
     def refuse(self, kind: str, reason: str) -> None:
         """Compute all positions of calls of this kind from now on."""
@@ -222,6 +228,16 @@ class PartialCall:
             in_the_graph(rows)
         if self._is_kept(outputs):
             raise MissingRows("a tensor from inside of the model is kept by it, or by a hook", (self,))
+        doubtful, places = self.forward.doubtful, itertools.count()
+        if doubtful:
+            self.forward.doubtful = set()
+            with_tensors(outputs, lambda tensor: self._settle(tensor, next(places) in doubtful))
+
+    def _settle(self, tensor: Tensor, doubtful: bool) -> Tensor:
+        if doubtful and isinstance(tensor, Rows):
+            self.forward.leave()
+            raise MissingRows(_READ, (self,))
+        return tensor
 
     def ask(self, reason: str) -> None:
         """Hear that a function needs positions that were left out."""
@@ -257,6 +273,8 @@ class PartialCall:
         self._streams.restore()
         if not before.restore():
             raise RuntimeError(_WRITES.format(name=self.forward.name, reason=self.asked))
+        if self.forward.reason:
+            return self._compute()
         fewer = part.fewer()
         if fewer is not None:
             self.forward.fewer = True
@@ -269,28 +287,32 @@ class PartialCall:
         before = State(self._model, self._inputs, frozenset())
         outputs = self._compute()
         self.forward.moving[self._kind] = before.moved()
-        return with_tensors(outputs, lambda tensor: self._watching(tensor, part))
+        places = itertools.count()
+        return with_tensors(outputs, lambda tensor: self._watching(tensor, part, next(places)))
 
-    def _watching(self, tensor: Tensor, part: Part) -> Tensor:
+    def _watching(self, tensor: Tensor, part: Part, place: int) -> Tensor:
         layout = part.layout(tensor) if tensor.ndim > 1 and tensor.is_floating_point() else None
         if layout is None:
             return tensor
         later = (lambda rows: rows,) if layout.complete else ()
+        flat = layout.mask.shape != tensor.shape[:2]
+
+        def read() -> None:
+            if tensor.ndim == 2 and not flat:
+                self.forward.doubtful.add(place)
+            else:
+                self.forward.leave()
+
         if isinstance(tensor, Rows):  # another algorithm watches too
             before = tensor.source or tensor.whole
             tensor.later, tensor.positions.forced = later, layout.forced
-            tensor.source = lambda: (self.forward.leave(), before())[1]
+            tensor.source = lambda: (read(), before())[1]
             return tensor
-        flat = layout.batch == 1 != tensor.shape[0]
         rows = tensor if flat else tensor.flatten(0, 1)
         dims = (FLAT if flat else BATCH, *([] if flat else [TOKEN]), *range(rows.ndim - 1))
         rows = PaddedRows(rows.index_select(0, layout.index), layout, dims, later)
 
-        def source() -> Tensor:
-            self.forward.leave()
-            return tensor
-
-        rows.source, rows.known = source, tensor
+        rows.source, rows.known = lambda: (read(), tensor)[1], tensor
         in_the_graph(rows)
         return rows
 
