@@ -295,10 +295,14 @@ def test_removal_and_copies_are_plain():
     assert type(model(**inputs).logits) is Tensor
 
 
+@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing(reentrant: bool):
+def test_gradient_checkpointing(reentrant: bool, frozen: bool):
     torch.manual_seed(0)
     model, inputs = decoder(), batch()
+    if frozen:  # as PEFT leaves a model whose layers are checkpointed
+        model.get_input_embeddings().requires_grad_(False)
+        model.enable_input_require_grads()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # its name changes in transformers 6
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import random
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -162,13 +165,79 @@ class Repeated(Network):
         return [float(self.replaced), float(self.written), self.calls, self.latest]
 
 
+class Scale(torch.autograd.Function):
+    """Scales features, and is told nothing of padding."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, (grads[0] * ctx.saved_tensors[0]).sum((0, 1))
+
+
+class TrainsBehindFrozenWords(Network):
+    """A function of autograd gets hidden states without a gradient, and a weight with one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words.requires_grad_(False)
+        self.own = nn.Parameter(torch.linspace(0.5, 2, WIDTH))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        scaled = Scale.apply(self.words(input_ids), self.own)
+        return self.pooled(self.mix(scaled) * attention_mask[..., None])
+
+
+class CatchesAll(Network):
+    """Goes on without what fails, whatever it is."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        hidden = self.hidden(input_ids)
+        with contextlib.suppress(BaseException):
+            hidden = hidden + hidden.cumsum(1)
+        return self.pooled(hidden * attention_mask[..., None])
+
+
+class FailsOtherwise(Network):
+    """Turns each exception into another one, as TorchScript does."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        try:
+            hidden = self.hidden(input_ids).cumsum(1)
+        except BaseException:
+            raise RuntimeError("The following operation failed") from None
+        return self.pooled(hidden)
+
+
+class NotesAndDraws(Network):
+    """Needs the padding, after it has written to containers and drawn from Python, NumPy and its own generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found, self.seen, self.generator = [0.0], {}, torch.Generator().manual_seed(0)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        hidden = self.hidden(input_ids)
+        noise = torch.rand(hidden.shape, generator=self.generator) + random.random() + np.random.rand()
+        self.found.append(float(noise.mean()))
+        self.seen["calls"] = self.seen.get("calls", 0) + 1
+        return self.pooled((hidden * noise).cumsum(1)) * len(self.found) * self.seen["calls"]
+
+    def state(self) -> list[float]:
+        return [*self.found, self.seen["calls"]]
+
+
 def batch_of(kind: type[Network]) -> tuple[Tensor, Tensor]:
     count = 1 if kind is GateOfZeros else BATCH
     return IDS[:count].clone(), (LABELS if "labels" in kind.forward.__annotations__ else MASK)[:count].clone()
 
 
 def run(kind: type[Network], attach: Any, calls: int = 3) -> list[Any]:
-    torch.manual_seed(0)
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(0)
     model: Any = kind().train()
     for one in attach:
         one(model)
@@ -196,6 +265,10 @@ def run(kind: type[Network], attach: Any, calls: int = 3) -> list[Any]:
         MixesPositions,
         GradientInside,
         Repeated,
+        TrainsBehindFrozenWords,
+        CatchesAll,
+        FailsOtherwise,
+        NotesAndDraws,
     ],
 )
 def test_losses_gradients_and_state_are_those_of_plain_calls(kind: type[Network], attach: tuple[Callable[..., Any]]):
@@ -356,3 +429,62 @@ def test_padding_and_unlabelled_positions_are_left_out_together():
     for _ in range(3):
         model(IDS, MASK, LABELS)
     assert [(one.calls, one.remark) for one in live] == [(2, ""), (2, "")]
+
+
+class Pooled(Network):
+    """Returns as many features for each sequence as this has tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, LENGTH)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        hidden = self.hidden(input_ids) * attention_mask[..., None]
+        return self.head(hidden.sum(1) / attention_mask.sum(1, keepdim=True))
+
+
+class Spans(Network):
+    """Returns a number for each token."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.head(self.hidden(input_ids))[..., 0]
+
+
+def read_whole(model: Any) -> list[Tensor]:
+    outputs = model(IDS, MASK)
+    loss = F.cross_entropy(outputs @ torch.ones(LENGTH, 3).tril(), torch.arange(BATCH))
+    return [loss.detach(), *torch.autograd.grad(loss, [*model.parameters()])]
+
+
+@pytest.mark.parametrize(("kind", "calls"), [(Pooled, 2), (Spans, 0)])
+def test_what_is_not_made_of_tokens_may_be_read_whole(kind: type[Network], calls: int):
+    torch.manual_seed(0)
+    model: Any = kind().train()
+    plain = read_whole(model)
+    live: Any = unpad_forward(model)
+    torch.testing.assert_close(read_whole(model), plain)
+    state = live.state_dict()
+    live.remove()
+    live = unpad_forward(model)
+    live.load_state_dict(state)
+    for _ in range(2):
+        torch.testing.assert_close(read_whole(model), plain)
+    assert (live.calls, bool(live.remark)) == (calls, not calls)
+
+
+class Labels(Network):
+    """Returns logits of sequences, not of tokens, from a layer that counts as a head."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.head(self.hidden(input_ids).square().mean(1))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_logits_of_sequences_keep_their_shape(count: int):
+    model = Labels().train()
+    plain = model(IDS[:count], MASK[:count])
+    with sparse_head_forward(model):
+        for _ in range(2):
+            logits = model(IDS[:count], MASK[:count])
+            assert logits.shape == (count, WORDS)
+            torch.testing.assert_close(logits.softmax(-1), plain.softmax(-1))

@@ -238,6 +238,27 @@ def test_a_guess_does_not_end_calls_with_other_padding():
         assert live.calls == 1
 
 
+class WithOthers(nn.Module):
+    """Is given a tensor that it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Encoder(own_mask=True)
+
+    def forward(self, input_ids: Tensor, attention_mask: Any = None, other: Any = None) -> Tensor:
+        return self.encoder(input_ids)
+
+
+@pytest.mark.parametrize("name", ["attention_mask", "other"])
+def test_a_mask_on_another_device_is_left_to_the_model(name: str):
+    ids, mask = batch("right")
+    model = WithOthers()
+    with unpad_forward(model) as live:
+        assert isinstance(live, PartialForward)
+        model(ids, **{name: mask.long().to("meta")})
+        assert live.calls == 1
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing(reentrant: bool):
     torch.manual_seed(0)

@@ -23,6 +23,7 @@ from torchboost.core.hardware import is_on_cpu
 from torchboost.core.torch_private import (
     AnyConv,
     call_uncompiled,
+    casts_keep_gradients,
     conv_padding,
     default_device,
     has_saved_tensor_hooks,
@@ -133,12 +134,13 @@ def autocast_forward(
 def _cover(model: nn.Module, dtype: torch.dtype, heads: Heads | None, watch: ForwardWatch | None) -> Attachment:
     device_type = next((p.device.type for p in model.parameters()), default_device().type)
     ends = _Ends(model, device_type, heads)
+    keeps = None if casts_keep_gradients() else False
 
     def under_autocast(forward: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if watch is not None:
             watch.called = True
         try:
-            with torch.autocast(device_type, dtype):
+            with torch.autocast(device_type, dtype, cache_enabled=keeps):
                 outputs = ends.run(forward, module, args, kwargs)
         except (RuntimeError, TypeError) as error:  # torch raises these if precisions do not match
             _explain(error, dtype)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import array
 import functools
 import itertools
-import random
 import types
 import weakref
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from enum import IntEnum
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionMeta
 
 from torchboost.calibration.watch import uninterrupted
+from torchboost.core.contents import CONTAINERS, GENERATORS, way_of, write_dict
 from torchboost.core.forward import uncovered
 from torchboost.core.torch_private import (
     global_step_post_hooks,
@@ -247,7 +247,7 @@ class Snapshot:
         elif type(value) in _CODE:
             if not is_of_interceptor(value):
                 self._follow_code(value, hops)
-        elif (state := _generator_state(value)) is not None:
+        elif (state := way_of(value, GENERATORS)) is not None:
             self._generators.append(_Entries(value, *state))
         elif isinstance(value, nn.Module):
             self._follow_attributes(value, 0)
@@ -265,19 +265,18 @@ class Snapshot:
                 continue
             self._seen[id(each)] = each
             entries = [e.__func__ if isinstance(e, (staticmethod, classmethod)) else e for e in vars(each).values()]
-            containers = () if _home(each) in _NOT_OF_USERS else tuple(_WAYS)
+            containers = () if _home(each) in _NOT_OF_USERS else tuple(CONTAINERS)
             self._follow([entry for entry in entries if isinstance(entry, (*_FUNCTIONS, *containers))], 0)
 
     def _follow_attributes(self, value: Any, hops: int) -> None:
         attributes = getattr(value, "__dict__", None)
         if type(attributes) is dict:
-            self._hold(attributes, dict, _write_dict, hops)
+            self._hold(attributes, dict, write_dict, hops)
 
     def _follow_entries(self, value: Any, hops: int) -> None:
-        kind = next((kind for kind in _WAYS if isinstance(value, kind)), None)
-        if kind is not None:
-            read, write = _WAYS[kind]
-            self._hold(value, read, write, hops)
+        way = way_of(value, CONTAINERS)
+        if way is not None:
+            self._hold(value, *way, hops)
         elif isinstance(value, tuple):
             self._follow(tuple.__iter__(value), hops)
         elif isinstance(value, frozenset):
@@ -312,7 +311,9 @@ class Snapshot:
         home = str(variables.get("__name__", "")).split(".")[0]
         for value in (variables.get(name) for name in code.co_names):
             own = isinstance(value, (Tensor, nn.Module)) or (isinstance(value, _FUNCTIONS) and _home(value) == home)
-            known = isinstance(value, FunctionMeta) or type(value) in _CONTAINERS or _generator_state(value) is not None
+            known = (
+                isinstance(value, FunctionMeta) or type(value) in _CONTAINERS or isinstance(value, tuple(GENERATORS))
+            )
             if known or (own and home not in _NOT_OF_USERS):
                 self._follow([value], hops)
         for inner in code.co_consts:
@@ -343,31 +344,6 @@ class Snapshot:
         self._tensors[id(tensor)] = _Tensor(tensor, copied=copied)
 
 
-def _write_dict(owner: dict[Any, Any], entries: dict[Any, Any]) -> None:
-    kind: Any = OrderedDict if isinstance(owner, OrderedDict) else dict  # subclasses may refuse to be updated
-    kind.clear(owner)
-    for key, value in entries.items():
-        kind.__setitem__(owner, key, value)
-
-
-def _sliced(kind: Any) -> _Way:
-    return lambda owner: kind.__getitem__(owner, slice(None)), lambda o, new: kind.__setitem__(o, slice(None), new)
-
-
-_Way = tuple[Callable[[Any], Any], Callable[[Any, Any], object]]
-_WAYS: dict[type, _Way] = {
-    OrderedDict: (  # its order is its own
-        lambda owner: [(key, dict.__getitem__(owner, key)) for key in OrderedDict.__iter__(owner)],
-        lambda owner, entries: _write_dict(owner, dict(entries)),
-    ),
-    dict: (lambda owner: dict(dict.items(owner)), _write_dict),
-    set: (lambda owner: set(set.__iter__(owner)), lambda o, new: (set.clear(o), set.update(o, new))),
-    deque: (lambda owner: list(deque.__iter__(owner)), lambda o, new: (deque.clear(o), deque.extend(o, new))),
-    **{kind: _sliced(kind) for kind in (list, bytearray, array.array)},
-}
-"""Container -> how it is read and written, past the overrides of subclasses."""
-
-
 def _read_cell(cell: types.CellType) -> list[Any]:
     with suppress(ValueError):
         return [cell.cell_contents]
@@ -386,7 +362,7 @@ _CACHED = type(functools.lru_cache(len))
 _PLAIN = (str, bytes, int, float, complex, bool, type, types.ModuleType, torch.dtype, torch.device, torch.Size)
 _FUNCTIONS = (types.FunctionType, _CACHED)
 _CODE = (*_FUNCTIONS, types.MethodType, functools.partial)
-_CONTAINERS = (*_WAYS, defaultdict, Counter, tuple, frozenset)
+_CONTAINERS = (*CONTAINERS, defaultdict, Counter, tuple, frozenset)
 _NOT_OF_USERS = frozenset({"torch", "torchboost", "builtins"})
 """Packages whose classes and functions keep nothing that a pass could change."""
 
@@ -394,19 +370,6 @@ _NOT_OF_USERS = frozenset({"torch", "torchboost", "builtins"})
 def _home(thing: Any) -> str:
     """Return the package of a class or function."""
     return str(getattr(thing, "__module__", None)).split(".")[0]
-
-
-def _generator_state(value: Any) -> _Way | None:
-    """Return how the state of a generator of random numbers is read and written. None for other objects."""
-    if isinstance(value, torch.Generator):
-        return (lambda g: g.get_state()), (lambda g, state: g.set_state(state))
-    if isinstance(value, random.Random):
-        return (lambda g: g.getstate()), (lambda g, state: g.setstate(state))
-    if isinstance(value, np.random.RandomState):
-        return (lambda g: g.get_state()), (lambda g, state: g.set_state(state))
-    if isinstance(value, np.random.Generator):
-        return (lambda g: g.bit_generator.state), (lambda g, state: setattr(g.bit_generator, "state", state))
-    return None
 
 
 def _has_memory(tensor: Tensor) -> bool:
@@ -453,10 +416,10 @@ def plain(model: nn.Module) -> Iterator[None]:
             kept = {k: h for k, h in hooks.items() if _home(h) == "torch"}
             if len(kept) < len(hooks):
                 taken.append((hooks, dict(hooks)))
-                _write_dict(hooks, kept)
+                write_dict(hooks, kept)
         with uncovered(model), guards_of_hooks() if taken else nullcontext():
             yield
     finally:
         with uninterrupted():
             for hooks, entries in taken:
-                _write_dict(hooks, entries)
+                write_dict(hooks, entries)

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from functools import cached_property
+from functools import cache, cached_property
 from operator import attrgetter, methodcaller
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
@@ -306,6 +306,20 @@ def _reduced(norm: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor, Replicate
 
     return norm.redistribute(placements=[Replicate()] * norm.device_mesh.ndim) if isinstance(norm, DTensor) else norm
+
+
+@cache
+def casts_keep_gradients() -> bool:
+    """Whether a weight that autocast has cast under ``no_grad`` has a gradient in later products of the same block.
+
+    In older versions of torch it has none (pytorch#112583), unless the casts are not kept.
+    """
+    weight = nn.Parameter(torch.ones(1, 1, device="cpu"))
+    with torch.inference_mode(False), torch.autocast("cpu", torch.bfloat16, cache_enabled=True):
+        with torch.no_grad():
+            torch.mm(weight, weight)
+        with torch.enable_grad():
+            return torch.mm(weight, weight).requires_grad
 
 
 # Optimizers

@@ -73,7 +73,11 @@ def _answered(cls: type[PaddedRows], func: Any, types: Any, args: tuple[Any, ...
             target = _target(func, args, kwargs)
             if target is not None:
                 return written(func, args, kwargs, target)
-        if torch.is_grad_enabled() and func not in _WITHOUT_GRADIENT and any(map(has_passed_autograd, rows)):
+        passed = [*filter(has_passed_autograd, rows)] if torch.is_grad_enabled() else []
+        owners = [one.positions.owner for one in passed if one.source is None]
+        if owners:
+            raise _missing(f"{_name(func)}: a function of autograd has made its argument", owners)
+        if passed and func not in _WITHOUT_GRADIENT:
             return func(*from_sources(args), **from_sources(kwargs))
         try:
             for one in rows:

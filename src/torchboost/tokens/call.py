@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import gc
+import itertools
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from torchboost.core.algorithm import Attachment
 from torchboost.core.forward import cover_forward, with_tensors
-from torchboost.core.hardware import accelerators, generator_states, set_generator_states
+from torchboost.core.hardware import Streams, accelerators, streams_kept
 from torchboost.core.torch_private import (
     functions_of_subclasses_on,
     has_saved_tensor_hooks,
@@ -25,7 +26,7 @@ from torchboost.core.torch_private import (
     is_tracing,
     version,
 )
-from torchboost.tokens.history import as_now, in_the_graph
+from torchboost.tokens.history import as_now, has_passed_autograd, in_the_graph
 from torchboost.tokens.layout import Layout
 from torchboost.tokens.operations import PaddedRows
 from torchboost.tokens.rows import BATCH, FLAT, TOKEN, MissingRows, RowFunction, Rows, in_this_precision
@@ -83,6 +84,8 @@ class PartialForward(Attachment):
         calls: Number of calls that skipped positions.
         moving: Kind of call -> tensors that it writes to.
         searched: Kinds of calls after which it was looked at what is kept.
+        doubtful: Which outputs were read whole that have a number for each token, or as many features of a sequence. A
+            call that skips positions tells.
     """
 
     state_is_optional = True
@@ -99,6 +102,7 @@ class PartialForward(Attachment):
         self._refused: dict[str, str] = {}
         self.moving: dict[str, frozenset[Key]] = {}
         self.searched: set[str] = set()
+        self.doubtful: set[int] = set()
         steps = [optimizer.register_step_post_hook(self._count) for optimizer in optimizers]
         super().__init__(*steps, cover_forward(model, self._around))
 
@@ -125,12 +129,14 @@ class PartialForward(Attachment):
     def state_dict(self) -> dict[str, Any]:
         """Return the decisions so far: dropout draws other numbers in calls that skip positions."""
         seen = self._watched or self.reason or self._refused
-        return {"watched": self._watched, "reason": self.reason, "refused": dict(self._refused)} if seen else {}
+        doubts = {"doubtful": sorted(self.doubtful)} if self.doubtful else {}
+        now = {"watched": self._watched, "reason": self.reason, "refused": dict(self._refused), **doubts}
+        return now if seen else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of :meth:`state_dict`."""
         self._watched, self.reason = bool(state.get("watched")), str(state.get("reason", ""))
-        self._refused = dict(state.get("refused", {}))
+        self._refused, self.doubtful = dict(state.get("refused", {})), set(state.get("doubtful", ()))
 
     def refuse(self, kind: str, reason: str) -> None:
         """Compute all positions of calls of this kind from now on."""
@@ -177,11 +183,11 @@ class PartialCall:
         self.forward, self._kind, self._compute, self._model, self._inputs = forward, kind, compute, model, inputs
         weights = [*model.parameters()]
         self._devices = accelerators(weights)
-        self._generators = generator_states(self._devices)
+        self._streams = Streams(self._devices)
         self._weights = [(weight, version(weight)) for weight in weights]
         self._updates = forward.updates
         self._outputs: Any = None
-        self.over = False
+        self.over, self.asked = False, ""
         self.made: list[weakref.ref[Rows]] | None = None
         self._compute_again = as_now(compute, weights[0].device.type)
 
@@ -192,27 +198,50 @@ class PartialCall:
         self.forward.searched.add(self._kind)
         before = State(self._model, self._inputs, moving.get(self._kind))
         outputs: Any = None
-        asked: str | None = None
+        self.asked = ""
         try:
             with part:
                 outputs = self._compute()
-            for path, rows in _rows_in(outputs, (), set()):
-                rows.source = lambda path=path: self._whole(path)
-                in_the_graph(rows)
-            if self._is_kept(outputs):
-                raise MissingRows("a tensor from inside of the model is kept by it, or by a hook", (self,))
+            if not self.asked:
+                self._lead_out(outputs)
         except MissingRows as reason:
             if self not in reason.owners:
                 raise
-            asked = str(reason)
-        if asked is not None:  # not in the handler, which keeps frames alive, and with them the hooks of a checkpoint
-            return self._with_more(part, asked, before)
+        except Exception:
+            if not self.asked:
+                raise
+        if self.asked:  # not in a handler, which keeps frames alive, and with them the hooks of a checkpoint
+            return self._with_more(part, before)
         self.over, self.made = True, None
         self.forward.calls += part.used()
         moving[self._kind] = moving.get(self._kind, frozenset()) | before.moved()
         before.leave_attributes()  # they may be tensors of the call before
         self._before, self._given = before, [(one, version(one)) for one in whole_tensors_in(self._inputs)]
         return outputs
+
+    def _lead_out(self, outputs: Any) -> None:
+        """Give the rows among outputs their way to the whole tensor."""
+        for path, rows in _rows_in(outputs, (), set()):
+            if has_passed_autograd(rows):
+                raise MissingRows("a function of autograd has made an output", (self,))
+            rows.source = lambda path=path: self._whole(path)
+            in_the_graph(rows)
+        if self._is_kept(outputs):
+            raise MissingRows("a tensor from inside of the model is kept by it, or by a hook", (self,))
+        doubtful, places = self.forward.doubtful, itertools.count()
+        if doubtful:
+            self.forward.doubtful = set()
+            with_tensors(outputs, lambda tensor: self._settle(tensor, next(places) in doubtful))
+
+    def _settle(self, tensor: Tensor, doubtful: bool) -> Tensor:
+        if doubtful and isinstance(tensor, Rows):
+            self.forward.leave()
+            raise MissingRows(_READ, (self,))
+        return tensor
+
+    def ask(self, reason: str) -> None:
+        """Hear that a function needs positions that were left out."""
+        self.asked = self.asked or reason
 
     def note(self, tensor: Rows) -> None:
         """Keep account of a tensor without padding, unless a checkpoint keeps some to compute with them once more."""
@@ -239,16 +268,18 @@ class PartialCall:
         gc.collect()  # what holds itself is not kept
         return kept()
 
-    def _with_more(self, part: Part, asked: str, before: State) -> Any:
+    def _with_more(self, part: Part, before: State) -> Any:
         """Compute once more, with the positions for which a function asked."""
-        set_generator_states(self._generators, self._devices)
+        self._streams.restore()
         if not before.restore():
-            raise RuntimeError(_WRITES.format(name=self.forward.name, reason=asked))
+            raise RuntimeError(_WRITES.format(name=self.forward.name, reason=self.asked))
+        if self.forward.reason:
+            return self._compute()
         fewer = part.fewer()
         if fewer is not None:
             self.forward.fewer = True
             return self.run(fewer)
-        self.forward.refuse(self._kind, asked)
+        self.forward.refuse(self._kind, self.asked)
         return self._compute()
 
     def watched(self, part: Part) -> Any:
@@ -256,28 +287,32 @@ class PartialCall:
         before = State(self._model, self._inputs, frozenset())
         outputs = self._compute()
         self.forward.moving[self._kind] = before.moved()
-        return with_tensors(outputs, lambda tensor: self._watching(tensor, part))
+        places = itertools.count()
+        return with_tensors(outputs, lambda tensor: self._watching(tensor, part, next(places)))
 
-    def _watching(self, tensor: Tensor, part: Part) -> Tensor:
+    def _watching(self, tensor: Tensor, part: Part, place: int) -> Tensor:
         layout = part.layout(tensor) if tensor.ndim > 1 and tensor.is_floating_point() else None
         if layout is None:
             return tensor
         later = (lambda rows: rows,) if layout.complete else ()
+        flat = layout.mask.shape != tensor.shape[:2]
+
+        def read() -> None:
+            if tensor.ndim == 2 and not flat:
+                self.forward.doubtful.add(place)
+            else:
+                self.forward.leave()
+
         if isinstance(tensor, Rows):  # another algorithm watches too
             before = tensor.source or tensor.whole
             tensor.later, tensor.positions.forced = later, layout.forced
-            tensor.source = lambda: (self.forward.leave(), before())[1]
+            tensor.source = lambda: (read(), before())[1]
             return tensor
-        flat = layout.batch == 1 != tensor.shape[0]
         rows = tensor if flat else tensor.flatten(0, 1)
         dims = (FLAT if flat else BATCH, *([] if flat else [TOKEN]), *range(rows.ndim - 1))
         rows = PaddedRows(rows.index_select(0, layout.index), layout, dims, later)
 
-        def source() -> Tensor:
-            self.forward.leave()
-            return tensor
-
-        rows.source, rows.known = source, tensor
+        rows.source, rows.known = lambda: (read(), tensor)[1], tensor
         in_the_graph(rows)
         return rows
 
@@ -320,15 +355,15 @@ class PartialCall:
         if self._is_late or any(version(tensor) != then for tensor, then in self._given):
             raise self.forward.late()
         self.forward.leave()
-        now, streams = State(self._model, self._inputs), generator_states(self._devices)
-        set_generator_states(self._generators, self._devices)
-        self._before.restore()
-        try:
-            with functions_of_subclasses_on():
-                return self._compute_again()
-        finally:
-            set_generator_states(streams, self._devices)
-            now.restore()
+        now = State(self._model, self._inputs)
+        with streams_kept(self._devices):
+            self._streams.restore()
+            self._before.restore()
+            try:
+                with functions_of_subclasses_on():
+                    return self._compute_again()
+            finally:
+                now.restore()
 
 
 def _rows_in(value: Any, path: tuple[Any, ...], seen: set[int]) -> Iterator[tuple[tuple[Any, ...], Rows]]:

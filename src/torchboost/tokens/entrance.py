@@ -72,7 +72,7 @@ def _masked(pairs: Sequence[Pair], arguments: Mapping[str, Any]) -> Iterator[tup
         mask, tokens = arguments.get(mask_name), arguments.get(name)
         if type(mask) is not Tensor or type(tokens) is not Tensor or mask.ndim != 2:
             continue
-        if tokens.shape[:2] != mask.shape or tokens.ndim > 3:
+        if tokens.shape[:2] != mask.shape or tokens.ndim > 3 or tokens.device != mask.device:
             continue
         if mask not in named:
             named[mask] = _kept(mask)
@@ -90,7 +90,7 @@ def _guessed(arguments: Mapping[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield pairs of arguments of which one may mask the other, the second in the shape of the first."""
     tensors = [value for value in [*arguments.values()][:_MOST_ARGUMENTS] if type(value) is Tensor and value.ndim == 2]
     for tokens, mask in itertools.product(tensors, tensors):
-        if mask is not tokens and tokens.dtype in _IDS and mask.dtype in _MASKS:
+        if mask is not tokens and tokens.device == mask.device and tokens.dtype in _IDS and mask.dtype in _MASKS:
             if mask.shape == tokens.shape:
                 yield mask, tokens
             elif mask.shape == tokens.shape[::-1]:  # masks have the batch first, whatever ids have

@@ -87,8 +87,6 @@ def _known(tensor: Tensor) -> Tensor:
 
 def has_passed_autograd(rows: Rows) -> bool:
     """Whether a function of autograd has made this tensor, so that its gradient belongs there."""
-    if rows.source is None:
-        return False
     with functions_of_subclasses_off():
         return rows.grad_fn is not rows.node
 

@@ -271,9 +271,15 @@ def _new(func: Any, x: Rows, *rest: Any, **kwargs: Any) -> Tensor:
 
 
 def _tracked(func: Any, x: Rows, requires_grad: bool = True) -> Rows:
-    """``requires_grad_``, which changes nothing for the result of a function."""
-    if x.needs_grad is not requires_grad:
-        raise MissingRows("it starts or ends a graph")
+    """``requires_grad_``, which changes nothing for the result of a function.
+
+    A graph that begins at frozen embeddings, such as PEFT asks for, begins at their rows.
+    """
+    if x.needs_grad and not requires_grad:
+        raise MissingRows("it ends a graph")
+    if requires_grad and not x.needs_grad:
+        x.base, x.needs_grad = x.rows.detach().requires_grad_(), True  # other tensors have the same rows
+        func(x)
     return x
 
 

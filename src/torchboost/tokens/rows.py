@@ -23,11 +23,18 @@ Fill = float | bool | Callable[[], float | bool | None] | None
 
 
 class MissingRows(BaseException):
-    """A function needs positions that were not computed. The owners are who skipped positions of its arguments."""
+    """A function needs positions that were not computed. The owners are who skipped positions of its arguments.
+
+    They are told at once, because code of the user may catch this, or replace it by another exception.
+    """
 
     def __init__(self, reason: str, owners: Collection[object] = ()) -> None:
         super().__init__(reason)
         self.owners = owners
+        for owner in owners:
+            ask = getattr(owner, "ask", None)
+            if ask is not None:
+                ask(reason)
 
 
 class Memory:

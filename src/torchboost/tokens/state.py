@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from torchboost.core.contents import CONTAINERS, GENERATORS, Way
 from torchboost.core.forward import tensors_in
 from torchboost.core.torch_private import buffer_slots, parameter_slots, version
 from torchboost.tokens.rows import Rows
 
 Key = tuple[int, str]
 """The number of a module and the name of its parameter or buffer, or the number of an input and an empty name."""
+_OF_MODULES = frozenset(vars(nn.Module()))
 
 
 class State:
     """Attributes and tensors of the modules of a model, and tensors, dicts and lists among the inputs of a call.
 
-    Lists and other objects that attributes name are not followed. The numbers of ``moving`` tensors are copied. None
-    copies all buffers and inputs, but no parameters.
+    Containers and random generators that attributes name are included, but not what these hold. The numbers of
+    ``moving`` tensors are copied. None copies all buffers and inputs, but no parameters.
     """
 
     def __init__(self, model: nn.Module, inputs: Any, moving: Set[Key] | None = None) -> None:
         modules = [*model.modules()]
         self._attributes = [(vars(module), dict(vars(module))) for module in modules]
+        named = [values[name] for _, values in self._attributes for name in values.keys() - _OF_MODULES]
+        self._containers, self._generators = _contents(named, CONTAINERS), _contents(named, GENERATORS)
         self._buffers = [(slots, dict(slots)) for slots in map(buffer_slots, modules) if slots]
         tensors: dict[Key, Tensor] = {(place, ""): tensor for place, tensor in enumerate(whole_tensors_in(inputs))}
         tensors |= _named(map(buffer_slots, modules))
@@ -33,7 +37,7 @@ class State:
         tensors |= _named(map(parameter_slots, modules))
         self._numbers = {key: tensors[key].detach().clone() for key in copied if key in tensors}
         self._tensors = {key: (tensor, version(tensor)) for key, tensor in tensors.items()}
-        self._containers = [(one, one.copy()) for one in _containers_in(inputs)]
+        self._given = _contents(_containers_in(inputs), CONTAINERS)
 
     def moved(self) -> frozenset[Key]:
         """Return which tensors have been written to since."""
@@ -41,7 +45,7 @@ class State:
 
     def leave_attributes(self) -> None:
         """Restore no attributes from now on, nor keep what they named."""
-        self._attributes = []
+        self._attributes, self._containers = [], []
 
     def restore(self) -> bool:
         """Restore everything that can be. Return whether this is all: parameters, and graphs of inputs, may not be."""
@@ -49,9 +53,8 @@ class State:
             for name in slots.keys() - entries.keys():
                 del slots[name]
             slots.update(entries)
-        for one, before in self._containers:
-            one.clear()
-            (one.update if type(one) is dict else one.extend)(before)
+        for one, write, contents in (*self._given, *self._containers, *self._generators):
+            write(one, contents)
         moved = self.moved()
         with torch.no_grad():
             for key in moved & self._numbers.keys():  # a graph may hold the others
@@ -62,6 +65,11 @@ class State:
 def whole_tensors_in(inputs: Any) -> list[Tensor]:
     """Return the tensors among inputs, without those of another model that skips positions."""
     return [tensor for tensor in tensors_in(inputs) if not isinstance(tensor, Rows)]
+
+
+def _contents(things: Iterable[Any], ways: Mapping[type, Way]) -> list[tuple[Any, Callable[[Any, Any], object], Any]]:
+    """Return the things of exactly these classes, how each is written to, and what it has now."""
+    return [(one, way[1], way[0](one)) for one in things if (way := ways.get(type(one)))]
 
 
 def _containers_in(inputs: tuple[Any, ...]) -> list[Any]:

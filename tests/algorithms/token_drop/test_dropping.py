@@ -207,6 +207,42 @@ def test_accumulated_gradients_belong_to_one_update():
     assert kept[0] == kept[1]
 
 
+class Masked(nn.Module):
+    """Attention by hand, in which a query that sees nothing gets NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        query, key, value = self.mix(x).chunk(3, -1)
+        scores = (query @ key.transpose(1, 2)).masked_fill(~mask[:, None], -float("inf"))
+        return x + self.out(scores.softmax(-1) @ value).relu()
+
+
+class Padded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.blocks = nn.Embedding(10, WIDTH), nn.ModuleList([Masked() for _ in range(3)])
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        x = self.words(ids)
+        for block in self.blocks:
+            x = block(x, mask)
+        return x[mask].square().mean()
+
+
+def test_a_sequence_between_padding_keeps_a_token():
+    torch.manual_seed(0)
+    model, ids = Padded(), torch.randint(0, 10, (2, LENGTH))
+    _, dropping = start(model)
+    for place in range(1, LENGTH - 1):  # some of these tokens are not drawn
+        mask = torch.ones(2, LENGTH, dtype=torch.bool)
+        mask[1] = torch.arange(LENGTH) == place
+        assert all(bool(grad.isfinite().all()) for grad in gradients(model, model(ids, mask)).values())
+    assert dropping.calls
+
+
 class Checkpointed(nn.Module):
     """The blocks of a GPT run under checkpoints of several blocks each."""
 

@@ -146,13 +146,14 @@ class TokenDropping(Attachment):
             if ready is None:
                 return forward(module, *args, **kwargs)
             (some_args, some_kwargs), put = ready
-            return after(forward(module, *some_args, **some_kwargs), *put)
+            output = after(forward(module, *some_args, **some_kwargs), *put)
+            return forward(module, *args, **kwargs) if output is None else output
 
         return not_traced(around, recursive=False)
 
     def _before(
         self, block: _Block, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Call, tuple[Tensor, int, Tensor]] | None:
+    ) -> tuple[Call, tuple[Tensor, int, Tensor, bool]] | None:
         """Return the arguments of some tokens, and their places, or None if all tokens are computed."""
         again = inside_backward()
         if self._waiting and not again:
@@ -179,7 +180,7 @@ class TokenDropping(Attachment):
         if kept is None:
             return None
         self.calls += not again
-        return pick(call, axes, kept), (hidden, axes[0][0], kept)
+        return pick(call, axes, kept), (hidden, axes[0][0], kept, any(axes[1:]))
 
     def _axes(self, block: _Block, call: Call, *, again: bool) -> TokenAxes | None:
         """Return the axes of tokens, or None if this call computes all of them.
@@ -250,9 +251,14 @@ def _is_traced(call: Call) -> bool:
     return symbolic or is_tracing() or inside_function_transform()
 
 
-def _put_back(output: Any, hidden: Tensor, axis: int, kept: Tensor) -> Any:
-    """Put the tokens that a block returns among those that it did not compute."""
+def _put_back(output: Any, hidden: Tensor, axis: int, kept: Tensor, masked: bool) -> Any:
+    """Put the tokens that a block returns among those that it did not compute.
+
+    Return None if a block with a mask returns NaN: a sequence with padding on both sides may have no token left.
+    """
     computed = only_tensor(output)
+    if masked and not bool(computed.isfinite().all()):
+        return None
     whole = hidden.to(computed.dtype).index_copy(axis, kept, computed)
     return with_tensors(output, lambda _: whole)
 
