@@ -200,8 +200,8 @@ class _Session:
         )
 
     def batches(self, loop: Loop, seed: int, epoch: int) -> Iterator[tuple[Any, Any]]:
-        some = itertools.islice(loop.parts.batches, self.epoch.steps)
-        return one_epoch(some, seed=seed, epoch=epoch, device=self.device)
+        drawn = one_epoch(loop.parts.batches, seed=seed, epoch=epoch, device=self.device)
+        return itertools.islice(drawn, self.epoch.steps)
 
     def check_recipes(self, contestants: Mapping[str, Recipe]) -> None:
         """Note the parts of a configuration that have no effect here, and refuse one that cannot work."""
