@@ -103,6 +103,16 @@ def test_the_best_rate_of_stock_is_kept_if_the_users_diverges_and_not_if_it_dive
         assert ended.search.rate.kept is kept
 
 
+def test_a_plan_is_not_blamed_if_stock_diverges_with_a_fresh_seed():
+    for seed in (FRESH_SEED, FRESH_SEED + 1):
+        change = lambda c, s, r, seed=seed: NO_NUMBER if (c.name, s) == (STOCK, seed) else {}  # noqa: E731
+        ended, chosen = decided(Planted({"a": FAST}, change=change))
+        assert chosen is None
+        assert {(one.outcome, one.reason) for one in ended.whole} == {
+            ("not shown", f"stock itself diverges with seed {seed}, so nothing can be compared with it")
+        }
+
+
 def test_what_the_search_got_wrong_is_lost_and_more_steps_are_tried():
     """With fresh seeds the recipe needs 0.1 more of the steps than in the search."""
 
@@ -245,6 +255,9 @@ def test_every_prefix_of_runs_leads_to_the_same_decisions(jitter: float):
 def test_what_a_reader_must_know_is_noted():
     ended, _ = decided(Planted({"a": FAST}, change=lambda c, s, r: {"metric": 0.5}))
     assert any(note.startswith("the metric of stock was 0.5 for all") for note in ended.notes)
+    loss, _ = decided(Planted({"a": FAST}, change=lambda c, s, r: {"metric": 1 - r.metric}))
+    assert any("let evaluate return its negative" in note for note in loss.notes)
+    assert not any("let evaluate return its negative" in note for note in decided(Planted({"a": FAST}))[0].notes)
 
 
 def test_a_stock_loop_that_diverges_is_an_error():

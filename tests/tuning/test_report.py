@@ -134,6 +134,10 @@ def test_the_users_rate_is_the_first_finding() -> None:
             "Your rate is 2 times too low: +0.01 at 2 of it, with 2 seeds of the search.",
         ),
         (Rate(best=4.0), "Your rate is 4 times too low."),
+        (
+            Rate(best=0.5, change=-0.002, seeds=3, fresh=True),
+            "The search preferred 0.5 times your rate, but the metric is not higher there: −0.002, with 3 fresh seeds.",
+        ),
         (None, ""),
     ):
         assert cost(report(rate=rate)) == said

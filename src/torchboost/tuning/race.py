@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from torchboost.bench.report import wording
 from torchboost.measure.statistics import Look, SequentialTest, paired_ratio
 from torchboost.tuning.report import FRESH_SEED, STOCK, Candidate, Finding, Outcome, Rate, Run
-from torchboost.tuning.runs import EndedError, RecipeEndedError
-from torchboost.tuning.search import LEAST_GAIN, RUNG, Search, memory_ratio
+from torchboost.tuning.runs import HALF, EndedError, RecipeEndedError
+from torchboost.tuning.search import LEAST_GAIN, RUNG, SEEDS, Search, memory_ratio
 
 LONGER = 0.15
 """If the fastest plan is not confirmed, it is tried with so much more of the steps."""
@@ -163,7 +163,9 @@ class Race:
         for seed in range(self.fresh, self.fresh + self.most):
             later = [(one, number) for number in range(seed, self.fresh + self.most) for one in (stock, plan)]
             baseline = runs.run(stock, seed, later)
-            if not is_best and not math.isfinite(baseline.metric):
+            if not math.isfinite(baseline.metric):
+                if is_best:
+                    return "not shown", f"stock itself diverges with seed {seed}, so nothing can be compared with it"
                 return "kept", "it keeps the metric; stock at your rate diverges"
             runs.score(plan, seed, later)
             pairs.append((baseline, runs.made[plan.label, seed]))
@@ -256,6 +258,13 @@ class Race:
             self.search.rate = Rate(best=best.rate, change=known, seeds=len(changes), fresh=True, kept=kept)
 
     def _note_metric(self) -> None:
+        own, made = self.search.recipes[0], self.search.runs.made
+        half, whole = (made.get((own.at(1.0, share).label, SEEDS[0])) for share in (HALF, 1.0))
+        if half is not None and whole is not None and half.metric - whole.metric > self.search.drop:
+            self.notes.append(
+                f"at your rate stock ends at {whole.metric:.4g}, below the {half.metric:.4g} after half of the steps; "
+                "higher counts as better, so for a loss let evaluate return its negative"
+            )
         metrics = [run.metric for one, run in self.search.runs.of(STOCK) if one.label == self.search.stock.label]
         if len(metrics) > 2 and len(set(metrics)) == 1:
             self.notes.append(

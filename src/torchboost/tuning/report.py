@@ -426,6 +426,9 @@ def rate_words(report: TuneReport) -> str:
     times = f"{max(found.best, 1 / found.best):g} times too {'high' if found.best < 1 else 'low'}"
     many = f"{found.seeds} seed{'s' if found.seeds > 1 else ''}"
     seeds = f"{found.seeds} fresh seeds" if found.fresh else f"{many} of the search"
+    if found.change is not None and found.change <= 0:
+        better = f"The search preferred {found.best:g} times your rate, but the metric is not higher there"
+        return f"{better}: {_changed(found.change)}, with {seeds}."
     gain = "" if found.change is None else f": {_changed(found.change)} at {found.best:g} of it, with {seeds}"
     return f"Your rate is {times}{gain}.{' The configuration has the better one.' if found.kept else ''}"
 
