@@ -480,6 +480,22 @@ def test_all_contestants_train_on_the_same_batches_whatever_was_drawn_before(bat
     assert first[:3] != first[3:]
 
 
+def test_a_pass_with_fewer_batches_than_the_first_one_is_noted():
+    counts = itertools.chain([3, 3], itertools.cycle([3, 2]))  # the data and the size of an epoch are read before
+
+    class Varying(list[Any]):
+        def __iter__(self) -> Any:
+            return itertools.islice(super().__iter__(), next(counts))
+
+    def make(seed: int) -> Parts:
+        model = network()
+        return Parts(model, sgd(model), F.cross_entropy, Varying(BATCHES), accuracy)
+
+    report = benched(Factory(make=make, name="varying", title="varying"), "stock", epochs=4, seeds=1)
+    assert report.notes[1:] == [bench.SHORT]
+    assert bench.SHORT not in benched(None, "stock", epochs=2, seeds=1).notes
+
+
 def test_steps_are_timed_on_the_same_batches_that_no_contestant_has_seen_before():
     """Batches of other lengths need other kernels. On eight batches in a circle their cost would not be seen."""
     models: list[Seeing] = []

@@ -56,6 +56,7 @@ UNITS_UNKNOWN = (
 SAME = "turned on the same here, so their differences are chance"
 REWRITTEN = "contestant {!r}: the file has changed since its steps were timed; leave out --resume, or restore the file."
 CHANGED = "its own trial turned on other switches or settings: trained with {}, timed with {}"
+SHORT = "a pass had fewer batches than the first reading of them, so some runs made fewer steps than their schedule has"
 FEW_ROUNDS = "timed in fewer than six rounds: too few for a 95 % interval"
 ENVIRONMENT = ("torch", "torchboost", "processor", "instructions", "device", "threads")
 
@@ -351,6 +352,8 @@ class _Session:
                 curve.train_loss.append(_smoothed(losses))
                 with averaged(loop.parts.optimizer):
                     curve.metric.append(self.factory.evaluate(loop.parts, loop.predict))
+        if len(losses) < loop.steps and SHORT not in self.report.notes:
+            self.update(notes=[*self.report.notes, SHORT])
         timed, used = contestant.algorithms, loop.algorithms
         if used != timed:
             ours, theirs = (", ".join(row.name for row in rows) or "nothing" for rows in (used, timed))
