@@ -260,6 +260,20 @@ def test_what_a_reader_must_know_is_noted():
     assert not any("let evaluate return its negative" in note for note in decided(Planted({"a": FAST}))[0].notes)
 
 
+def test_plans_of_an_earlier_budget_are_counted_in_the_probability_of_an_error():
+    """The shorter budget ends before the better recipe is searched."""
+    effects = {"a": Effect(needed=0.6, points=0.5, fresh=-5.0), "b": Effect(needed=0.3, points=0.5)}
+    first, chosen = decided(Planted(effects, noise=0.1), "ab", budget=200)
+    assert chosen is None
+    assert list(first.tested.values()) == pytest.approx([0.025, 0.025])
+    again = {"made": first.search.runs.made, "tested": first.tested}
+    same, _ = decided(Planted(effects, noise=0.1), "ab", budget=200, **again)
+    more, chosen = decided(Planted(effects, noise=0.1), "ab", budget=5000, **again)
+    assert name_of(chosen) == "b, 30% of the steps"
+    said = "so the probability of a wrong decision in all of them is at most 0.067, not 0.05"
+    assert [any(note.endswith(said) for note in race.notes) for race in (first, same, more)] == [False, False, True]
+
+
 def test_a_stock_loop_that_diverges_is_an_error():
     with pytest.raises(FactoryError, match="stock loop ended with the metric nan"):
         decided(Planted(change=lambda c, s, r: NO_NUMBER))

@@ -47,6 +47,7 @@ class Race:
         error: Probability that something is turned on that costs more than the accepted drop.
         fresh: The first seed of the tests, with which no run was made before.
         planned: Number of seeds for which the budget has time, if it is known from before an interruption.
+        tested: The labels of what was tested, also with an earlier budget, with the error rate of each test.
         whole: The findings of the tests.
         notes: Further notes for the reader.
     """
@@ -56,6 +57,7 @@ class Race:
     error: float = 0.05
     fresh: int = FRESH_SEED
     planned: int | None = None
+    tested: dict[str, float] = field(default_factory=dict)
     whole: list[Finding] = field(default_factory=list, init=False)
     notes: list[str] = field(default_factory=list)
 
@@ -67,7 +69,7 @@ class Race:
 
         The attempts are known before the first fresh seed, and each has an equal part of the error rate, as has the
         test of stock's best rate against the user's. So whatever the search found, the probability that a harmful one
-        passes is at most the error rate.
+        passes is at most the error rate. If an earlier budget had other attempts, a note gives the sum.
         """
         self.search.make()
         runs, attempts, chosen = self.search.runs, self.attempts(), None
@@ -81,6 +83,7 @@ class Race:
                 break
         self._conclude(chosen)
         self._compare_rates(part, decides=chosen is None)
+        self._note_tested()
         self._note_metric()
         return chosen
 
@@ -144,6 +147,7 @@ class Race:
             begun = (plan.label, self.fresh) in runs.made  # before an interruption
             if not begun and runs.spent + self._seconds(plan, LEAST_SEEDS) / runs.processes > runs.limit:
                 raise EndedError(f"the budget of {runs.budget:.0f} s does not allow {LEAST_SEEDS} more pairs of runs")
+            self._count(plan, error)
             for multiple in dict.fromkeys((self.search.stock.rate, 1.0)):
                 outcome, reason = self._compared(plan, Candidate(name=STOCK, rate=multiple), error)
                 if outcome != "kept":
@@ -236,6 +240,8 @@ class Race:
         best, own = self.search.stock, Candidate(name=STOCK)
         if best.rate == own.rate:
             return
+        if decides:
+            self._count(best, error)
         test = SequentialTest(margin=self.search.drop, most=self.most, error=error, planned=self.planned)
         changes, look, sound = list[float](), test.look([]), True
         last = self.fresh + (self.most if decides else OWN_SEEDS)
@@ -256,6 +262,17 @@ class Race:
             better = sound if known is None else look.state == "passed" and known > 0  # the user's may diverge
             kept = decides and better
             self.search.rate = Rate(best=best.rate, change=known, seeds=len(changes), fresh=True, kept=kept)
+
+    def _count(self, plan: Candidate, error: float) -> None:
+        self.tested[plan.label] = max(error, self.tested.get(plan.label, 0.0))
+
+    def _note_tested(self) -> None:
+        total = sum(self.tested.values())
+        if total > 1.001 * self.error:
+            self.notes.append(
+                f"{len(self.tested)} plans were tested, some of them with an earlier budget, so the probability of a "
+                f"wrong decision in all of them is at most {total:.2g}, not {self.error:g}"
+            )
 
     def _note_metric(self) -> None:
         own, made = self.search.recipes[0], self.search.runs.made

@@ -221,6 +221,7 @@ class TuneReport(SavedRecord):
     factory. It is empty if there is none. ``prior`` has the titles of the reports that the search began from,
     ``starts`` what they said about each recipe, and ``fresh_seed`` the first seed of the confirmation, which none of
     them has used. ``planned`` is the number of these seeds for which the budget had time when the first one was begun.
+    ``tested`` has the labels of what was tested, also with an earlier budget, with the error rate of each test.
     ``rate_search`` is whether the user's learning rate was to be searched. ``left_out`` has the levers that the trial
     did not keep, with the reasons. ``levers`` are those that every recipe of the search has, ``exact`` the levers among
     them whose step is the plain one but for rounding. ``extra`` and ``recipe`` are the final configuration: the plan
@@ -259,6 +260,7 @@ class TuneReport(SavedRecord):
     starts: dict[str, Start] = Field(default_factory=dict)
     fresh_seed: int = FRESH_SEED
     planned: int | None = None
+    tested: dict[str, float] = Field(default_factory=dict)
 
     @property
     def sheet(self) -> Sheet:

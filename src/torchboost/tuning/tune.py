@@ -288,6 +288,7 @@ class _Session:
             error=self.report.error,
             fresh=self.report.fresh_seed,
             planned=self.report.planned,
+            tested=dict(self.report.tested),
             notes=self._notes(),
         )
         self.progress("plan", 0, 1, _plan(self.report, len(recipes)))
@@ -367,6 +368,7 @@ class _Session:
                 "whole": list(race.whole),
                 "rate": search.rate,
                 "planned": race.planned,
+                "tested": dict(race.tested),
                 "runs": list(runs.made.values()),
                 "spent_seconds": runs.aside + sum(run.charge for run in runs.made.values()),
                 "notes": list(race.notes),
