@@ -163,7 +163,7 @@ def test_every_interruption_leaves_a_report_that_is_resumed_without_repetition(t
         fake.stop = None
         report = tuned(out, resume=True)
         assert len(fake.trained) == count
-        timeless = {"spent_seconds": 0.0, "environment": whole.environment}
+        timeless = {"spent_seconds": 0.0, "planned": None, "environment": whole.environment}
         found, wanted = (one.model_copy(update=timeless).model_dump() for one in (report, whole))
         assert {key: value for key, value in found.items() if value != wanted[key]} == {}
 
