@@ -136,7 +136,8 @@ def test_the_users_rate_is_the_first_finding() -> None:
         (Rate(best=4.0), "Your rate is 4 times too low."),
         (
             Rate(best=0.5, change=-0.002, seeds=3, fresh=True),
-            "The search preferred 0.5 times your rate, but the metric is not higher there: −0.002, with 3 fresh seeds.",
+            "The search preferred 0.5 times your rate, but the metric is not higher there: \N{MINUS SIGN}0.002, with 3 "
+            "fresh seeds.",
         ),
         (None, ""),
     ):
