@@ -496,6 +496,20 @@ def test_a_pass_with_fewer_batches_than_the_first_one_is_noted():
     assert bench.SHORT not in benched(None, "stock", epochs=2, seeds=1).notes
 
 
+def test_a_factory_that_gives_something_else_for_the_same_seed_is_noted():
+    sizes = itertools.count(1)
+
+    def make(seed: int) -> Parts:
+        model = network()
+        with torch.no_grad():
+            model[0].weight.mul_(next(sizes))  # pyright: ignore[reportIndexIssue]
+        return Parts(model, sgd(model), F.cross_entropy, BATCHES, accuracy)
+
+    report = benched(Factory(make=make, name="growing", title="growing"), "stock", seeds=1, pairs=6)
+    (note,) = report.notes
+    assert note.startswith("make returned other start weights or optimizers when it was called again for the same seed")
+
+
 def test_steps_are_timed_on_the_same_batches_that_no_contestant_has_seen_before():
     """Batches of other lengths need other kernels. On eight batches in a circle their cost would not be seen."""
     models: list[Seeing] = []

@@ -149,6 +149,20 @@ def test_notes_say_how_the_search_was_made(tmp_path, fake):
     assert not [label for label, _ in fake.trained if "times the rate" in label and "schedule-free" not in label]
 
 
+def test_a_factory_that_gives_something_else_for_the_same_seed_is_noted(tmp_path, fake):
+    """Here each call makes the data of the one before smaller, as an in-place division of cached data does."""
+    cached = Loader()
+
+    def shrinking(seed: int) -> Any:
+        cached.inputs.mul_(0.5)
+        return (*make(seed)[:3], cached, *make(seed)[4:])
+
+    said = [note for note in tuned(factory=shrinking).notes if "for the same seed" in note]
+    assert len(said) == 1
+    assert said[0].startswith("make returned other data when it was called again for the same seed")
+    assert not any("for the same seed" in note for note in tuned().notes)
+
+
 def test_every_interruption_leaves_a_report_that_is_resumed_without_repetition(tmp_path, fake):
     whole = tuned(tmp_path / "whole.json")
     count = len(fake.trained)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchboost.bench.contestants import Loop, Planner, Recipe, averaged, build_loop, version_of
-from torchboost.bench.digests import check_unchanged, data_of, fingerprint_of
+from torchboost.bench.digests import changes_by_call, check_unchanged, data_of, fingerprint_of
 from torchboost.bench.factory import RETURNS, Epoch, Factory, check_seeds, one_epoch, streams_restored
 from torchboost.bench.schedules import without_effect
 from torchboost.bench.verdict import LEAST_PAIRS, stock_of
@@ -127,6 +127,7 @@ def run_bench(
     if epochs and parts.evaluate is None:
         raise ValueError(f"--epochs: found {epochs}, but the factory has no evaluate; needed: {RETURNS}.")
     data, fingerprint = data_of(parts), fingerprint_of(parts)
+    changes = changes_by_call(factory.build(0), fingerprint, data)
     epoch, model = factory.measured(parts), factory.model_name or type(parts.model).__name__
     tell("data", 1, 1, factory.title)
     epochs = 0 if parts.evaluate is None else factory.epochs if epochs is None else epochs
@@ -142,6 +143,7 @@ def run_bench(
         train_samples=epoch.samples,
         environment=environment(device),
         contestants=[],
+        notes=[changes] if changes else [],
         source=factory.source,
         fingerprint=fingerprint,
         data=data,

@@ -13,7 +13,7 @@ import torch
 
 from torchboost.algorithms.threads import compute_with_threads
 from torchboost.bench.bench import check_same
-from torchboost.bench.digests import check_unchanged, data_of, fingerprint_of
+from torchboost.bench.digests import changes_by_call, check_unchanged, data_of, fingerprint_of
 from torchboost.bench.factory import count_of, made_by, source_of
 from torchboost.bench.schedules import ABSOLUTE, LEAST_STEPS, schedule_sets_rates
 from torchboost.core.arguments import check_count, check_number, is_number, seconds_of
@@ -197,6 +197,7 @@ def tune(
         absolute=schedule_sets_rates(make, steps),
         processes=processes,
         share=share,
+        changes=changes_by_call(made_by(make, 0), report.fingerprint, report.data),
     )
     del parts  # a model less in memory during the runs
     if resume:
@@ -220,7 +221,8 @@ def report_path(out: str | Path) -> Path:
 class _Session:
     """A tuning under way: the request, reports of earlier ones, and the report as far as it came.
 
-    ``absolute`` is whether the schedule sets its own rates, and ``share`` what each process gets of the machine.
+    ``absolute`` is whether the schedule sets its own rates, ``share`` what each process gets of the machine, and
+    ``changes`` a note if another call for the same seed gave something else.
     """
 
     started: float
@@ -233,6 +235,7 @@ class _Session:
     absolute: bool
     processes: int
     share: Shares
+    changes: str = ""
 
     def take_up(self) -> None:
         """Continue the saved report. ``ValueError`` if it belongs to another tuning."""
@@ -348,6 +351,7 @@ class _Session:
             f"several runs were made at the same time (threads of each: {self.report.environment.threads}); the times "
             "are those of such runs": self.processes > 1
             or any(run.charged_seconds is not None for run in self.report.runs),
+            self.changes: bool(self.changes),
         }
         return [note for note, holds in said.items() if holds]
 
