@@ -82,6 +82,8 @@ def test_a_printed_report_begins_with_the_answer() -> None:
 def test_the_headline_is_the_answer() -> None:
     kept = report(findings=[finding("kept")], whole=[finding("kept")])
     assert headline(kept) == "Turn on fast, with channels_last. A training then takes 67 % of the time."
+    wide = finding("kept").model_copy(update={"speed": Interval(low=0.94, mid=1.22, high=2.23)})
+    assert headline(report(whole=[wide])).endswith("A training then takes 82 % of the time (45 % to 106 %).")
     assert cost(kept) == (
         "Against stock the metric changes by +0.001, at worst \N{MINUS SIGN}0.004 at 95 % confidence, over 5 seeds; "
         "0.005 was accepted."

@@ -14,6 +14,7 @@ from typing_extensions import Self
 
 from torchboost.bench.report import wording
 from torchboost.bench.report.page import Scale, Tick, render, ticks
+from torchboost.bench.verdict import COARSE
 from torchboost.errors import ConfigError
 from torchboost.measure.evidence import Environment, Interval, Record, SavedRecord
 from torchboost.sheet import Sheet, percent
@@ -355,8 +356,7 @@ def headline(report: TuneReport) -> str:
         )
     proven = proven_whole(report)
     if proven is not None:
-        gain = "" if proven.speed is None else f" A training then takes {percent(1 / proven.speed.mid)} of the time."
-        return f"Turn on {turned_on(report)}.{gain}"
+        return f"Turn on {turned_on(report)}.{_gain(proven)}"
     on, better = turned_on(report), report.rate is not None and report.rate.kept
     nothing = f"{'Nothing else' if on or better else 'Nothing'} is turned on"
     said = f"Turn on {on}: a step is faster and the same but for rounding. " if on else ""
@@ -371,6 +371,15 @@ def headline(report: TuneReport) -> str:
     if why := _untried(report):
         return f"{said}{why}."
     return f"{said}{nothing}: no recipe was found that saves time and keeps the metric within {report.drop:g}."
+
+
+def _gain(proven: Finding) -> str:
+    """Return how long a training takes, with both ends if they are far apart, as if the machine was busy for a while."""
+    if proven.speed is None:
+        return ""
+    share = proven.speed.inverse
+    ends = f" ({percent(share.low)} to {percent(share.high)})" if share.high > share.low * (1 + COARSE) else ""
+    return f" A training then takes {percent(share.mid)} of the time{ends}."
 
 
 def _untried(report: TuneReport) -> str:
