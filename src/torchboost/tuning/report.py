@@ -374,7 +374,7 @@ def headline(report: TuneReport) -> str:
 
 
 def _gain(proven: Finding) -> str:
-    """Return how long a training takes, with both ends if they are far apart, as if the machine was busy for a while."""
+    """Return how long a training takes, with both ends if they are far apart, as on a busy machine."""
     if proven.speed is None:
         return ""
     share = proven.speed.inverse
