@@ -222,6 +222,7 @@ def test_a_metric_of_unknown_units_is_neither_kept_nor_missed() -> None:
         "`torchboost tune --drop` tests a limit of your own."
     )
     again = STOCK.model_copy(update={"name": "O1", "kind": "level", "ratios": level().ratios})
+    assert "+0" in result_table(report(STOCK, again, metric="metric")).rows[1]
     assert sentences(report(STOCK, again, metric="metric"))[1] == (
         "open",
         "O1 ends +0 from stock in the metric over 4 seeds. The difference is the same on each, which gives no bounds.",

@@ -420,6 +420,24 @@ def test_nothing_is_overwritten(tmp_path):
     assert own.read_text(encoding="utf-8") == '{"mine": 1}'
 
 
+def test_two_tunings_at_the_same_time_do_not_write_to_one_file(tmp_path, fake, monkeypatch):
+    """The other one begins before the first run of this one is in its report, so both found no file."""
+    out, call, other = tmp_path / "boost.json", Fake.__call__, list[TuneReport]()
+
+    def slow(self: Fake, *given: Any) -> Run:
+        if not other:
+            other.append(TuneReport(**{**base.model_dump(), "title": "the other one"}))
+            other[0].save(report_path(out))
+        return call(self, *given)
+
+    base = tuned()
+    monkeypatch.setattr(Fake, "__call__", slow)
+    with pytest.raises(IncompatibleError, match=r"boost\.report\.json was written by another tuning"):
+        tuned(out)
+    assert TuneReport.load(report_path(out)) == other[0]
+    assert not out.exists()
+
+
 def test_a_better_rate_is_written_also_if_no_plan_is_confirmed(tmp_path, fake, monkeypatch):
     """Stock is better at a quarter of its rate, which nothing beats."""
 

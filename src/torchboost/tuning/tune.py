@@ -118,8 +118,8 @@ def tune(
         FactoryError: The factory returns something else or has no ``evaluate``, or the stock loop cannot be compared:
             it diverges, or has the same losses and metric for two seeds. With several ``processes`` also: they
             cannot load ``make``, or the training of stock raised an error in one of them, which the text has.
-        IncompatibleError: ``torch.distributed`` has several ranks, :func:`torchboost.boost` cannot take the pair, or a
-            process was ended from outside.
+        IncompatibleError: ``torch.distributed`` has several ranks, :func:`torchboost.boost` cannot take the pair,
+            another tuning writes to the same file, or a process was ended from outside.
         TypeError: An argument has the wrong type.
         ValueError: An argument is out of range, the report belongs to another tuning, or the file of a report was
             changed after it was written.
@@ -222,7 +222,7 @@ class _Session:
     """A tuning under way: the request, reports of earlier ones, and the report as far as it came.
 
     ``absolute`` is whether the schedule sets its own rates, ``share`` what each process gets of the machine, and
-    ``changes`` a note if another call for the same seed gave something else.
+    ``changes`` a note if another call for the same seed gave something else. ``written`` is what the report's file has.
     """
 
     started: float
@@ -236,13 +236,14 @@ class _Session:
     processes: int
     share: Shares
     changes: str = ""
+    written: bytes | None = None
 
     def take_up(self) -> None:
         """Continue the saved report. ``ValueError`` if it belongs to another tuning."""
         path, now = None if self.out is None else report_path(self.out), self.report
         if path is None or not path.is_file():
             return
-        saved = TuneReport.load(path)
+        saved, self.written = TuneReport.load(path), path.read_bytes()
         names = ("title", "model", "parameters", "drop", "steps", "total_steps", "most_seeds", "error", "rate_search")
         check_same(path, saved, now, (*names, "fingerprint"), "was made with")
         check_unchanged(path, saved, now, lambda: made_by(self.make, 0))
@@ -380,9 +381,18 @@ class _Session:
             }
         )
         if self.out is not None:
-            self.report.save(report_path(self.out))
+            self._save(report_path(self.out))
         last = self.report.runs[-1] if self.report.runs else None
         self._tell("" if last is None else f"{last.name}, seed {last.seed}: {last.metric:.4g}")
+
+    def _save(self, path: Path) -> None:
+        """Save the report, unless another tuning has begun to write to the same file since this one did."""
+        if path.exists() and path.read_bytes() != self.written:
+            raise IncompatibleError(
+                f"{path} was written by another tuning while this one ran, which ends here; let each have its own file "
+                "(out, --out)."
+            )
+        self.written = self.report.save(path).read_bytes()
 
 
 def _as_given(candidate: Candidate) -> Candidate:
