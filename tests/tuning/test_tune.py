@@ -438,6 +438,23 @@ def test_two_tunings_at_the_same_time_do_not_write_to_one_file(tmp_path, fake, m
     assert not out.exists()
 
 
+@pytest.mark.usefixtures("fake")
+def test_ctrl_c_while_the_report_is_written_is_no_other_tuning(tmp_path, monkeypatch):
+    out, save = tmp_path / "boost.json", TuneReport.save
+
+    def stopped(self: TuneReport, path: Path) -> Path:
+        written = save(self, path)
+        if len(self.runs) == 3 and self.state == "running":
+            signal.raise_signal(signal.SIGINT)
+        return written
+
+    monkeypatch.setattr(TuneReport, "save", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        tuned(out)
+    partial = TuneReport.load(report_path(out))
+    assert (partial.state, len(partial.runs)) == ("interrupted", 3)
+
+
 def test_a_better_rate_is_written_also_if_no_plan_is_confirmed(tmp_path, fake, monkeypatch):
     """Stock is better at a quarter of its rate, which nothing beats."""
 

@@ -16,6 +16,7 @@ from torchboost.bench.bench import check_same
 from torchboost.bench.digests import changes_by_call, check_unchanged, data_of, fingerprint_of
 from torchboost.bench.factory import count_of, made_by, source_of
 from torchboost.bench.schedules import ABSOLUTE, LEAST_STEPS, schedule_sets_rates
+from torchboost.calibration.watch import uninterrupted
 from torchboost.core.arguments import check_count, check_number, is_number, seconds_of
 from torchboost.distributed.topology import Topology
 from torchboost.errors import FactoryError, IncompatibleError
@@ -392,7 +393,8 @@ class _Session:
                 f"{path} was written by another tuning while this one ran, which ends here; let each have its own file "
                 "(out, --out)."
             )
-        self.written = self.report.save(path).read_bytes()
+        with uninterrupted():  # a Ctrl-C in between would take the file for that of another one
+            self.written = self.report.save(path).read_bytes()
 
 
 def _as_given(candidate: Candidate) -> Candidate:
