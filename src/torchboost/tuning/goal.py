@@ -249,7 +249,9 @@ _FILES = "give a report of torchboost tune or bench, or a JSON list of the metri
 
 def _checked(like: Any, source: str) -> list[float]:
     try:
-        finals = [float(value) for value in (None if isinstance(like, Mapping) else like)]
+        if isinstance(like, Mapping):  # its keys are numbers too
+            raise TypeError("found a mapping")
+        finals = [float(value) for value in like]
     except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(
             f"{source}: found {like!r}; give the metrics of stock at the end of its runs, one number per run."
