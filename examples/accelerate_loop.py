@@ -54,8 +54,8 @@ if __name__ == "__main__":
 #     measured at the first training call in 1.4 s; the gain of all together was not measured, since no time was left
 #
 #     switch            state  what it did                                                   how exact
-#     channels_last     on     3 pairs did not decide; kept as usual; give it more with      exact here: gradient within 9e-04
-#                              boost(..., calibrate=seconds)
+#     channels_last     on     3 pairs did not decide; kept as usual; give it more with      exact here: gradient
+#                              boost(..., calibrate=seconds)                                 within 9e-04
 #     fused_optimizer   on     1 pair did not decide; kept as usual; give it more with       exact here
 #                              boost(..., calibrate=seconds)
 #     threads           off    the program has chosen OMP_NUM_THREADS=1

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from torchboost.algorithms.compile import Compile
 from torchboost.bench import bench
@@ -447,6 +448,66 @@ class Seeing(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.seen.append(int(x[0, 0]))
         return self.layer(x)
+
+
+class DrawnAtOnce(DataLoader[Any]):
+    """Draws its order when it is iterated, before the first batch is asked for, as with workers."""
+
+    def __iter__(self) -> Any:
+        return iter(list(super().__iter__()))
+
+
+SAMPLES: Any = [(torch.full((2,), float(k)), k % 4) for k in range(12)]
+
+
+@pytest.mark.parametrize(
+    "batches",
+    [DrawnAtOnce(SAMPLES, 4, shuffle=True), DataLoader(SAMPLES, 4, shuffle=True, generator=torch.Generator())],
+    ids=["drawn at once", "from a generator of its own"],
+)
+def test_all_contestants_train_on_the_same_batches_whatever_was_drawn_before(batches: Any):
+    models: list[Seeing] = []
+
+    def make(seed: int) -> Parts:
+        model = Seeing()
+        models.append(model)
+        return Parts(model, sgd(model), F.cross_entropy, batches, lambda _: float(model.layer.bias[0]))
+
+    benched(Factory(make=make, name="drawn", title="drawn"), "stock", "O1", epochs=2, seeds=1)
+    first, second = (model.seen for model in models[-2:])
+    assert len(first) == 6
+    assert first == second
+    assert first[:3] != first[3:]
+
+
+def test_a_pass_with_fewer_batches_than_the_first_one_is_noted():
+    counts = itertools.chain([3, 3], itertools.cycle([3, 2]))  # the data and the size of an epoch are read before
+
+    class Varying(list[Any]):
+        def __iter__(self) -> Any:
+            return itertools.islice(super().__iter__(), next(counts))
+
+    def make(seed: int) -> Parts:
+        model = network()
+        return Parts(model, sgd(model), F.cross_entropy, Varying(BATCHES), accuracy)
+
+    report = benched(Factory(make=make, name="varying", title="varying"), "stock", epochs=4, seeds=1)
+    assert report.notes[1:] == [bench.SHORT]
+    assert bench.SHORT not in benched(None, "stock", epochs=2, seeds=1).notes
+
+
+def test_a_factory_that_gives_something_else_for_the_same_seed_is_noted():
+    sizes = itertools.count(1)
+
+    def make(seed: int) -> Parts:
+        model = network()
+        with torch.no_grad():
+            model[0].weight.mul_(next(sizes))  # pyright: ignore[reportIndexIssue]
+        return Parts(model, sgd(model), F.cross_entropy, BATCHES, accuracy)
+
+    report = benched(Factory(make=make, name="growing", title="growing"), "stock", seeds=1, pairs=6)
+    (note,) = report.notes
+    assert note.startswith("make returned other start weights or optimizers when it was called again for the same seed")
 
 
 def test_steps_are_timed_on_the_same_batches_that_no_contestant_has_seen_before():

@@ -23,6 +23,7 @@ from torchboost.calibration import calibration, removals, waste
 from torchboost.calibration.waste import Waste, WasteReport, waste_of
 from torchboost.core.algorithm import Target
 from torchboost.errors import IncompatibleError
+from torchboost.measure.evidence import Interval
 from torchboost.measure.stopwatch import Clock
 
 BATCH, LENGTH, WIDTH, WORDS = 4, 16, 32, 64
@@ -235,6 +236,18 @@ def test_what_costs_nothing_is_none():
     found = measured(Free(), torch.randn(BATCH, WIDTH), torch.ones(2, 2))["masks that mask nothing"]
     assert (found.share, found.remedy) == (0.0, "")
     assert "no measurable time in 5 pairs of steps" in found.found
+
+
+def test_what_the_pairs_do_not_decide_is_not_called_none(monkeypatch):
+    for high, share, said in (
+        (2.0, None, "75 % of the positions are padding, up to 50 % of the computation, not decided in 5 pairs"),
+        (1.05, 0.0, "75 % of the positions are padding, no measurable time in 5 pairs"),
+    ):
+        found = Interval(low=0.6, mid=1.0, high=high)
+        monkeypatch.setattr(waste, "paired_ratio", lambda *times, found=found: found)
+        padding = measured(Words(), **padded())["padding"]
+        assert (padding.share, padding.seconds, padding.remedy) == (share, share, "")
+        assert padding.found.startswith(said)
 
 
 class Checkpointed(nn.Module):

@@ -233,6 +233,28 @@ class SlowNet(nn.Module):
         return self.layer(inputs)
 
 
+def test_batches_that_are_there_already_are_not_copied_in_the_time_of_loading():
+    """The copy of a large batch takes as long as a small network. What a loss takes out of a batch stays in it."""
+    seen: list[int] = []
+
+    class Looking(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            seen.append(input.data_ptr())
+            return super().forward(input)
+
+    batch, model = {"input": torch.ones(4, 2), "labels": torch.tensor([0, 1, 0, 1])}, Looking(2, 2)
+    batches = [({"input": batch["input"]}, batch)]
+    parts = Parts(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        lambda outputs, targets: nn.functional.cross_entropy(outputs, targets.pop("labels")),
+        batches,
+    )
+    doctor.measure_step(parts, steps=2, device=torch.device("cpu"))
+    assert set(seen) == {batch["input"].data_ptr()}
+    assert list(batch) == ["input", "labels"]
+
+
 def test_a_slow_loader_is_found():
     for of_image, share, said in (
         (

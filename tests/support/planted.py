@@ -106,10 +106,11 @@ def race(
     error: float = 0.05,
     starts: Mapping[str, Start] = NOTHING,
     fresh: int = FRESH_SEED,
+    tested: Mapping[str, float] = NOTHING,
     **more: Any,
 ) -> Race:
     """Return a race of stock and recipes with names of one letter, or of the given ones, with a drop of one point."""
     known = [Candidate(name=STOCK), *(Candidate(name=name, extra={name: True}) for name in names)]
     runs = Runs(**({"train": train, "budget": budget, "total_steps": 101} | more))
     search = Search(runs=runs, recipes=recipes or known, drop=POINT, rates=rates, starts=starts)
-    return Race(search=search, most=most, error=error, fresh=fresh)
+    return Race(search=search, most=most, error=error, fresh=fresh, tested=dict(tested))

@@ -138,6 +138,7 @@ def test_a_goal_checks_what_it_is_given():
     refused: list[tuple[type[Exception], dict[str, Any], str]] = [
         (TypeError, {"like": 0.9}, "give the metrics of stock at the end of its runs"),
         (TypeError, {"like": ["a", "b"]}, "give the metrics of stock at the end of its runs"),
+        (TypeError, {"like": dict(enumerate(FINALS))}, "give the metrics of stock at the end of its runs"),
         (ValueError, {"like": [1.0, 1.0], "drop": 0}, "found 2 equal finals and drop=0"),
         (ValueError, {"drop": -0.1}, "drop: found -0.1"),
         (ValueError, {"error": 1.5}, "error: found 1.5"),

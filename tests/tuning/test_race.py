@@ -103,6 +103,16 @@ def test_the_best_rate_of_stock_is_kept_if_the_users_diverges_and_not_if_it_dive
         assert ended.search.rate.kept is kept
 
 
+def test_a_plan_is_not_blamed_if_stock_diverges_with_a_fresh_seed():
+    for seed in (FRESH_SEED, FRESH_SEED + 1):
+        change = lambda c, s, r, seed=seed: NO_NUMBER if (c.name, s) == (STOCK, seed) else {}  # noqa: E731
+        ended, chosen = decided(Planted({"a": FAST}, change=change))
+        assert chosen is None
+        assert {(one.outcome, one.reason) for one in ended.whole} == {
+            ("not shown", f"stock itself diverges with seed {seed}, so nothing can be compared with it")
+        }
+
+
 def test_what_the_search_got_wrong_is_lost_and_more_steps_are_tried():
     """With fresh seeds the recipe needs 0.1 more of the steps than in the search."""
 
@@ -245,6 +255,23 @@ def test_every_prefix_of_runs_leads_to_the_same_decisions(jitter: float):
 def test_what_a_reader_must_know_is_noted():
     ended, _ = decided(Planted({"a": FAST}, change=lambda c, s, r: {"metric": 0.5}))
     assert any(note.startswith("the metric of stock was 0.5 for all") for note in ended.notes)
+    loss, _ = decided(Planted({"a": FAST}, change=lambda c, s, r: {"metric": 1 - r.metric}))
+    assert any("let evaluate return its negative" in note for note in loss.notes)
+    assert not any("let evaluate return its negative" in note for note in decided(Planted({"a": FAST}))[0].notes)
+
+
+def test_plans_of_an_earlier_budget_are_counted_in_the_probability_of_an_error():
+    """The shorter budget ends before the better recipe is searched."""
+    effects = {"a": Effect(needed=0.6, points=0.5, fresh=-5.0), "b": Effect(needed=0.3, points=0.5)}
+    first, chosen = decided(Planted(effects, noise=0.1), "ab", budget=200)
+    assert chosen is None
+    assert list(first.tested.values()) == pytest.approx([0.025, 0.025])
+    again = {"made": first.search.runs.made, "tested": first.tested}
+    same, _ = decided(Planted(effects, noise=0.1), "ab", budget=200, **again)
+    more, chosen = decided(Planted(effects, noise=0.1), "ab", budget=5000, **again)
+    assert name_of(chosen) == "b, 30% of the steps"
+    said = "so the probability of a wrong decision in all of them is at most 0.067, not 0.05"
+    assert [any(note.endswith(said) for note in race.notes) for race in (first, same, more)] == [False, False, True]
 
 
 def test_a_stock_loop_that_diverges_is_an_error():

@@ -82,6 +82,8 @@ def test_a_printed_report_begins_with_the_answer() -> None:
 def test_the_headline_is_the_answer() -> None:
     kept = report(findings=[finding("kept")], whole=[finding("kept")])
     assert headline(kept) == "Turn on fast, with channels_last. A training then takes 67 % of the time."
+    wide = finding("kept").model_copy(update={"speed": Interval(low=0.94, mid=1.22, high=2.23)})
+    assert headline(report(whole=[wide])).endswith("A training then takes 82 % of the time (45 % to 106 %).")
     assert cost(kept) == (
         "Against stock the metric changes by +0.001, at worst \N{MINUS SIGN}0.004 at 95 % confidence, over 5 seeds; "
         "0.005 was accepted."
@@ -134,6 +136,11 @@ def test_the_users_rate_is_the_first_finding() -> None:
             "Your rate is 2 times too low: +0.01 at 2 of it, with 2 seeds of the search.",
         ),
         (Rate(best=4.0), "Your rate is 4 times too low."),
+        (
+            Rate(best=0.5, change=-0.002, seeds=3, fresh=True),
+            "The search preferred 0.5 times your rate, but the metric is not higher there: \N{MINUS SIGN}0.002, with 3 "
+            "fresh seeds.",
+        ),
         (None, ""),
     ):
         assert cost(report(rate=rate)) == said

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.tuning.test_report import tuned
+from torchboost.tuning.report import Rate
 from torchboost.tuning.results import RESULTS, data_of_results, machines, recipe_rows, result_rows, results_in
 
 
@@ -44,5 +45,8 @@ def test_reports_are_found_and_compared(tmp_path: Path) -> None:
     assert machine.startswith("1, 2, 3: torchboost ")
     data = json.loads(json.dumps(data_of_results(results)))
     assert [(one["sealed"], bool(one["fault"]), "runs" in one) for one in data].count((True, False, False)) == 2
+    kept = {"whole": [], "extra": {}, "rate": Rate(best=0.5, change=0.02, seeds=4, fresh=True, kept=True)}
+    made.model_copy(update=kept).save(second)
+    assert result_rows(results_in([second]))[0][RESULTS.index("turned on")] == "0.5 times your rate"
     with pytest.raises(FileNotFoundError):
         results_in([tmp_path / "none.json"])

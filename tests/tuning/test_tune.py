@@ -149,6 +149,20 @@ def test_notes_say_how_the_search_was_made(tmp_path, fake):
     assert not [label for label, _ in fake.trained if "times the rate" in label and "schedule-free" not in label]
 
 
+def test_a_factory_that_gives_something_else_for_the_same_seed_is_noted(tmp_path, fake):
+    """Here each call makes the data of the one before smaller, as an in-place division of cached data does."""
+    cached = Loader()
+
+    def shrinking(seed: int) -> Any:
+        cached.inputs.mul_(0.5)
+        return (*make(seed)[:3], cached, *make(seed)[4:])
+
+    said = [note for note in tuned(factory=shrinking).notes if "for the same seed" in note]
+    assert len(said) == 1
+    assert said[0].startswith("make returned other data when it was called again for the same seed")
+    assert not any("for the same seed" in note for note in tuned().notes)
+
+
 def test_every_interruption_leaves_a_report_that_is_resumed_without_repetition(tmp_path, fake):
     whole = tuned(tmp_path / "whole.json")
     count = len(fake.trained)
@@ -163,7 +177,7 @@ def test_every_interruption_leaves_a_report_that_is_resumed_without_repetition(t
         fake.stop = None
         report = tuned(out, resume=True)
         assert len(fake.trained) == count
-        timeless = {"spent_seconds": 0.0, "environment": whole.environment}
+        timeless = {"spent_seconds": 0.0, "planned": None, "environment": whole.environment}
         found, wanted = (one.model_copy(update=timeless).model_dump() for one in (report, whole))
         assert {key: value for key, value in found.items() if value != wanted[key]} == {}
 
@@ -404,6 +418,41 @@ def test_nothing_is_overwritten(tmp_path):
     with pytest.raises(FileExistsError):
         tuned(own / "boost.json")
     assert own.read_text(encoding="utf-8") == '{"mine": 1}'
+
+
+def test_two_tunings_at_the_same_time_do_not_write_to_one_file(tmp_path, fake, monkeypatch):
+    """The other one begins before the first run of this one is in its report, so both found no file."""
+    out, call, other = tmp_path / "boost.json", Fake.__call__, list[TuneReport]()
+
+    def slow(self: Fake, *given: Any) -> Run:
+        if not other:
+            other.append(TuneReport(**{**base.model_dump(), "title": "the other one"}))
+            other[0].save(report_path(out))
+        return call(self, *given)
+
+    base = tuned()
+    monkeypatch.setattr(Fake, "__call__", slow)
+    with pytest.raises(IncompatibleError, match=r"boost\.report\.json was written by another tuning"):
+        tuned(out)
+    assert TuneReport.load(report_path(out)) == other[0]
+    assert not out.exists()
+
+
+@pytest.mark.usefixtures("fake")
+def test_ctrl_c_while_the_report_is_written_is_no_other_tuning(tmp_path, monkeypatch):
+    out, save = tmp_path / "boost.json", TuneReport.save
+
+    def stopped(self: TuneReport, path: Path) -> Path:
+        written = save(self, path)
+        if len(self.runs) == 3 and self.state == "running":
+            signal.raise_signal(signal.SIGINT)
+        return written
+
+    monkeypatch.setattr(TuneReport, "save", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        tuned(out)
+    partial = TuneReport.load(report_path(out))
+    assert (partial.state, len(partial.runs)) == ("interrupted", 3)
 
 
 def test_a_better_rate_is_written_also_if_no_plan_is_confirmed(tmp_path, fake, monkeypatch):

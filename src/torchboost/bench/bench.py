@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchboost.bench.contestants import Loop, Planner, Recipe, averaged, build_loop, version_of
-from torchboost.bench.digests import check_unchanged, data_of, fingerprint_of
+from torchboost.bench.digests import changes_by_call, check_unchanged, data_of, fingerprint_of
 from torchboost.bench.factory import RETURNS, Epoch, Factory, check_seeds, one_epoch, streams_restored
 from torchboost.bench.schedules import without_effect
 from torchboost.bench.verdict import LEAST_PAIRS, stock_of
@@ -56,6 +56,7 @@ UNITS_UNKNOWN = (
 SAME = "turned on the same here, so their differences are chance"
 REWRITTEN = "contestant {!r}: the file has changed since its steps were timed; leave out --resume, or restore the file."
 CHANGED = "its own trial turned on other switches or settings: trained with {}, timed with {}"
+SHORT = "a pass had fewer batches than the first reading of them, so some runs made fewer steps than their schedule has"
 FEW_ROUNDS = "timed in fewer than six rounds: too few for a 95 % interval"
 ENVIRONMENT = ("torch", "torchboost", "processor", "instructions", "device", "threads")
 
@@ -126,6 +127,7 @@ def run_bench(
     if epochs and parts.evaluate is None:
         raise ValueError(f"--epochs: found {epochs}, but the factory has no evaluate; needed: {RETURNS}.")
     data, fingerprint = data_of(parts), fingerprint_of(parts)
+    changes = changes_by_call(factory.build(0), fingerprint, data)
     epoch, model = factory.measured(parts), factory.model_name or type(parts.model).__name__
     tell("data", 1, 1, factory.title)
     epochs = 0 if parts.evaluate is None else factory.epochs if epochs is None else epochs
@@ -141,6 +143,7 @@ def run_bench(
         train_samples=epoch.samples,
         environment=environment(device),
         contestants=[],
+        notes=[changes] if changes else [],
         source=factory.source,
         fingerprint=fingerprint,
         data=data,
@@ -200,8 +203,8 @@ class _Session:
         )
 
     def batches(self, loop: Loop, seed: int, epoch: int) -> Iterator[tuple[Any, Any]]:
-        some = itertools.islice(loop.parts.batches, self.epoch.steps)
-        return one_epoch(some, seed=seed, epoch=epoch, device=self.device)
+        drawn = one_epoch(loop.parts.batches, seed=seed, epoch=epoch, device=self.device)
+        return itertools.islice(drawn, self.epoch.steps)
 
     def check_recipes(self, contestants: Mapping[str, Recipe]) -> None:
         """Note the parts of a configuration that have no effect here, and refuse one that cannot work."""
@@ -351,6 +354,8 @@ class _Session:
                 curve.train_loss.append(_smoothed(losses))
                 with averaged(loop.parts.optimizer):
                     curve.metric.append(self.factory.evaluate(loop.parts, loop.predict))
+        if len(losses) < loop.steps and SHORT not in self.report.notes:
+            self.update(notes=[*self.report.notes, SHORT])
         timed, used = contestant.algorithms, loop.algorithms
         if used != timed:
             ours, theirs = (", ".join(row.name for row in rows) or "nothing" for rows in (used, timed))

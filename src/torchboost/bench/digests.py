@@ -39,6 +39,21 @@ def data_of(parts: Parts) -> str:
     return digest.hexdigest()[:16]
 
 
+def changes_by_call(parts: Parts, fingerprint: str, data: str) -> str:
+    """Return a note if another call of the factory for the same seed had other digests. Empty if not."""
+    differ = {
+        "start weights or optimizers": fingerprint_of(parts) != fingerprint,
+        "data": data_of(parts) != data,
+    }
+    if not any(differ.values()):
+        return ""
+    return (
+        f"make returned other {' and other '.join(name for name, found in differ.items() if found)} when it was called "
+        "again for the same seed, so runs with one seed are no pairs; let it draw from torch's generator or the seed, "
+        "and change no data that it keeps"
+    )
+
+
 def check_unchanged(path: Path, saved: Any, now: Any, again: Callable[[], Parts]) -> None:
     """Raise ``ValueError`` if two reports are of other start weights, optimizers or data.
 

@@ -254,13 +254,15 @@ def _apart_from(number: int) -> int:
     return -1 - number
 
 
-def one_epoch(batches: Iterable[Any], *, seed: int, epoch: int, device: torch.device) -> Iterator[tuple[Any, Any]]:
+def one_epoch(
+    batches: Iterable[Any], *, seed: int, epoch: int, device: torch.device, copy: bool = True
+) -> Iterator[tuple[Any, Any]]:
     """Yield copies of the pairs of an epoch on a device, which depend on seed and epoch alone.
 
     A loader draws its order, and its samples draw their augmentation, from the global generators of torch, NumPy and
     Python, or from a generator of the loader. All of them are therefore seeded. What a model draws from torch's
     generator between two batches does not change the next one, nor does what a loss takes out of a batch of a list or
-    writes into it.
+    writes into it. Without ``copy``, tensors that are on the device already share their memory with the loader's.
 
     Raises:
         FactoryError: The loader yields no batch, or one is neither a pair nor a dict.
@@ -268,7 +270,7 @@ def one_epoch(batches: Iterable[Any], *, seed: int, epoch: int, device: torch.de
     empty = True
     for inputs, targets in map(_pair, _drawn_apart(batches, 1_000_003 * seed + epoch)):
         empty = False
-        yield with_tensors((inputs, targets), functools.partial(_copied, device=device))
+        yield with_tensors((inputs, targets), functools.partial(_copied, device=device, copy=copy))
     if empty:
         raise FactoryError(
             f"the factory's batches gave nothing in pass {epoch + 1}; give an iterable that starts again in every "
@@ -423,11 +425,11 @@ def _takes(model: nn.Module, named: Mapping[Any, Any]) -> bool:
     return True
 
 
-def _copied(tensor: Tensor, device: torch.device) -> Tensor:
+def _copied(tensor: Tensor, device: torch.device, copy: bool) -> Tensor:
     """Return a copy. That of a leaf is one, so that a loss finds its gradient there."""
     if not tensor.is_leaf:
-        return tensor.to(device, copy=True)
-    return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)
+        return tensor.to(device, copy=copy)
+    return tensor.detach().to(device, copy=copy).requires_grad_(tensor.requires_grad)
 
 
 def _pair(batch: Any) -> tuple[Any, Any]:

@@ -273,8 +273,8 @@ def _metric(summary: Summary, metric: str, share: bool) -> Sentence | None:
     if difference is None:
         return None
     if summary.stock_diverged:
-        text = f"stock diverged on at least one seed, so the {metric} of {name} cannot be compared with it."
-        return Sentence("open", text)
+        text = f"stock diverged on at least one seed: its loss or {metric} is not a number, so the {metric} of {name}"
+        return Sentence("open", f"{text} cannot be compared with it.")
     if _diverged(summary.contestant):
         return Sentence("bad", f"{name} diverged on at least one seed: its loss or {metric} is not a number.")
     mean, worst, best = (wording.difference(value, share=share) for value in difference[:3])
@@ -284,6 +284,9 @@ def _metric(summary: Summary, metric: str, share: bool) -> Sentence | None:
         return Sentence("open", f"{ends} on one seed: too few to say anything.")
     if math.isinf(difference.worst):
         text = f"{ends} over {seeds}. Fewer than three seeds decide nothing; give --decide more time."
+        return Sentence("open", text)
+    if difference.margin is None and difference.worst == difference.best:
+        text = f"{ends} over {seeds}. The difference is the same on each, which gives no bounds."
         return Sentence("open", text)
     if difference.margin is None:
         text = f"{ends} over {seeds}, with 95 % bounds {worst} to {best}; above 0 is better."
@@ -347,21 +350,27 @@ def headline(report: BenchReport) -> Sentence:
     """Return the headline.
 
     Of the contestants that are measurably faster, it names the fastest that kept its metric, otherwise the fastest
-    whose metric is undecided. If there is none, it says that nothing paid, or that nothing was compared with stock.
+    whose metric is undecided. If there is none, it says that nothing paid, that nothing was shown to, or that nothing
+    was compared with stock.
     """
     if stock_of(report) is None:
         return Sentence("open", NO_STOCK)
     share, metric = wording.is_share(report), report.metric_name
     paying: dict[Tone, list[Summary]] = {"good": [], "open": [], "bad": []}
+    may_pay = False
     for summary in summarise(report):
-        gain = _gain(summary)
+        gain, kept = _gain(summary), _metric(summary, metric, share)
+        tone = kept.tone if kept else "open"
         if gain is not None and gain.low > 1 and gain.mid >= MIN_GAIN:
-            kept = _metric(summary, metric, share)
-            paying[kept.tone if kept else "open"].append(summary)
+            paying[tone].append(summary)
+        may_pay = may_pay or (gain is not None and gain.low <= 1 and gain.high >= MIN_GAIN and tone != "bad")
     candidates = paying["good"] or paying["open"]
     most = max((ratio.pairs for contestant in report.contestants for ratio in contestant.ratios), default=LEAST_PAIRS)
     if most < LEAST_PAIRS:
         return Sentence("open", f"{wording.count(most, 'round')} of step timing decide nothing about the speed.")
+    if not candidates and may_pay:
+        text = "Nothing measured here was shown to be worth turning on, but this run does not exclude it."
+        return Sentence("open", text)
     if not candidates:
         return Sentence("bad", "Nothing measured here is worth turning on.")
     best = max(candidates, key=lambda summary: gain.mid if (gain := _gain(summary)) else 0.0)

@@ -251,6 +251,9 @@ class _Bench:
             low, share, high = (1 - 1 / each for each in (ratio.low, ratio.mid, ratio.high))
         self._plain += [plain for plain, _ in times]
         detail = f"{detail}, " if detail else ""
+        if low <= 0 and high > NOTABLE:
+            most = f"{detail}up to {percent(high)} of the computation"
+            return _Result(f"{most}, not decided in {len(times)} pairs of steps", None)
         if low <= 0:
             return _Result(f"{detail}no measurable time in {len(times)} pairs of steps")
         between = f"{detail}{percent(low)} to {percent(high)} of the computation"

@@ -147,7 +147,8 @@ def measure_step(
     """
     clock = clock if clock is not None else Clock.of(device)
     parts.model.to(device).train()
-    epochs = (one_epoch(parts.batches, seed=0, epoch=number, device=device) for number in itertools.count())
+    passes = itertools.count()  # without copies of what is on the device already, which a loop would not make
+    epochs = (one_epoch(parts.batches, seed=0, epoch=number, device=device, copy=False) for number in passes)
     batches = itertools.chain.from_iterable(epochs)
     seconds: dict[str, list[float]] = {part: [] for part in PARTS}
     for done in range(WARMUP + steps):

@@ -249,6 +249,8 @@ _FILES = "give a report of torchboost tune or bench, or a JSON list of the metri
 
 def _checked(like: Any, source: str) -> list[float]:
     try:
+        if isinstance(like, Mapping):  # its keys are numbers too
+            raise TypeError("found a mapping")
         finals = [float(value) for value in like]
     except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(

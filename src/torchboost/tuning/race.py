@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from torchboost.bench.report import wording
 from torchboost.measure.statistics import Look, SequentialTest, paired_ratio
 from torchboost.tuning.report import FRESH_SEED, STOCK, Candidate, Finding, Outcome, Rate, Run
-from torchboost.tuning.runs import EndedError, RecipeEndedError
-from torchboost.tuning.search import LEAST_GAIN, RUNG, Search, memory_ratio
+from torchboost.tuning.runs import HALF, EndedError, RecipeEndedError
+from torchboost.tuning.search import LEAST_GAIN, RUNG, SEEDS, Search, memory_ratio
 
 LONGER = 0.15
 """If the fastest plan is not confirmed, it is tried with so much more of the steps."""
@@ -47,6 +47,7 @@ class Race:
         error: Probability that something is turned on that costs more than the accepted drop.
         fresh: The first seed of the tests, with which no run was made before.
         planned: Number of seeds for which the budget has time, if it is known from before an interruption.
+        tested: The labels of what was tested, also with an earlier budget, with the error rate of each test.
         whole: The findings of the tests.
         notes: Further notes for the reader.
     """
@@ -56,6 +57,7 @@ class Race:
     error: float = 0.05
     fresh: int = FRESH_SEED
     planned: int | None = None
+    tested: dict[str, float] = field(default_factory=dict)
     whole: list[Finding] = field(default_factory=list, init=False)
     notes: list[str] = field(default_factory=list)
 
@@ -67,7 +69,7 @@ class Race:
 
         The attempts are known before the first fresh seed, and each has an equal part of the error rate, as has the
         test of stock's best rate against the user's. So whatever the search found, the probability that a harmful one
-        passes is at most the error rate.
+        passes is at most the error rate. If an earlier budget had other attempts, a note gives the sum.
         """
         self.search.make()
         runs, attempts, chosen = self.search.runs, self.attempts(), None
@@ -81,6 +83,7 @@ class Race:
                 break
         self._conclude(chosen)
         self._compare_rates(part, decides=chosen is None)
+        self._note_tested()
         self._note_metric()
         return chosen
 
@@ -144,6 +147,7 @@ class Race:
             begun = (plan.label, self.fresh) in runs.made  # before an interruption
             if not begun and runs.spent + self._seconds(plan, LEAST_SEEDS) / runs.processes > runs.limit:
                 raise EndedError(f"the budget of {runs.budget:.0f} s does not allow {LEAST_SEEDS} more pairs of runs")
+            self._count(plan, error)
             for multiple in dict.fromkeys((self.search.stock.rate, 1.0)):
                 outcome, reason = self._compared(plan, Candidate(name=STOCK, rate=multiple), error)
                 if outcome != "kept":
@@ -163,7 +167,9 @@ class Race:
         for seed in range(self.fresh, self.fresh + self.most):
             later = [(one, number) for number in range(seed, self.fresh + self.most) for one in (stock, plan)]
             baseline = runs.run(stock, seed, later)
-            if not is_best and not math.isfinite(baseline.metric):
+            if not math.isfinite(baseline.metric):
+                if is_best:
+                    return "not shown", f"stock itself diverges with seed {seed}, so nothing can be compared with it"
                 return "kept", "it keeps the metric; stock at your rate diverges"
             runs.score(plan, seed, later)
             pairs.append((baseline, runs.made[plan.label, seed]))
@@ -234,6 +240,8 @@ class Race:
         best, own = self.search.stock, Candidate(name=STOCK)
         if best.rate == own.rate:
             return
+        if decides:
+            self._count(best, error)
         test = SequentialTest(margin=self.search.drop, most=self.most, error=error, planned=self.planned)
         changes, look, sound = list[float](), test.look([]), True
         last = self.fresh + (self.most if decides else OWN_SEEDS)
@@ -255,7 +263,25 @@ class Race:
             kept = decides and better
             self.search.rate = Rate(best=best.rate, change=known, seeds=len(changes), fresh=True, kept=kept)
 
+    def _count(self, plan: Candidate, error: float) -> None:
+        self.tested[plan.label] = max(error, self.tested.get(plan.label, 0.0))
+
+    def _note_tested(self) -> None:
+        total = sum(self.tested.values())
+        if total > 1.001 * self.error:
+            self.notes.append(
+                f"{len(self.tested)} plans were tested, some of them with an earlier budget, so the probability of a "
+                f"wrong decision in all of them is at most {total:.2g}, not {self.error:g}"
+            )
+
     def _note_metric(self) -> None:
+        own, made = self.search.recipes[0], self.search.runs.made
+        half, whole = (made.get((own.at(1.0, share).label, SEEDS[0])) for share in (HALF, 1.0))
+        if half is not None and whole is not None and half.metric - whole.metric > self.search.drop:
+            self.notes.append(
+                f"at your rate stock ends at {whole.metric:.4g}, below the {half.metric:.4g} after half of the steps; "
+                "higher counts as better, so for a loss let evaluate return its negative"
+            )
         metrics = [run.metric for one, run in self.search.runs.of(STOCK) if one.label == self.search.stock.label]
         if len(metrics) > 2 and len(set(metrics)) == 1:
             self.notes.append(

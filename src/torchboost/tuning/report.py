@@ -14,6 +14,7 @@ from typing_extensions import Self
 
 from torchboost.bench.report import wording
 from torchboost.bench.report.page import Scale, Tick, render, ticks
+from torchboost.bench.verdict import COARSE
 from torchboost.errors import ConfigError
 from torchboost.measure.evidence import Environment, Interval, Record, SavedRecord
 from torchboost.sheet import Sheet, percent
@@ -226,6 +227,7 @@ class TuneReport(SavedRecord):
     factory. It is empty if there is none. ``prior`` has the titles of the reports that the search began from,
     ``starts`` what they said about each recipe, and ``fresh_seed`` the first seed of the confirmation, which none of
     them has used. ``planned`` is the number of these seeds for which the budget had time when the first one was begun.
+    ``tested`` has the labels of what was tested, also with an earlier budget, with the error rate of each test.
     ``rate_search`` is whether the user's learning rate was to be searched. ``left_out`` has the levers that the trial
     did not keep, with the reasons. ``levers`` are those that every recipe of the search has, ``exact`` the levers among
     them whose step is the plain one but for rounding. ``extra`` and ``recipe`` are the final configuration: the plan
@@ -264,6 +266,7 @@ class TuneReport(SavedRecord):
     starts: dict[str, Start] = Field(default_factory=dict)
     fresh_seed: int = FRESH_SEED
     planned: int | None = None
+    tested: dict[str, float] = Field(default_factory=dict)
 
     @property
     def sheet(self) -> Sheet:
@@ -358,8 +361,7 @@ def headline(report: TuneReport) -> str:
         )
     proven = proven_whole(report)
     if proven is not None:
-        gain = "" if proven.speed is None else f" A training then takes {percent(1 / proven.speed.mid)} of the time."
-        return f"Turn on {turned_on(report)}.{gain}"
+        return f"Turn on {turned_on(report)}.{_gain(proven)}"
     on, better = turned_on(report), report.rate is not None and report.rate.kept
     nothing = f"{'Nothing else' if on or better else 'Nothing'} is turned on"
     said = f"Turn on {on}: a step is faster and the same but for rounding. " if on else ""
@@ -374,6 +376,15 @@ def headline(report: TuneReport) -> str:
     if why := _untried(report):
         return f"{said}{why}."
     return f"{said}{nothing}: no recipe was found that saves time and keeps the metric within {report.drop:g}."
+
+
+def _gain(proven: Finding) -> str:
+    """Return how long a training takes, with both ends if they are far apart, as on a busy machine."""
+    if proven.speed is None:
+        return ""
+    share = proven.speed.inverse
+    ends = f" ({percent(share.low)} to {percent(share.high)})" if share.high > share.low * (1 + COARSE) else ""
+    return f" A training then takes {percent(share.mid)} of the time{ends}."
 
 
 def _untried(report: TuneReport) -> str:
@@ -431,6 +442,9 @@ def rate_words(report: TuneReport) -> str:
     times = f"{max(found.best, 1 / found.best):g} times too {'high' if found.best < 1 else 'low'}"
     many = f"{found.seeds} seed{'s' if found.seeds > 1 else ''}"
     seeds = f"{found.seeds} fresh seeds" if found.fresh else f"{many} of the search"
+    if found.change is not None and found.change <= 0:
+        better = f"The search preferred {found.best:g} times your rate, but the metric is not higher there"
+        return f"{better}: {_changed(found.change)}, with {seeds}."
     gain = "" if found.change is None else f": {_changed(found.change)} at {found.best:g} of it, with {seeds}"
     return f"Your rate is {times}{gain}.{' The configuration has the better one.' if found.kept else ''}"
 

@@ -74,12 +74,18 @@ def _figures(one: Result) -> dict[str, Any]:
         "training": _training(report),
         "date": report.environment.date[:16],
         "drop": report.drop,
-        "turned on": (turned_on(report) or "nothing") if complete else "not finished",
+        "turned on": (_in_the_file(report) or "nothing") if complete else "not finished",
         "time": None if speed is None else 1 / speed.mid,
         "metric against stock": None if proven is None else proven.difference,
         "your rate": None if report.rate is None else report.rate.best,
         "tuning": report.spent_seconds,
     }
+
+
+def _in_the_file(report: TuneReport) -> str:
+    """Return what the configuration turns on, and the rate if no plan was confirmed and stock's best one is in it."""
+    rate = f"{report.rate.best:g} times your rate" if report.rate is not None and report.rate.kept else ""
+    return ", ".join(filter(None, (turned_on(report), rate)))
 
 
 def result_rows(results: Sequence[Result]) -> list[list[str]]:

@@ -13,9 +13,10 @@ import torch
 
 from torchboost.algorithms.threads import compute_with_threads
 from torchboost.bench.bench import check_same
-from torchboost.bench.digests import check_unchanged, data_of, fingerprint_of
+from torchboost.bench.digests import changes_by_call, check_unchanged, data_of, fingerprint_of
 from torchboost.bench.factory import count_of, made_by, source_of
 from torchboost.bench.schedules import ABSOLUTE, LEAST_STEPS, schedule_sets_rates
+from torchboost.calibration.watch import uninterrupted
 from torchboost.core.arguments import check_count, check_number, is_number, seconds_of
 from torchboost.distributed.topology import Topology
 from torchboost.errors import FactoryError, IncompatibleError
@@ -118,8 +119,8 @@ def tune(
         FactoryError: The factory returns something else or has no ``evaluate``, or the stock loop cannot be compared:
             it diverges, or has the same losses and metric for two seeds. With several ``processes`` also: they
             cannot load ``make``, or the training of stock raised an error in one of them, which the text has.
-        IncompatibleError: ``torch.distributed`` has several ranks, :func:`torchboost.boost` cannot take the pair, or a
-            process was ended from outside.
+        IncompatibleError: ``torch.distributed`` has several ranks, :func:`torchboost.boost` cannot take the pair,
+            another tuning writes to the same file, or a process was ended from outside.
         TypeError: An argument has the wrong type.
         ValueError: An argument is out of range, the report belongs to another tuning, or the file of a report was
             changed after it was written.
@@ -197,6 +198,7 @@ def tune(
         absolute=schedule_sets_rates(make, steps),
         processes=processes,
         share=share,
+        changes=changes_by_call(made_by(make, 0), report.fingerprint, report.data),
     )
     del parts  # a model less in memory during the runs
     if resume:
@@ -220,7 +222,8 @@ def report_path(out: str | Path) -> Path:
 class _Session:
     """A tuning under way: the request, reports of earlier ones, and the report as far as it came.
 
-    ``absolute`` is whether the schedule sets its own rates, and ``share`` what each process gets of the machine.
+    ``absolute`` is whether the schedule sets its own rates, ``share`` what each process gets of the machine, and
+    ``changes`` a note if another call for the same seed gave something else. ``written`` is what the report's file has.
     """
 
     started: float
@@ -233,13 +236,15 @@ class _Session:
     absolute: bool
     processes: int
     share: Shares
+    changes: str = ""
+    written: bytes | None = None
 
     def take_up(self) -> None:
         """Continue the saved report. ``ValueError`` if it belongs to another tuning."""
         path, now = None if self.out is None else report_path(self.out), self.report
         if path is None or not path.is_file():
             return
-        saved = TuneReport.load(path)
+        saved, self.written = TuneReport.load(path), path.read_bytes()
         names = ("title", "model", "parameters", "drop", "steps", "total_steps", "most_seeds", "error", "rate_search")
         check_same(path, saved, now, (*names, "fingerprint"), "was made with")
         check_unchanged(path, saved, now, lambda: made_by(self.make, 0))
@@ -288,6 +293,7 @@ class _Session:
             error=self.report.error,
             fresh=self.report.fresh_seed,
             planned=self.report.planned,
+            tested=dict(self.report.tested),
             notes=self._notes(),
         )
         self.progress("plan", 0, 1, _plan(self.report, len(recipes)))
@@ -347,6 +353,7 @@ class _Session:
             f"several runs were made at the same time (threads of each: {self.report.environment.threads}); the times "
             "are those of such runs": self.processes > 1
             or any(run.charged_seconds is not None for run in self.report.runs),
+            self.changes: bool(self.changes),
         }
         return [note for note, holds in said.items() if holds]
 
@@ -367,6 +374,7 @@ class _Session:
                 "whole": list(race.whole),
                 "rate": search.rate,
                 "planned": race.planned,
+                "tested": dict(race.tested),
                 "runs": list(runs.made.values()),
                 "spent_seconds": runs.aside + sum(run.charge for run in runs.made.values()),
                 "notes": list(race.notes),
@@ -374,9 +382,19 @@ class _Session:
             }
         )
         if self.out is not None:
-            self.report.save(report_path(self.out))
+            self._save(report_path(self.out))
         last = self.report.runs[-1] if self.report.runs else None
         self._tell("" if last is None else f"{last.name}, seed {last.seed}: {last.metric:.4g}")
+
+    def _save(self, path: Path) -> None:
+        """Save the report, unless another tuning has begun to write to the same file since this one did."""
+        if path.exists() and path.read_bytes() != self.written:
+            raise IncompatibleError(
+                f"{path} was written by another tuning while this one ran, which ends here; let each have its own file "
+                "(out, --out)."
+            )
+        with uninterrupted():  # a Ctrl-C in between would take the file for that of another one
+            self.written = self.report.save(path).read_bytes()
 
 
 def _as_given(candidate: Candidate) -> Candidate:

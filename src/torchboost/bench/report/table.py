@@ -37,7 +37,7 @@ def result_table(report: BenchReport) -> Table:
         if summary.difference is None:
             return NOTHING
         mean, worst = (wording.difference(value, share=share) for value in summary.difference[:2])
-        sure = math.isfinite(summary.difference.worst)
+        sure = math.isfinite(summary.difference.worst) and summary.difference.worst < summary.difference.best
         return f"{mean} (at worst {worst.removesuffix(' points')})" if sure else mean
 
     columns: dict[str, Callable[[Summary], str]] = {
