@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -94,7 +95,8 @@ class Fusion(Attachment):
                     continue
                 self._align(moving)
             kinds = {(p.dtype, p.device) for p in moving}
-            look = list(map(id, moving)), kinds, [p.stride() for p in moving]
+            late = [p for p in moving if group.get("momentum") and _has_no_buffer(state, p)]
+            look = list(map(id, moving)), kinds, [p.stride() for p in moving], len(late)
             if self._seen.get(index) != (*look, len(state)) and self._is_sound(index, group, moving, kinds):
                 self._seen[index] = (*look, len(state))  # the buffers of a first step do not exist yet
 
@@ -133,7 +135,7 @@ class Fusion(Attachment):
         state = self._optimizer.state
         for p in parameters:
             _align_state(state.get(p, {}), p)
-        late = [p for p in parameters if state.get(p, {}).get("momentum_buffer") is None]
+        late = [p for p in parameters if _has_no_buffer(state, p)]
         if group.get("momentum") and len(late) < len(parameters):
             for p in late:
                 state[p]["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
@@ -176,6 +178,10 @@ class Fusion(Attachment):
         optimizer.defaults |= self._defaults
         if not self._checks_before:
             forget_fused_mark(optimizer)
+
+
+def _has_no_buffer(state: Mapping[Tensor, Any], parameter: Tensor) -> bool:
+    return state.get(parameter, {}).get("momentum_buffer") is None
 
 
 _FUSED = {"fused": True, "foreach": None}
