@@ -136,8 +136,9 @@ def test_parameters_that_start_late_join_with_the_right_momentum() -> None:
         train(target, 2, 3)
         target.model[0].requires_grad_(True)
         train(target, 3, 4)
-        target.optimizer.state[target.model[0].weight] = {}  # begins again
-        train(target, 4, 6)
+        for step, parameter in enumerate(target.model[0].parameters(), 4):
+            target.optimizer.state[parameter] = {}  # begins again
+            train(target, step, step + 1)
     assert_same(fused, plain)
 
 

@@ -95,10 +95,10 @@ class Fusion(Attachment):
                     continue
                 self._align(moving)
             kinds = {(p.dtype, p.device) for p in moving}
-            late = [p for p in moving if group.get("momentum") and _has_no_buffer(state, p)]
-            look = list(map(id, moving)), kinds, [p.stride() for p in moving], len(late)
-            if self._seen.get(index) != (*look, len(state)) and self._is_sound(index, group, moving, kinds):
-                self._seen[index] = (*look, len(state))  # the buffers of a first step do not exist yet
+            look = list(map(id, moving)), kinds, [p.stride() for p in moving], len(state)
+            late = bool(group.get("momentum")) and any(_has_no_buffer(state, p) for p in moving)
+            if (late or self._seen.get(index) != look) and self._is_sound(index, group, moving, kinds):
+                self._seen[index] = look
 
     def _align(self, parameters: list[Tensor]) -> None:
         """Replace gradients in another layout, and note which to put back, as other code may hold their memory.
