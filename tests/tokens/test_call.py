@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrize import register_parametrization
 
 from torchboost.algorithms import sparse_head_forward, unpad_forward
 from torchboost.optim import LazyAdam
@@ -163,6 +164,20 @@ class Repeated(Network):
         return [float(self.replaced), float(self.written), self.calls, self.latest]
 
 
+class ComputedHead(Network):
+    """The weight of the head is computed whenever it is read, with random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        register_parametrization(self.head, "weight", nn.Dropout(0.3))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        return self.head(self.hidden(input_ids))
+
+    def state(self) -> list[float]:
+        return [float(torch.rand(()))]
+
+
 def batch_of(kind: type[Network]) -> tuple[Tensor, Tensor]:
     count = 1 if kind is GateOfZeros else BATCH
     return IDS[:count].clone(), (LABELS if "labels" in kind.forward.__annotations__ else MASK)[:count].clone()
@@ -197,6 +212,7 @@ def run(kind: type[Network], attach: Any, calls: int = 3) -> list[Any]:
         MixesPositions,
         GradientInside,
         Repeated,
+        ComputedHead,
     ],
 )
 def test_losses_gradients_and_state_are_those_of_plain_calls(kind: type[Network], attach: tuple[Callable[..., Any]]):
