@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,7 +43,10 @@ def care_for_fused(optimizer: Optimizer) -> Attachment:
 
 
 class Fusion(Attachment):
-    """Fuses the chosen groups, and looks at gradients and state before each step. Other groups keep their form."""
+    """Fuses the chosen groups, and looks at gradients and state before each step. Other groups keep their form.
+
+    Copies and pickles of the optimizer, which have no hooks, have the flags of the user.
+    """
 
     def __init__(self, optimizer: Optimizer, chosen: list[bool]) -> None:
         super().__init__(undo=self._restore)
@@ -56,6 +60,8 @@ class Fusion(Attachment):
         self._apply(optimizer)
         if all(chosen):
             optimizer.defaults |= _FUSED
+        self._state_before = vars(optimizer).get(_STATE)
+        vars(optimizer)[_STATE] = self._copied
         self._handles.append(optimizer.register_step_pre_hook(self._prepare))
         self._handles.append(optimizer.register_state_dict_post_hook(self._write_plain, prepend=True))
         self._handles.append(optimizer.register_load_state_dict_post_hook(self._apply))
@@ -169,8 +175,24 @@ class Fusion(Attachment):
 
         change_entries(optimizer, state_dict, plain)
 
+    def _copied(self) -> dict[str, Any]:
+        """Return the state that a copy or a pickle of the optimizer gets."""
+        optimizer, before = self._optimizer, self._state_before
+        state = before() if before is not None else type(optimizer).__getstate__(optimizer)
+        groups = [dict(group) for group in state["param_groups"]]
+        hosted = self._set_plain(groups, every=False)
+        entries = {p: dict(each) for p, each in state["state"].items()}
+        for p in hosted & entries.keys():
+            if isinstance(step := entries[p].get("step"), Tensor):
+                entries[p]["step"] = step.cpu()
+        own = {"defaults": {**state["defaults"], **self._defaults}, "state": defaultdict(dict, entries)}
+        return {**state, **own, "param_groups": groups}
+
     def _restore(self) -> None:
         optimizer = self._optimizer
+        vars(optimizer).pop(_STATE, None)
+        if self._state_before is not None:
+            vars(optimizer)[_STATE] = self._state_before
         for parameter in self._set_plain(optimizer.param_groups, every=True):
             state = optimizer.state.get(parameter, {})
             if isinstance(state.get("step"), Tensor):
@@ -185,6 +207,8 @@ def _has_no_buffer(state: Mapping[Tensor, Any], parameter: Tensor) -> bool:
 
 
 _FUSED = {"fused": True, "foreach": None}
+_STATE = "__getstate__"
+"""Attribute of an optimizer that is fused. ``copy`` and ``pickle`` ask the instance before its class."""
 
 
 def _flags(group: dict[str, Any]) -> dict[str, Any]:
