@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -136,6 +137,9 @@ def test_parameters_that_start_late_join_with_the_right_momentum() -> None:
         train(target, 2, 3)
         target.model[0].requires_grad_(True)
         train(target, 3, 4)
+        for step, parameter in enumerate(target.model[0].parameters(), 4):
+            target.optimizer.state[parameter] = {}  # begins again
+            train(target, step, step + 1)
     assert_same(fused, plain)
 
 
@@ -276,6 +280,25 @@ def test_a_checkpoint_of_an_unfused_run_keeps_the_optimizer_fused() -> None:
     assert_same(fused, plain)
     effect.remove()
     assert fused.optimizer.param_groups[0]["fused"] is None
+
+
+def test_copies_have_the_flags_of_the_user() -> None:
+    for make in ALL.values():
+        target, _ = pair(make)
+        flags = [[{k: g.get(k) for k in ("fused", "foreach")} for g in target.optimizer.param_groups]]
+        flags += [{k: target.optimizer.defaults.get(k) for k in ("fused", "foreach")}]
+        attributes = set(vars(target.optimizer))
+        with fuse_optimizer(target.optimizer):
+            train(target, 2, 3)
+            both = target.model, target.optimizer
+            copies = [copy.deepcopy(both), pickle.loads(pickle.dumps(both))]
+            train(target, 2, 4)
+        for model, optimizer in copies:
+            assert [[{k: g.get(k) for k in ("fused", "foreach")} for g in optimizer.param_groups]] == flags[:1]
+            assert {k: optimizer.defaults.get(k) for k in ("fused", "foreach")} == flags[1]
+            train(Target(model, optimizer), 2, 4)
+            assert_same(Target(model, optimizer), target)
+        assert "__getstate__" not in set(vars(target.optimizer)) - attributes
 
 
 def test_an_optimizer_that_is_fused_already_gets_the_same_care() -> None:

@@ -24,7 +24,8 @@ from tests.support.ranks import run_ranks
 from tests.support.zoo import ZOO
 from torchboost.algorithms.less_bn import LessBn, less_bn
 from torchboost.core.algorithm import Target, attach_all
-from torchboost.errors import NoEffectWarning
+from torchboost.errors import IncompatibleError, NoEffectWarning
+from torchboost.optim import ScheduleFreeAdamW, muon_from
 from torchboost.workloads.models import Bottleneck, ResNet
 
 
@@ -124,6 +125,22 @@ def test_new_parameters_join_the_group_of_their_weight():
     less_bn(model, optimizer)
     assert [len(g["params"]) for g in optimizer.param_groups] == [9 + 3, 16 - 6]
     assert model[3].bias in set(optimizer.param_groups[0]["params"])
+
+
+def test_a_rule_that_cannot_follow_is_refused_before_anything_changes():
+    model = vgg()
+    train_a_little(model)
+    given = torch.optim.SGD(model.parameters(), lr=0.05)
+    cases = ((muon_from(given, model, lr=0.02), "vector"), (ScheduleFreeAdamW(model.parameters(), lr=0.01), "state"))
+    for optimizer, reason in cases:
+        model(torch.randn(2, 3, 16, 16)).sum().backward()
+        optimizer.step()
+        groups, state = [list(g["params"]) for g in optimizer.param_groups], copy.deepcopy(model.state_dict())
+        with pytest.raises(IncompatibleError, match=reason):
+            less_bn(model, optimizer)
+        assert groups == [g["params"] for g in optimizer.param_groups]
+        torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
+    assert less_bn(model, ScheduleFreeAdamW(model.parameters(), lr=0.01)).removed
 
 
 class Branching(nn.Module):

@@ -231,6 +231,23 @@ def test_named_parameters_find_their_state_by_name():
         assert same([params[name] for name in "abcd"], [turned[name] for name in "abcd"])
 
 
+def test_some_other_names_at_the_places_of_a_file_are_new_names_and_moved_ones_are_refused():
+    for rule in RULES:
+        optimizer = RULES[rule]([*zip("abcd", parameters([(3, 2)] * 4), strict=True)], lr=0.1)
+        train(optimizer, optimizer.param_groups[0]["params"], range(2))
+        state = saved(optimizer.state_dict())
+        for names, moved in (("abce", False), ("wxyz", False), ("bace", True)):
+            other = RULES[rule]([*zip(names, parameters([(3, 2)] * 4), strict=True)], lr=0.1)
+            before = values(other)
+            if moved:
+                with pytest.raises(ValueError, match="'a' at place 0, here it is at place 1"):
+                    other.load_state_dict(state)
+                assert values(other) == before
+            else:
+                other.load_state_dict(state)
+                assert values(other)[1] == values(optimizer)[1]
+
+
 def test_grad_scaler_equals_plain_gradients():
     """On CPU; a power of two as scale loses nothing. One step overflows and must not happen."""
     for rule in RULES:

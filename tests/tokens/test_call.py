@@ -14,8 +14,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrize import register_parametrization
 
 from torchboost.algorithms import sparse_head_forward, unpad_forward
+from torchboost.optim import LazyAdam
 
 BATCH, LENGTH, WIDTH, WORDS = 3, 8, 8, 20
 MASK = (torch.arange(LENGTH) < torch.tensor([3, 5, 8])[:, None]).long()
@@ -230,6 +232,20 @@ class NotesAndDraws(Network):
         return [*self.found, self.seen["calls"]]
 
 
+class ComputedHead(Network):
+    """The weight of the head is computed whenever it is read, with random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        register_parametrization(self.head, "weight", nn.Dropout(0.3))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        return self.head(self.hidden(input_ids))
+
+    def state(self) -> list[float]:
+        return [float(torch.rand(()))]
+
+
 def batch_of(kind: type[Network]) -> tuple[Tensor, Tensor]:
     count = 1 if kind is GateOfZeros else BATCH
     return IDS[:count].clone(), (LABELS if "labels" in kind.forward.__annotations__ else MASK)[:count].clone()
@@ -269,6 +285,7 @@ def run(kind: type[Network], attach: Any, calls: int = 3) -> list[Any]:
         CatchesAll,
         FailsOtherwise,
         NotesAndDraws,
+        ComputedHead,
     ],
 )
 def test_losses_gradients_and_state_are_those_of_plain_calls(kind: type[Network], attach: tuple[Callable[..., Any]]):
@@ -352,6 +369,51 @@ class Plain(Network):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         return self.head(self.hidden(input_ids))
+
+
+class Lazy(Network):
+    """Its optimizer catches rows of the table up in each call, and remembers which."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH, sparse=True)
+
+
+class LazyPooled(Lazy):
+    """Needs all positions."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.pooled(self.hidden(input_ids))
+
+
+class LazyLogits(Lazy):
+    """The loop needs all positions."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.head(self.hidden(input_ids))
+
+
+@pytest.mark.parametrize("kind", [LazyPooled, LazyLogits])
+@pytest.mark.parametrize("attach", [(unpad_forward,), (sparse_head_forward,)], ids=["unpad", "head"])
+def test_rows_that_an_optimizer_has_caught_up_are_not_lost(kind: type[Network], attach: tuple[Callable[..., Any]]):
+    results = []
+    for each in ((), attach):
+        torch.manual_seed(0)
+        model: Any = kind().train()
+        optimizer = LazyAdam(model.parameters(), lr=0.05, eps=0.01, exact=True)
+        optimizer.attach(model.words)
+        for one in each:
+            one(model)
+        for at in range(6):
+            ids, mask = IDS.roll(at, 0) % (4 + 3 * at), MASK.roll(at, 0)
+            logits = model(ids, mask)
+            read = at > 3 or logits.ndim == 0
+            (logits.square().mean() if read else logits[mask.bool()].square().mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.catch_up()
+        results.append(model.state_dict())
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
 
 
 def test_what_is_kept_for_the_first_time_later_is_refused_rather_than_wrong():

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from torchboost.core.algorithm import Algorithm, AlreadyOn, Attachment, Target, Traits, attach_each
 from torchboost.core.arguments import check_optimizer
+from torchboost.core.torch_private import parameter_slots
 from torchboost.core.wrapping import hookable
 from torchboost.errors import IncompatibleError, warn_no_effect
 from torchboost.optim.fusing import Fusion, fused_class, obstacle
@@ -115,7 +116,8 @@ def _obstacles(optimizer: Optimizer, sparse: frozenset[Tensor]) -> list[str | No
 def _sparse(model: nn.Module) -> frozenset[Tensor]:
     """Return the parameters whose gradients will be sparse."""
     tables = (module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
-    return frozenset(table.weight for table in tables if table.sparse)
+    weights = (parameter_slots(table).get("weight") for table in tables if table.sparse)
+    return frozenset(weight for weight in weights if weight is not None)
 
 
 def _refuse_differentiable(optimizer: Optimizer) -> None:

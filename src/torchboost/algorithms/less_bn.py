@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -41,6 +42,8 @@ from torchboost.graph.surgery import (
     replace_module,
 )
 from torchboost.graph.trace import trace
+from torchboost.optim.rules.base import UpdateRule
+from torchboost.optim.rules.muon import Muon
 
 Keep = Literal["last", "narrowest"]
 Init = Literal["unit_variance", "keep"]
@@ -217,7 +220,9 @@ def less_bn(
     Raises:
         TypeError: Not a module.
         ValueError: A setting out of range, or the model does not run on ``sample``.
-        IncompatibleError: The model is wrapped, sharded or compiled, or folding changed its outputs.
+        IncompatibleError: The model is wrapped, sharded or compiled, folding changed its outputs, or the rule of
+            ``optimizer`` cannot follow: Muon for the weight of a layer that gets a vector, or a schedule-free rule or
+            FTRL with a state.
 
     After any error, and after an interrupt, model and optimizer are as they were.
 
@@ -280,6 +285,7 @@ def _reduce(
     else:
         before = set(model.parameters())
         averages = [] if dry_run else averages_of(model)
+        _check_optimizers(optimizers, plan)
         with changing(model, optimizers, written=_in_front(plan)):
             if plan.folds:
                 folds = {norm: layer for norm in plan.removed if isinstance(layer := plan.folds[norm], nn.Module)}
@@ -299,6 +305,24 @@ def _reduce(
         largest_difference=difference,
         traced=plan.flow.traced,
     )
+
+
+def _check_optimizers(optimizers: Sequence[Optimizer], plan: _Plan) -> None:
+    """Refuse a rule that computes the weights from its state, and Muon for a weight whose layer gets a vector."""
+    written = _in_front(plan)
+    layers = [layer for norm in plan.removed if isinstance(layer := plan.folds.get(norm), nn.Module)]
+    growing = [layer for layer in layers if parameter_slots(layer).get("bias") is None]
+    joined = {parameter_slots(layer).get("weight") for layer in (*growing, plan.head) if layer is not None}
+    for one in optimizers:
+        for group in one.param_groups:
+            rule = one.rule_for(group) if isinstance(one, UpdateRule) else one
+            held = set(group["params"])
+            stale = isinstance(rule, UpdateRule) and rule.keeps_weights and any(one.state.get(p) for p in written)
+            reason = f"{type(rule).__name__} computes the weights from its state, which is of those before"
+            if isinstance(rule, (Muon, torch.optim.Muon)) and not held.isdisjoint(joined):
+                stale, reason = True, "Muon trains matrices alone, and a layer of one gets a new vector"
+            if stale:
+                raise IncompatibleError(f"less_bn: {reason}; call it before the optimizer is built.")
 
 
 def _in_front(plan: _Plan) -> list[Tensor]:

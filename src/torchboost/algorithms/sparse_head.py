@@ -15,6 +15,7 @@ from typing_extensions import Self
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import check_module
 from torchboost.core.forward import tensors_in
+from torchboost.core.torch_private import parameter_slots
 from torchboost.core.wrapping import sharded_units, unwrap
 from torchboost.tokens.call import Part, PartialCall, PartialForward
 from torchboost.tokens.layout import Layout
@@ -94,12 +95,17 @@ def _heads(model: nn.Module) -> list[nn.Linear]:
     named: Any = getattr(model, "get_output_embeddings", None)
     if callable(named):
         head = named()
-        return [head] if isinstance(head, nn.Linear) else []
+        return [head] if isinstance(head, nn.Linear) and _weight(head) is not None else []
     if not any(isinstance(module, (nn.Embedding, nn.MultiheadAttention)) for module in model.modules()):
         return []
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     most = max((module.out_features for module in linear), default=0)
-    return [module for module in linear if module.out_features == most]
+    return [module for module in linear if module.out_features == most and _weight(module) is not None]
+
+
+def _weight(head: nn.Linear) -> Tensor | None:
+    """Return the weight, or None if it is computed whenever it is read, perhaps with random numbers."""
+    return parameter_slots(head).get("weight")
 
 
 def _attached(model: nn.Module, optimizers: Sequence[Optimizer]) -> PartialForward:
@@ -123,7 +129,7 @@ class _Waiting(Part):
 
     def __init__(self, heads: Sequence[nn.Linear], call: PartialCall) -> None:
         super().__init__()
-        self._weights = {id(head.weight): head.out_features for head in heads}
+        self._weights = {id(_weight(head)): head.out_features for head in heads}
         self._call = call
 
     def layout(self, output: Tensor) -> Layout | None:

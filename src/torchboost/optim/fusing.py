@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -40,7 +42,10 @@ def care_for_fused(optimizer: Optimizer) -> Attachment:
 
 
 class Fusion(Attachment):
-    """Fuses the chosen groups, and looks at gradients and state before each step. Other groups keep their form."""
+    """Fuses the chosen groups, and looks at gradients and state before each step. Other groups keep their form.
+
+    Copies and pickles of the optimizer, which have no hooks, have the flags of the user.
+    """
 
     def __init__(self, optimizer: Optimizer, chosen: list[bool]) -> None:
         super().__init__(undo=self._restore)
@@ -54,6 +59,8 @@ class Fusion(Attachment):
         self._apply(optimizer)
         if all(chosen):
             optimizer.defaults |= _FUSED
+        self._state_before = vars(optimizer).get(_STATE)
+        vars(optimizer)[_STATE] = self._copied
         self._handles.append(optimizer.register_step_pre_hook(self._prepare))
         self._handles.append(optimizer.register_state_dict_post_hook(self._write_plain, prepend=True))
         self._handles.append(optimizer.register_load_state_dict_post_hook(self._apply))
@@ -93,9 +100,10 @@ class Fusion(Attachment):
                     continue
                 self._align(moving)
             kinds = {(p.dtype, p.device) for p in moving}
-            look = list(map(id, moving)), kinds, [p.stride() for p in moving]
-            if self._seen.get(index) != (*look, len(state)) and self._is_sound(index, group, moving, kinds):
-                self._seen[index] = (*look, len(state))  # the buffers of a first step do not exist yet
+            look = list(map(id, moving)), kinds, [p.stride() for p in moving], len(state)
+            late = bool(group.get("momentum")) and any(_has_no_buffer(state, p) for p in moving)
+            if (late or self._seen.get(index) != look) and self._is_sound(index, group, moving, kinds):
+                self._seen[index] = look
 
     def _align(self, parameters: list[Tensor]) -> None:
         """Replace gradients in another layout, and note which to put back, as other code may hold their memory.
@@ -132,7 +140,7 @@ class Fusion(Attachment):
         state = self._optimizer.state
         for p in parameters:
             _align_state(state.get(p, {}), p)
-        late = [p for p in parameters if state.get(p, {}).get("momentum_buffer") is None]
+        late = [p for p in parameters if _has_no_buffer(state, p)]
         if group.get("momentum") and len(late) < len(parameters):
             for p in late:
                 state[p]["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
@@ -166,8 +174,24 @@ class Fusion(Attachment):
 
         change_entries(optimizer, state_dict, plain)
 
+    def _copied(self) -> dict[str, Any]:
+        """Return the state that a copy or a pickle of the optimizer gets."""
+        optimizer, before = self._optimizer, self._state_before
+        state = before() if before is not None else type(optimizer).__getstate__(optimizer)
+        groups = [dict(group) for group in state["param_groups"]]
+        hosted = self._set_plain(groups, every=False)
+        entries = {p: dict(each) for p, each in state["state"].items()}
+        for p in hosted & entries.keys():
+            if isinstance(step := entries[p].get("step"), Tensor):
+                entries[p]["step"] = step.cpu()
+        own = {"defaults": {**state["defaults"], **self._defaults}, "state": defaultdict(dict, entries)}
+        return {**state, **own, "param_groups": groups}
+
     def _restore(self) -> None:
         optimizer = self._optimizer
+        vars(optimizer).pop(_STATE, None)
+        if self._state_before is not None:
+            vars(optimizer)[_STATE] = self._state_before
         for parameter in self._set_plain(optimizer.param_groups, every=True):
             state = optimizer.state.get(parameter, {})
             if isinstance(state.get("step"), Tensor):
@@ -177,7 +201,13 @@ class Fusion(Attachment):
             forget_fused_mark(optimizer)
 
 
+def _has_no_buffer(state: Mapping[Tensor, Any], parameter: Tensor) -> bool:
+    return state.get(parameter, {}).get("momentum_buffer") is None
+
+
 _FUSED = {"fused": True, "foreach": None}
+_STATE = "__getstate__"
+"""Attribute of an optimizer that is fused. ``copy`` and ``pickle`` ask the instance before its class."""
 
 
 def _flags(group: dict[str, Any]) -> dict[str, Any]:

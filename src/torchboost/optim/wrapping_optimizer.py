@@ -147,7 +147,8 @@ def regrouped(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Optimiz
     reordered. Refuse an optimizer that wraps another one, or keeps parameters outside of its groups.
     """
     kind: Any = type(optimizer)
-    kept = {name: value for name, value in without_hooks(vars(optimizer)).items() if name != "step"}  # a scheduler's
+    own = ("step", "__getstate__")  # set on the instance by a scheduler, and by what fuses it
+    kept = {name: value for name, value in without_hooks(vars(optimizer)).items() if name not in own}
     for name, value in () if isinstance(optimizer, UpdateRule) else kept.items():
         several = value if isinstance(value, (list, tuple, set)) and name != "param_groups" else (value,)
         if any(isinstance(one, Optimizer) or (isinstance(one, Tensor) and one.requires_grad) for one in several):

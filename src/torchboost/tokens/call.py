@@ -31,7 +31,7 @@ from torchboost.tokens.layout import Layout
 from torchboost.tokens.operations import PaddedRows
 from torchboost.tokens.rows import BATCH, FLAT, TOKEN, MissingRows, RowFunction, Rows, in_this_precision
 from torchboost.tokens.scores import Scores
-from torchboost.tokens.state import Key, State, whole_tensors_in
+from torchboost.tokens.state import Key, State, is_written, whole_tensors_in
 
 _LOG = logging.getLogger("torchboost")
 
@@ -337,7 +337,7 @@ class PartialCall:
     @property
     def _is_late(self) -> bool:
         """Whether the weights have changed since the call."""
-        changed = any(version(weight) != before for weight, before in self._weights)
+        changed = any(is_written(weight, before) for weight, before in self._weights)
         return changed or self._updates != self.forward.updates
 
     def _whole(self, path: tuple[Any, ...]) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from torchboost.core.contents import CONTAINERS, GENERATORS, Way
 from torchboost.core.forward import tensors_in
@@ -16,6 +17,22 @@ from torchboost.tokens.rows import Rows
 Key = tuple[int, str]
 """The number of a module and the name of its parameter or buffer, or the number of an input and an empty name."""
 _OF_MODULES = frozenset(vars(nn.Module()))
+
+
+_LASTING: Any = WeakIdKeyDictionary()
+"""Tensor -> its versions before and after writes that last."""
+
+
+def let_last(tensor: Tensor, before: int) -> None:
+    """Do not count what was written to a tensor since version ``before``: a repeated pass would not write it again."""
+    first, last = _LASTING.get(tensor, (before, before))
+    _LASTING[tensor] = (first if last == before else before, version(tensor))
+
+
+def is_written(tensor: Tensor, then: int) -> bool:
+    """Whether a tensor was written to since a version, apart from writes that last."""
+    first, last = _LASTING.get(tensor, (then, then))
+    return version(tensor) != (last if first <= then <= last else then)
 
 
 class State:
@@ -41,7 +58,7 @@ class State:
 
     def moved(self) -> frozenset[Key]:
         """Return which tensors have been written to since."""
-        return frozenset(key for key, (tensor, then) in self._tensors.items() if version(tensor) != then)
+        return frozenset(key for key, (tensor, then) in self._tensors.items() if is_written(tensor, then))
 
     def leave_attributes(self) -> None:
         """Restore no attributes from now on, nor keep what they named."""

@@ -20,7 +20,7 @@ from typing_extensions import Unpack
 
 from torchboost.core.algorithm import Attachment
 from torchboost.core.arguments import check_flag
-from torchboost.core.torch_private import sparse_rows, sparse_values
+from torchboost.core.torch_private import sparse_rows, sparse_values, version
 from torchboost.errors import IncompatibleError
 from torchboost.optim.rules.adam import Adam, adam_directions
 from torchboost.optim.rules.base import Batch, UpdateRule
@@ -28,6 +28,7 @@ from torchboost.optim.rules.loading import damaged, is_entry
 from torchboost.optim.rules.masters import LOW_PRECISION
 from torchboost.optim.rules.options import Common, rule_arguments
 from torchboost.optim.tensors import is_rows, merge_sparse
+from torchboost.tokens.state import let_last
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
@@ -246,7 +247,7 @@ class LazyAdam(Adam):
             return
         if "master" in state:
             state["master"] = self._stamps.current(param, state["master"])
-        step, last = int(state["step"]), state["last_step"]
+        step, last, before = int(state["step"]), state["last_step"], version(param)
         if rows is None:
             late = (last < step).nonzero().flatten()
         else:
@@ -264,6 +265,7 @@ class LazyAdam(Adam):
             if "master" in state:
                 param.index_copy_(0, part, values["weight"].to(param.dtype))
             last.index_fill_(0, part, step)
+        let_last(param, before)
         if "master" in state:
             self._stamps.note(param)
         if rows is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -17,7 +18,8 @@ from torchboost.errors import shown
 def in_order(state_dict: dict[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the state dict with its parameters in the order of ``groups``, if both sides have the same names.
 
-    torch pairs by position only, so a model whose layers were reordered would get the wrong moments.
+    torch pairs by position only, so a model whose layers were reordered would get the wrong moments. If some names
+    differ, as in a model with another head, the others must keep their places, or ``ValueError`` is raised.
     """
     names = {name for group in groups for name in group.get("param_names", ())}
     saved_groups = state_dict["param_groups"]
@@ -25,7 +27,10 @@ def in_order(state_dict: dict[str, Any], groups: Sequence[Mapping[str, Any]]) ->
     for saved in saved_groups:
         indices.update(zip(saved.get("param_names", ()), saved["params"], strict=False))
     sizes = [len(group["params"]) for group in groups]
-    if indices.keys() != names or sizes != [len(saved["params"]) for saved in saved_groups]:
+    if sizes != [len(saved["params"]) for saved in saved_groups]:
+        return state_dict
+    if indices.keys() != names:
+        _check_places(groups, saved_groups)
         return state_dict
     ordered = [
         {**saved, "params": [indices[name] for name in group["param_names"]], "param_names": list(group["param_names"])}
@@ -34,6 +39,18 @@ def in_order(state_dict: dict[str, Any], groups: Sequence[Mapping[str, Any]]) ->
         for group, saved in zip(groups, saved_groups, strict=True)
     ]
     return {**state_dict, "param_groups": ordered}
+
+
+def _check_places(groups: Sequence[Mapping[str, Any]], saved_groups: Sequence[Mapping[str, Any]]) -> None:
+    listed = [[*group.get("param_names", [None] * len(group["params"]))] for group in (*groups, *saved_groups)]
+    here, there = (list(chain.from_iterable(part)) for part in (listed[: len(groups)], listed[len(groups) :]))
+    places = {name: place for place, name in enumerate(here) if name is not None}
+    for place, name in enumerate(there):
+        if (now := places.get(name, place)) != place:
+            raise ValueError(
+                f"the checkpoint has {name!r} at place {place}, here it is at place {now}, and other names differ; "
+                "give the parameters in the order of the checkpoint."
+            )
 
 
 def is_entry(param: Tensor, value: Any) -> bool:
