@@ -24,7 +24,7 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(scope="module", autouse=True)
 def few_texts() -> Iterator[None]:
-    """Train on a few padded texts, whose first word tells the class. The real ones take seconds to read and to judge."""
+    """Train on a few padded texts, whose first word tells the class. The real ones take seconds to read."""
     ids = torch.randint(1, 40, (160, 16), generator=torch.Generator().manual_seed(0))
     ids[torch.arange(16) >= torch.arange(160)[:, None] % 12 + 2] = 0
     labels = ids[:, 0] % 4
