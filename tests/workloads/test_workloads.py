@@ -321,7 +321,7 @@ def test_gpt_sees_only_the_past_and_starts_near_the_uniform_loss() -> None:
 
 def test_every_workload_trains_and_is_decided_by_its_seed() -> None:
     sets = {
-        "text": text(context=128).held_out().limited(64),
+        "text": as_text([0, 1] * 5000, [1, 0] * 200, ["a", "b"], context=128, unit="").held_out().limited(64),
         "pieces": as_text([0, 1, 2] * 4000, [2, 1, 0] * 200, ["a", "b", "ab"], context=128, unit="").limited(72),
         "docstrings": small_documents(72),
     }
