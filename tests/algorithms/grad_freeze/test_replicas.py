@@ -109,7 +109,7 @@ COMPILED = ("compiled around", "compiled inside")
 
 @pytest.mark.parametrize(
     ("ranks", "ways"),
-    [(1, ("plain", "late plain")), (2, (*WAYS, *COMPILED)), (4, ("plain", "late plain", "sharded by block"))],
+    [(1, ("plain", "late plain")), (2, (*WAYS, *COMPILED)), (4, ("plain", "sharded by block"))],
 )
 def test_ranks_train_like_one_process(ranks: int, ways: Sequence[str], two: list[dict[str, Any]]) -> None:
     found = [answer["trained"] for answer in two] if ranks == 2 else run_ranks(_trained_all, ranks, ways)
