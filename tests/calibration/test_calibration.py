@@ -181,7 +181,7 @@ def test_the_first_step_speaks_unless_logging_says_otherwise(monkeypatch, capsys
     monkeypatch.setattr(type(logger), "hasHandlers", lambda self: False)
     for level, lines in ((logging.NOTSET, 2), (logging.WARNING, 0)):
         monkeypatch.setattr(logger, "level", level)
-        train(*boosted(calibrate=1.0, steps=10_000), steps=1)
+        train(*boosted(calibrate=3.0, steps=10_000), steps=1)
         said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("torchboost: ")]
         assert len(said) == lines
 
