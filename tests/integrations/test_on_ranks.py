@@ -167,7 +167,7 @@ def train_sharded(
     parts: Any = (model, RULES[rule](model.parameters()), DataLoader(kind.data(), 4))
     if level:
         config = kind.config if level != "O0" else None
-        settings = {"level": level, "total_steps": STEPS, "config": config, "calibrate": 0.5 if tried else "auto"}
+        settings = {"level": level, "total_steps": STEPS, "config": config, "calibrate": 1.0 if tried else "auto"}
         *parts, boosted = prepare(accelerator, *parts, **settings)
         assert ("grad_freeze" in boosted.attached) == (level != "O0")
         assert any(isinstance(m, RemovedNorm) for m in model.modules()) == (name == "conv")
