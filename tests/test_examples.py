@@ -175,7 +175,7 @@ def test_the_trainers_learn(name: str, package: str, capsys, one_accelerator):
 def test_the_timm_loop_learns():
     if importlib.util.find_spec("timm") is None:  # it cannot be imported without torchvision
         pytest.skip("needs timm: pip install --no-deps timm (it asks for torchvision)")
-    assert in_a_process("timm_loop") > 0.7
+    assert in_a_process("timm_loop") > 0.6
 
 
 def test_the_model_of_transformers_can_be_tuned():

@@ -15,6 +15,8 @@ from torchboost.algorithms import Autocast, ChannelsLast, Compile, FusedOptimize
 from torchboost.core import attach_all
 from torchboost.errors import IncompatibleError, NoEffectWarning
 
+pytestmark = [pytest.mark.dist, pytest.mark.long]
+
 ALGORITHMS = {
     "autocast": (mlp, Autocast(), 1e-3),
     "channels_last": (cnn, ChannelsLast(), 1e-5),
@@ -70,7 +72,6 @@ def on_ranks() -> dict[str, list[list[float]]]:
     return {name: [trained(name, "ddp"), trained(name, "fsdp")] for name in ALGORITHMS}
 
 
-@pytest.mark.dist
 def test_ranks_under_ddp_and_fsdp_train_like_one_process() -> None:
     first, second = run_ranks(on_ranks, 2)
     assert first == second

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+
+from torchboost.workloads.data import Documents
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -15,6 +19,22 @@ pytest.importorskip("sklearn")
 
 fine_tunings = importlib.import_module("fine_tunings")
 options = importlib.import_module("options")
+pytestmark = pytest.mark.long
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_texts() -> Iterator[None]:
+    """Train on a few padded texts, whose first word tells the class. The real ones take seconds to read."""
+    ids = torch.randint(1, 40, (160, 16), generator=torch.Generator().manual_seed(0))
+    ids[torch.arange(16) >= torch.arange(160)[:, None] % 12 + 2] = 0
+    labels = ids[:, 0] % 4
+    parts = {"train_inputs": ids[:96], "train_labels": labels[:96], "test_inputs": ids[96:], "test_labels": labels[96:]}
+    texts = Documents(**parts, words=tuple(map(str, range(40))), classes=tuple("abcd"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fine_tunings, "docstrings", lambda: texts)
+        fine_tunings.job.cache_clear()
+        yield
+    fine_tunings.job.cache_clear()
 
 
 @pytest.mark.filterwarnings("ignore")  # those of transformers

@@ -47,13 +47,16 @@ def test_every_command_explains_itself():
 
 
 def test_the_version_and_every_help_load_neither_torch_nor_what_a_command_needs():
-    for words in (["--version"], ["--help"], ["bench", "--help"], ["doctor", "--help"]):
-        code = (
-            f"import sys; sys.argv = ['torchboost', *{words!r}]\nfrom torchboost.cli import main\n"
-            "try:\n    main()\nfinally:\n    print(sorted({'torch', 'numpy', 'jinja2'} & set(sys.modules)))"
-        )
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        assert done.stdout.splitlines()[-1] == "[]", words
+    asked = (["--version"], ["--help"], ["bench", "--help"], ["doctor", "--help"])
+    code = (
+        f"import sys\nfrom torchboost.cli import main\nfor words in {asked!r}:\n"
+        "    sys.argv = ['torchboost', *words]\n"
+        "    try:\n        main()\n    except SystemExit as end:\n        assert not end.code, words\n"
+        "    print('loaded', words, sorted({'torch', 'numpy', 'jinja2'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    told = [line for line in done.stdout.splitlines() if line.startswith("loaded ")]
+    assert told == [f"loaded {words} []" for words in asked]
 
 
 def test_csv_has_the_plain_numbers_of_the_table(saved, tmp_path):

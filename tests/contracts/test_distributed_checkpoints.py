@@ -38,6 +38,8 @@ from torchboost.optim.rules.adam import Adam
 from torchboost.optim.rules.sgd import SGD
 from torchboost.optim.transforms import Centralize, ClipNorm, Decay
 
+pytestmark = [pytest.mark.dist, pytest.mark.long]
+
 UPDATES, SAVED_AT, SAMPLES = 6, 3, 8
 KINDS: tuple[Kind, ...] = ("ddp", "fsdp")
 
@@ -183,7 +185,6 @@ def _check(root: Path, ranks: int, onto: dict[Kind, Kind], wanted: dict[str, lis
             torch.testing.assert_close(weights, wanted[name], rtol=0, atol=0 if exact else 2e-6, msg=name)
 
 
-@pytest.mark.dist
 def test_four_ranks_resume_on_four_bit_for_bit_and_on_two_up_to_rounding(tmp_path):
     wanted, *others = run_ranks(_train_and_save, 4, tmp_path, ON_FOUR)
     assert all(other == wanted for other in others)
@@ -191,7 +192,6 @@ def test_four_ranks_resume_on_four_bit_for_bit_and_on_two_up_to_rounding(tmp_pat
     _check(tmp_path, 2, SAME, wanted, exact=False)
 
 
-@pytest.mark.dist
 def test_two_ranks_resume_on_two_on_four_and_in_the_other_wrapper(tmp_path):
     names = [name for name in CASES if name in MOST_DIFFERENT or name not in ON_FOUR]
     wanted = run_ranks(_train_and_save, 2, tmp_path, names)[0]
@@ -230,7 +230,6 @@ def _go_on_in_mid_window(root: Path) -> list[float]:
     return all_weights(run.model)
 
 
-@pytest.mark.dist
 def test_a_window_that_is_not_full_resumes_on_the_ranks_that_hold_its_gradients(written):
     folder, two = written
     for answers in two:
@@ -253,7 +252,6 @@ def _own_figures(root: Path, resume: bool) -> list[int | None]:
     return found
 
 
-@pytest.mark.dist
 def test_what_ranks_measured_goes_back_to_them(written):
     folder, two = written
     assert [answers["saved figures"] for answers in two] == [[None] * len(KINDS)] * 2
@@ -321,7 +319,6 @@ def _late(root: Path) -> tuple[str, str]:
     return said[0], said[1]
 
 
-@pytest.mark.dist
 def test_a_number_that_is_not_the_newest_is_refused_on_all_ranks(written):
     folder, two = written
     first, second = (answers["late"] for answers in two)
@@ -364,7 +361,6 @@ def _plain_in_mid_window(root: Path) -> None:
         dcp.load({"boost": again.step}, checkpoint_id=root)
 
 
-@pytest.mark.dist
 def test_refusals_checkpoints_of_torch_alone_and_statistics_of_rank_0(written):
     """What does not fit is refused before anything is changed; torch alone drops no window silently."""
     (first, loaded), (second, loaded_too) = (answers["statistics"] for answers in written[1])
@@ -405,7 +401,6 @@ def _drawn_around_loading(root: Path) -> list[bool]:
     return same
 
 
-@pytest.mark.dist
 def test_random_numbers_go_on_where_they_stood_on_as_many_ranks_and_are_left_alone_on_others(written):
     folder, two = written
     wanted = [answers["dropout"] for answers in two]

@@ -21,6 +21,8 @@ from tests.algorithms.test_partial_calls import batch, decoder, encoder
 from torchboost import boost
 from torchboost.algorithms import sparse_head_forward, unpad_forward
 
+pytestmark = pytest.mark.long
+
 ASKED = {"extra": {"unpad": True, "sparse_head": True, "compile": False, "autocast": False, "fused_optimizer": False}}
 WRAPPERS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -52,7 +54,7 @@ def trained(
         live: list[Any] = [unpad_forward(model), sparse_head_forward(model)]
         remarks = lambda: [one.remark or ("used" if one.calls else "") for one in live]  # noqa: E731
     elif how != "padded":
-        calibrate = 5.0 if how == "trial" else False
+        calibrate = 1.0 if how == "trial" else False
         asked = {"extra": {name: on for name, on in ASKED["extra"].items() if not on}} if how == "trial" else ASKED
         boost(model, optimizer, config=asked, calibrate=calibrate, total_steps=100_000)
     parallel = DistributedDataParallel(model, **options)

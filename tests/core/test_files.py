@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
-import subprocess
-import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.ranks import server_of_forks
 from torchboost.core import files
 from torchboost.core.files import PARTIAL, write_whole
 
@@ -36,6 +37,11 @@ def failing(error: BaseException) -> Any:
     return fail
 
 
+def write_until_killed(file: Path) -> None:
+    files.os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+    write_whole(file, b"new")
+
+
 def test_a_failure_or_a_kill_leaves_what_was_there(tmp_path, monkeypatch):
     file = tmp_path / "a"
     write_whole(file, b"old")
@@ -47,12 +53,10 @@ def test_a_failure_or_a_kill_leaves_what_was_there(tmp_path, monkeypatch):
                     write_whole(file, b"new")
             assert file.read_bytes() == b"old"
             assert list(tmp_path.iterdir()) == [file]
-    code = (
-        "import os, signal; from pathlib import Path; from torchboost.core import files; "
-        "files.os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL); "
-        f"files.write_whole(Path({str(file)!r}), b'new')"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
+    process = server_of_forks().Process(target=write_until_killed, args=(file,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
     assert file.read_bytes() == b"old"
     (left,) = set(tmp_path.iterdir()) - {file}
     assert left.name.startswith(PARTIAL)

@@ -84,8 +84,8 @@ def test_the_saved_optimizer_is_that_of_a_plain_run(trainer: str, tmp_path: Path
 
 @TRAINER
 def test_a_resumed_run_does_not_measure_again(trainer: str, tmp_path: Path):
-    whole = run(trainer, "bert", tmp_path / "whole", calibrate=3.0)
-    resumed = run(trainer, "bert", tmp_path / "resumed", resumed=tmp_path / "whole", calibrate=3.0)
+    whole = run(trainer, "bert", tmp_path / "whole", calibrate=0.5)
+    resumed = run(trainer, "bert", tmp_path / "resumed", resumed=tmp_path / "whole", calibrate=0.5)
     assert (whole.boosted.choice.source, resumed.boosted.choice.source) == ("trial", "checkpoint")
     assert resumed.boosted.choice.kept == whole.boosted.choice.kept
     assert trained_alike(whole.net, resumed.net)

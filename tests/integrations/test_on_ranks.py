@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -40,12 +39,16 @@ def has_removed(net: torch.nn.Module) -> bool:
     return any(isinstance(module, RemovedNorm) for module in net.modules())
 
 
+RESUMED = [*((trainer, "resnet") for trainer in WAYS), ("lightning", "bert")]
+"""What resumes: in each trainer the network in which most is on, and one in which a trial decides."""
+
+
 def resumed_on_ranks(folder: str) -> list[Any]:
     """Train whole and resumed. The speed of bfloat16 is measured on each rank; here the ranks find different ones."""
     results = []
     measured = HalfPrecision(torch.distributed.get_rank() == 1, "found by this rank")
-    for trainer, kind in itertools.product(WAYS, ("bert", "resnet")):
-        calibrate = "1" if (trainer, kind) == ("lightning", "bert") else "0"
+    for trainer, kind in RESUMED:
+        calibrate = "1" if kind == "bert" else "0"
         forget_accelerator()
         first = Path(folder) / f"{trainer}-{kind}-{calibrate}"
         options = {} if trainer == "accelerate" else {"setting": "two ranks"}
@@ -164,7 +167,7 @@ def train_sharded(
     parts: Any = (model, RULES[rule](model.parameters()), DataLoader(kind.data(), 4))
     if level:
         config = kind.config if level != "O0" else None
-        settings = {"level": level, "total_steps": STEPS, "config": config, "calibrate": 2.0 if tried else "auto"}
+        settings = {"level": level, "total_steps": STEPS, "config": config, "calibrate": 1.0 if tried else "auto"}
         *parts, boosted = prepare(accelerator, *parts, **settings)
         assert ("grad_freeze" in boosted.attached) == (level != "O0")
         assert any(isinstance(m, RemovedNorm) for m in model.modules()) == (name == "conv")

@@ -184,7 +184,7 @@ class Recording(nn.Module):
 def test_the_trial_computes_in_the_precision_of_the_trainer(tmp_path: Path):
     rows = Rows({"x": torch.randn(48, 4), "labels": torch.zeros(48, dtype=torch.long)})
     model = Recording()
-    trainer = BoostTrainer(model, arguments(tmp_path, bf16=True), train_dataset=rows, calibrate=2.0)
+    trainer = BoostTrainer(model, arguments(tmp_path, bf16=True), train_dataset=rows, calibrate=0.5)
     run, passes = Passes.run, []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Passes, "run", lambda self, *rest: passes.append(self) or run(self, *rest))
@@ -212,7 +212,7 @@ class Averaging(transformers.Trainer):
 
 def test_what_the_trial_chose_leaves_the_averages_of_a_trainer_alone(tmp_path: Path):
     rows = Rows({"x": torch.randn(48, 4), "labels": torch.zeros(48, dtype=torch.long)})
-    trainer = boost(Averaging(Recording(), arguments(tmp_path), train_dataset=rows), calibrate=2.0)
+    trainer = boost(Averaging(Recording(), arguments(tmp_path), train_dataset=rows), calibrate=0.5)
     trainer.train()
     logged = trainer.state.log_history
     assert [entry["steps_averaged"] for entry in logged if "loss" in entry] == [HALF, HALF]

@@ -173,8 +173,9 @@ def server_of_forks() -> ForkServerContext:
     """
     context = mp.get_context("forkserver")
     preload = ["torch", "torch.distributed", "torch.distributed.checkpoint", "torch.distributed.fsdp"]
-    # Optimizers and DDP load the compiler when they are first used; the rest is what test modules import.
-    preload += ["torch.nn.parallel", "torch._dynamo", "pytest", "hypothesis", "torchboost.plan"]
+    # Optimizers and DDP load the compiler when they are first used, and a first compilation loads its backends.
+    preload += ["torch.nn.parallel", "torch._dynamo", "torch._dynamo.backends.debugging", "torch._inductor.lowering"]
+    preload += ["pytest", "hypothesis", "torchboost.plan"]  # what test modules import
     context.set_forkserver_preload(preload)
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -321,7 +321,7 @@ def test_gpt_sees_only_the_past_and_starts_near_the_uniform_loss() -> None:
 
 def test_every_workload_trains_and_is_decided_by_its_seed() -> None:
     sets = {
-        "text": text(context=128).held_out().limited(64),
+        "text": as_text([0, 1] * 5000, [1, 0] * 200, ["a", "b"], context=128, unit="").held_out().limited(64),
         "pieces": as_text([0, 1, 2] * 4000, [2, 1, 0] * 200, ["a", "b", "ab"], context=128, unit="").limited(72),
         "docstrings": small_documents(72),
     }
@@ -380,8 +380,10 @@ def test_names_are_unique_and_found_by_their_start_and_load_their_data(tmp_path:
     assert words.samples == 100
     with pytest.raises(ValueError, match="leave it out"):
         find_workload("docstrings").load(tmp_path, None)
-    for name in ("text-gpt", "pieces-gpt"):
-        data = find_workload(name).load(None, 20)
+    file = tmp_path / "text.txt"
+    file.write_text("the cat and the hat, the bat: that is all; " * 1000, encoding="utf-8")
+    for name, path in (("text-gpt", None), ("pieces-gpt", file)):  # pieces of the standard text take seconds
+        data = find_workload(name).load(path, 20)
         assert isinstance(data, Text)
         assert data.samples == 20
     assert find_workload("cifar10-vgg").load(write(tmp_path, wrap=True), 2).samples == 2
