@@ -138,7 +138,7 @@ def test_accumulation_and_the_training_step_stay(monkeypatch):
 
 
 def test_a_real_trial_decides_and_explains():
-    pair = boosted(calibrate=1.0, steps=10_000)
+    pair = boosted(calibrate=2.0, steps=10_000)
     assert pair.choice is None
     train(*pair, steps=2)
     assert pair.choice.source == "trial"

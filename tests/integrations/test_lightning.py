@@ -191,7 +191,7 @@ class Logged(pl.loggers.Logger):
 def test_the_choice_of_the_trial_is_logged(tmp_path: Path):
     for setting in ("plain", "bf16"):
         logger = Logged()
-        run("lightning", "bert", tmp_path, setting=setting, logger=logger, calibrate=0.5)
+        run("lightning", "bert", tmp_path, setting=setting, logger=logger, calibrate=1.5)
         assert logger.figures["boost/trial_seconds"] > 0
         assert ("boost/autocast" in logger.figures) == (setting == "plain")
 
