@@ -174,10 +174,13 @@ class Fusion(Attachment):
 
         change_entries(optimizer, state_dict, plain)
 
-    def _copied(self) -> dict[str, Any]:
+    def _copied(self) -> Any:
         """Return the state that a copy or a pickle of the optimizer gets."""
         optimizer, before = self._optimizer, self._state_before
         state = before() if before is not None else type(optimizer).__getstate__(optimizer)
+        if not (isinstance(state, dict) and {"defaults", "state", "param_groups"} <= state.keys()):
+            return state  # a class with a form of its own
+        state = {name: value for name, value in state.items() if name != _STATE}
         groups = [dict(group) for group in state["param_groups"]]
         hosted = self._set_plain(groups, every=False)
         entries = {p: dict(each) for p, each in state["state"].items()}
