@@ -254,7 +254,7 @@ def test_an_interrupt_leaves_the_pair_as_it_was_and_the_next_call_decides(monkey
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(snapshot._Tensor, "restore"), (Streams, "restore"), (snapshot, "_write_dict"), (Levers, "_put_on")],
+    [(snapshot._Tensor, "restore"), (Streams, "restore"), (snapshot, "write_dict"), (Levers, "_put_on")],
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_a_second_interrupt_waits_until_everything_is_put_back(monkeypatch, owner, name):
