@@ -316,12 +316,12 @@ def _check_optimizers(optimizers: Sequence[Optimizer], plan: _Plan) -> None:
     for one in optimizers:
         for group in one.param_groups:
             rule = one.rule_for(group) if isinstance(one, UpdateRule) else one
-            held = set(group["params"])
-            stale = isinstance(rule, UpdateRule) and rule.keeps_weights and any(one.state.get(p) for p in written)
-            reason = f"{type(rule).__name__} computes the weights from its state, which is of those before"
-            if isinstance(rule, (Muon, torch.optim.Muon)) and not held.isdisjoint(joined):
-                stale, reason = True, "Muon trains matrices alone, and a layer of one gets a new vector"
-            if stale:
+            reason = ""
+            if isinstance(rule, UpdateRule) and rule.keeps_weights and any(one.state.get(p) for p in written):
+                reason = f"{type(rule).__name__} computes the weights from its state, which is of those before"
+            elif isinstance(rule, (Muon, torch.optim.Muon)) and not joined.isdisjoint(group["params"]):
+                reason = "Muon trains matrices alone, and a layer of one gets a new vector"
+            if reason:
                 raise IncompatibleError(f"less_bn: {reason}; call it before the optimizer is built.")
 
 

@@ -40,7 +40,7 @@ NOTHING_READS: contextvars.ContextVar[bool] = contextvars.ContextVar("nothing_re
 _DEEPEST = 6
 _MOST_KINDS = 8
 """If calls of this number of kinds had to be repeated, no more are tried."""
-_READ = "the loop reads outputs at positions that it would leave out"
+_READ = "outputs are read at positions that it would leave out"
 _LATE = (
     "{name}: an output was read after the weights or the inputs had changed, at positions that were not computed "
     "before; read outputs before optimizer.step(), or leave {name} out"
