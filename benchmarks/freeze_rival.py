@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cases import WORKLOADS
+from figures import signed
 from options import Options, run_each
-from promises import WORKLOADS, signed
 from saved_runs import Run, SavedRuns, results
 
 from torchboost.bench.report import wording

@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -27,12 +28,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from figures import final, machine, signed
 from fine_tuned_llama import FineTunedLlama
 from foreign_workloads import FOREIGN
 from options import Options, options_of, parser
-from promises import final, machine, signed
 from saved_runs import Result, SavedRuns, results
-from time_to_metric import cpu_seconds
 
 import torchboost
 from torchboost.bench.contestants import Loop, Recipe, averaged, build_loop
@@ -187,6 +187,12 @@ class Bench:
 def _batches(parts: Parts, seed: int) -> Iterator[tuple[Any, Any]]:
     for epoch in itertools.count():
         yield from one_epoch(parts.batches, seed=seed, epoch=epoch, device=torch.device("cpu"))
+
+
+def cpu_seconds() -> float:
+    """Return the CPU time of this process and of those that it started and that have ended, such as a compiler."""
+    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def muon_by_hand(bench: Bench, drop: float) -> dict[str, float]:

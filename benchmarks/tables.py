@@ -24,10 +24,8 @@ import muon_split
 import padding_table
 import parts_accuracy
 import planted_effects
-import promises
 import ranks
 import subspace_recipe
-import time_to_metric
 import trainers
 from ratios import total_ratio
 
@@ -77,13 +75,8 @@ def results(claim: str) -> str:
 WHOLE: dict[str, Callable[[str], str]] = {
     "levels": levels,
     "results": lambda folder: results("zoo"),
-    "results_second": lambda folder: results("zoo-second"),
+    "results_amx": lambda folder: results("zoo-amx"),
     "results_avx2": lambda folder: results("zoo-avx2"),
-    "results_avx2_second": lambda folder: results("zoo-avx2-second"),
-    "results_present": lambda folder: results("zoo-present"),
-    "results_one_core": lambda folder: results("zoo-one_core"),
-    "results_no_amx": lambda folder: results("zoo-no_amx"),
-    "accuracy": lambda folder: rows(headline.accuracy()),
     "fewer_steps": lambda folder: own(fewer_steps_table.metrics_table(RESULTS)),
     "fewer_steps_needed": lambda folder: own(fewer_steps_table.needed_table(RESULTS)),
     "fewer_steps_rates": lambda folder: own(fewer_steps_table.rates_table(RESULTS)),
@@ -103,9 +96,6 @@ WHOLE: dict[str, Callable[[str], str]] = {
     "padding_short": lambda folder: own(padding_table.summary(RESULTS)),
     "padding_grouped": lambda folder: own(padding_table.grouped(RESULTS)),
     "parts_accuracy": lambda folder: own(parts_accuracy.table(RESULTS)),
-    "promises": lambda folder: own(promises.table(RESULTS)),
-    "promises_avx2": lambda folder: own(promises.table(RESULTS, promises.NARROW)),
-    "time_to_metric": lambda folder: own(time_to_metric.table(RESULTS)),
     "algorithms": lambda folder: rows(headline.algorithms(folder)),
 }
 
@@ -149,22 +139,6 @@ def times(path: Path) -> str:
     said = [f"- {c.name}: {note}" for c in report.contestants for note in c.notes if not note.startswith("by hand")]
     notes = "\n".join([*said, ""]) if said else ""
     return f"{rows(result_table(report))}\n\n{notes}\n{origin(report, path)}".replace("\n\n\n", "\n\n")
-
-
-def accuracy(path: Path) -> str:
-    report = BenchReport.load(path)
-
-    def row(contestant: Contestant) -> tuple[str, ...]:
-        seeds = ", ".join(f"{100 * final:.1f}" for final in finals(contestant))
-        quality = next(iter(contestant.quality), None)
-        if quality is None:
-            return (contestant.name, mean_final(contestant), seeds, "", "", "")
-        low, mid = 100 * quality.difference.low, 100 * quality.difference.mid
-        within = f"{'yes' if quality.passed else 'not shown'} ({100 * quality.margin:g})"
-        return (contestant.name, mean_final(contestant), seeds, f"{mid:+.2f}", f"{low:+.2f}", within)
-
-    head = ("contestant", "accuracy, %", "per seed", "against stock, points", "at worst (95 %)", "within the margin")
-    return shown(head, (row(c) for c in report.contestants if c.curves), origin(report, path))
 
 
 def worst(contestant: Contestant) -> str:
@@ -320,18 +294,15 @@ def fine_tuned(path: Path) -> str:
 
 
 MAKERS: dict[str, Callable[[Path], str]] = {
-    "step_time": times,
     "inference": times,
     "overhead": times,
     "loss_scale": times,
-    "accuracy": accuracy,
     "gpu": lambda path: own(gpu_tables.table(path)),
     "freeze_savings": times,
     "freeze_on_ranks": times,
     "dim_reduce": times,
     "subspace_recipe": by_recipe,
     "trainers": in_trainers,
-    "whole_run": times,
     "optimizer_step": against_bare,
     "optimizer_rules": against_best,
     "freeze_types": from_scratch,
