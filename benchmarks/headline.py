@@ -30,7 +30,7 @@ ZOOS: Mapping[str, str] = MappingProxyType(
     {
         "zoo": "with AVX512-BF16, without AMX, one thread",
         "zoo-amx": "with AVX512-BF16 and AMX",
-        "zoo-avx2": "the same, simulated with AVX2 only",
+        "zoo-avx2": "simulated with AVX2 only",
     }
 )
 """Claim of the zoo -> what its machine is called."""

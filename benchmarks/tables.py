@@ -27,6 +27,7 @@ import planted_effects
 import ranks
 import subspace_recipe
 import trainers
+from figures import signed
 from ratios import total_ratio
 
 from torchboost.bench.report import wording
@@ -34,6 +35,7 @@ from torchboost.bench.report.table import Table, result_table
 from torchboost.measure.evidence import BenchReport, Contestant, Interval
 from torchboost.measure.statistics import paired_ratio
 from torchboost.registry import LEVELS, REGISTRY
+from torchboost.tuning.report import TuneReport
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -96,8 +98,30 @@ WHOLE: dict[str, Callable[[str], str]] = {
     "padding_short": lambda folder: own(padding_table.summary(RESULTS)),
     "padding_grouped": lambda folder: own(padding_table.grouped(RESULTS)),
     "parts_accuracy": lambda folder: own(parts_accuracy.table(RESULTS)),
+    "bfloat16": lambda folder: bfloat16(),
     "algorithms": lambda folder: rows(headline.algorithms(folder)),
 }
+
+
+def bfloat16() -> str:
+    """Return the metric of O1's switches, autocast among them, against stock on three workloads."""
+    found = [
+        TuneReport.load(RESULTS / f"bfloat16-{name}.report.json") for name in ("digits", "text-gpt", "fine-tuning")
+    ]
+    head = ("workload", "switches", "metric, against stock", "may lose", "seeds")
+    lines = []
+    for report in found:
+        fresh, share = report.whole[-1], "text" not in report.title
+        lines.append(
+            (
+                f"{report.title}, {report.steps:,} steps",
+                fresh.candidate.name.rpartition("levers: ")[2],
+                signed(fresh.difference, share),
+                f"{100 * report.drop:g} points" if share else f"{report.drop:g} bits",
+                str(fresh.seeds),
+            )
+        )
+    return shown(head, lines, f"{found[0].environment.processor}. Intervals hold at every look of a sequential test.")
 
 
 def own(made: tuple[Table, str]) -> str:
