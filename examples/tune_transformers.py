@@ -22,8 +22,12 @@ def one_cycle(optimizer: torch.optim.Optimizer, steps: int) -> OneCycleLR:
     return OneCycleLR(optimizer, max_lr=rates, total_steps=steps + 1, cycle_momentum=False)
 
 
+def clip(model: torch.nn.Module) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
 def gpt2(seed: int) -> Any:
-    """The language of Python's documentation, character by character; the metric is minus the loss on unseen text."""
+    """Python's documentation, character by character, with clipped gradients; the metric is minus the loss."""
     text = "".join(topics[name] for name in sorted(topics))[:120_000].encode("ascii", "replace")
     rows = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     rows = rows[: len(rows) // CONTEXT * CONTEXT].view(-1, CONTEXT)
@@ -39,7 +43,7 @@ def gpt2(seed: int) -> Any:
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     loader = torch.utils.data.DataLoader([(row, row) for row in training], BATCH, shuffle=True, drop_last=True)
-    return model, optimizer, loss, loader, evaluate, one_cycle
+    return model, optimizer, loss, loader, evaluate, one_cycle, None, clip
 
 
 # It prints at the end of `doctor`, on one busy core of a CPU:
