@@ -50,24 +50,24 @@ def gpt2(seed: int) -> Any:
 #
 #     part of a step (20 steps, cpu)  median, ms  share
 #     ------------------------------  ----------  -----
-#     data loading                    0.16        0 %
-#     forward                         106.96      54 %
-#     backward                        84.12       42 %
-#     optimizer                       10.97       4 %
+#     data loading                    0.20        0 %
+#     forward                         105.28      52 %
+#     backward                        82.24       41 %
+#     optimizer                       11.86       6 %
 #     A level acts on forward, backward and optimizer, which take 100 % of a step.
 #
-#     waste of a step                ms    share
-#     -----------------------------  ----  -----
-#     waiting for data               0.59  0 %
-#     padding                        0.00  0 %
-#     unlabelled head                0.00  0 %
-#     masks that mask nothing        0.00  0 %
-#     activation checkpointing       0.00  0 %
-#     forward pass of frozen layers  0.00  0 %
-#     host synchronisations          0.00  0 %
+#     waste of a step                ms         share
+#     -----------------------------  ---------  -----
+#     waiting for data               0.22       0 %
+#     padding                        not known
+#     unlabelled head                not known
+#     masks that mask nothing        0.00       0 %
+#     activation checkpointing       0.00       0 %
+#     forward pass of frozen layers  0.00       0 %
+#     host synchronisations          0.00       0 %
 #     waiting for data: timed with the steps above.
-#     padding: no mask in the arguments of the model or of its parts shows padding.
-#     unlabelled head: no measurable time in 5 pairs of steps.
+#     padding: no mask seen among the arguments of the model or of its parts; whether forward makes one is not known.
+#     unlabelled head: up to 10 % of the computation, not decided in 5 pairs of steps.
 #     masks that mask nothing: no argument that may be left out is a tensor of ones or of zeros alone.
 #     activation checkpointing: no checkpoint was met.
 #     forward pass of frozen layers: all parameters are trained.
