@@ -61,6 +61,35 @@ def test_stock_is_the_loop_one_would_write_and_o0_the_same_bit_for_bit() -> None
     assert torch.equal(weights("O0"), expected)
 
 
+@pytest.mark.parametrize(
+    "name", ["stock", "hand", "O0", "O1", "stock+gradient_centralization", "muon", "schedule_free_adamw"]
+)
+def test_every_contestant_clips_its_gradients_as_the_factory_says(name: str, tmp_path: Path) -> None:
+    clipped: list[float] = []
+
+    def clip(model: nn.Module) -> None:
+        clipped.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.0)))
+
+    def make(seed: int) -> Any:
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(128, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return model, optimizer, F.cross_entropy, BATCHES, None, None, None, clips
+
+    if name in ("muon", "schedule_free_adamw"):
+        file = tmp_path / "boost.json"
+        file.write_text(json.dumps({"recipe": {"optimizer": name, "lr": 0.02}}), encoding="utf-8")
+        name = str(file)
+    for clips in (clip, None):
+        loop = build_loop(Recipe.parse(name), replace(tiny(), make=make), seed=1, steps=4)
+        first = [weight.detach().clone() for weight in loop.parts.model.parameters()]
+        for inputs, labels in BATCHES:
+            loop.step(inputs, labels)
+        same = all(map(torch.equal, first, loop.parts.model.parameters()))
+        assert same is (clips is clip)
+    assert len(clipped) == len(BATCHES)
+    assert min(clipped) > 0
+
+
 def test_a_model_in_evaluation_mode_is_trained_in_training_mode() -> None:
     for name in ("stock", "hand", "O0", "O1"):
         loop = build_loop(Recipe.parse(name), tiny(train=False), seed=1, steps=8)

@@ -30,6 +30,7 @@ from torchboost.bench.factory import (
     source_of,
 )
 from torchboost.core import attach_all
+from torchboost.core.step import ClosureOptimizer
 from torchboost.errors import FactoryError
 
 GOOD = """
@@ -49,8 +50,9 @@ GOOD = """
 """
 ODD = """
     def changed(**given):
-        names = ("model", "optimizer", "loss", "batches", "evaluate", "schedule", "validate")
-        return lambda seed: tuple(given.get(name, part) for name, part in zip(names, (*make(seed), None, None)))
+        names = ("model", "optimizer", "loss", "batches", "evaluate", "schedule", "validate", "before_step")
+        parts = lambda seed: (*make(seed), None, None, None)
+        return lambda seed: tuple(given.get(name, part) for name, part in zip(names, parts(seed)))
 
     class Stream(torch.utils.data.IterableDataset):
         def __init__(self, count):
@@ -75,6 +77,7 @@ ODD = """
     negative = changed(evaluate=lambda model: -0.5)
     validated = changed(validate=lambda model: 0.25 if not model.training else 0.0)
     unvalidated = changed(validate=0.5)
+    unclipped = changed(before_step=1.0)
     wordy = changed(validate=lambda model: "good")
     longer = lambda seed: (*validated(seed), None)
     stepless = changed(schedule=lambda optimizer, steps: None)
@@ -293,9 +296,10 @@ def test_what_does_not_fit_is_named(at):
         "normed": r"returned the same buffer twice \(1.running_mean\)",
         "number": "loss returned a float",
         "words": "evaluate returned a str",
-        "unvalidated": r"validate is a float; needed: .*evaluate, schedule and validate",
+        "unvalidated": r"validate is a float; needed: .*evaluate, schedule, validate and before_step",
+        "unclipped": r"before_step is a float; needed: .*evaluate, schedule, validate and before_step",
         "wordy": "validate returned a str",
-        "longer": "returned a tuple of 8",
+        "longer": "returned a tuple of 9",
         "stepless": "schedule returned a NoneType, which has no step",
     }.items():
         with pytest.raises(ValueError, match=message):  # noqa: PT012
@@ -334,6 +338,32 @@ def test_an_optimizer_that_evaluates_the_loss_again_gets_it(at):
     step, batch = loop_body(parts, target.model, target.optimizer, 40), next(iter(parts.batches))
     losses = [float(step(*batch)) for _ in range(40)]
     assert losses[-1] < losses[0]
+
+
+def test_gradients_of_an_optimizer_that_evaluates_the_loss_again_are_clipped_before_its_step(at):
+    def trained(most: float) -> tuple[list[float], torch.Tensor]:
+        found, weight = list[float](), list[torch.Tensor]()
+
+        def clip(model: torch.nn.Module) -> None:
+            limit = most if len(found) == 9 else 1e9
+            found.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), limit)))
+            weight[:] = [model.get_parameter("weight")]
+
+        parts = at("make").build(0)._replace(before_step=clip)
+        target = Target(parts.model, parts.optimizer)
+        attach_all(target, [DimReduction(n_components=2, snapshot_every=1)])
+        torch.manual_seed(0)  # of the order of the loader
+        step, batch = loop_body(parts, target.model, target.optimizer, 10), next(iter(parts.batches))
+        for _ in range(10):
+            step(*batch)
+        assert isinstance(target.optimizer, ClosureOptimizer)
+        return found, weight[0]
+
+    (free, moved), (held, kept) = trained(1e9), trained(0.0)
+    assert free == held
+    assert len(free) == 10
+    assert min(free) > 0
+    assert not torch.equal(moved, kept)
 
 
 def test_every_run_has_the_loss_of_its_own_model(at):

@@ -16,6 +16,7 @@ from torchboost.calibration.certificate import Certificate, allowed, verified
 from torchboost.calibration.passes import Passes, on_real_inputs
 from torchboost.calibration.snapshot import Snapshot
 from torchboost.core.algorithm import Algorithm, Attachment, Target
+from torchboost.optim import MixedOptimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,6 +268,19 @@ def test_a_wrong_update_goes_and_a_first_rate_of_0_hides_nothing():
         found = checked([ChannelsLast(), WrongUpdate()], model, optimizer)
         assert sorted(kept(found)) == ["channels_last"]
         assert found["fused_optimizer"].startswith("left out: its update differs by")
+
+
+@pytest.mark.parametrize("rates", [(0.01, 0.01), (0.0, 0.0)])
+def test_the_check_of_an_update_leaves_warnings_to_the_step_of_the_loop(rates: tuple[float, float]):
+    """The step of the loop warns if all groups got one rate. At a first rate of 0 the check sets one by itself."""
+    model = images()
+    matrices = [weight for weight in model.parameters() if weight.dim() > 1]
+    others = [weight for weight in model.parameters() if weight.dim() == 1]
+    groups = [{"params": matrices, "rule": "muon", "lr": 0.02}, {"params": others, "lr": 1e-3}]
+    optimizer = MixedOptimizer(groups)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    assert checked([FusedOptimizer()], model, optimizer) == {"fused_optimizer": "exact here"}
 
 
 def test_an_optimizer_that_cannot_be_copied_is_said():

@@ -65,9 +65,11 @@ def test_csv_has_the_plain_numbers_of_the_table(saved, tmp_path):
     assert float(bench[2]["step_seconds.mid"]) == 0.016
     assert float(bench[2]["stock.interval.mid"]) == pytest.approx(0.05 / 0.016)
     assert (bench[0]["stock.interval.mid"], bench[2]["difference.seeds"]) == ("", "4")
-    tuned = tuning(findings=[finding("kept", "it saves time")]).save(tmp_path / "boost.report.json")
-    (row,) = csv.DictReader(io.StringIO(run("report", str(tuned), "--csv").stdout))
+    tuned = tuning(findings=[finding("kept", "it saves time")], whole=[finding("lost")])
+    tuned = tuned.save(tmp_path / "boost.report.json")
+    row, test = csv.DictReader(io.StringIO(run("report", str(tuned), "--csv").stdout))
     assert (row["outcome"], row["reason"], float(row["speed.mid"])) == ("kept", "it saves time", 1.5)
+    assert [(each["part"], each["outcome"]) for each in (row, test)] == [("search", "kept"), ("confirmation", "lost")]
     (line,) = csv.DictReader(io.StringIO(run("results", str(tmp_path), "--csv").stdout))
     assert line["report"] == str(tuned)
     algorithms = list(csv.DictReader(io.StringIO(run("levels", "--csv").stdout)))

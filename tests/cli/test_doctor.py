@@ -255,6 +255,20 @@ def test_batches_that_are_there_already_are_not_copied_in_the_time_of_loading():
     assert list(batch) == ["input", "labels"]
 
 
+def test_the_steps_of_the_doctor_clip_their_gradients_as_the_factory_says():
+    def clip(model: nn.Module) -> None:
+        clipped.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.0)))
+
+    clipped: list[float] = []
+    model, batches = nn.Linear(2, 2), [(torch.ones(3, 2), torch.zeros(3, dtype=torch.long))]
+    first, optimizer = model.weight.detach().clone(), torch.optim.SGD(model.parameters(), lr=0.1)
+    parts = Parts(model, optimizer, nn.functional.cross_entropy, batches, before_step=clip)
+    doctor.measure_step(parts, steps=2, device=torch.device("cpu"))
+    assert len(clipped) == doctor.WARMUP + 2
+    assert min(clipped) > 0
+    assert torch.equal(model.weight, first)
+
+
 def test_a_slow_loader_is_found():
     for of_image, share, said in (
         (

@@ -131,6 +131,19 @@ def test_a_candidate_gets_the_same_weights_and_batches_and_its_algorithms():
     torch.testing.assert_close(stock[0].weight, memory[0].weight, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "recipe", [{}, {"optimizer": "muon", "lr": 0.02}, {"optimizer": "schedule_free_adamw", "lr": 0.1}]
+)
+def test_every_candidate_clips_its_gradients_as_the_factory_says(recipe: dict[str, Any]):
+    def clip(model: nn.Module) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.0)
+
+    for clips in (clip, None):
+        trained(lambda seed, clips=clips: (*make(seed), None, clips), Candidate(name="clipped", recipe=recipe))
+        weights, first = built[-1][0].parameters(), made_by(make, 0).model.parameters()
+        assert all(map(torch.equal, weights, first)) is (clips is clip)
+
+
 def test_a_model_is_put_where_the_batches_go_and_into_training_mode():
     """A factory may return it elsewhere, and in evaluation mode as ``from_pretrained`` does: no trial is made there."""
     places: list[torch.device] = []

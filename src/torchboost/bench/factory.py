@@ -28,7 +28,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from torchboost.core.forward import with_tensors
 from torchboost.core.hardware import streams_kept
-from torchboost.core.step import ClosureOptimizer
+from torchboost.core.step import ClosureOptimizer, Replay
+from torchboost.core.wrapping import parameters_of
 from torchboost.errors import FactoryError
 
 SECONDS_OF_AN_EPOCH = 60.0
@@ -44,7 +45,7 @@ IMPORTABLE = (
     "leave processes out."
 )
 
-RETURNS = "(model, optimizer, loss, batches), and after them, if you like, evaluate, schedule and validate"
+RETURNS = "(model, optimizer, loss, batches), and after them, if you like, evaluate, schedule, validate and before_step"
 
 Metric = Literal["accuracy", "bits per character", "metric"]
 """``"metric"`` is a user's, in units of its own."""
@@ -62,11 +63,14 @@ class Parts(NamedTuple):
         loss: ``(outputs, targets) -> scalar``.
         batches: ``(inputs, targets)`` pairs of one epoch, or dicts, which are inputs and targets at once. Iterated
             again for every epoch. If inputs are a dict, the model gets its entries by name, if it takes these names.
+            Each is the batch of one update.
         evaluate: ``model -> metric``, higher is better. Without it only step times are measured.
         schedule: ``(optimizer, steps) -> torch scheduler`` for a run of ``steps`` steps, stepped after every update.
             Without it the learning rate is constant.
         validate: Like ``evaluate``, on data that neither it nor the training uses. Choices, such as the learning rate,
             are made by it. Without it they are made by ``evaluate``.
+        before_step: ``model -> None``, called after the backward pass and before the update, to clip gradients. Trials
+            of switches and the waste meter, which train nothing, time steps without it.
     """
 
     model: nn.Module
@@ -76,6 +80,7 @@ class Parts(NamedTuple):
     evaluate: Callable[[Callable[..., Any]], float] | None = None
     schedule: Callable[[Optimizer, int], LRScheduler] | None = None
     validate: Callable[[Callable[..., Any]], float] | None = None
+    before_step: Callable[[Any], object] | None = None
 
 
 class Epoch(NamedTuple):
@@ -178,7 +183,7 @@ def made_by(make: Callable[[int], object], seed: int) -> Parts:
     with streams_restored():
         _seed(seed)
         result = make(seed)
-    if not isinstance(result, tuple) or not 4 <= len(result) <= 7:
+    if not isinstance(result, tuple) or not 4 <= len(result) <= len(Parts._fields):
         what = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
         raise FactoryError(f"the factory returned {what}; needed: {RETURNS}.")
     parts = Parts(*result)
@@ -187,10 +192,8 @@ def made_by(make: Callable[[int], object], seed: int) -> Parts:
         "optimizer": isinstance(parts.optimizer, Optimizer),
         "loss": callable(parts.loss),
         "batches": isinstance(parts.batches, Iterable),
-        "evaluate": parts.evaluate is None or callable(parts.evaluate),
-        "schedule": parts.schedule is None or callable(parts.schedule),
-        "validate": parts.validate is None or callable(parts.validate),
     }
+    fitting |= {name: part is None or callable(part) for name, part in zip(Parts._fields[4:], parts[4:], strict=True)}
     for name, fits in fitting.items():
         if not fits:
             raise FactoryError(f"the factory's {name} is a {type(getattr(parts, name)).__name__}; needed: {RETURNS}.")
@@ -369,7 +372,7 @@ def loop_body(
     steps: int,
     precision: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> Callable[[Any, Any], Tensor]:
-    """Return the body of a training loop, ``(inputs, targets) -> loss``: forward, backward, update, schedule.
+    """Return the body of a training loop, ``(inputs, targets) -> loss``, from the forward pass to the schedule.
 
     Args:
         parts: The factory's result.
@@ -387,6 +390,7 @@ def loop_body(
             f"the factory's schedule returned a {type(schedule).__name__}, which has no step; needed: a scheduler of "
             "torch that is stepped after every update."
         )
+    before_step = parts.before_step or (lambda _: None)
 
     def loss_of(inputs: Any, targets: Any) -> Tensor:
         with precision():
@@ -397,10 +401,15 @@ def loop_body(
 
     def step(inputs: Any, targets: Any) -> Tensor:
         if isinstance(optimizer, ClosureOptimizer):  # it evaluates the loss more than once
-            loss: Tensor = optimizer.step(lambda: loss_of(inputs, targets))
+            weights = parameters_of(optimizer)
+            again = Replay(lambda: loss_of(inputs, targets), weights[0].device)
+            again.backward(weights)
+            before_step(model)
+            loss: Tensor = optimizer.step(again)
         else:
             loss = loss_of(inputs, targets)
             loss.backward()
+            before_step(model)
             optimizer.step()
         if schedule is not None:
             schedule.step()

@@ -13,6 +13,7 @@ import ctypes
 import functools
 import math
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -393,8 +394,10 @@ def _move(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
         if not float(rate):
             group["lr"] = torch.full_like(rate, _RATE) if isinstance(rate, Tensor) else _RATE
     generator = torch.Generator("cpu").manual_seed(0)
-    for _ in range(_STEPS):
-        for parameter in parameters:
-            numbers = torch.randn(parameter.shape, generator=generator, device="cpu").mul_(1e-2)
-            parameter.grad = torch.empty_like(parameter).copy_(numbers)
-        type(optimizer).step(optimizer)
+    with warnings.catch_warnings():  # the loop's own step warns, and not of rates that are set here
+        warnings.simplefilter("ignore")
+        for _ in range(_STEPS):
+            for parameter in parameters:
+                numbers = torch.randn(parameter.shape, generator=generator, device="cpu").mul_(1e-2)
+                parameter.grad = torch.empty_like(parameter).copy_(numbers)
+            type(optimizer).step(optimizer)

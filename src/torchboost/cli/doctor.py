@@ -140,7 +140,8 @@ def measure_step(
 ) -> dict[str, Any]:
     """Train the first steps of a factory's training, time their parts, and say what they mean.
 
-    The device is waited for after each part. The steps of the warm-up are not timed. To move a batch is to load it.
+    The device is waited for after each part. The steps of the warm-up are not timed. To move a batch is to load it,
+    and ``before_step`` is a part of the optimizer.
 
     Raises:
         FactoryError: There is no batch, or one is neither a pair nor a dict.
@@ -159,6 +160,8 @@ def measure_step(
         marks.append(clock())
         loss.backward()
         marks.append(clock())
+        if parts.before_step is not None:
+            parts.before_step(parts.model)
         parts.optimizer.step()
         parts.optimizer.zero_grad()
         marks.append(clock())

@@ -213,11 +213,17 @@ def show(report: BenchReport | TuneReport, /, *, json: bool, csv: bool, **files:
             {**summary_of(report), **{name: None if path is None else str(path) for name, path in files.items()}}
         )
     elif csv:
-        print_csv(report.findings if isinstance(report, TuneReport) else _figures(report))
+        print_csv(_of_tuning(report) if isinstance(report, TuneReport) else _figures(report))
     elif isinstance(report, TuneReport):
         typer.echo(str(replace(report.sheet, before=tuple(filter(None, (answer(report), cost(report)))))))
     else:
         print_report(report)
+
+
+def _of_tuning(report: TuneReport) -> list[dict[str, Any]]:
+    """Return the recipes of the search, then the plans of the confirmation."""
+    parts = {"search": report.findings, "confirmation": report.whole}
+    return [{"part": part, **finding.model_dump()} for part, found in parts.items() for finding in found]
 
 
 def _figures(report: BenchReport) -> list[dict[str, Any]]:

@@ -227,7 +227,8 @@ def _check_fresh(optimizer: Optimizer, *, hooks: bool = True) -> None:
     if hooks and (step_pre_hooks(hookable(optimizer)) or step_post_hooks(hookable(optimizer))):
         raise IncompatibleError(
             f"found hooks on the steps of this {type(optimizer).__name__}, such as those of a GradientPipeline, which "
-            "another optimizer would not call; register them afterwards, on the new one."
+            "another optimizer would not call; register them afterwards, on the new one. A factory of bench and tune "
+            "clips gradients in its before_step."
         )
     if hooks and any("initial_lr" in group for group in optimizer.param_groups):
         raise IncompatibleError(

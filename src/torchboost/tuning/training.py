@@ -52,7 +52,7 @@ class Training:
     """Trains candidates from a factory.
 
     Args:
-        make: ``make(seed) -> (model, optimizer, loss, batches, evaluate[, schedule[, validate]])``.
+        make: ``make(seed) -> (model, optimizer, loss, batches, evaluate[, schedule[, validate[, before_step]]])``.
         steps: Updates of a run of stock.
         device: Where model and batches go.
         told: Called with the candidate and the seed after every 20 steps.

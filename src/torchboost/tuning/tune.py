@@ -86,10 +86,10 @@ def tune(
     updates. A drop that only shows later in a longer run cannot be seen.
 
     Args:
-        make: ``make(seed) -> (model, optimizer, loss, batches, evaluate[, schedule[, validate]])``. ``evaluate(model)``
-            returns the metric, higher is better. ``schedule(optimizer, steps)`` returns a torch scheduler, stepped
-            after every update. ``validate(model)`` is like ``evaluate``, on other data. The search uses it, and
-            ``evaluate`` without it.
+        make: ``make(seed) -> (model, optimizer, loss, batches, evaluate[, schedule[, validate[, before_step]]])``.
+            ``evaluate(model)`` returns the metric, higher is better. ``schedule(optimizer, steps)`` returns a torch
+            scheduler, stepped after every update. ``validate(model)`` is like ``evaluate``, on other data. The search
+            uses it, and ``evaluate`` without it. ``before_step(model)`` clips the gradients before every update.
         drop: Largest accepted drop of the metric, in its own units: 0.005 for half a point of an accuracy.
         budget: Seconds, or text such as ``"30m"``. The next run is not begun if it does not fit.
         epochs: Passes over the batches in a run of stock, 1 by default.

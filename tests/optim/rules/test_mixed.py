@@ -152,6 +152,7 @@ def test_a_loop_that_gives_all_groups_the_rate_of_one_rule_is_warned_once(writes
             model(torch.ones(2, 3)).sum().backward()
             optimizer.step()
     said = [str(one.message) for one in caught]
+    assert all("OneCycleLR takes max_lr=rates" in text for text in said)
     assert [text.startswith("all param groups have the learning rate 0.001 now") for text in said] == (
         [True] if writes == "one rate" else []
     )

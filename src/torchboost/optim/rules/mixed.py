@@ -36,8 +36,8 @@ GROUP_RULES: dict[str, type[UpdateRule]] = {
 
 _OVERWRITTEN = (
     "all param groups have the learning rate {:g} now, and they began with different ones. The rate of one rule is not "
-    "that of another. If your loop writes group['lr'], scale the first rates: rates = [group['lr'] for group in "
-    "optimizer.param_groups] before it, then group['lr'] = rate * share of the schedule."
+    "that of another. Keep the first ones, rates = [group['lr'] for group in optimizer.param_groups]: OneCycleLR takes "
+    "max_lr=rates, cycle_momentum=False, and a loop that writes group['lr'] gives each rate * share of the schedule."
 )
 
 
