@@ -314,7 +314,7 @@ def level_table(folder: Path) -> tuple[Table, str]:
         seeds = sorted(stock.keys() & level.keys())
         pairs = [(stock[seed]["metric"], level[seed]["metric"]) for seed in seeds]
         gap, drop = paired_difference(*zip(*pairs, strict=True)), result["drop"]
-        allowed = f"{100 * drop:g} points" if job.metric == "accuracy" else f"{drop:g}"
+        allowed = f"{100 * drop:g} points" if job.metric == "accuracy" else f"{drop:g} bits"
         stock_metric = final([run["metric"] for run in stock.values()], job)
         cells = (result["title"], stock_metric, turned_on([level[seed] for seed in seeds]))
         lines.append((*cells, signed(gap, job.metric == "accuracy"), allowed, verdict(gap, drop)))
@@ -381,7 +381,7 @@ def _said(found: list[Result], way: str = TUNED) -> str:
     return (
         f"{many} seeds that no choice has seen. Each bound of a difference in the metric holds with 95 %. "
         f"{'' if way == LEVEL else timed}Texts have bits per character or word as "
-        f"their metric, with the sign turned. {'; '.join(machines)}. All runs: `benchmarks/results/half_time-*.json`."
+        f"their metric. {'; '.join(machines)}. All runs: `benchmarks/results/half_time-*.json`."
     )
 
 

@@ -277,7 +277,7 @@ def table(folder: Path, ending: str = "") -> tuple[Table, str]:
     said = (
         "Speed is the time of a stock run over that of the way, with set-up. The levers were chosen before the runs "
         "by a trial of at most 60 s, which is not counted. Intervals of the metric hold at every look of the test. The "
-        f"text has bits per character as its metric, with the sign turned. {'; '.join(machines)}. "
+        f"text has bits per character as its metric. {'; '.join(machines)}. "
         f"Every run: `benchmarks/results/promises-*{ending}.report.json`. {UNTUNED}"
     )
     return Table(headings=head, rows=tuple(lines)), said
@@ -308,13 +308,22 @@ def _cells(found: Finding, share: bool) -> tuple[str, ...]:
 
 
 def signed(interval: Interval | None, share: bool) -> str:
-    """Format a difference of the metric with its bounds: a share in points, otherwise bits per character."""
+    """Format a difference of the metric with its bounds: a share in points, otherwise bits better or worse."""
     if interval is None:
         return ""
-    factor, digits, unit = (100, 2, "points") if share else (1, 3, "bits")
-    values = (f"{factor * value:+.{digits}f}" for value in (interval.low, interval.mid, interval.high))
-    low, mid, high = (value.replace("-", "\N{MINUS SIGN}") for value in values)
-    return f"{mid} {unit} ({low} to {high})"
+    values = interval.mid, interval.low, interval.high
+    if not share:
+        return _in_bits(*(round(value, 3) for value in values))
+    mid, low, high = (f"{100 * value:+.2f}".replace("-", "\N{MINUS SIGN}") for value in values)
+    return f"{mid} points ({low} to {high})"
+
+
+def _in_bits(mid: float, *bounds: float) -> str:
+    """Format a difference of which more is better. Each bound has its word if they are on different sides."""
+    words = ["" if not value else " better" if value > 0 else " worse" for value in (mid, *bounds)]
+    apart = {*words[1:]} - {"", words[0]}
+    low, high = (f"{abs(value):.3f}{word if apart else ''}" for value, word in zip(bounds, words[1:], strict=True))
+    return f"{abs(mid):.3f} bits{words[0]} ({low} to {high})"
 
 
 def _verdict(found: Finding, job: Workload) -> str:
@@ -330,7 +339,7 @@ def promised(found: Finding, level: str, job: Workload) -> tuple[str, str]:
     """Return what a level promises, and whether it is kept."""
     drop = job.drops[MARGINS[level]]
     share = job.metric == "accuracy"
-    promise = f"at most {wording.amount(drop, share=share)}{'' if share else ' bits'} lower"
+    promise = f"at most {wording.amount(drop, share=share)}{' lower' if share else ' bits worse'}"
     if found.difference is None:
         return promise, "not decided"
     if found.difference.low > -drop:

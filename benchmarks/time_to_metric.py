@@ -103,8 +103,8 @@ def table(folder: Path) -> tuple[Table, str]:
     machines = sorted({machine(Environment(**result["environment"])) for result in saved.values()})
     said = (
         "Means over the seeds of whole runs; each bound of a difference holds with 95 %. Speed is the CPU time of a "
-        "stock run over that of the way, with set-up and evaluation. The text has bits per character as its metric, "
-        f"with the sign turned. {'; '.join(machines)}. All runs: `benchmarks/results/time_to_metric-*.json`. {UNTUNED}"
+        "stock run over that of the way, with set-up and evaluation. The text has bits per character as its metric. "
+        f"{'; '.join(machines)}. All runs: `benchmarks/results/time_to_metric-*.json`. {UNTUNED}"
     )
     return Table(
         headings=("workload", "way", "seeds", "speed of a run", "metric, against stock"), rows=tuple(lines)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from torchboost.bench.factory import Factory
+from torchboost.measure.evidence import Interval
 from torchboost.workloads.named import find_workload
 
 level_rates = importlib.import_module("level_rates")
@@ -78,3 +79,19 @@ def test_the_longer_run_has_the_steps_that_o2_needs() -> None:
     case = level_rates.case_of("digits", options.Options())
     assert isinstance(case.job.factory(case.data), Factory)
     assert case.job.epochs * case.data.steps(case.job.batch) >= 1_000
+
+
+@pytest.mark.parametrize(
+    ("bounds", "share", "said"),
+    [
+        ((0.044, 0.059, 0.074), False, "0.059 bits better (0.044 to 0.074)"),
+        ((-0.02, -0.01, -0.005), False, "0.010 bits worse (0.020 to 0.005)"),
+        ((-0.012, 0.001, 0.014), False, "0.001 bits better (0.012 worse to 0.014 better)"),
+        ((-0.008, 0.0001, 0.0), False, "0.000 bits (0.008 worse to 0.000)"),
+        ((-0.0001, 0.0, 0.0001), False, "0.000 bits (0.000 to 0.000)"),
+        ((-0.0121, 0.01, 0.02), True, "+1.00 points (\N{MINUS SIGN}1.21 to +2.00)"),
+    ],
+)
+def test_a_difference_cannot_be_taken_for_its_opposite(bounds: tuple[float, ...], share: bool, said: str) -> None:
+    low, mid, high = bounds
+    assert promises.signed(Interval(low=low, mid=mid, high=high), share) == said
