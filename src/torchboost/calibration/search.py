@@ -454,8 +454,8 @@ class _Search:
             return "only a long run repays its price; pass boost(..., total_steps=...), the number of updates", 0.0
         saving = self._saving(price.best_ratio)
         if saving is not None and saving <= (cost := self._in_all(lever, price.expected)):
-            best = f"at best it saves {in_seconds(saving)}, and it costs about {in_seconds(cost)}"
-            return f"{self.steps:,} steps do not repay it: {best}", 0.0
+            costs = f"and it costs about {in_seconds(cost)}"
+            return f"{self.steps:,} steps do not repay it: at best it saves {in_seconds(saving)}, {costs}", 0.0
         if price.expected > share:
             enough = (price.expected + 2 * _LOOKS[0] * self.last_step) / SET_ASIDE
             left = f"and the trial has {in_seconds(max(share, 0))} left"
