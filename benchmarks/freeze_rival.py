@@ -105,7 +105,7 @@ def _difference(baseline: dict[int, dict[str, Any]], runs: dict[int, dict[str, A
     if len(seeds) < 2:
         return ""
     found = paired_difference([baseline[s]["metric"] for s in seeds], [runs[s]["metric"] for s in seeds])
-    return signed(found, share=True)
+    return signed(found)
 
 
 def _of(result: dict[str, Any], way: str) -> dict[int, dict[str, Any]]:

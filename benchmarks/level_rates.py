@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cases import WORKLOADS, Case, job_of
-from figures import final, machine, signed
+from figures import allowed, final, machine, signed
 from half_time import FRESH, STOCK, Bench, turned_on, verdict
 from options import Options, run_each
 from saved_runs import Result, Run, SavedRuns, results
@@ -95,7 +95,7 @@ def complete(folder: Path) -> dict[str, Result]:
 def gained(folder: Path, name: str) -> str:
     """Return the difference in accuracy of O2 to stock on one workload."""
     result = results(folder, "level_rates", (name,))[name]
-    return signed(_gap(_fresh(result, STOCK), _fresh(result, O2))[1], True)
+    return signed(_gap(_fresh(result, STOCK), _fresh(result, O2))[1])
 
 
 def table(folder: Path) -> tuple[Table, str]:
@@ -139,8 +139,8 @@ def _against(stock: dict[int, Run], own: dict[int, Run], drop: float) -> tuple[s
     """Return the difference in accuracy, the ratio of the times, and whether the promise is kept."""
     seeds, gap = _gap(stock, own)
     ratio = paired_ratio(*([one[seed]["seconds"] for seed in seeds] for one in (own, stock)))
-    promise = f"{100 * drop:g} points: {verdict(gap, drop)}"
-    return signed(gap, True), wording.ratio_interval(ratio), promise
+    promise = f"{allowed(drop)}: {verdict(gap, drop)}"
+    return signed(gap), wording.ratio_interval(ratio), promise
 
 
 if __name__ == "__main__":

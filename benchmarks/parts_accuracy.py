@@ -225,7 +225,7 @@ def _cells(result: dict[str, Any], parts: list[str]) -> Iterator[str]:
     for way in parts:
         seeds = sorted(metrics[way].keys() & stock.keys())
         found = paired_difference([stock[seed] for seed in seeds], [metrics[way][seed] for seed in seeds])
-        yield signed(found, share=True)
+        yield signed(found)
 
 
 if __name__ == "__main__":

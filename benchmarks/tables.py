@@ -25,9 +25,10 @@ import padding_table
 import parts_accuracy
 import planted_effects
 import ranks
+import record_nanogpt
 import subspace_recipe
 import trainers
-from figures import signed
+from figures import allowed, signed
 from ratios import total_ratio
 
 from torchboost.bench.report import wording
@@ -91,6 +92,7 @@ WHOLE: dict[str, Callable[[str], str]] = {
     "planted_priors": lambda folder: rows(planted_effects.prior_table(RESULTS / "planted_effects-tune.json")),
     "freeze_rival": lambda folder: own(freeze_rival.table(RESULTS)),
     "half_time": lambda folder: own(half_time.table(RESULTS)),
+    "record": lambda folder: rows(record_nanogpt.table(RESULTS)),
     "half_time_level": lambda folder: own(half_time.level_table(RESULTS)),
     "level_rates": lambda folder: own(level_rates.table(RESULTS)),
     "half_time_rival": lambda folder: own(half_time.rival_table(RESULTS)),
@@ -111,13 +113,13 @@ def bfloat16() -> str:
     head = ("workload", "switches", "metric, against stock", "may lose", "seeds")
     lines = []
     for report in found:
-        fresh, share = report.whole[-1], "text" not in report.title
+        fresh, unit = report.whole[-1], "bits" if "text" in report.title else "points"
         lines.append(
             (
                 f"{report.title}, {report.steps:,} steps",
                 fresh.candidate.name.rpartition("levers: ")[2],
-                signed(fresh.difference, share),
-                f"{100 * report.drop:g} points" if share else f"{report.drop:g} bits",
+                signed(fresh.difference, unit),
+                allowed(report.drop, unit),
                 str(fresh.seeds),
             )
         )
