@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cases import WORKLOADS
+from figures import signed
 from options import Options, run_each
-from promises import WORKLOADS, signed
 from saved_runs import Run, SavedRuns, results
 
 from torchboost.bench.report import wording
@@ -104,7 +105,7 @@ def _difference(baseline: dict[int, dict[str, Any]], runs: dict[int, dict[str, A
     if len(seeds) < 2:
         return ""
     found = paired_difference([baseline[s]["metric"] for s in seeds], [runs[s]["metric"] for s in seeds])
-    return signed(found, share=True)
+    return signed(found)
 
 
 def _of(result: dict[str, Any], way: str) -> dict[int, dict[str, Any]]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -27,12 +28,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from figures import allowed, final, machine, signed, unit_of
 from fine_tuned_llama import FineTunedLlama
 from foreign_workloads import FOREIGN
 from options import Options, options_of, parser
-from promises import final, machine, signed
 from saved_runs import Result, SavedRuns, results
-from time_to_metric import cpu_seconds
 
 import torchboost
 from torchboost.bench.contestants import Loop, Recipe, averaged, build_loop
@@ -56,6 +56,11 @@ MUON_RATES, MUON_SHARES = (0.01, 0.02, 0.04, 0.08, 0.16), (0.5, 0.7, 1.0)
 MOST_TEST, MOST_VALIDATION = 4_000, 5_000
 """Images for tests, since more of them would take longer than the training, and for validation. The VGG was tuned with
 2,000 of the second."""
+
+HEADINGS = (
+    *("workload", "stock's rate found", "stock tuned: metric, seconds", "what tune chose"),
+    *("metric, against stock", "time, times stock's", "cost of tuning, in runs of stock"),
+)
 
 Make = Callable[[int], Any]
 
@@ -189,6 +194,12 @@ def _batches(parts: Parts, seed: int) -> Iterator[tuple[Any, Any]]:
         yield from one_epoch(parts.batches, seed=seed, epoch=epoch, device=torch.device("cpu"))
 
 
+def cpu_seconds() -> float:
+    """Return the CPU time of this process and of those that it started and that have ended, such as a compiler."""
+    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
 def muon_by_hand(bench: Bench, drop: float) -> dict[str, float]:
     """Return Muon's rate and share of the steps as they are found by hand, on the validation data, with one seed."""
 
@@ -259,27 +270,24 @@ def confirmed(folder: Path) -> list[Result]:
 
 def table(folder: Path) -> tuple[Table, str]:
     """Return how soon what was tuned reaches the metric of tuned stock, what it costs to find it, and a note."""
-    lines, found = [], confirmed(folder)
-    for result in found:
-        job, stock = workload(result["name"]), _fresh(result, STOCK)
-        metric = final([run["metric"] for run in stock.values()], job)
-        seconds = mean_of(run["seconds"] for run in stock.values())
-        cost = result["tuning"]["seconds"] / mean_of(run["wall"] for run in stock.values())
-        lines.append(
-            (
-                f"{result['title']}, {result['steps']:,} steps",
-                f"{result['rate'] * result['lr']:g}, {_times(result['rate'])} its own",
-                f"{metric}, {wording.seconds(seconds)}",
-                chosen_in(result["config"]),
-                *_against_stock(result, TUNED, job),
-                f"{cost:.0f}",
-            )
-        )
-    head = (
-        *("workload", "stock's rate found", "stock tuned: metric, seconds", "what tune chose"),
-        *("metric, against stock", "time, times stock's", "cost of tuning, in runs of stock"),
+    found = confirmed(folder)
+    lines = [line(result, workload(result["name"])) for result in found]
+    return Table(headings=HEADINGS, rows=tuple(lines)), _said(found)
+
+
+def line(result: Result, job: Job) -> tuple[str, ...]:
+    """Return the line of a workload in the table."""
+    stock = _fresh(result, STOCK).values()
+    cost = result["tuning"]["seconds"] / mean_of(run["wall"] for run in stock)
+    seconds = mean_of(run["seconds"] for run in stock)
+    return (
+        f"{result['title']}, {result['steps']:,} steps",
+        f"{result['rate'] * result['lr']:g}, {_times(result['rate'])} its own",
+        f"{final([run['metric'] for run in stock], job)}, {wording.seconds(seconds)}",
+        chosen_in(result["config"]),
+        *_against_stock(result, TUNED, job),
+        f"{cost:.0f}",
     )
-    return Table(headings=head, rows=tuple(lines)), _said(found)
 
 
 def rival_table(folder: Path) -> tuple[Table, str]:
@@ -314,10 +322,9 @@ def level_table(folder: Path) -> tuple[Table, str]:
         seeds = sorted(stock.keys() & level.keys())
         pairs = [(stock[seed]["metric"], level[seed]["metric"]) for seed in seeds]
         gap, drop = paired_difference(*zip(*pairs, strict=True)), result["drop"]
-        allowed = f"{100 * drop:g} points" if job.metric == "accuracy" else f"{drop:g}"
         stock_metric = final([run["metric"] for run in stock.values()], job)
         cells = (result["title"], stock_metric, turned_on([level[seed] for seed in seeds]))
-        lines.append((*cells, signed(gap, job.metric == "accuracy"), allowed, verdict(gap, drop)))
+        lines.append((*cells, signed(gap, unit_of(job)), allowed(drop, unit_of(job)), verdict(gap, drop)))
     head = ("workload", "stock tuned: metric", "switches on", "metric, against stock", "may lose", "promise")
     return Table(headings=head, rows=tuple(lines)), _said(found, LEVEL)
 
@@ -351,7 +358,7 @@ def _against_stock(result: Result, way: str, job: Job) -> tuple[str, str]:
     ratio = paired_ratio(*([one[seed]["seconds"] for seed in seeds] for one in (own, stock)))
     reached = gap.mid >= -result["drop"]
     time = wording.ratio_interval(ratio)
-    return signed(gap, job.metric == "accuracy"), time if reached else f"not reached; a run takes {time}"
+    return signed(gap, unit_of(job)), time if reached else f"not reached; a run takes {time}"
 
 
 def _times(rate: float) -> str:
@@ -381,7 +388,7 @@ def _said(found: list[Result], way: str = TUNED) -> str:
     return (
         f"{many} seeds that no choice has seen. Each bound of a difference in the metric holds with 95 %. "
         f"{'' if way == LEVEL else timed}Texts have bits per character or word as "
-        f"their metric, with the sign turned. {'; '.join(machines)}. All runs: `benchmarks/results/half_time-*.json`."
+        f"their metric. {'; '.join(machines)}. All runs: `benchmarks/results/half_time-*.json`."
     )
 
 

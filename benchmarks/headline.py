@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import adasum_convergence
+import level_rates
 import padding_table
 import svg
 from ratios import total_ratio
@@ -17,7 +18,7 @@ from zoo_verdict import STOCK, Row, geometric_mean, row_of
 from torchboost.bench.report import wording
 from torchboost.bench.report.page import Scale, ticks
 from torchboost.bench.report.table import Table
-from torchboost.measure.evidence import BenchReport, Interval, Quality
+from torchboost.measure.evidence import BenchReport, Interval
 from torchboost.measure.statistics import paired_ratio
 from torchboost.registry import REGISTRY
 
@@ -27,23 +28,12 @@ LEVELS = ("O1", "O2")
 
 ZOOS: Mapping[str, str] = MappingProxyType(
     {
-        "zoo": "with AVX512-BF16 and AMX",
-        "zoo-second": "with AVX512-BF16 and AMX, second run",
-        "zoo-avx2": "the same, simulated with AVX2 only",
-        "zoo-avx2-second": "the same, simulated with AVX2 only, second run",
-        "zoo-no_amx": "with AVX512-BF16, without AMX",
-        "zoo-present": "with AVX512-BF16, without AMX",
-        "zoo-one_core": "with AVX512-BF16, without AMX, one thread",
+        "zoo": "with AVX512-BF16, without AMX, one thread",
+        "zoo-amx": "with AVX512-BF16 and AMX",
+        "zoo-avx2": "simulated with AVX2 only",
     }
 )
 """Claim of the zoo -> what its machine is called."""
-
-ACCURACY: Mapping[str, str] = MappingProxyType(
-    {"freeze_types-cifar10-resnet-bottleneck-small": "small bottleneck ResNet [2, 2, 2, 2] on CIFAR-10"}
-)
-"""Result file of a training to an accuracy -> what its row is called."""
-CALLED: Mapping[str, str] = MappingProxyType({"O1": "O1+full"})
-"""What the levels are called in these files, if they were measured as they are now."""
 
 
 def load(name: str) -> BenchReport | None:
@@ -105,26 +95,6 @@ def table(claim: str = "zoo") -> tuple[Table, list[str]]:
     return Table(headings=head, rows=tuple(cells)), said
 
 
-def accuracy() -> Table:
-    """Return the differences in accuracy to the stock loop."""
-    rows = []
-    for name, called in ACCURACY.items():
-        report = load(name)
-        if report is not None:
-            qualities = {c.name: c.quality[0] for c in report.contestants if c.quality}
-            found = (_difference(qualities.get(CALLED.get(level, ""))) for level in LEVELS)
-            rows.append((called, str(report.epochs), *found))
-    return Table(headings=("network", "epochs", *(f"{level}, points" for level in LEVELS)), rows=tuple(rows))
-
-
-def _difference(quality: Quality | None) -> str:
-    if quality is None:
-        return UNMEASURED
-    mid, low = (wording.difference(v, share=True) for v in (quality.difference.mid, quality.difference.low))
-    at_worst = f"at worst {low.removesuffix(' points')}; {wording.count(quality.seeds, 'seed')}"
-    return f"{mid.removesuffix(' points')} ({at_worst})"
-
-
 def _faster(name: str, contestant: str, baseline: str, words: str) -> Callable[[], str]:
     """Speed of a contestant as a multiple of a baseline's, over the summed times of a run if the steps differ."""
 
@@ -167,7 +137,12 @@ def _subspace() -> str:
     return f"{ours:.1f} % accuracy; SGD at the same cost {plain:.1f} % (small ResNet): it does not pay"
 
 
-_DEEP, _RUN = "step_time-cifar10-resnet-bottleneck", "freeze_times-cifar10-resnet-bottleneck-small"
+_DEEP, _AMX = "zoo-bottleneck", "zoo-amx-bottleneck"
+_RUN, _COMPILED = "freeze_times-cifar10-resnet-bottleneck-small", "zoo-llama"
+
+
+def _centred() -> str:
+    return f"{level_rates.gained(RESULTS, 'vgg')} at O2, with freezing (VGG)"
 
 
 def _unpadded() -> str:
@@ -177,15 +152,13 @@ def _unpadded() -> str:
 FIGURES: Mapping[str, Callable[[], str]] = MappingProxyType(
     {
         "unpad": _unpadded,
-        "less_bn": _faster(_DEEP, "hand+less_bn", "hand", "the loop by hand (bottleneck ResNet)"),
-        "gradient_centralization": _faster(
-            _DEEP, "hand+gradient_centralization", "hand", "the loop by hand (bottleneck ResNet)"
-        ),
-        "channels_last": _faster(_DEEP, "stock+channels_last", "stock", "the stock loop (bottleneck ResNet)"),
-        "autocast": _faster(_DEEP, "stock+autocast", "stock", "the stock loop (bottleneck ResNet)"),
+        "less_bn": _faster(_DEEP, "O2", "O1", "O1, with centralised gradients (bottleneck ResNet)"),
+        "gradient_centralization": _centred,
+        "channels_last": _faster(_DEEP, "channels_last", "stock", "the stock loop (bottleneck ResNet)"),
+        "autocast": _faster(_AMX, "autocast", "stock", "the stock loop (bottleneck ResNet, AMX)"),
         "grad_freeze": _faster(_RUN, "O1+progressive", "O1+full", "O1, over a run (bottleneck ResNet)"),
-        "fused_optimizer": _faster(_DEEP, "stock+fused_optimizer", "stock", "the stock loop (bottleneck ResNet)"),
-        "compile": _faster(_DEEP, "hand+compile", "hand", "the loop by hand (bottleneck ResNet)"),
+        "fused_optimizer": _faster("zoo-recommender", "fused_optimizer", "stock", "the stock loop (large embeddings)"),
+        "compile": _faster(_COMPILED, "fused_optimizer+compile", "fused_optimizer", "the same loop (Llama)"),
         "grad_accumulation": _accumulated,
         "adasum": _adaptive_sum,
         "loss_scale_group": _faster("loss_scale-resnet", "group", "no scaling", "a step without scaling (ResNet)"),

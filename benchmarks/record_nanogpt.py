@@ -25,12 +25,14 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from half_time import SEEDS, measured
+from half_time import HEADINGS, SEEDS, line, measured
 from options import options_of, parser
+from saved_runs import results
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from torchboost.bench.factory import Factory, Parts
+from torchboost.bench.report.table import Table
 
 CONTEXT, BATCH, STEPS, WARMUP = 64, 12, 2_000, 100
 RATE, LEAST = 1e-3, 0.1
@@ -156,17 +158,25 @@ def loaded(nanogpt: Path, text: Path | None, *, smoke: bool) -> NanoGPT:
     return NanoGPT(code=code, text=ids, characters=len(numbers), steps=40 if smoke else STEPS)
 
 
+def table(folder: Path) -> Table:
+    """Return the line of the record, once it was measured."""
+    saved = results(folder, "record", (NanoGPT.name,)).values()
+    lines = [line(result, NanoGPT) for result in saved]
+    return Table(headings=HEADINGS, rows=tuple(lines))
+
+
 def main(argv: list[str] | None = None) -> None:
     made = parser(__doc__)
     made.add_argument("--nanogpt", type=Path, required=True, help="folder of a checkout of nanoGPT")
-    made.add_argument("--budget", default="20m", help="time of the tuning (default: %(default)s)")
+    made.add_argument("--budget", default="45m", help="time of the tuning (default: %(default)s)")
+    made.add_argument("--no-hand", dest="hand", action="store_false", help="leave out the loops by hand")
     made.add_argument("--seeds", type=int, default=SEEDS, help="seeds of the confirmation (default: %(default)s)")
     given = made.parse_args(argv)
     options = options_of(given)
     job = loaded(given.nanogpt, options.text, smoke=options.smoke)
     seeds = 2 if options.smoke else given.seeds
     file = options.file("record", job.name)
-    written = measured(job, job.factory(), job.steps, options, file, budget=given.budget, seeds=seeds, hand=True)
+    written = measured(job, job.factory(), job.steps, options, file, budget=given.budget, seeds=seeds, hand=given.hand)
     print(f"wrote {written}")
 
 

@@ -8,20 +8,17 @@ from options import parser, run
 
 CLAIMS = (
     "overhead",
-    "step_time",
     "loss_scale",
     "dim_reduce",
     "freeze_savings",
     "freeze_on_ranks",
     "fine_tune",
     "fewer_steps_time",
-    "whole_run",
     "freeze_types",
     "inference",
     "optimizer_step",
     "optimizer_rules",
     "adasum_time",
-    "accuracy",
     "zoo",
     "trainers",
 )

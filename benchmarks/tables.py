@@ -24,11 +24,11 @@ import muon_split
 import padding_table
 import parts_accuracy
 import planted_effects
-import promises
 import ranks
+import record_nanogpt
 import subspace_recipe
-import time_to_metric
 import trainers
+from figures import allowed, signed
 from ratios import total_ratio
 
 from torchboost.bench.report import wording
@@ -36,6 +36,7 @@ from torchboost.bench.report.table import Table, result_table
 from torchboost.measure.evidence import BenchReport, Contestant, Interval
 from torchboost.measure.statistics import paired_ratio
 from torchboost.registry import LEVELS, REGISTRY
+from torchboost.tuning.report import TuneReport
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -77,13 +78,8 @@ def results(claim: str) -> str:
 WHOLE: dict[str, Callable[[str], str]] = {
     "levels": levels,
     "results": lambda folder: results("zoo"),
-    "results_second": lambda folder: results("zoo-second"),
+    "results_amx": lambda folder: results("zoo-amx"),
     "results_avx2": lambda folder: results("zoo-avx2"),
-    "results_avx2_second": lambda folder: results("zoo-avx2-second"),
-    "results_present": lambda folder: results("zoo-present"),
-    "results_one_core": lambda folder: results("zoo-one_core"),
-    "results_no_amx": lambda folder: results("zoo-no_amx"),
-    "accuracy": lambda folder: rows(headline.accuracy()),
     "fewer_steps": lambda folder: own(fewer_steps_table.metrics_table(RESULTS)),
     "fewer_steps_needed": lambda folder: own(fewer_steps_table.needed_table(RESULTS)),
     "fewer_steps_rates": lambda folder: own(fewer_steps_table.rates_table(RESULTS)),
@@ -96,6 +92,7 @@ WHOLE: dict[str, Callable[[str], str]] = {
     "planted_priors": lambda folder: rows(planted_effects.prior_table(RESULTS / "planted_effects-tune.json")),
     "freeze_rival": lambda folder: own(freeze_rival.table(RESULTS)),
     "half_time": lambda folder: own(half_time.table(RESULTS)),
+    "record": lambda folder: rows(record_nanogpt.table(RESULTS)),
     "half_time_level": lambda folder: own(half_time.level_table(RESULTS)),
     "level_rates": lambda folder: own(level_rates.table(RESULTS)),
     "half_time_rival": lambda folder: own(half_time.rival_table(RESULTS)),
@@ -103,11 +100,30 @@ WHOLE: dict[str, Callable[[str], str]] = {
     "padding_short": lambda folder: own(padding_table.summary(RESULTS)),
     "padding_grouped": lambda folder: own(padding_table.grouped(RESULTS)),
     "parts_accuracy": lambda folder: own(parts_accuracy.table(RESULTS)),
-    "promises": lambda folder: own(promises.table(RESULTS)),
-    "promises_avx2": lambda folder: own(promises.table(RESULTS, promises.NARROW)),
-    "time_to_metric": lambda folder: own(time_to_metric.table(RESULTS)),
+    "bfloat16": lambda folder: bfloat16(),
     "algorithms": lambda folder: rows(headline.algorithms(folder)),
 }
+
+
+def bfloat16() -> str:
+    """Return the metric of O1's switches, autocast among them, against stock on three workloads."""
+    found = [
+        TuneReport.load(RESULTS / f"bfloat16-{name}.report.json") for name in ("digits", "text-gpt", "fine-tuning")
+    ]
+    head = ("workload", "switches", "metric, against stock", "may lose", "seeds")
+    lines = []
+    for report in found:
+        fresh, unit = report.whole[-1], "bits" if "text" in report.title else "points"
+        lines.append(
+            (
+                f"{report.title}, {report.steps:,} steps",
+                fresh.candidate.name.rpartition("levers: ")[2],
+                signed(fresh.difference, unit),
+                allowed(report.drop, unit),
+                str(fresh.seeds),
+            )
+        )
+    return shown(head, lines, f"{found[0].environment.processor}. Intervals hold at every look of a sequential test.")
 
 
 def own(made: tuple[Table, str]) -> str:
@@ -149,22 +165,6 @@ def times(path: Path) -> str:
     said = [f"- {c.name}: {note}" for c in report.contestants for note in c.notes if not note.startswith("by hand")]
     notes = "\n".join([*said, ""]) if said else ""
     return f"{rows(result_table(report))}\n\n{notes}\n{origin(report, path)}".replace("\n\n\n", "\n\n")
-
-
-def accuracy(path: Path) -> str:
-    report = BenchReport.load(path)
-
-    def row(contestant: Contestant) -> tuple[str, ...]:
-        seeds = ", ".join(f"{100 * final:.1f}" for final in finals(contestant))
-        quality = next(iter(contestant.quality), None)
-        if quality is None:
-            return (contestant.name, mean_final(contestant), seeds, "", "", "")
-        low, mid = 100 * quality.difference.low, 100 * quality.difference.mid
-        within = f"{'yes' if quality.passed else 'not shown'} ({100 * quality.margin:g})"
-        return (contestant.name, mean_final(contestant), seeds, f"{mid:+.2f}", f"{low:+.2f}", within)
-
-    head = ("contestant", "accuracy, %", "per seed", "against stock, points", "at worst (95 %)", "within the margin")
-    return shown(head, (row(c) for c in report.contestants if c.curves), origin(report, path))
 
 
 def worst(contestant: Contestant) -> str:
@@ -320,18 +320,15 @@ def fine_tuned(path: Path) -> str:
 
 
 MAKERS: dict[str, Callable[[Path], str]] = {
-    "step_time": times,
     "inference": times,
     "overhead": times,
     "loss_scale": times,
-    "accuracy": accuracy,
     "gpu": lambda path: own(gpu_tables.table(path)),
     "freeze_savings": times,
     "freeze_on_ranks": times,
     "dim_reduce": times,
     "subspace_recipe": by_recipe,
     "trainers": in_trainers,
-    "whole_run": times,
     "optimizer_step": against_bare,
     "optimizer_rules": against_best,
     "freeze_types": from_scratch,

@@ -51,20 +51,18 @@ if __name__ == "__main__":
 # It prints, on one busy core of a CPU:
 #
 #     level O1 for SGD, 460 steps
-#     measured at the first training call in 1.4 s; the gain of all together was not measured, since no time was left
+#     measured at the first training call in 0.4 s; the gain of all together was not measured, since no time was left
 #
-#     switch            state  what it did                                                   how exact
-#     channels_last     on     3 pairs did not decide; kept as usual; give it more with      exact here: gradient
-#                              boost(..., calibrate=seconds)                                 within 9e-04
-#     fused_optimizer   on     1 pair did not decide; kept as usual; give it more with       exact here
-#                              boost(..., calibrate=seconds)
+#     switch            state  what it did                            how exact
+#     channels_last     on     3 pairs did not decide; kept as usual  exact here: gradient within 9e-04
 #     threads           off    the program has chosen OMP_NUM_THREADS=1
 #     unpad             off    no argument of its forward masks padding
 #     sparse_head       off    the model has no output head that a loss could read in part
 #     matmul_precision  off    TF32 is a precision of CUDA devices, and the model is on cpu
-#     autocast          off    the time for the trial was used up; its share of the run is 0.9 s; boost(...,
-#                              calibrate=2) measures longer
-#     compile           off    460 steps do not repay it: at best it saves 7.8 s, and it costs about 9.2 s
+#     autocast          off    the time for the trial was used up
+#     fused_optimizer   off    a step is clearly slower in the only pair
+#     compile           off    460 steps do not repay it: at best it saves 0.5 s, and it costs about 9.2 s
 #
+#     too little time for channels_last, autocast: boost(..., calibrate=1) measures for up to 1 s
 #     next: boosted.plan.save("boost.json"); boost(..., config="boost.json") then repeats this without measuring
 #     94.3% of the test images right

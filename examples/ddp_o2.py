@@ -61,30 +61,29 @@ if __name__ == "__main__":
 # It prints, on one busy core of a CPU:
 #
 #     level O2 for SGD, 1,104 steps
-#     together a step is 1.14 times as fast as in your loop without them (0.86 to 1.34), measured at the first training
-#     call in 0.6 s; also on, not timed: gradient_centralization, grad_freeze
+#     together a step is 1.12 times as fast as in your loop without them (0.83 to 1.89), measured at the first training
+#     call in 1.5 s; also on, not timed: gradient_centralization, grad_freeze
 #
 #     switch                   state  what it did                                                   how exact
 #     channels_last            on     stores images and kernels channels-last; not measured:
 #                                     kernels must have their format before
 #                                     DistributedDataParallel lays out its buckets
 #         exact here: gradient within 4e-06
-#     fused_optimizer          on     7 pairs did not decide (1.14 times as fast, 0.86 to 1.34);    exact here
-#                                     kept as usual; give it more with boost(...,
-#                                     calibrate=seconds)
+#     fused_optimizer          on     9 pairs did not decide (1.12 times as fast, 0.83 to 1.89);    exact here
+#                                     kept as usual
 #     gradient_centralization  on     subtracts the mean from the gradient of each filter           changes the training
-#     grad_freeze              on     stops training the first blocks in some of the updates:       changes the training
-#                                     total_steps=1104
-#     threads                  off    the ranks share the cores
-#     matmul_precision         off    TF32 is a precision of CUDA devices, and the model is on cpu
+#     grad_freeze              on     stops training the first blocks in some of the updates;       changes the training
+#                                     freezing begins after update 773
 #     less_bn                  off    no BatchNorm of the model can go: its residual blocks, if any, need theirs, and
 #                                     others stay
+#     threads                  off    the ranks share the cores
 #     unpad                    off    no argument of its forward masks padding
 #     sparse_head              off    the model has no output head that a loss could read in part
-#     autocast                 off    the time for the trial was used up before its first pair of steps; its share of
-#                                     the run is 0.6 s; boost(..., calibrate=1) measures longer
-#     compile                  off    1,104 steps do not repay it: at best it saves 5 s, and it costs about 32 s
+#     matmul_precision         off    TF32 is a precision of CUDA devices, and the model is on cpu
+#     autocast                 off    the time for the trial was used up before its first pair of steps
+#     compile                  off    1,104 steps do not repay it: at best it saves 13 s, and it costs about 32 s
 #
+#     too little time for autocast, fused_optimizer: boost(..., calibrate=4) measures for up to 4 s
 #     next: boosted.plan.save("boost.json"); boost(..., config="boost.json") then repeats this without measuring
 #     rank 0: 95.6% of the test images right
 #     rank 1: 95.6% of the test images right

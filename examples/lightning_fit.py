@@ -61,16 +61,13 @@ if __name__ == "__main__":
 #     level O1 for SGD, 460 steps
 #     measured at the first training call in 1.0 s; the gain of all together was not measured, since no time was left
 #
-#     switch            state  what it did                                                   how exact
-#     fused_optimizer   on     2 pairs did not decide; kept as usual; its share of the run   exact here
-#                              is 1.0 s; boost(..., calibrate=2) measures longer
+#     switch            state  what it did                            how exact
+#     fused_optimizer   on     2 pairs did not decide; kept as usual  exact here
 #     threads           off    the program has chosen OMP_NUM_THREADS=1
 #     unpad             off    no argument of its forward masks padding
 #     sparse_head       off    the model has no output head that a loss could read in part
 #     matmul_precision  off    TF32 is a precision of CUDA devices, and the model is on cpu
-#     channels_last     off    3 pairs did not decide; left out, since they lean to slower; give it more with boost(...,
-#                              calibrate=seconds)
-#     autocast          off    the time for the trial was used up; its share of the run is 0.8 s; boost(...,
-#                              calibrate=2) measures longer
+#     channels_last     off    3 pairs did not decide; left out, since they lean to slower
+#     autocast          off    the time for the trial was used up
 #     compile           off    460 steps do not repay it: at best it saves 6.7 s, and it costs about 9.2 s
 #     94.3% of the test images right

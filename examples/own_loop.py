@@ -69,11 +69,10 @@ if __name__ == "__main__":
 #     matmul_precision  off    TF32 is a precision of CUDA devices, and the model is on cpu
 #     unpad             off    no argument of its forward masks padding
 #     sparse_head       off    the model has no output head that a loss could read in part
-#     autocast          off    the time for the trial was used up before its first pair of steps; its share of the run
-#                              is 0.4 s; boost(..., calibrate=1) measures longer
-#     fused_optimizer   off    5 pairs did not decide; left out, since they lean to slower; its share of the run is 0.4
-#                              s; boost(..., calibrate=1) measures longer
+#     autocast          off    the time for the trial was used up before its first pair of steps
+#     fused_optimizer   off    5 pairs did not decide; left out, since they lean to slower
 #     compile           off    1,104 steps do not repay it: at best it saves 4 s, and it costs about 12 s
 #
+#     too little time for autocast, fused_optimizer: boost(..., calibrate=1) measures for up to 1 s
 #     next: boosted.plan.save("boost.json"); boost(..., config="boost.json") then repeats this without measuring
 #     96.6% of the test images right

@@ -57,19 +57,17 @@ if __name__ == "__main__":
 #     measured at the first training call in 2.4 s; the gain of all together was not measured, since no time was left
 #
 #     switch            state  what it did                                                   how exact
-#     channels_last     on     2 pairs did not decide; kept as usual; give it more with
-#                              boost(..., calibrate=seconds)
+#     channels_last     on     2 pairs did not decide; kept as usual
 #         as near as rounding lets this network be: gradient within 1e-02
-#     fused_optimizer   on     1 pair did not decide; kept as usual; give it more with       exact here
-#                              boost(..., calibrate=seconds)
+#     fused_optimizer   on     1 pair did not decide; kept as usual                          exact here
 #     threads           off    the program has chosen OMP_NUM_THREADS=1
 #     matmul_precision  off    TF32 is a precision of CUDA devices, and the model is on cpu
 #     unpad             off    no argument of its forward masks padding
 #     sparse_head       off    the model has no output head that a loss could read in part
-#     autocast          off    the time for the trial was used up; its share of the run is 2.0 s; boost(...,
-#                              calibrate=3) measures longer
-#     compile           off    to try it takes about 16 s, and the trial has 0 s left; boost(..., calibrate=30) gives it
-#                              enough
+#     autocast          off    the time for the trial was used up
+#     compile           off    to try it takes about 16 s, and the trial has 0 s left
 #
+#     too little time for channels_last, fused_optimizer, autocast, compile: boost(..., calibrate=30) measures for up to
+#     30 s
 #     next: boosted.plan.save("boost.json"); boost(..., config="boost.json") then repeats this without measuring
 #     97.3% of the test images right, by a model that torchboost never changed

@@ -71,8 +71,6 @@ if __name__ == "__main__":
 #     channels_last     off            the model has no convolution
 #     matmul_precision  off            TF32 is a precision of CUDA devices, and the model is on cpu
 #     sparse_head       off            the model has no output head that a loss could read in part
-#     autocast          off            the trial had no time left for its first steps; its share of the run is 2.6 s;
-#                                      boost(..., calibrate=6) measures longer
-#     compile           off            to try it takes about 13 s, and the trial has 0 s left; boost(..., calibrate=30)
-#                                      gives it enough
+#     autocast          off            the trial had no time left for its first steps
+#     compile           off            to try it takes about 13 s, and the trial has 0 s left
 #     97.3% of the test texts right, 97.3% after from_pretrained

@@ -152,12 +152,13 @@ class Levers:
             measured = f"not {'measured' if self._measures else 'checked'}: {UNSEEN}"
         shared = self._shared_reason
         rows = tuple(self._told(row, shared) for row in plan.rows)
-        waits = (_WAITS,) if any(row.state == "waits" for row in rows) else ()
+        waits = _WAITS if any(row.state == "waits" for row in rows) else ""
+        longer = "" if self.choice is None or self.state == "removed" else self.choice.longer(but=self.withdrawn)
         return replace(
             plan,
             heading=(*removed, *plan.heading, *filter(None, (measured, shared))),
             rows=rows,
-            notes=(*waits, *plan.notes, *self._stays()),
+            notes=(*filter(None, (waits, longer)), *plan.notes, *self._advice, *self._stays()),
             ask=self._ask(),
         )
 
@@ -188,9 +189,10 @@ class Levers:
             row = row._replace(did=did, state="was on before" if verdict.before else row.state)
         if row.state != "on":
             return row
-        done, remark = self._done.get(row.name), self.remarks.get(row.name)
-        notes = [*([done] if done else []), *([f"not in effect: {remark}"] if remark else [])]
-        return row._replace(did="; ".join([row.did, *notes]), exact=self.checks.get(row.name, row.exact))
+        course = self.attached[row.name].course if row.name in self.attached else ""
+        remark = f"not in effect: {text}" if (text := self.remarks.get(row.name)) else ""
+        notes = filter(None, (row.did, self._done.get(row.name), course, remark))
+        return row._replace(did="; ".join(notes), exact=self.checks.get(row.name, row.exact))
 
     def _ask(self) -> str:
         """Return the line that the user would type next. Empty if there is none."""
@@ -211,6 +213,11 @@ class Levers:
     def _done(self) -> dict[str, str]:
         """Algorithm -> how much it has changed in the model, for those that can count it."""
         return {a.name: done for a in self.plan.algorithms if (done := REGISTRY[a.name].done(self._target.model))}
+
+    @property
+    def _advice(self) -> list[str]:
+        """A line for each algorithm that has changed the model, if the user should do something about it."""
+        return [f"{name}: {advice}" for name in self._done if (advice := REGISTRY[name].advice)]
 
     @property
     def _untimed(self) -> str:
@@ -344,7 +351,8 @@ class Levers:
         self.choice = choice
         self._decisions |= {v.lever: (v.kept, v.reason) for v in choice.verdicts}
         self.asked = replace(self.asked, levers=calibration.in_form(choice, device_of(target.model)).levers)
-        nothing = choice.source == "trial" and not choice.gains
+        failed = choice.source == "prior" and choice.budget > 0
+        nothing = failed or (choice.source == "trial" and not choice.gains)
         said = f"{self.asked.level}: {choice.summary(self._untimed)}"
         announced = nothing or (choice.source == "trial" and choice.budget >= WORTH_A_WORD)
         details = said if nothing else str(self.explanation().sheet)

@@ -278,7 +278,8 @@ class Plan:
         )
 
     def _row_on(self, algorithm: Algorithm) -> Row:
-        entry, settings = REGISTRY[algorithm.name], own_settings(algorithm)
+        entry = REGISTRY[algorithm.name]
+        settings = own_settings(algorithm, but=(LENGTH,) if self.total_steps is not None else ())  # the heading has it
         did = f"{entry.summary}{f': {settings}' if settings else ''}{dict(self.served).get(algorithm.name, '')}"
         changes = not entry.lever and any(algorithm.name in row for row in LEVELS.values())
         return Row(algorithm.name, "on", did, "changes the training" if changes else "")
@@ -424,9 +425,9 @@ def run_length(config: BoostConfig, given: int | None = None) -> int | None:
     return first
 
 
-def own_settings(algorithm: Algorithm) -> str:
-    """Return the settings that differ from the defaults, as code. Empty if none does."""
-    settings = [(f.name, getattr(algorithm, f.name), f.default) for f in fields(algorithm)]  # pyright: ignore[reportArgumentType]
+def own_settings(algorithm: Algorithm, but: Container[str] = ()) -> str:
+    """Return the settings that differ from the defaults, as code, without some of them. Empty if none does."""
+    settings = [(f.name, getattr(algorithm, f.name), f.default) for f in fields(algorithm) if f.name not in but]  # pyright: ignore[reportArgumentType]
     return ", ".join(f"{name}={value!r}" for name, value, default in settings if value != default)
 
 

@@ -186,6 +186,7 @@ class Entry:
         of_optimizer: Whether it changes the update alone.
         removed: Setting of an earlier version -> its default. Plan files may still have it at that value.
         done: How much it has changed in a model, in words. Empty if there is nothing to count.
+        advice: What the user should do if it has.
     """
 
     algorithm: type[Algorithm]
@@ -202,6 +203,7 @@ class Entry:
     of_optimizer: bool = False
     removed: Mapping[str, Any] = field(default_factory=dict)
     done: Callable[[nn.Module], str] = lambda _: ""
+    advice: str = ""
 
     @property
     def name(self) -> str:
@@ -343,6 +345,7 @@ _ENTRIES = (
         algorithm=LessBn,
         summary="removes the BatchNorm layers that are not needed",
         done=_removed_norms,
+        advice="with fewer BatchNorms, tune the learning rate again",
         section="less_bn",
         words={"fn_flag": "normalize_head"},
         brings={"gc_flag": GradientCentralization.name},

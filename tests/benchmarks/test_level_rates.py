@@ -14,9 +14,9 @@ import pytest
 from torchboost.bench.factory import Factory
 from torchboost.workloads.named import find_workload
 
+cases = importlib.import_module("cases")
 level_rates = importlib.import_module("level_rates")
 options = importlib.import_module("options")
-promises = importlib.import_module("promises")
 
 BEST = {"stock": 0.25, "O1": 0.25, "O2": 2.0}
 SECONDS = {"stock": 10.0, "O1": 8.0, "O2": 4.0}
@@ -36,7 +36,7 @@ def rates(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]
 
     monkeypatch.setattr(level_rates.Bench, "trained", trained)
     job = find_workload("digits-resnet")
-    case = promises.Case("a network", job, job.load(None, None))
+    case = cases.Case("a network", job, job.load(None, None))
     monkeypatch.setattr(level_rates, "WORKLOADS", {"digits": lambda given: replace(case)})
     return lambda: made
 

@@ -148,6 +148,7 @@ def test_a_real_trial_decides_and_explains():
         (row,) = [row for row in pair.levers.explanation().rows if row.name == verdict.lever]
         assert (row.state == "on") is verdict.kept
         assert verdict.found in row.did
+    assert pair.explain().count("calibrate=") == any(verdict.longer for verdict in pair.choice.verdicts)
 
 
 def test_the_choice_is_logged(monkeypatch, caplog):
@@ -205,6 +206,7 @@ def test_what_is_on_without_being_timed_is_named(monkeypatch, capsys, kept):
     assert told in in_one_line(pair.explain())
     row = next(row for row in pair.levers.explanation().rows if row.name == "less_bn")
     assert row.did.endswith(f"; {gone} of {gone + left} BatchNorms removed")
+    assert "less_bn: with fewer BatchNorms, tune the learning rate again" in pair.levers.explanation().notes
 
 
 def test_calls_without_training_are_not_the_first_call(monkeypatch):
@@ -288,7 +290,11 @@ def test_a_second_interrupt_waits_until_everything_is_put_back(monkeypatch, owne
     assert pair.choice is not None
 
 
-def test_a_trial_that_raises_or_has_no_memory_leaves_the_prior(monkeypatch):
+def test_a_trial_that_raises_or_has_no_memory_leaves_the_prior(monkeypatch, capsys):
+    logger = logging.getLogger("torchboost")
+    monkeypatch.setattr(type(logger), "hasHandlers", lambda self: False)
+    monkeypatch.setattr(logger, "level", logging.NOTSET)
+
     def broken(*_, **__):
         raise RuntimeError("planted")
 
@@ -298,6 +304,9 @@ def test_a_trial_that_raises_or_has_no_memory_leaves_the_prior(monkeypatch):
     assert on(pair) == set(LEVERS)
     assert pair.choice.source == "prior"
     assert "the trial raised RuntimeError: planted" in " ".join(pair.explain().split())
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("torchboost: warning: O1: the trial failed, so rules chose; on: ")
+    assert all(name in last for name in LEVERS)
     monkeypatch.setattr(module, "free_bytes", lambda device: 1000)
     monkeypatch.setattr(module, "Trial", None)  # nothing is copied
     pair = boosted()
@@ -441,7 +450,7 @@ def test_a_run_that_is_too_short_for_a_trial_has_none(monkeypatch):
         pair = boosted(calibrate=calibrate, steps=steps)
         pair.model(batches()[0][0])
         assert (pair.choice.source == "trial") is measured
-        assert measured or "calibrate=seconds" in pair.choice.verdicts[0].reason
+        assert measured or "calibrate=10" in pair.choice.verdicts[0].reason
 
 
 def budget(calibrate: Any, steps: int | None) -> module.Calibration:

@@ -100,6 +100,31 @@ def test_the_summary_names_the_switches_for_which_there_was_no_time() -> None:
     assert choice.summary().startswith("1.5 s of measuring did not suffice, there was no time for compile (")
 
 
+@pytest.mark.parametrize(
+    "ratio", [RATIO, Interval(low=0.7, mid=1.4, high=2.8), Interval(low=0.97, mid=1.0, high=1.03), None]
+)
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("source", ["trial", "prior"])
+def test_the_summary_names_every_switch(ratio: Interval | None, kept: bool, source: Any) -> None:
+    """None that the first line announced is missing in the last one."""
+    before = Verdict(lever="threads", kept=False, reason="the program has chosen them", before=True)
+    verdicts = (VERDICTS[0].but(kept=kept), VERDICTS[1], before)
+    choice = CHOICE.model_copy(update={"verdicts": verdicts, "ratio": ratio, "source": source})
+    off = "off: compile" if kept else "off: autocast, compile"
+    assert off in choice.summary("also on, not timed: less_bn")
+    assert ("autocast" in choice.summary(), "threads" in choice.summary()) == (True, False)
+
+
+def test_one_hint_is_for_all_that_had_too_little_time() -> None:
+    short = (VERDICTS[0].but(longer=7), VERDICTS[1].but(longer=20), Verdict(lever="unpad", kept=False, reason=""))
+    choice = CHOICE.model_copy(update={"verdicts": short})
+    hint = "boost(..., calibrate=20) measures for up to 20 s"
+    assert choice.longer() == f"too little time for autocast, compile: {hint}"
+    assert choice.longer(but={"compile"}).endswith("autocast: boost(..., calibrate=7) measures for up to 7 s")
+    assert CHOICE.longer() == ""
+    assert choice.model_copy(update={"source": "checkpoint"}).longer() == ""
+
+
 def test_what_was_on_before_another_run_is_not_said_of_this_one() -> None:
     reason = "the loop computes under torch.autocast to bfloat16"
     choice = Choice(verdicts=(Verdict(lever="autocast", kept=False, reason=reason, before=True),), source="trial")

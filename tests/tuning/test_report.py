@@ -85,7 +85,7 @@ def test_the_headline_is_the_answer() -> None:
     wide = finding("kept").model_copy(update={"speed": Interval(low=0.94, mid=1.22, high=2.23)})
     assert headline(report(whole=[wide])).endswith("A training then takes 82 % of the time (45 % to 106 %).")
     assert cost(kept) == (
-        "Against stock the metric changes by +0.001, at worst \N{MINUS SIGN}0.004 at 95 % confidence, over 5 seeds; "
+        "Against stock the metric is 0.001 better, at worst 0.004 worse, at 95 % confidence, over 5 seeds; "
         "0.005 was accepted."
     )
     lost = report(findings=[finding("lost", "it costs")])
@@ -146,7 +146,7 @@ def test_the_users_rate_is_the_first_finding() -> None:
         assert cost(report(rate=rate)) == said
     said = cost(tuned())
     assert said.startswith("Your rate is 2 times too high: +0.0")
-    assert "Against stock at its best rate the metric changes by" in said
+    assert "Against stock at its best rate the metric is" in said
 
 
 def test_when_a_tuning_is_repaid() -> None:

@@ -7,6 +7,7 @@ difference seen" is never taken for "no difference".
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from dataclasses import dataclass
@@ -216,7 +217,7 @@ def verdicts(report: BenchReport) -> dict[str, list[Sentence]]:
             if hand and contestant.kind in ("level", "config")
             else None,
             _whole_run(summary, hand),
-            _metric(summary, report.metric_name, share),
+            _metric(summary, report.metric_name, share, higher=report.metric_higher_is_better),
             _promise(summary, report.metric_name, share),
             _setup(summary, stock),
         ]
@@ -268,7 +269,7 @@ def _pays(ratio: Ratio | None) -> bool:
     return ratio is not None and _faster(ratio) and ratio.interval.mid >= MIN_GAIN
 
 
-def _metric(summary: Summary, metric: str, share: bool) -> Sentence | None:
+def _metric(summary: Summary, metric: str, share: bool, *, higher: bool) -> Sentence | None:
     difference, name = summary.difference, summary.contestant.name
     if difference is None:
         return None
@@ -277,9 +278,10 @@ def _metric(summary: Summary, metric: str, share: bool) -> Sentence | None:
         return Sentence("open", f"{text} cannot be compared with it.")
     if _diverged(summary.contestant):
         return Sentence("bad", f"{name} diverged on at least one seed: its loss or {metric} is not a number.")
-    mean, worst, best = (wording.difference(value, share=share) for value in difference[:3])
+    signed = functools.partial(wording.difference, share=share) if higher else wording.better
+    mean, worst, best = map(signed, difference[:3])
     own, seeds = wording.has_own_units(metric), wording.count(difference.seeds, "seed")
-    ends = f"{name} ends {mean} from stock in {'the metric' if own else metric}"
+    ends = f"{name} ends {mean} {'from' if higher else 'than'} stock in {'the metric' if own else metric}"
     if difference.seeds < 2:
         return Sentence("open", f"{ends} on one seed: too few to say anything.")
     if math.isinf(difference.worst):
@@ -289,7 +291,7 @@ def _metric(summary: Summary, metric: str, share: bool) -> Sentence | None:
         text = f"{ends} over {seeds}. The difference is the same on each, which gives no bounds."
         return Sentence("open", text)
     if difference.margin is None:
-        text = f"{ends} over {seeds}, with 95 % bounds {worst} to {best}; above 0 is better."
+        text = f"{ends} over {seeds}, with 95 % bounds {worst} to {best}{'; above 0 is better' if higher else ''}."
         return Sentence("bad" if difference.best < 0 and not own else "open", text)
     allowed = wording.amount(difference.margin, share=share)
     if difference.worst > -difference.margin:
@@ -327,7 +329,7 @@ def _promise(summary: Summary, metric: str, share: bool) -> Sentence | None:
     if difference is None or margin is None:
         return Sentence("open", f"{asked}, at nearly the same metric: this run did not judge the metric.")
     if difference.best < -margin:
-        return Sentence("bad", f"{asked}: missed here, the metric falls by more.")
+        return Sentence("bad", f"{asked}: missed here, it loses more.")
     if interval.low * MIN_GAIN >= 1 and difference.worst > -margin:
         return Sentence("good", f"{asked}: kept here.")
     return Sentence("open", f"{asked}: neither shown nor refuted by this run.")
@@ -359,7 +361,7 @@ def headline(report: BenchReport) -> Sentence:
     paying: dict[Tone, list[Summary]] = {"good": [], "open": [], "bad": []}
     may_pay = False
     for summary in summarise(report):
-        gain, kept = _gain(summary), _metric(summary, metric, share)
+        gain, kept = _gain(summary), _metric(summary, metric, share, higher=report.metric_higher_is_better)
         tone = kept.tone if kept else "open"
         if gain is not None and gain.low > 1 and gain.mid >= MIN_GAIN:
             paying[tone].append(summary)

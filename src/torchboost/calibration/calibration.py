@@ -218,7 +218,7 @@ class Calibration:
         if counts_steps and _steps_of_trial(self.total_steps or 0) < _LEAST_STEPS:
             return (
                 f"a run of {self.total_steps:,} steps is short: a trial may take {percent(_MOST_SHARE)} of it, and "
-                f"needs {_LEAST_STEPS} steps; allow more with boost(..., calibrate=seconds)"
+                f"needs {_LEAST_STEPS} steps; boost(..., calibrate=10) measures for up to 10 s"
             )
         return obstacle_to_updates(target.optimizers) or exchange_in(target.model)
 
@@ -274,7 +274,8 @@ class Calibration:
         except RankDisagreementError:
             raise
         except Exception as error:  # a trial must never end a training
-            return self.without_trial(f"the trial raised {in_a_line(error)}")
+            failed = self.without_trial(f"the trial raised {in_a_line(error)}")
+            return failed.model_copy(update={"budget": max(budgets, default=0.0)})
         measured = {verdict.lever: verdict for verdict in verdicts}
         return Choice(
             verdicts=tuple(measured.get(fixed.lever, fixed) for fixed in self.without_trial("").verdicts),
@@ -357,7 +358,8 @@ class Calibration:
         for lever in (lever for lever, goes in zip(on, gone, strict=True) if goes):
             lever.forget()
             result = results[lever.name]
-            changes[lever.name] = {"kept": False, "reason": "another rank left it out" if result.kept else result.text}
+            reason = "another rank left it out" if result.kept else result.text
+            changes[lever.name] = {"kept": False, "reason": reason, "longer": 0}
         if any("kept" in changes.get(lever.name, ()) for lever in self.levers):
             choice = choice.model_copy(update={"ratio": None})
         return choice.changed(changes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -58,6 +58,7 @@ class Verdict(_Record):
         before: Whether the model or the loop had the same before.
         untried: Whether there was no time to try it.
         undecided: Whether its pairs did not decide in the time that there was.
+        longer: Seconds of a trial that may suffice for it. 0 if this one did, or if time would not help.
     """
 
     lever: str
@@ -71,6 +72,7 @@ class Verdict(_Record):
     before: bool = False
     untried: bool = False
     undecided: bool = False
+    longer: int = 0
 
     @property
     def found(self) -> str:
@@ -91,7 +93,7 @@ class Choice(_Record):
         verdicts: One for each lever, in the order of the trial.
         source: Where the choice comes from.
         seconds: Time that the trial took.
-        budget: Time that the trial was allowed to take. 0 if there was no trial. Unit: seconds.
+        budget: Time that the trial was allowed to take, also if it failed. 0 if there was no trial. Unit: seconds.
         peak_bytes: Memory that the trial needed in addition to training. 0 if there was no trial.
         step_seconds: Median time of a plain step. None if it was not measured.
         ratio: How many times as fast a step of the chosen combination is as a step without levers. None if it was not
@@ -182,15 +184,28 @@ class Choice(_Record):
         where = {"trial": trial, "checkpoint": "as in the checkpoint", "prior": ""}[self.source]
         return ", ".join(text for text in (self.gain, where) if text)
 
+    def longer(self, but: Container[str] = ()) -> str:
+        """Return which levers had too little time in a trial, and what gives them more. Empty if none of them."""
+        short = [v for v in self.verdicts if v.longer and v.lever not in but] if self.source == "trial" else []
+        if not short:
+            return ""
+        seconds = max(verdict.longer for verdict in short)
+        names = ", ".join(verdict.lever for verdict in short)
+        return f"too little time for {names}: boost(..., calibrate={seconds}) measures for up to {seconds} s"
+
     def summary(self, untimed: str = "") -> str:
         """Return the result of a trial, and what to do next, in a line. ``untimed`` names what was on in all steps."""
         on = ", ".join(verdict.lever for verdict in self.verdicts if verdict.kept)
+        off = ", ".join(verdict.lever for verdict in self.verdicts if not (verdict.kept or verdict.before))
+        off = f"off: {off}" if off else ""
+        if self.source == "prior":
+            parts = ("the trial failed, so rules chose", f"on: {on}" if on else "", off)
+            return f"{'; '.join(filter(None, parts))}. boosted.explain() says why"
         gain, seconds = self.gain or _NOT_TOGETHER, in_seconds(self.seconds)
-        gain = f"{gain}; {untimed}" if untimed else gain
         if self.gains:
-            return f"on after {seconds} of measuring: {on}; {gain}. boosted.explain() says why"
-        tried = ", ".join(verdict.lever for verdict in self.verdicts if verdict.pairs) or "nothing"
-        found = f"on: {on}; {gain}" if on else f"timed: {tried}; all are off{f'; {untimed}' if untimed else ''}"
+            said = "; ".join(filter(None, (on, gain, untimed, off)))
+            return f"on after {seconds} of measuring: {said}. boosted.explain() says why"
+        found = "; ".join(filter(None, (f"on: {on}; {gain}" if on else "", untimed, off)))
         open_ = on and (self.ratio is None or self.ratio.mid >= SEEMS_FASTER)
         lead = f"{seconds} of measuring did not decide" if open_ else f"no gain was found in {seconds} of measuring"
         if untried := ", ".join(verdict.lever for verdict in self.verdicts if verdict.untried):

@@ -287,6 +287,7 @@ class _Search:
             reason=f"{before.reason}; {form}: {verdict.reason}",
             price=before.price + verdict.price,
             form=form if verdict.kept else before.form,
+            longer=max(before.longer, verdict.longer),
         )
         return verdict.kept
 
@@ -301,7 +302,7 @@ class _Search:
     def _try(self, lever: str, share: float, also: Sequence[str] = ()) -> None:
         within = self._left()
         if lever in self.prices and (refusal := self._dear(lever, share)) is not None:
-            self._decide(lever, False, refusal)
+            self._decide(lever, False, refusal[0], longer=refusal[1])
             return
         if within <= 0:
             self._leave_open(lever, "the time for the trial was used up")
@@ -314,8 +315,8 @@ class _Search:
                 self._leave_open(lever, "the trial had no time left for its first steps")
                 return
             took = max(within, self.bench.elapsed() - began)
-            twice = _rounded(2 * (took / SET_ASIDE if lever in self.prices else self.seconds))
-            self._decide(lever, False, f"{error}; boost(..., calibrate={twice}) gives it twice as long")
+            twice = 2 * (took / SET_ASIDE if lever in self.prices else self.seconds)
+            self._decide(lever, False, str(error), longer=twice)
             if within < _PATIENCE * self.last_step:
                 self.open.add(lever)
             return
@@ -342,17 +343,13 @@ class _Search:
         if usual:
             self.assumed.add(lever)
             reason = f"not measured: {reason}; on as usual"
-        self.verdicts[lever] = Verdict(lever=lever, kept=usual, reason=f"{reason}; {self._more}", untried=True)
+        longer = _rounded(self._longer)
+        self.verdicts[lever] = Verdict(lever=lever, kept=usual, reason=reason, untried=True, longer=longer)
 
     @property
-    def _more(self) -> str:
-        """How the user gives the trial more time, after the reason why it has less than was announced."""
-        if self.seconds >= self.announced:
-            return "give it more with boost(..., calibrate=seconds)"
-        return (
-            f"its share of the run is {in_seconds(self.seconds)}; "
-            f"boost(..., calibrate={_rounded(self.announced)}) measures longer"
-        )
+    def _longer(self) -> float:
+        """Seconds of a trial that is longer than this one: those that were announced, if faster steps left it less."""
+        return self.announced if self.seconds < self.announced else 2 * self.seconds
 
     def _measure(self, sample: _Sample, deadline: float, *, stops: bool = True, grace: float = 0.0) -> None:
         """Add pairs to a sample until it is decided or the time is up. If it ``stops`` early, clear ones suffice."""
@@ -389,8 +386,8 @@ class _Search:
     def _judge(self, lever: str, sample: _Sample) -> None:
         if not sample.ratios:
             # Even if it was on without a trial: its steps may have used up the time.
-            text = f"the time for the trial was used up before its first pair of steps; {self._more}"
-            self._decide(lever, False, text, sample)
+            text = "the time for the trial was used up before its first pair of steps"
+            self._decide(lever, False, text, sample, longer=self._longer)
             return
         self.last_step = sorted(sample.incumbent)[len(sample.incumbent) // 2]
         middle = sorted(sample.ratios)[len(sample.ratios) // 2]
@@ -413,17 +410,26 @@ class _Search:
             usual = self.undecided.get(lever, False)
             keep = usual and middle > 1
             what = "kept as usual" if keep else "left out, since they lean to slower" if usual else "left out"
-            self._decide(lever, keep, f"{_undecided(sample)}; {what}; {self._more}", sample)
+            self._decide(lever, keep, f"{_undecided(sample)}; {what}", sample, longer=self._longer)
             self.verdicts[lever] = self.verdicts[lever].but(undecided=True)
             if keep:
                 self.last_step /= middle
             else:
                 self.open.add(lever)
 
-    def _decide(self, lever: str, kept: bool, reason: str, sample: _Sample | None = None) -> None:
+    def _decide(
+        self, lever: str, kept: bool, reason: str, sample: _Sample | None = None, *, longer: float = 0.0
+    ) -> None:
         sample = sample or _Sample()
-        ratio, pairs, price = sample.interval, len(sample.ratios), sample.price if lever in self.prices else 0.0
-        self.verdicts[lever] = Verdict(lever=lever, kept=kept, reason=reason, ratio=ratio, pairs=pairs, price=price)
+        self.verdicts[lever] = Verdict(
+            lever=lever,
+            kept=kept,
+            reason=reason,
+            ratio=sample.interval,
+            pairs=len(sample.ratios),
+            price=sample.price if lever in self.prices else 0.0,
+            longer=_rounded(longer),
+        )
         if kept:
             staying = self._with(lever)
             for other in self.kept:
@@ -439,25 +445,21 @@ class _Search:
         """Return the kept levers that do something next to another one."""
         return [other for other in self.kept if lever not in self.prices or other not in self.inert]
 
-    def _dear(self, lever: str, share: float) -> str | None:
-        """Return why the price of a lever is not paid. None if it is."""
+    def _dear(self, lever: str, share: float) -> tuple[str, float] | None:
+        """Return why the price of a lever is not paid, and seconds of a trial that pays it, if any. None if it is."""
         price = self.prices[lever]
         if price.of_host and (busy := self.bench.host_share()) < _HOST_BOUND:
-            return f"it saves time of the host, which is busy for {percent(busy)} of a step"
+            return f"it saves time of the host, which is busy for {percent(busy)} of a step", 0.0
         if self.steps is None:
-            return "only a long run repays its price; pass boost(..., total_steps=...), the number of updates"
+            return "only a long run repays its price; pass boost(..., total_steps=...), the number of updates", 0.0
         saving = self._saving(price.best_ratio)
         if saving is not None and saving <= (cost := self._in_all(lever, price.expected)):
-            return (
-                f"{self.steps:,} steps do not repay it: at best it saves {in_seconds(saving)}, and it costs about "
-                f"{in_seconds(cost)}"
-            )
+            costs = f"and it costs about {in_seconds(cost)}"
+            return f"{self.steps:,} steps do not repay it: at best it saves {in_seconds(saving)}, {costs}", 0.0
         if price.expected > share:
-            enough = _rounded((price.expected + 2 * _LOOKS[0] * self.last_step) / SET_ASIDE)
-            return (
-                f"to try it takes about {in_seconds(price.expected)}, and the trial has {in_seconds(max(share, 0))} "
-                f"left; boost(..., calibrate={enough}) gives it enough"
-            )
+            enough = (price.expected + 2 * _LOOKS[0] * self.last_step) / SET_ASIDE
+            left = f"and the trial has {in_seconds(max(share, 0))} left"
+            return f"to try it takes about {in_seconds(price.expected)}, {left}", enough
         return None
 
     def _in_all(self, lever: str, price: float) -> float:

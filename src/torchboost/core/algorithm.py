@@ -194,6 +194,11 @@ class Attachment:
         return ""
 
     @property
+    def course(self) -> str:
+        """What it does later in the run, in words. Empty if it does the same in every update."""
+        return ""
+
+    @property
     def idle_until(self) -> int:
         """The update of the run from which it is in effect. 0 if it is in effect already, or will never be."""
         return 0

@@ -297,7 +297,7 @@ class Race:
 
 
 def _lost(look: Look, drop: float) -> tuple[Outcome, str]:
-    mean = wording.difference(look.difference.mid, share=False)
+    mean = wording.better(look.difference.mid)
     if look.state == "failed" and not math.isfinite(look.difference.mid):
         return "lost", "its training diverged"
     if look.state == "failed":

@@ -426,8 +426,8 @@ def cost(report: TuneReport) -> str:
     if proven is not None and proven.difference is not None:
         change, best = proven.difference, " at its best rate" if report.stock.rate != 1 else ""
         said.append(
-            f"Against stock{best} the metric changes by {_changed(change.mid)}, at worst {_changed(change.low)} at "
-            f"{100 * change.confidence:.3g} % confidence, over {proven.seeds} seeds; {report.drop:g} was accepted."
+            f"Against stock{best} the metric is {wording.better(change.mid)}, at worst {wording.better(change.low)}, "
+            f"at {100 * change.confidence:.3g} % confidence, over {proven.seeds} seeds; {report.drop:g} was accepted."
         )
     return " ".join([*said, *repaid(report)])
 

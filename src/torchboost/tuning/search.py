@@ -205,8 +205,8 @@ class Search:
         elif recipe.name != self.levers.name:
             behind, slower = scores[best] - self._half(), self._slower(recipe)
             if behind < 0 and slower * LEAST_GAIN > 1:
-                lost = wording.difference(behind, share=False)
-                reason = f"at half of the steps it ends {lost} from stock, in {slower:.2f} times the time"
+                lost = wording.better(behind)
+                reason = f"at half of the steps it ends {lost} than stock, in {slower:.2f} times the time"
                 self.end(recipe.name, "no gain", reason)
 
     def _based(self, recipe: Candidate) -> Candidate:

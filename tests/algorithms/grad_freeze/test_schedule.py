@@ -123,6 +123,12 @@ def test_a_progressive_schedule_is_monotone_and_never_freezes_the_last_group():
     assert max(moments(found, 500)) == 9
 
 
+def test_a_progressive_schedule_says_when_it_begins():
+    schedule = progressive([0.25] * 4, 0.5, 100, switches=2)
+    assert schedule.begins == min(moments(schedule, 100).values()) == 64
+    assert progressive([1.0], 0.5, 100).begins is None
+
+
 def test_one_group_is_never_frozen():
     assert listed(progressive([1.0], 0.5, 100), 200) == [0] * 200
 

@@ -219,9 +219,18 @@ class Freezing(Attachment):
         """Return the index of an update, and whether the schedule for a compiled model is used from then on."""
         if compiled is None and self._model is not None and is_compiled(self._model):
             compiled = True
-        schedule = self._few if compiled and self._few is not None else self._schedule
-        index = schedule(step) if self._total is None or step < self._total else 0
+        index = self._schedule_of(compiled)(step) if self._total is None or step < self._total else 0
         return index, bool(compiled) if index else compiled
+
+    def _schedule_of(self, compiled: bool | None) -> Callable[[int], int]:
+        return self._few if compiled and self._few is not None else self._schedule
+
+    @property
+    def course(self) -> str:
+        """The update from which on it freezes, if it does so for good."""
+        compiled = self._scheduled(self.step, self._for_compiled)[1]
+        begins = getattr(self._schedule_of(compiled), "begins", None)
+        return "" if begins is None else f"freezing begins after update {begins:,}"
 
     def _follow(self) -> None:
         """Apply the index of the next update."""

@@ -26,6 +26,7 @@ class Schedule(NamedTuple):
 
     frozen: Callable[[int], int]
     prefixes: int  # the most different values
+    begins: int | None = None  # if it freezes for good from an update on: that update
 
     def __call__(self, step: int) -> int:
         """Return the number of frozen groups at an update."""
@@ -154,4 +155,5 @@ def progressive(costs: Sequence[float], full_share: float, steps: int, *, switch
     gain, indices = max((best(index, switches) for index in candidates), default=(0.0, ()))
     chosen = indices if gain > 0 else ()
     starts = [allowed[index] for index in chosen]
-    return Schedule(lambda step: (0, *chosen)[bisect_right(starts, step)], len(chosen) + 1)
+    first = starts[0] if starts else None
+    return Schedule(lambda step: (0, *chosen)[bisect_right(starts, step)], len(chosen) + 1, first)

@@ -93,6 +93,13 @@ def difference_interval(interval: Interval) -> str:
     return f"{mid} ({low} to {high})"
 
 
+def better(value: float) -> str:
+    """Format a signed difference of which more is better, in the units of the metric: ``0.004 worse``."""
+    if not math.isfinite(value):
+        return str(value)
+    return f"{abs(value):.3g} {'worse' if value < 0 else 'better'}"
+
+
 def amount(value: float, *, share: bool) -> str:
     """Format an amount of the metric without a sign: ``0.5 points`` for a share."""
     return f"{100 * value:g} points" if share else f"{value:g}"
