@@ -75,15 +75,15 @@ if __name__ == "__main__":
 #     gradient_centralization  on     subtracts the mean from the gradient of each filter           changes the training
 #     grad_freeze              on     stops training the first blocks in some of the updates:       changes the training
 #                                     total_steps=1104
-#     threads                  off    the ranks share the cores
-#     matmul_precision         off    TF32 is a precision of CUDA devices, and the model is on cpu
 #     less_bn                  off    no BatchNorm of the model can go: its residual blocks, if any, need theirs, and
 #                                     others stay
+#     threads                  off    the ranks share the cores
 #     unpad                    off    no argument of its forward masks padding
 #     sparse_head              off    the model has no output head that a loss could read in part
+#     matmul_precision         off    TF32 is a precision of CUDA devices, and the model is on cpu
 #     autocast                 off    the time for the trial was used up before its first pair of steps; its share of
 #                                     the run is 0.6 s; boost(..., calibrate=1) measures longer
-#     compile                  off    1,104 steps do not repay it: at best it saves 5 s, and it costs about 32 s
+#     compile                  off    1,104 steps do not repay it: at best it saves 5.0 s, and it costs about 32 s
 #
 #     next: boosted.plan.save("boost.json"); boost(..., config="boost.json") then repeats this without measuring
 #     rank 0: 95.6% of the test images right

@@ -63,13 +63,13 @@ if __name__ == "__main__":
 #     fused_optimizer   on     1 pair did not decide; kept as usual; give it more with       exact here
 #                              boost(..., calibrate=seconds)
 #     threads           off    the program has chosen OMP_NUM_THREADS=1
-#     matmul_precision  off    TF32 is a precision of CUDA devices, and the model is on cpu
 #     unpad             off    no argument of its forward masks padding
 #     sparse_head       off    the model has no output head that a loss could read in part
+#     matmul_precision  off    TF32 is a precision of CUDA devices, and the model is on cpu
 #     autocast          off    the time for the trial was used up; its share of the run is 2.0 s; boost(...,
 #                              calibrate=3) measures longer
-#     compile           off    to try it takes about 16 s, and the trial has 0 s left; boost(..., calibrate=30) gives it
-#                              enough
+#     compile           off    to try it takes about 16 s, and the trial has 0.0 s left; boost(..., calibrate=30) gives
+#                              it enough
 #
 #     next: boosted.plan.save("boost.json"); boost(..., config="boost.json") then repeats this without measuring
 #     97.3% of the test images right, by a model that torchboost never changed
