@@ -66,12 +66,12 @@ if __name__ == "__main__":
 #     channels_last     on     a step is 1.18 times as fast (1.10 to 1.32, 7 pairs)
 #         as near as rounding lets this network be: gradient within 2e-03
 #     threads           off    the program has chosen OMP_NUM_THREADS=1
-#     matmul_precision  off    TF32 is a precision of CUDA devices, and the model is on cpu
 #     unpad             off    no argument of its forward masks padding
 #     sparse_head       off    the model has no output head that a loss could read in part
+#     matmul_precision  off    TF32 is a precision of CUDA devices, and the model is on cpu
 #     autocast          off    the time for the trial was used up before its first pair of steps
 #     fused_optimizer   off    5 pairs did not decide; left out, since they lean to slower
-#     compile           off    1,104 steps do not repay it: at best it saves 4 s, and it costs about 12 s
+#     compile           off    1,104 steps do not repay it: at best it saves 4.0 s, and it costs about 12 s
 #
 #     too little time for autocast, fused_optimizer: boost(..., calibrate=1) measures for up to 1 s
 #     next: boosted.plan.save("boost.json"); boost(..., config="boost.json") then repeats this without measuring

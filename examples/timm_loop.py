@@ -61,11 +61,11 @@ if __name__ == "__main__":
 #         as near as rounding lets this network be: gradient within 1e-02
 #     fused_optimizer   on     1 pair did not decide; kept as usual                          exact here
 #     threads           off    the program has chosen OMP_NUM_THREADS=1
-#     matmul_precision  off    TF32 is a precision of CUDA devices, and the model is on cpu
 #     unpad             off    no argument of its forward masks padding
 #     sparse_head       off    the model has no output head that a loss could read in part
+#     matmul_precision  off    TF32 is a precision of CUDA devices, and the model is on cpu
 #     autocast          off    the time for the trial was used up
-#     compile           off    to try it takes about 16 s, and the trial has 0 s left
+#     compile           off    to try it takes about 16 s, and the trial has 0.0 s left
 #
 #     too little time for channels_last, fused_optimizer, autocast, compile: boost(..., calibrate=30) measures for up to
 #     30 s
