@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -272,8 +273,25 @@ def test_contestants_are_checked_before_anything_is_built() -> None:
 
 
 def test_the_loss_of_a_curve_is_smoothed_and_corrected_for_its_start() -> None:
-    assert bench._smoothed([torch.tensor(3.0)] * 5) == pytest.approx(3.0)
-    assert bench._smoothed([torch.tensor(0.0), torch.tensor(1.0)]) == pytest.approx(0.05 / (0.05 * 0.95 + 0.05))
+    assert bench._smoothed([3.0] * 5) == pytest.approx(3.0)
+    assert bench._smoothed([0.0, 1.0]) == pytest.approx(0.05 / (0.05 * 0.95 + 0.05))
+
+
+def test_a_loss_that_is_not_finite_is_no_divergence_if_the_weights_are() -> None:
+    unlabelled = [(IMAGES[:8], torch.full((8,), -100)), *BATCHES]  # the mean of no loss is NaN, its gradient 0
+
+    def make(seed: int) -> Parts:
+        model = network()
+        model.register_buffer("mask", torch.full((2, 2), -torch.inf))
+        return Parts(model, sgd(model), F.cross_entropy, unlabelled, accuracy)
+
+    (curve,) = benched(replace(tiny(), make=make), "stock", seeds=1, epochs=2).contestants[0].curves
+    assert curve.final == curve.metric[-1]
+    assert min(curve.train_loss) > 0
+    sound = [torch.ones(1)] * 2  # a loss may have one axis
+    lost = torch.full((1,), torch.nan)
+    assert bench._train_loss([*sound, lost], 1, nn.Linear(1, 1)) == pytest.approx(1.0)
+    assert math.isnan(bench._train_loss([*sound, lost], 2, nn.Linear(1, 1)))
 
 
 def test_evaluation_gets_a_module_and_compiles_nothing() -> None:

@@ -78,6 +78,12 @@ ODD = """
     wordy = changed(validate=lambda model: "good")
     longer = lambda seed: (*validated(seed), None)
     stepless = changed(schedule=lambda optimizer, steps: None)
+    judging = changed(schedule=lambda optimizer, steps: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
+
+    def searching(seed):
+        model, _, *others = make(seed)
+        return model, torch.optim.LBFGS(model.parameters()), *others
+
     loader = changed(batches=torch.utils.data.DataLoader(Stream(-1), batch_size=5))
     sized = changed(batches=torch.utils.data.DataLoader(Sized(20), batch_size=5))
 
@@ -297,6 +303,8 @@ def test_what_does_not_fit_is_named(at):
         "wordy": "validate returned a str",
         "longer": "returned a tuple of 8",
         "stepless": "schedule returned a NoneType, which has no step",
+        "judging": "schedule returned a ReduceLROnPlateau, which decides by a metric",
+        "searching": "optimizer is LBFGS, whose step needs a closure",
     }.items():
         with pytest.raises(ValueError, match=message):  # noqa: PT012
             factory = at(name)

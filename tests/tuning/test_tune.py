@@ -18,7 +18,7 @@ import torch
 
 from tests.tuning.test_training import Loader, make
 from torchboost import boost, tune
-from torchboost.errors import IncompatibleError
+from torchboost.errors import FactoryError, IncompatibleError
 from torchboost.registry import LEVELS
 from torchboost.tuning import tune as tuning
 from torchboost.tuning import workers
@@ -469,6 +469,15 @@ def test_a_better_rate_is_written_also_if_no_plan_is_confirmed(tmp_path, fake, m
     assert (found.rate.best, found.rate.kept) == (0.25, True)
     assert json.loads((tmp_path / "boost.json").read_text())["recipe"]["rate"] == 0.25
     assert headline(found).startswith("Train at 0.25 times your learning rate, as the configuration does. Nothing else")
+
+
+@pytest.mark.usefixtures("fake")
+def test_a_short_run_has_no_share_that_would_be_trained_with_more_steps_than_it_says(monkeypatch):
+    monkeypatch.setattr(Fake, "needed", {"memory": 0.1})
+    found = tuned(epochs=None, steps=8)
+    assert min(one.candidate.share for one in found.findings) == 0.25
+    with pytest.raises(FactoryError, match="found runs of 3 steps, and half of a run must have at least 2"):
+        tuned(epochs=None, steps=3)
 
 
 @pytest.mark.usefixtures("fake")

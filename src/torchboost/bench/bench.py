@@ -12,11 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchboost.bench.contestants import Loop, Planner, Recipe, averaged, build_loop, version_of
 from torchboost.bench.digests import changes_by_call, check_unchanged, data_of, fingerprint_of
-from torchboost.bench.factory import RETURNS, Epoch, Factory, check_seeds, one_epoch, streams_restored
+from torchboost.bench.factory import (
+    RETURNS,
+    Epoch,
+    Factory,
+    check_seeds,
+    has_diverged,
+    one_epoch,
+    streams_restored,
+)
 from torchboost.bench.schedules import without_effect
 from torchboost.bench.verdict import LEAST_PAIRS, stock_of
 from torchboost.config import BoostConfig
@@ -333,7 +341,7 @@ class _Session:
         contestant = next(one for one in self.report.contestants if one.name == name)
         self.check_version(contestant)
         curve, clock = Curve(seed=seed, epochs=[], seconds=[], train_loss=[], metric=[]), Clock.of(self.device)
-        losses: list[Tensor] = []
+        losses, counted = list[Tensor](), 0
         with ProcessSettings().in_force(), PeakMemory(self.device) as peak:
             start, trained = clock(), 0.0
             loop = self.loop(name, seed, self.report.epochs * self.epoch.steps)
@@ -351,7 +359,8 @@ class _Session:
                 trained += clock() - start
                 curve.epochs.append(min(epoch + 1.0, loop.steps / self.epoch.steps))
                 curve.seconds.append(trained)
-                curve.train_loss.append(_smoothed(losses))
+                curve.train_loss.append(_train_loss(losses, counted, loop.parts.model))
+                counted = len(losses)
                 with averaged(loop.parts.optimizer):
                     curve.metric.append(self.factory.evaluate(loop.parts, loop.predict))
         if len(losses) < loop.steps and SHORT not in self.report.notes:
@@ -442,10 +451,18 @@ def _step(loop: Loop, batches: Iterator[tuple[Any, Any]]) -> None:
     loop.step(*next(batches))
 
 
-def _smoothed(losses: list[Tensor]) -> float:
+def _train_loss(losses: Sequence[Tensor], counted: int, model: nn.Module) -> float:
+    """Return the average of the finite losses. NaN if none was finite since ``counted``, or if the model diverged."""
+    values = torch.stack(list(losses)).flatten().float().tolist()
+    finite = list(filter(math.isfinite, values))
+    harmless = any(map(math.isfinite, values[counted:])) and (len(finite) == len(values) or not has_diverged(model))
+    return _smoothed(finite) if harmless else math.nan
+
+
+def _smoothed(losses: Sequence[float]) -> float:
     """Return the exponential average of the losses, corrected for its start."""
     average, weight = 0.0, 0.0
-    for loss in torch.stack(losses).float().tolist():
+    for loss in losses:
         average = SMOOTHING * average + (1 - SMOOTHING) * loss
         weight = SMOOTHING * weight + (1 - SMOOTHING)
     return average / weight

@@ -24,11 +24,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from torchboost.core.forward import with_tensors
 from torchboost.core.hardware import streams_kept
-from torchboost.core.step import ClosureOptimizer
+from torchboost.core.step import ClosureOptimizer, needs_closure
 from torchboost.errors import FactoryError
 
 SECONDS_OF_AN_EPOCH = 60.0
@@ -199,6 +199,11 @@ def made_by(make: Callable[[int], object], seed: int) -> Parts:
         raise FactoryError(
             "the factory's optimizer has no parameter of its model; build it from the parameters of the model that is "
             "returned."
+        )
+    if needs_closure(parts.optimizer):
+        raise FactoryError(
+            f"the factory's optimizer is {type(parts.optimizer).__name__}, whose step needs a closure, which the loops "
+            "here do not pass; give one whose step can be called without."
         )
     return parts
 
@@ -379,13 +384,18 @@ def loop_body(
         precision: The context of the forward pass, such as autocast.
 
     Raises:
-        FactoryError: The schedule has no ``step``, or at a step the loss is not a tensor.
+        FactoryError: The schedule has no ``step`` or needs a metric, or at a step the loss is not a tensor.
     """
     schedule = None if parts.schedule is None else parts.schedule(optimizer, steps)
     if parts.schedule is not None and not hasattr(schedule, "step"):
         raise FactoryError(
             f"the factory's schedule returned a {type(schedule).__name__}, which has no step; needed: a scheduler of "
             "torch that is stepped after every update."
+        )
+    if isinstance(schedule, ReduceLROnPlateau):
+        raise FactoryError(
+            "the factory's schedule returned a ReduceLROnPlateau, which decides by a metric, and here a schedule is "
+            "stepped after every update, without one; give one that follows the updates, such as CosineAnnealingLR."
         )
 
     def loss_of(inputs: Any, targets: Any) -> Tensor:
@@ -408,6 +418,15 @@ def loop_body(
         return loss.detach()
 
     return step
+
+
+def has_diverged(model: nn.Module) -> bool:
+    """Return whether a weight is not finite, or a buffer has NaN. A single loss that is not finite may be harmless.
+
+    An infinite buffer may be meant, such as a mask of attention.
+    """
+    weights = (p.detach() for p in model.parameters() if p.is_floating_point() or p.is_complex())
+    return any(not bool(p.isfinite().all()) for p in weights) or any(bool(b.isnan().any()) for b in model.buffers())
 
 
 def outputs_of(parts: Parts, model: Callable[..., Any], inputs: Any) -> Any:

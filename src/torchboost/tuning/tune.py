@@ -24,7 +24,7 @@ from torchboost.measure.stopwatch import Progress, environment, interrupts_kept
 from torchboost.tuning.prior import Prior, fresh_after, ordered, reports_of
 from torchboost.tuning.race import LEAST_SEEDS, Race
 from torchboost.tuning.report import STOCK, Candidate, Finding, TuneReport
-from torchboost.tuning.runs import Runs
+from torchboost.tuning.runs import HALF, Runs
 from torchboost.tuning.search import Search
 from torchboost.tuning.training import (
     Training,
@@ -164,8 +164,11 @@ def tune(
         raise IncompatibleError("tune runs in one process, and here are several ranks; let one of them tune its part.")
     if steps is None:
         steps = (1 if epochs is None else epochs) * count_of(parts.batches, seconds)
-    if steps < LEAST_STEPS:
-        raise FactoryError("a run has one step, of which no speed is known; give more steps, batches or epochs.")
+    if HALF * steps < LEAST_STEPS:
+        raise FactoryError(
+            f"found runs of {steps} {'step' if steps == 1 else 'steps'}, and half of a run must have at least "
+            f"{LEAST_STEPS}, or no speed is known; give more steps, batches or epochs."
+        )
     if total_steps is not None and total_steps < steps:
         raise ValueError(f"total_steps: found {total_steps}; the runs that are made have {steps} steps.")
     report = TuneReport(
@@ -286,6 +289,7 @@ class _Session:
             drop=self.report.drop,
             rates=self.report.rate_search and not self.absolute,
             starts=self.report.starts,
+            least=LEAST_STEPS / self.report.steps,
         )
         race = Race(
             search=search,
