@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
-from torchboost.bench.contestants import averaged
+from torchboost.bench.contestants import averaged, check_scale
 from torchboost.bench.digests import fingerprint_of
 from torchboost.bench.factory import (
     Parts,
@@ -160,7 +160,9 @@ def boosted_by(parts: Parts, candidate: Candidate, steps: int) -> Boosted:
     Raises:
         ConfigError, IncompatibleError, ValueError: It cannot work on this pair.
     """
-    return boosted_as(parts, {"extra": candidate.extra, "recipe": candidate.section}, steps)
+    boosted = boosted_as(parts, {"extra": candidate.extra, "recipe": candidate.section}, steps)
+    check_scale(boosted.plan)
+    return boosted
 
 
 def _is_hopeless(first: float, means: Sequence[float], best: Sequence[float], steps: int) -> bool:
