@@ -362,7 +362,7 @@ class _Session:
                 curve.train_loss.append(_train_loss(losses, counted, loop.parts.model))
                 counted = len(losses)
                 with averaged(loop.parts.optimizer):
-                    curve.metric.append(self.factory.evaluate(loop.parts, loop.predict))
+                    curve.metric.append(self.factory.evaluate(loop.parts, loop.predict, seed))
         if len(losses) < loop.steps and SHORT not in self.report.notes:
             self.update(notes=[*self.report.notes, SHORT])
         timed, used = contestant.algorithms, loop.algorithms

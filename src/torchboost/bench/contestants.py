@@ -282,7 +282,7 @@ def _boosted(parts: Parts, boosted: Boosted, steps: int) -> Loop:
 
 
 def check_scale(plan: Plan) -> None:
-    """Raise ``IncompatibleError`` if a plan has scales of the loss, which do nothing in a loop that does not use them."""
+    """Raise ``IncompatibleError`` if a plan has scales of the loss, which the loops here do not use."""
     if any(isinstance(algorithm, LossScaleGroup) for algorithm in plan.algorithms):
         raise IncompatibleError(
             "loss_scale_group has no effect here, because the loops of a benchmark and of a tuning do not scale the "

@@ -129,7 +129,7 @@ class Training:
         trained, last = clock() - ready, float(loss)
         if not (too_slow or diverged or hopeless or (not math.isfinite(last) and has_diverged(parts.model))):
             with averaged(optimizer):
-                metric = (score_of if watch.chooses else metric_of)(parts, parts.model)
+                metric = (score_of if watch.chooses else metric_of)(parts, parts.model, seed=seed)
         left = steps - 1 - compiled_steps
         return Run(
             name=candidate.label,
