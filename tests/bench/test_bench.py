@@ -272,6 +272,31 @@ def test_contestants_are_checked_before_anything_is_built() -> None:
             benched(factory, *names, **settings)
 
 
+def test_what_a_loss_does_to_a_batch_does_not_reach_the_next_timed_contestant() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+            return self.layer(x)
+
+    seen: list[float] = []
+
+    def loss(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        seen.append(float(batch["x"].sum()))
+        batch["x"].zero_()
+        return F.cross_entropy(outputs, batch.pop("labels"))
+
+    def make(seed: int) -> Parts:
+        model = Named()
+        batch = {"x": torch.ones(4, 2), "labels": torch.tensor([0, 1, 0, 1])}
+        return Parts(model, sgd(model), loss, [batch])
+
+    benched(Factory(make=make, name="tiny", title="tiny"), "stock", "O0", pairs=3, epochs=0)
+    assert set(seen) == {8.0}
+
+
 def test_the_loss_of_a_curve_is_smoothed_and_corrected_for_its_start() -> None:
     assert bench._smoothed([3.0] * 5) == pytest.approx(3.0)
     assert bench._smoothed([0.0, 1.0]) == pytest.approx(0.05 / (0.05 * 0.95 + 0.05))

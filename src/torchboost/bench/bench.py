@@ -7,6 +7,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torchboost.bench.factory import (
     Epoch,
     Factory,
     check_seeds,
+    copied,
     has_diverged,
     one_epoch,
     streams_restored,
@@ -254,13 +256,13 @@ class _Session:
         other = next((batch for batch in timed if _shapes(batch) != _shapes(warm[0])), None)
         batches = {"warm": warm if other is None else [warm[0], other, *warm[2:]], "timed": timed}
         steps = {
-            part: {name: functools.partial(_step, loop, itertools.cycle(some)) for name, loop in loops.items()}
+            part: {name: _Steps(loop, some, self.device) for name, loop in loops.items()}
             for part, some in batches.items()
         }
         comparison = compare(
             steps["warm"],
             timed=steps["timed"],
-            around={name: kept.in_force for name, kept in settings.items()},
+            around={name: functools.partial(_around, settings[name], steps["timed"][name]) for name in loops},
             baselines=[name for name in names if Recipe.parse(name).kind in ("stock", "hand")],
             pairs=pairs,
             clock=Clock.of(self.device),
@@ -447,8 +449,29 @@ def _shapes(batch: Any) -> list[torch.Size]:
     return [tensor.shape for tensor in tensors_in(batch)]
 
 
-def _step(loop: Loop, batches: Iterator[tuple[Any, Any]]) -> None:
-    loop.step(*next(batches))
+class _Steps:
+    """Steps of a loop on copies of some batches in turn, since a loss may write into its batch or take entries out."""
+
+    def __init__(self, loop: Loop, batches: Sequence[tuple[Any, Any]], device: torch.device) -> None:
+        self._loop, self._batches, self._device = loop, itertools.cycle(batches), device
+        self._next: tuple[Any, Any] | None = None
+
+    def copy(self) -> tuple[Any, Any]:
+        """Copy the next batch, unless it has been copied."""
+        if self._next is None:
+            self._next = copied(next(self._batches), self._device)
+        return self._next
+
+    def __call__(self) -> None:
+        batch, self._next = self.copy(), None
+        self._loop.step(*batch)
+
+
+@contextmanager
+def _around(settings: ProcessSettings, steps: _Steps) -> Iterator[None]:
+    with settings.in_force():
+        steps.copy()  # not timed
+        yield
 
 
 def _train_loss(losses: Sequence[Tensor], counted: int, model: nn.Module) -> float:

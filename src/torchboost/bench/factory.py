@@ -279,7 +279,7 @@ def one_epoch(
     empty = True
     for inputs, targets in map(_pair, _drawn_apart(batches, 1_000_003 * seed + epoch)):
         empty = False
-        yield with_tensors((inputs, targets), functools.partial(_copied, device=device, copy=copy))
+        yield copied((inputs, targets), device, copy=copy)
     if empty:
         raise FactoryError(
             f"the factory's batches gave nothing in pass {epoch + 1}; give an iterable that starts again in every "
@@ -461,6 +461,11 @@ def _takes(model: nn.Module, named: Mapping[Any, Any]) -> bool:
     except TypeError:
         return False
     return True
+
+
+def copied(batch: tuple[Any, Any], device: torch.device, *, copy: bool = True) -> tuple[Any, Any]:
+    """Return inputs and targets on a device, as :func:`one_epoch` yields them."""
+    return with_tensors(batch, functools.partial(_copied, device=device, copy=copy))
 
 
 def _copied(tensor: Tensor, device: torch.device, copy: bool) -> Tensor:
