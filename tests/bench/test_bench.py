@@ -231,6 +231,14 @@ def test_more_rounds_are_timed_if_a_resumed_report_has_fewer(tmp_path: Path) -> 
     assert kept[0] == kept[1] == kept[2]
 
 
+def test_new_times_of_other_switches_than_the_curves_have_are_noted(tmp_path: Path) -> None:
+    out = tmp_path / "report.json"
+    benched(None, "stock", "O1", seeds=1, out=out)
+    report = benched(None, "stock", "O1", "O0", seeds=1, out=out, resume=True, planner=planner_of())
+    assert f"O1, earlier seeds: {bench.CHANGED.format('halved', 'nothing')}" in report.notes
+    assert not any(note.startswith("stock") for note in report.notes)
+
+
 def test_a_report_of_something_else_is_not_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     factory, out = tiny(source="before"), tmp_path / "report.json"
     settings: dict[str, Any] = {"out": out, "epochs": 0}

@@ -268,7 +268,8 @@ class _Session:
             clock=Clock.of(self.device),
             progress=self.tell,
         )
-        curves = {contestant.name: contestant.curves for contestant in self.report.contestants}
+        before = {contestant.name: contestant for contestant in self.report.contestants}
+        curves = {name: contestant.curves for name, contestant in before.items()}
         unsettled = ["its step time still changed at the end of the warm-up"]
         contestants = [
             Contestant(
@@ -288,6 +289,9 @@ class _Session:
         ]
         notes = [note for note in self.report.notes if note != FEW_ROUNDS and not note.endswith(SAME)]
         notes += [FEW_ROUNDS] if pairs < LEAST_PAIRS else []
+        for one in contestants:
+            if one.curves and (trained := before[one.name].algorithms) != one.algorithms:
+                notes.append(f"{one.name}, earlier seeds: {_changed(trained, one.algorithms)}")
         self.update(contestants=contestants, notes=notes + _same_plans(contestants))
 
     def train(self, names: Sequence[str], seeds: int, end: float | None = None) -> None:
@@ -369,8 +373,7 @@ class _Session:
             self.update(notes=[*self.report.notes, SHORT])
         timed, used = contestant.algorithms, loop.algorithms
         if used != timed:
-            ours, theirs = (", ".join(row.name for row in rows) or "nothing" for rows in (used, timed))
-            self.update(notes=[*self.report.notes, f"{name}, seed {seed}: {CHANGED.format(ours, theirs)}"])
+            self.update(notes=[*self.report.notes, f"{name}, seed {seed}: {_changed(used, timed)}"])
         return curve.model_copy(update={"setup_seconds": setup, "peak_bytes": peak.bytes})
 
     def check_version(self, contestant: Contestant) -> None:
@@ -424,6 +427,10 @@ def check_same(path: Path, saved: Any, now: Any, names: Sequence[str], history: 
             f"{path} {history} another version of the factory's file, or other arguments of its function; runs of both "
             "cannot be mixed. Restore the file, save to another one, or do not resume."
         )
+
+
+def _changed(trained: Sequence[AlgorithmRow], timed: Sequence[AlgorithmRow]) -> str:
+    return CHANGED.format(*(", ".join(row.name for row in rows) or "nothing" for rows in (trained, timed)))
 
 
 def _same_plans(contestants: list[Contestant]) -> list[str]:
