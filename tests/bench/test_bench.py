@@ -561,6 +561,18 @@ def test_a_factory_that_gives_something_else_for_the_same_seed_is_noted():
     assert note.startswith("make returned other start weights or optimizers when it was called again for the same seed")
 
 
+def test_layers_that_are_taken_out_of_evaluation_mode_are_noted() -> None:
+    def make(seed: int) -> Parts:
+        model = network()
+        model[1].eval()  # pyright: ignore[reportIndexIssue]
+        return Parts(model, sgd(model), F.cross_entropy, BATCHES, accuracy)
+
+    report = benched(Factory(make=make, name="kept", title="kept"), "stock", seeds=1, pairs=6)
+    (note,) = report.notes
+    assert "with layers in evaluation mode (BatchNorm2d)" in note
+    assert benched(tiny(train=False), "stock", seeds=1, pairs=6).notes == []  # a whole model, as of from_pretrained
+
+
 def test_steps_are_timed_on_the_same_batches_that_no_contestant_has_seen_before():
     """Batches of other lengths need other kernels. On eight batches in a circle their cost would not be seen."""
     models: list[Seeing] = []

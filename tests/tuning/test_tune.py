@@ -157,6 +157,12 @@ def test_a_factory_that_gives_something_else_for_the_same_seed_is_noted(tmp_path
         cached.inputs.mul_(0.5)
         return (*make(seed)[:3], cached, *make(seed)[4:])
 
+    def partly(seed: int) -> Any:
+        parts = make(seed)
+        next(parts[0].children()).eval()
+        return parts
+
+    assert any("with layers in evaluation mode" in note for note in tuned(factory=partly).notes)
     said = [note for note in tuned(factory=shrinking).notes if "for the same seed" in note]
     assert len(said) == 1
     assert said[0].startswith("make returned other data when it was called again for the same seed")

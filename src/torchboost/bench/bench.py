@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torchboost.bench.contestants import Loop, Planner, Recipe, averaged, build_loop, version_of
-from torchboost.bench.digests import changes_by_call, check_unchanged, data_of, fingerprint_of
+from torchboost.bench.digests import changes_by_call, check_unchanged, data_of, fingerprint_of, modes_of
 from torchboost.bench.factory import (
     RETURNS,
     Epoch,
@@ -136,7 +136,7 @@ def run_bench(
     parts = factory.build(0)
     if epochs and parts.evaluate is None:
         raise ValueError(f"--epochs: found {epochs}, but the factory has no evaluate; needed: {RETURNS}.")
-    data, fingerprint = data_of(parts), fingerprint_of(parts)
+    data, fingerprint, modes = data_of(parts), fingerprint_of(parts), modes_of(parts.model)
     changes = changes_by_call(factory.build(0), fingerprint, data)
     epoch, model = factory.measured(parts), factory.model_name or type(parts.model).__name__
     tell("data", 1, 1, factory.title)
@@ -153,7 +153,7 @@ def run_bench(
         train_samples=epoch.samples,
         environment=environment(device),
         contestants=[],
-        notes=[changes] if changes else [],
+        notes=[note for note in (changes, modes) if note],
         source=factory.source,
         fingerprint=fingerprint,
         data=data,

@@ -13,7 +13,7 @@ import torch
 
 from torchboost.algorithms.threads import compute_with_threads
 from torchboost.bench.bench import check_same
-from torchboost.bench.digests import changes_by_call, check_unchanged, data_of, fingerprint_of
+from torchboost.bench.digests import changes_by_call, check_unchanged, data_of, fingerprint_of, modes_of
 from torchboost.bench.factory import count_of, made_by, source_of
 from torchboost.bench.schedules import ABSOLUTE, LEAST_STEPS, schedule_sets_rates
 from torchboost.calibration.watch import uninterrupted
@@ -347,17 +347,20 @@ class _Session:
     def _notes(self) -> list[str]:
         """Return how the search was made, if not as usual."""
         earlier, begins = " and ".join(map(repr, self.report.prior)), bool(self.report.starts)
+        parts = made_by(self.make, 0)
+        modes = modes_of(parts.model)
         said = {
             f"the search began from {earlier}; the seeds of the confirmation are others": begins,
             f"nothing was taken from {earlier}, in which no recipe was searched": bool(earlier) and not begins,
             "the learning rate was kept as it is, as asked": not self.report.rate_search,
             f"the learning rate was not searched, because {ABSOLUTE}": self.report.rate_search and self.absolute,
             "the factory has no validate, so the search chose by evaluate, and only the seeds of the confirmation are "
-            "fresh": made_by(self.make, 0).validate is None,
+            "fresh": parts.validate is None,
             f"several runs were made at the same time (threads of each: {self.report.environment.threads}); the times "
             "are those of such runs": self.processes > 1
             or any(run.charged_seconds is not None for run in self.report.runs),
             self.changes: bool(self.changes),
+            modes: bool(modes),
         }
         return [note for note, holds in said.items() if holds]
 
