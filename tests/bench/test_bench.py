@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -230,6 +231,14 @@ def test_more_rounds_are_timed_if_a_resumed_report_has_fewer(tmp_path: Path) -> 
     assert kept[0] == kept[1] == kept[2]
 
 
+def test_new_times_of_other_switches_than_the_curves_have_are_noted(tmp_path: Path) -> None:
+    out = tmp_path / "report.json"
+    benched(None, "stock", "O1", seeds=1, out=out)
+    report = benched(None, "stock", "O1", "O0", seeds=1, out=out, resume=True, planner=planner_of())
+    assert f"O1, earlier seeds: {bench.CHANGED.format('halved', 'nothing')}" in report.notes
+    assert not any(note.startswith("stock") for note in report.notes)
+
+
 def test_a_report_of_something_else_is_not_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     factory, out = tiny(source="before"), tmp_path / "report.json"
     settings: dict[str, Any] = {"out": out, "epochs": 0}
@@ -271,9 +280,51 @@ def test_contestants_are_checked_before_anything_is_built() -> None:
             benched(factory, *names, **settings)
 
 
+def test_what_a_loss_does_to_a_batch_does_not_reach_the_next_timed_contestant() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+            return self.layer(x)
+
+    seen: list[float] = []
+
+    def loss(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        seen.append(float(batch["x"].sum()))
+        batch["x"].zero_()
+        return F.cross_entropy(outputs, batch.pop("labels"))
+
+    def make(seed: int) -> Parts:
+        model = Named()
+        batch = {"x": torch.ones(4, 2), "labels": torch.tensor([0, 1, 0, 1])}
+        return Parts(model, sgd(model), loss, [batch])
+
+    benched(Factory(make=make, name="tiny", title="tiny"), "stock", "O0", pairs=3, epochs=0)
+    assert set(seen) == {8.0}
+
+
 def test_the_loss_of_a_curve_is_smoothed_and_corrected_for_its_start() -> None:
-    assert bench._smoothed([torch.tensor(3.0)] * 5) == pytest.approx(3.0)
-    assert bench._smoothed([torch.tensor(0.0), torch.tensor(1.0)]) == pytest.approx(0.05 / (0.05 * 0.95 + 0.05))
+    assert bench._smoothed([3.0] * 5) == pytest.approx(3.0)
+    assert bench._smoothed([0.0, 1.0]) == pytest.approx(0.05 / (0.05 * 0.95 + 0.05))
+
+
+def test_a_loss_that_is_not_finite_is_no_divergence_if_the_weights_are() -> None:
+    unlabelled = [(IMAGES[:8], torch.full((8,), -100)), *BATCHES]  # the mean of no loss is NaN, its gradient 0
+
+    def make(seed: int) -> Parts:
+        model = network()
+        model.register_buffer("mask", torch.full((2, 2), -torch.inf))
+        return Parts(model, sgd(model), F.cross_entropy, unlabelled, accuracy)
+
+    (curve,) = benched(replace(tiny(), make=make), "stock", seeds=1, epochs=2).contestants[0].curves
+    assert curve.final == curve.metric[-1]
+    assert min(curve.train_loss) > 0
+    sound = [torch.ones(1)] * 2  # a loss may have one axis
+    lost = torch.full((1,), torch.nan)
+    assert bench._train_loss([*sound, lost], 1, nn.Linear(1, 1)) == pytest.approx(1.0)
+    assert math.isnan(bench._train_loss([*sound, lost], 2, nn.Linear(1, 1)))
 
 
 def test_evaluation_gets_a_module_and_compiles_nothing() -> None:
@@ -508,6 +559,18 @@ def test_a_factory_that_gives_something_else_for_the_same_seed_is_noted():
     report = benched(Factory(make=make, name="growing", title="growing"), "stock", seeds=1, pairs=6)
     (note,) = report.notes
     assert note.startswith("make returned other start weights or optimizers when it was called again for the same seed")
+
+
+def test_layers_that_are_taken_out_of_evaluation_mode_are_noted() -> None:
+    def make(seed: int) -> Parts:
+        model = network()
+        model[1].eval()  # pyright: ignore[reportIndexIssue]
+        return Parts(model, sgd(model), F.cross_entropy, BATCHES, accuracy)
+
+    report = benched(Factory(make=make, name="kept", title="kept"), "stock", seeds=1, pairs=6)
+    (note,) = report.notes
+    assert "with layers in evaluation mode (BatchNorm2d)" in note
+    assert benched(tiny(train=False), "stock", seeds=1, pairs=6).notes == []  # a whole model, as of from_pretrained
 
 
 def test_steps_are_timed_on_the_same_batches_that_no_contestant_has_seen_before():

@@ -18,6 +18,7 @@ from tests.bench.test_bench import BATCHES, HALVING, accuracy, network, planner_
 from torchboost.algorithms.grad_accumulation import GradAccumulation
 from torchboost.bench.contestants import Recipe, averaged, build_loop, plan_for, version_of
 from torchboost.bench.factory import Factory, Parts
+from torchboost.errors import IncompatibleError
 from torchboost.optim import ScheduleFreeAdamW
 from torchboost.plan import Plan
 
@@ -272,6 +273,11 @@ def test_the_real_planner_knows_levels_and_single_algorithms() -> None:
     assert {a.name for a in level.algorithms} | {d.name for d in level.dropped} >= {"less_bn", "channels_last"}
     with pytest.raises(ValueError, match="no_such_thing"):
         plan_for("O0", ("no_such_thing",), model, optimizer, 8)
+
+
+def test_scales_of_the_loss_are_refused_because_no_loop_here_uses_them() -> None:
+    with pytest.raises(IncompatibleError, match="loss_scale_group has no effect here"):
+        build_loop(Recipe.parse("stock+loss_scale_group"), tiny(), seed=0, steps=8)
 
 
 def test_a_plan_with_accumulation_is_refused(tmp_path: Path) -> None:

@@ -81,6 +81,12 @@ ODD = """
     wordy = changed(validate=lambda model: "good")
     longer = lambda seed: (*validated(seed), None)
     stepless = changed(schedule=lambda optimizer, steps: None)
+    judging = changed(schedule=lambda optimizer, steps: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
+
+    def searching(seed):
+        model, _, *others = make(seed)
+        return model, torch.optim.LBFGS(model.parameters()), *others
+
     loader = changed(batches=torch.utils.data.DataLoader(Stream(-1), batch_size=5))
     sized = changed(batches=torch.utils.data.DataLoader(Sized(20), batch_size=5))
 
@@ -194,6 +200,20 @@ def test_choices_are_made_on_the_data_for_validation_if_there_are_some(at):
     assert score_of(parts, parts.model) == metric_of(parts, parts.model)
 
 
+def test_an_evaluation_draws_the_same_whatever_the_training_drew(at):
+    def drawing(model: Any) -> float:
+        return float(torch.rand(())) + random.random() + float(np.random.rand())
+
+    parts = at("make").build(0)._replace(evaluate=drawing)
+    first = metric_of(parts, parts.model, seed=1)
+    torch.manual_seed(3)
+    drawn = torch.rand(2)  # as dropout does, of which some contestants draw more
+    torch.manual_seed(3)
+    assert (metric_of(parts, parts.model, seed=1), score_of(parts, parts.model, seed=1)) == (first, first)
+    assert metric_of(parts, parts.model, seed=2) != first
+    assert torch.equal(torch.rand(2), drawn)
+
+
 def test_the_batches_of_a_generator_are_there_in_every_epoch(at):
     batches = at("once").build(0).batches
     assert [len(list(one_epoch(batches, seed=0, epoch=e, device=CPU))) for e in range(3)] == [4, 4, 4]
@@ -301,6 +321,8 @@ def test_what_does_not_fit_is_named(at):
         "wordy": "validate returned a str",
         "longer": "returned a tuple of 9",
         "stepless": "schedule returned a NoneType, which has no step",
+        "judging": "schedule returned a ReduceLROnPlateau, which decides by a metric",
+        "searching": "optimizer is LBFGS, whose step needs a closure",
     }.items():
         with pytest.raises(ValueError, match=message):  # noqa: PT012
             factory = at(name)

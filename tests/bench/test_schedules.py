@@ -9,9 +9,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from torchboost.bench.factory import made_by
 from torchboost.bench.schedules import schedule_sets_rates, without_effect
+from torchboost.cli.doctor import measure_step
 from torchboost.config import RecipeSection
-from torchboost.errors import IncompatibleError
+from torchboost.errors import FactoryError, IncompatibleError
 
 LRS = torch.optim.lr_scheduler
 
@@ -56,6 +58,21 @@ def test_a_schedule_that_writes_its_own_rates_is_seen():
         (lambda o, n: LRS.SequentialLR(o, [LRS.ConstantLR(o), LRS.ExponentialLR(o, 0.9)], [2]), False),
     ):
         assert schedule_sets_rates(with_schedule(schedule)[0], 50) is own
+
+
+def test_what_cannot_be_stepped_after_every_update_is_refused_before_any_training():
+    make, _ = with_schedule(lambda o, n: LRS.ReduceLROnPlateau(o))
+    with pytest.raises(FactoryError, match="ReduceLROnPlateau, which decides by a metric"):
+        schedule_sets_rates(make, 50)
+
+    def searching(seed: int) -> Any:
+        model, _, *others = make(seed)
+        return model, torch.optim.LBFGS(model.parameters()), *others
+
+    with pytest.raises(FactoryError, match="LBFGS, whose step needs a closure"):
+        schedule_sets_rates(searching, 50)
+    with pytest.raises(FactoryError, match="LBFGS, whose step needs a closure"):
+        measure_step(made_by(searching, 0), steps=1, device=torch.device("cpu"))
 
 
 def test_what_a_schedule_leaves_of_a_recipe():

@@ -226,6 +226,12 @@ def test_compare_gives_the_difference_and_what_else_differs(saved, tmp_path):
     found = answer("compare", str(saved), str(path), "--json")
     assert [row["name"] for row in found["contestants"]] == ["stock", "hand", "O1"]
     assert (found["contestants"][0]["difference"]["low"], found["contestants"][0]["seeds"]) == (0.0, 4)
+    plain = [c.model_copy(update={"algorithms": []}) for c in faster]
+    less = first.model_copy(update={"contestants": plain}).save(tmp_path / "less.json")
+    assert (
+        "O1 is not the same in both: A turned on channels_last, B nothing."
+        in run("compare", str(saved), str(less)).stdout
+    )
     same = answer("compare", str(saved), str(saved), "--json")
     assert len(same["remarks"]) == 1
     rows = list(csv.DictReader(io.StringIO(run("compare", str(saved), str(path), "--csv").stdout)))

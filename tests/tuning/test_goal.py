@@ -188,6 +188,9 @@ def test_a_metric_that_is_not_finite_discards_the_evidence():
     assert late is not None
     assert late >= 2 * place - 1
     assert end(Goal(FINALS, drop=0.005), [math.inf] * 60) is None
+    lost = Goal(FINALS, drop=0.005)
+    assert end(lost, [math.nan] * 1200) is None  # half of the error so often would be 0
+    assert end(lost, good) is not None
 
 
 def test_other_units_and_the_wrong_direction_are_said_at_the_first_evaluation():

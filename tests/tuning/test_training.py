@@ -430,6 +430,7 @@ def test_what_cannot_work_here_has_a_reason_and_a_wrong_setting_is_an_error():
     for extra, said in (
         ({"less_bn": {"keep": "narrowest"}}, "less_bn"),
         ({"channels_last": True}, "convolution"),
+        ({"loss_scale_group": True}, "loss_scale_group has no effect here"),
         ({"fused_optimizer": True, "less_bn": {}}, "less_bn: "),  # whole, if a part of it cannot work
     ):
         (finding,) = looked(linear, a=extra)

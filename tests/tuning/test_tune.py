@@ -18,7 +18,7 @@ import torch
 
 from tests.tuning.test_training import Loader, make
 from torchboost import boost, tune
-from torchboost.errors import IncompatibleError
+from torchboost.errors import FactoryError, IncompatibleError
 from torchboost.registry import LEVELS
 from torchboost.tuning import tune as tuning
 from torchboost.tuning import workers
@@ -157,6 +157,12 @@ def test_a_factory_that_gives_something_else_for_the_same_seed_is_noted(tmp_path
         cached.inputs.mul_(0.5)
         return (*make(seed)[:3], cached, *make(seed)[4:])
 
+    def partly(seed: int) -> Any:
+        parts = make(seed)
+        next(parts[0].children()).eval()
+        return parts
+
+    assert any("with layers in evaluation mode" in note for note in tuned(factory=partly).notes)
     said = [note for note in tuned(factory=shrinking).notes if "for the same seed" in note]
     assert len(said) == 1
     assert said[0].startswith("make returned other data when it was called again for the same seed")
@@ -469,6 +475,15 @@ def test_a_better_rate_is_written_also_if_no_plan_is_confirmed(tmp_path, fake, m
     assert (found.rate.best, found.rate.kept) == (0.25, True)
     assert json.loads((tmp_path / "boost.json").read_text())["recipe"]["rate"] == 0.25
     assert headline(found).startswith("Train at 0.25 times your learning rate, as the configuration does. Nothing else")
+
+
+@pytest.mark.usefixtures("fake")
+def test_a_short_run_has_no_share_that_would_be_trained_with_more_steps_than_it_says(monkeypatch):
+    monkeypatch.setattr(Fake, "needed", {"memory": 0.1})
+    found = tuned(epochs=None, steps=8)
+    assert min(one.candidate.share for one in found.findings) == 0.25
+    with pytest.raises(FactoryError, match="found runs of 3 steps, and half of a run must have at least 2"):
+        tuned(epochs=None, steps=3)
 
 
 @pytest.mark.usefixtures("fake")

@@ -7,16 +7,26 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchboost.bench.contestants import Loop, Planner, Recipe, averaged, build_loop, version_of
-from torchboost.bench.digests import changes_by_call, check_unchanged, data_of, fingerprint_of
-from torchboost.bench.factory import RETURNS, Epoch, Factory, check_seeds, one_epoch, streams_restored
+from torchboost.bench.digests import changes_by_call, check_unchanged, data_of, fingerprint_of, modes_of
+from torchboost.bench.factory import (
+    RETURNS,
+    Epoch,
+    Factory,
+    check_seeds,
+    copied,
+    has_diverged,
+    one_epoch,
+    streams_restored,
+)
 from torchboost.bench.schedules import without_effect
 from torchboost.bench.verdict import LEAST_PAIRS, stock_of
 from torchboost.config import BoostConfig
@@ -126,7 +136,7 @@ def run_bench(
     parts = factory.build(0)
     if epochs and parts.evaluate is None:
         raise ValueError(f"--epochs: found {epochs}, but the factory has no evaluate; needed: {RETURNS}.")
-    data, fingerprint = data_of(parts), fingerprint_of(parts)
+    data, fingerprint, modes = data_of(parts), fingerprint_of(parts), modes_of(parts.model)
     changes = changes_by_call(factory.build(0), fingerprint, data)
     epoch, model = factory.measured(parts), factory.model_name or type(parts.model).__name__
     tell("data", 1, 1, factory.title)
@@ -143,7 +153,7 @@ def run_bench(
         train_samples=epoch.samples,
         environment=environment(device),
         contestants=[],
-        notes=[changes] if changes else [],
+        notes=[note for note in (changes, modes) if note],
         source=factory.source,
         fingerprint=fingerprint,
         data=data,
@@ -246,19 +256,20 @@ class _Session:
         other = next((batch for batch in timed if _shapes(batch) != _shapes(warm[0])), None)
         batches = {"warm": warm if other is None else [warm[0], other, *warm[2:]], "timed": timed}
         steps = {
-            part: {name: functools.partial(_step, loop, itertools.cycle(some)) for name, loop in loops.items()}
+            part: {name: _Steps(loop, some, self.device) for name, loop in loops.items()}
             for part, some in batches.items()
         }
         comparison = compare(
             steps["warm"],
             timed=steps["timed"],
-            around={name: kept.in_force for name, kept in settings.items()},
+            around={name: functools.partial(_around, settings[name], steps["timed"][name]) for name in loops},
             baselines=[name for name in names if Recipe.parse(name).kind in ("stock", "hand")],
             pairs=pairs,
             clock=Clock.of(self.device),
             progress=self.tell,
         )
-        curves = {contestant.name: contestant.curves for contestant in self.report.contestants}
+        before = {contestant.name: contestant for contestant in self.report.contestants}
+        curves = {name: contestant.curves for name, contestant in before.items()}
         unsettled = ["its step time still changed at the end of the warm-up"]
         contestants = [
             Contestant(
@@ -278,6 +289,9 @@ class _Session:
         ]
         notes = [note for note in self.report.notes if note != FEW_ROUNDS and not note.endswith(SAME)]
         notes += [FEW_ROUNDS] if pairs < LEAST_PAIRS else []
+        for one in contestants:
+            if one.curves and (trained := before[one.name].algorithms) != one.algorithms:
+                notes.append(f"{one.name}, earlier seeds: {_changed(trained, one.algorithms)}")
         self.update(contestants=contestants, notes=notes + _same_plans(contestants))
 
     def train(self, names: Sequence[str], seeds: int, end: float | None = None) -> None:
@@ -333,7 +347,7 @@ class _Session:
         contestant = next(one for one in self.report.contestants if one.name == name)
         self.check_version(contestant)
         curve, clock = Curve(seed=seed, epochs=[], seconds=[], train_loss=[], metric=[]), Clock.of(self.device)
-        losses: list[Tensor] = []
+        losses, counted = list[Tensor](), 0
         with ProcessSettings().in_force(), PeakMemory(self.device) as peak:
             start, trained = clock(), 0.0
             loop = self.loop(name, seed, self.report.epochs * self.epoch.steps)
@@ -351,15 +365,15 @@ class _Session:
                 trained += clock() - start
                 curve.epochs.append(min(epoch + 1.0, loop.steps / self.epoch.steps))
                 curve.seconds.append(trained)
-                curve.train_loss.append(_smoothed(losses))
+                curve.train_loss.append(_train_loss(losses, counted, loop.parts.model))
+                counted = len(losses)
                 with averaged(loop.parts.optimizer):
-                    curve.metric.append(self.factory.evaluate(loop.parts, loop.predict))
+                    curve.metric.append(self.factory.evaluate(loop.parts, loop.predict, seed))
         if len(losses) < loop.steps and SHORT not in self.report.notes:
             self.update(notes=[*self.report.notes, SHORT])
         timed, used = contestant.algorithms, loop.algorithms
         if used != timed:
-            ours, theirs = (", ".join(row.name for row in rows) or "nothing" for rows in (used, timed))
-            self.update(notes=[*self.report.notes, f"{name}, seed {seed}: {CHANGED.format(ours, theirs)}"])
+            self.update(notes=[*self.report.notes, f"{name}, seed {seed}: {_changed(used, timed)}"])
         return curve.model_copy(update={"setup_seconds": setup, "peak_bytes": peak.bytes})
 
     def check_version(self, contestant: Contestant) -> None:
@@ -415,6 +429,10 @@ def check_same(path: Path, saved: Any, now: Any, names: Sequence[str], history: 
         )
 
 
+def _changed(trained: Sequence[AlgorithmRow], timed: Sequence[AlgorithmRow]) -> str:
+    return CHANGED.format(*(", ".join(row.name for row in rows) or "nothing" for rows in (trained, timed)))
+
+
 def _same_plans(contestants: list[Contestant]) -> list[str]:
     """Return a note about levels with the same algorithms and settings, as O1 and O2 have in short runs."""
     groups: dict[tuple[AlgorithmRow, ...], list[str]] = {}
@@ -438,14 +456,43 @@ def _shapes(batch: Any) -> list[torch.Size]:
     return [tensor.shape for tensor in tensors_in(batch)]
 
 
-def _step(loop: Loop, batches: Iterator[tuple[Any, Any]]) -> None:
-    loop.step(*next(batches))
+class _Steps:
+    """Steps of a loop on copies of some batches in turn, since a loss may write into its batch or take entries out."""
+
+    def __init__(self, loop: Loop, batches: Sequence[tuple[Any, Any]], device: torch.device) -> None:
+        self._loop, self._batches, self._device = loop, itertools.cycle(batches), device
+        self._next: tuple[Any, Any] | None = None
+
+    def copy(self) -> tuple[Any, Any]:
+        """Copy the next batch, unless it has been copied."""
+        if self._next is None:
+            self._next = copied(next(self._batches), self._device)
+        return self._next
+
+    def __call__(self) -> None:
+        batch, self._next = self.copy(), None
+        self._loop.step(*batch)
 
 
-def _smoothed(losses: list[Tensor]) -> float:
+@contextmanager
+def _around(settings: ProcessSettings, steps: _Steps) -> Iterator[None]:
+    with settings.in_force():
+        steps.copy()  # not timed
+        yield
+
+
+def _train_loss(losses: Sequence[Tensor], counted: int, model: nn.Module) -> float:
+    """Return the average of the finite losses. NaN if none was finite since ``counted``, or if the model diverged."""
+    values = torch.stack(list(losses)).flatten().float().tolist()
+    finite = list(filter(math.isfinite, values))
+    harmless = any(map(math.isfinite, values[counted:])) and (len(finite) == len(values) or not has_diverged(model))
+    return _smoothed(finite) if harmless else math.nan
+
+
+def _smoothed(losses: Sequence[float]) -> float:
     """Return the exponential average of the losses, corrected for its start."""
     average, weight = 0.0, 0.0
-    for loss in torch.stack(losses).float().tolist():
+    for loss in losses:
         average = SMOOTHING * average + (1 - SMOOTHING) * loss
         weight = SMOOTHING * weight + (1 - SMOOTHING)
     return average / weight

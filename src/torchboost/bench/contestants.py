@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchboost.algorithms.grad_accumulation import GradAccumulation
+from torchboost.algorithms.loss_scale_group import LossScaleGroup
 from torchboost.bench.factory import Factory, Parts, loop_body
 from torchboost.bench.schedules import LEAST_STEPS, of_boosted
 from torchboost.config import BoostConfig
@@ -38,7 +39,7 @@ from torchboost.core.algorithm import Target
 from torchboost.core.forward import with_tensors
 from torchboost.core.hardware import half_precision
 from torchboost.core.torch_private import AnyConv
-from torchboost.errors import nearest
+from torchboost.errors import IncompatibleError, nearest
 from torchboost.front import Boosted, boost
 from torchboost.measure.evidence import AlgorithmRow, DroppedRow
 from torchboost.optim.fusing import obstacle
@@ -191,6 +192,7 @@ def build_loop(
             a level by :func:`torchboost.boost`.
 
     Raises:
+        IncompatibleError: The plan has scales of the loss, which these loops do not use.
         ValueError: The plan has gradient accumulation, which these loops do not support.
     """
     parts = factory.build(seed)
@@ -279,7 +281,17 @@ def _boosted(parts: Parts, boosted: Boosted, steps: int) -> Loop:
     return Loop(parts=parts, step=body, steps=steps, predict=boosted.model, boosted=boosted)
 
 
+def check_scale(plan: Plan) -> None:
+    """Raise ``IncompatibleError`` if a plan has scales of the loss, which the loops here do not use."""
+    if any(isinstance(algorithm, LossScaleGroup) for algorithm in plan.algorithms):
+        raise IncompatibleError(
+            "loss_scale_group has no effect here, because the loops of a benchmark and of a tuning do not scale the "
+            "loss; leave it out."
+        )
+
+
 def _check_updates(plan: Plan) -> None:
+    check_scale(plan)
     if any(isinstance(algorithm, GradAccumulation) for algorithm in plan.algorithms):
         raise ValueError("the plan accumulates gradients; the loops of a benchmark update after every batch.")
 

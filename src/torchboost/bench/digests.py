@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchboost.bench.factory import Parts, one_epoch, streams_restored
 
@@ -51,6 +51,17 @@ def changes_by_call(parts: Parts, fingerprint: str, data: str) -> str:
         f"make returned other {' and other '.join(name for name, found in differ.items() if found)} when it was called "
         "again for the same seed, so runs with one seed are no pairs; let it draw from torch's generator or the seed, "
         "and change no data that it keeps"
+    )
+
+
+def modes_of(model: nn.Module) -> str:
+    """Return a note about layers that :meth:`torch.nn.Module.train` takes out of evaluation mode. Empty if none is."""
+    kinds = sorted({type(module).__name__ for module in model.modules() if not module.training})
+    if not model.training or not kinds:
+        return ""
+    return (
+        f"make returned a model in training mode with layers in evaluation mode ({', '.join(kinds)}), and here "
+        "model.train() is called, which changes them; to keep them, let the model's own train() do so"
     )
 
 

@@ -24,11 +24,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from torchboost.core.forward import with_tensors
 from torchboost.core.hardware import streams_kept
-from torchboost.core.step import ClosureOptimizer, Replay
+from torchboost.core.step import ClosureOptimizer, Replay, needs_closure
 from torchboost.core.wrapping import parameters_of
 from torchboost.errors import FactoryError
 
@@ -163,13 +163,13 @@ class Factory:
             samples = samples * steps // len(sizes)
         return Epoch(steps, sizes[0], samples)
 
-    def evaluate(self, parts: Parts, model: Callable[..., Any]) -> float:
-        """Return the metric of a model in evaluation mode, as a report states it.
+    def evaluate(self, parts: Parts, model: Callable[..., Any], seed: int = 0) -> float:
+        """Return the metric of a model in evaluation mode, as a report states it. See :func:`metric_of`.
 
         Raises:
             FactoryError: It is not a number, or an accuracy that is not between 0 and 1.
         """
-        value = metric_of(parts, model)
+        value = metric_of(parts, model, seed=seed)
         if self.metric == "accuracy" and not (math.isnan(value) or 0 <= value <= 1):
             raise FactoryError(
                 f"the factory's evaluate returned {value:g}; needed with --accuracy: a share between 0 and 1. Leave "
@@ -204,6 +204,15 @@ def made_by(make: Callable[[int], object], seed: int) -> Parts:
             "returned."
         )
     return parts
+
+
+def check_step(optimizer: Optimizer) -> None:
+    """Raise ``FactoryError`` if the step of an optimizer needs a closure, as LBFGS's does."""
+    if needs_closure(optimizer) and not isinstance(optimizer, ClosureOptimizer):
+        raise FactoryError(
+            f"the factory's optimizer is {type(optimizer).__name__}, whose step needs a closure, which the loops here "
+            "do not pass; give one whose step can be called without."
+        )
 
 
 def check_fresh(parts: Parts, *others: Parts) -> None:
@@ -273,7 +282,7 @@ def one_epoch(
     empty = True
     for inputs, targets in map(_pair, _drawn_apart(batches, 1_000_003 * seed + epoch)):
         empty = False
-        yield with_tensors((inputs, targets), functools.partial(_copied, device=device, copy=copy))
+        yield copied((inputs, targets), device, copy=copy)
     if empty:
         raise FactoryError(
             f"the factory's batches gave nothing in pass {epoch + 1}; give an iterable that starts again in every "
@@ -342,20 +351,23 @@ def _ending(batches: Iterable[Any], most: float = math.inf, seconds: float | Non
         yield batch
 
 
-def score_of(parts: Parts, model: Callable[..., Any]) -> float:
+def score_of(parts: Parts, model: Callable[..., Any], *, seed: int = 0) -> float:
     """Compute the metric for choices: on the data for validation, or without them as :func:`metric_of`."""
-    return metric_of(parts, model, "evaluate" if parts.validate is None else "validate")
+    return metric_of(parts, model, "evaluate" if parts.validate is None else "validate", seed=seed)
 
 
-def metric_of(parts: Parts, model: Callable[..., Any], name: str = "evaluate") -> float:
+def metric_of(parts: Parts, model: Callable[..., Any], name: str = "evaluate", *, seed: int = 0) -> float:
     """Compute a metric of the factory of a model in evaluation mode, without another compilation of it.
+
+    What it draws from the generators of torch, NumPy and Python depends on the seed alone, not on the training.
 
     Raises:
         FactoryError: It is not a number.
     """
     parts.model.eval()
     try:
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with streams_restored(), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            _seed(_apart_from(seed))
             value = getattr(parts, name)(model)
     finally:
         parts.model.train()
@@ -363,6 +375,26 @@ def metric_of(parts: Parts, model: Callable[..., Any], name: str = "evaluate") -
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise FactoryError(f"the factory's {name} returned a {type(value).__name__}; needed: a number.") from error
+
+
+def schedule_of(parts: Parts, optimizer: Optimizer, steps: int) -> LRScheduler | None:
+    """Return the scheduler of a run, or None if there is none.
+
+    Raises:
+        FactoryError: It has no ``step``, or one that needs a metric.
+    """
+    schedule = None if parts.schedule is None else parts.schedule(optimizer, steps)
+    if parts.schedule is not None and not hasattr(schedule, "step"):
+        raise FactoryError(
+            f"the factory's schedule returned a {type(schedule).__name__}, which has no step; needed: a scheduler of "
+            "torch that is stepped after every update."
+        )
+    if isinstance(schedule, ReduceLROnPlateau):
+        raise FactoryError(
+            "the factory's schedule returned a ReduceLROnPlateau, which decides by a metric, and here a schedule is "
+            "stepped after every update, without one; give one that follows the updates, such as CosineAnnealingLR."
+        )
+    return schedule
 
 
 def loop_body(
@@ -382,14 +414,11 @@ def loop_body(
         precision: The context of the forward pass, such as autocast.
 
     Raises:
-        FactoryError: The schedule has no ``step``, or at a step the loss is not a tensor.
+        FactoryError: The optimizer needs a closure, the schedule has no ``step`` or needs a metric, or at a step the
+            loss is not a tensor.
     """
-    schedule = None if parts.schedule is None else parts.schedule(optimizer, steps)
-    if parts.schedule is not None and not hasattr(schedule, "step"):
-        raise FactoryError(
-            f"the factory's schedule returned a {type(schedule).__name__}, which has no step; needed: a scheduler of "
-            "torch that is stepped after every update."
-        )
+    check_step(optimizer)
+    schedule = schedule_of(parts, optimizer, steps)
     before_step = parts.before_step or (lambda _: None)
 
     def loss_of(inputs: Any, targets: Any) -> Tensor:
@@ -419,6 +448,15 @@ def loop_body(
     return step
 
 
+def has_diverged(model: nn.Module) -> bool:
+    """Return whether a weight is not finite, or a buffer has NaN. A single loss that is not finite may be harmless.
+
+    An infinite buffer may be meant, such as a mask of attention.
+    """
+    weights = (p.detach() for p in model.parameters() if p.is_floating_point() or p.is_complex())
+    return any(not bool(p.isfinite().all()) for p in weights) or any(bool(b.isnan().any()) for b in model.buffers())
+
+
 def outputs_of(parts: Parts, model: Callable[..., Any], inputs: Any) -> Any:
     """Call a model with the inputs of a batch: the entries of a dict by name, if the factory's model takes them."""
     if isinstance(inputs, Mapping) and _takes(parts.model, inputs):
@@ -432,6 +470,11 @@ def _takes(model: nn.Module, named: Mapping[Any, Any]) -> bool:
     except TypeError:
         return False
     return True
+
+
+def copied(batch: tuple[Any, Any], device: torch.device, *, copy: bool = True) -> tuple[Any, Any]:
+    """Return inputs and targets on a device, as :func:`one_epoch` yields them."""
+    return with_tensors(batch, functools.partial(_copied, device=device, copy=copy))
 
 
 def _copied(tensor: Tensor, device: torch.device, copy: bool) -> Tensor:

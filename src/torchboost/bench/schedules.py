@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torchboost.bench.factory import Parts, made_by
+from torchboost.bench.factory import Parts, check_step, made_by, schedule_of
 from torchboost.calibration.choice import in_a_line
 from torchboost.config import RecipeSection
 from torchboost.errors import IncompatibleError
@@ -24,15 +24,18 @@ def schedule_sets_rates(make: Callable[[int], object], steps: int) -> bool:
     """Return whether the factory's schedule writes rates of its own, regardless of the optimizer's.
 
     Such as ``OneCycleLR`` with ``max_lr=0.1``. A multiple of the optimizer's rate would change nothing.
+
+    Raises:
+        FactoryError: The optimizer or the schedule cannot be stepped without a closure or a metric.
     """
     found: list[list[float]] = []
     for factor in (1.0, 0.5):
         parts = made_by(make, 0)
+        check_step(parts.optimizer)
         for group in parts.optimizer.param_groups:
             group["lr"] = group["lr"] * factor
-        schedule = None if parts.schedule is None else parts.schedule(parts.optimizer, steps)
-        rates: list[float] = []
-        for _ in range(min(steps, 4) if hasattr(schedule, "step") else 0):
+        schedule, rates = schedule_of(parts, parts.optimizer, steps), list[float]()
+        for _ in range(0 if schedule is None else min(steps, 4)):
             rates += [float(group["lr"]) for group in parts.optimizer.param_groups]
             parts.optimizer.step()
             schedule.step()  # pyright: ignore[reportOptionalMemberAccess]

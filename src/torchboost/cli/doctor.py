@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.collect_env import get_env_info
 from torch.utils.data import DataLoader
 
-from torchboost.bench.factory import Factory, Parts, one_epoch, outputs_of
+from torchboost.bench.factory import Factory, Parts, check_step, one_epoch, outputs_of
 from torchboost.bench.report.table import print_table
 from torchboost.calibration.choice import in_a_line
 from torchboost.calibration.waste import waste_of
@@ -144,8 +144,9 @@ def measure_step(
     and ``before_step`` is a part of the optimizer.
 
     Raises:
-        FactoryError: There is no batch, or one is neither a pair nor a dict.
+        FactoryError: There is no batch, one is neither a pair nor a dict, or the optimizer needs a closure.
     """
+    check_step(parts.optimizer)
     clock = clock if clock is not None else Clock.of(device)
     parts.model.to(device).train()
     passes = itertools.count()  # without copies of what is on the device already, which a loop would not make

@@ -155,7 +155,9 @@ class Goal:
         value, state = float(metric), self._state
         state.evaluations += 1
         if not math.isfinite(value):
-            state.test, state.counts = ChangeTest(state.test.error / 2, every=EVERY), False
+            if state.test.count:
+                state.test = ChangeTest(state.test.error / 2, every=EVERY)
+            state.counts = False
             return state.reached
         if state.evaluations == 1 and self._is_strange(value):
             warnings.warn(

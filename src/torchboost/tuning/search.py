@@ -52,6 +52,7 @@ class Search:
         drop: Largest accepted drop of the metric.
         rates: Whether the rates of recipes without a rate of their own are searched too.
         starts: The starts of the searches, by the names of the recipes.
+        least: Smallest share of the steps that a run can have. A smaller one would be trained with more than it says.
         findings: The knowledge about each recipe.
         rate: The knowledge about the user's rate.
         target: The metric of stock at its best rate, the mean of the seeds.
@@ -63,6 +64,7 @@ class Search:
     drop: float
     rates: bool = True
     starts: Mapping[str, Start] = field(default_factory=dict)
+    least: float = 0.0
     findings: dict[str, Finding] = field(init=False)
     rate: Rate | None = field(default=None, init=False)
     target: float = field(default=math.nan, init=False)
@@ -271,7 +273,7 @@ class Search:
         start = self._start(plan).share
         fastest = next(one for one in self.plans() if one.name != plan.name or one.share == 1)
         most = self.runs.seconds(fastest, fastest.share) / LEAST_GAIN
-        shares = [share for share in SHARES if self.runs.seconds(plan, share) <= most]
+        shares = [share for share in SHARES if share >= self.least and self.runs.seconds(plan, share) <= most]
         if HALF not in shares and plan.share == HALF:
             self._withdraw(plan.name)
         try:
@@ -289,7 +291,7 @@ class Search:
                 self.end(plan.name, ended.outcome, ended.reason)
             return
         if plan.name == self.levers.name:
-            none = f"even {percent(SHARES[0])} of the steps save no time against {fastest.words}"
+            none = f"even {percent(max(SHARES[0], self.least))} of the steps save no time against {fastest.words}"
             self.all_steps = "no gain", "no smaller number of steps was found" if shares else none
         if self.findings[plan.name].change is None:
             lost = f"with {percent(shares[-1])} of the steps it does not keep the metric" if shares else ""

@@ -11,14 +11,15 @@ from itertools import count, islice
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
-from torchboost.bench.contestants import averaged
+from torchboost.bench.contestants import averaged, check_scale
 from torchboost.bench.digests import fingerprint_of
 from torchboost.bench.factory import (
     Parts,
     check_fresh,
+    has_diverged,
     kept,
     loop_body,
     made_by,
@@ -121,14 +122,14 @@ class Training:
                 self.told(candidate, seed)
                 mean, sound = _mean_of(block)
                 means += [] if mean is None else [mean]
-                block, diverged = [], not sound and _has_diverged(parts.model)
+                block, diverged = [], not sound and has_diverged(parts.model)
                 hopeless = _is_hopeless(float(first), means, watch.losses, steps)
             if too_slow or diverged or hopeless:
                 break
         trained, last = clock() - ready, float(loss)
-        if not (too_slow or diverged or hopeless or (not math.isfinite(last) and _has_diverged(parts.model))):
+        if not (too_slow or diverged or hopeless or (not math.isfinite(last) and has_diverged(parts.model))):
             with averaged(optimizer):
-                metric = (score_of if watch.chooses else metric_of)(parts, parts.model)
+                metric = (score_of if watch.chooses else metric_of)(parts, parts.model, seed=seed)
         left = steps - 1 - compiled_steps
         return Run(
             name=candidate.label,
@@ -159,7 +160,9 @@ def boosted_by(parts: Parts, candidate: Candidate, steps: int) -> Boosted:
     Raises:
         ConfigError, IncompatibleError, ValueError: It cannot work on this pair.
     """
-    return boosted_as(parts, {"extra": candidate.extra, "recipe": candidate.section}, steps)
+    boosted = boosted_as(parts, {"extra": candidate.extra, "recipe": candidate.section}, steps)
+    check_scale(boosted.plan)
+    return boosted
 
 
 def _is_hopeless(first: float, means: Sequence[float], best: Sequence[float], steps: int) -> bool:
@@ -185,12 +188,6 @@ def _mean_of(block: list[Tensor]) -> tuple[float | None, bool]:
     values = torch.stack(block).double()
     finite = values[values.isfinite()]
     return float(f"{float(finite.mean()):.6g}") if len(finite) else None, len(finite) == len(values)
-
-
-def _has_diverged(model: nn.Module) -> bool:
-    """Return whether a weight or a buffer is not finite. A single loss that is not finite may be harmless."""
-    states = (t.detach() for t in (*model.parameters(), *model.buffers()) if t.is_floating_point() or t.is_complex())
-    return any(not bool(t.isfinite().all()) for t in states)
 
 
 LEVERS = tuple(name for name, entry in REGISTRY.items() if entry.lever)

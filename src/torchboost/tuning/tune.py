@@ -13,7 +13,7 @@ import torch
 
 from torchboost.algorithms.threads import compute_with_threads
 from torchboost.bench.bench import check_same
-from torchboost.bench.digests import changes_by_call, check_unchanged, data_of, fingerprint_of
+from torchboost.bench.digests import changes_by_call, check_unchanged, data_of, fingerprint_of, modes_of
 from torchboost.bench.factory import count_of, made_by, source_of
 from torchboost.bench.schedules import ABSOLUTE, LEAST_STEPS, schedule_sets_rates
 from torchboost.calibration.watch import uninterrupted
@@ -24,7 +24,7 @@ from torchboost.measure.stopwatch import Progress, environment, interrupts_kept
 from torchboost.tuning.prior import Prior, fresh_after, ordered, reports_of
 from torchboost.tuning.race import LEAST_SEEDS, Race
 from torchboost.tuning.report import STOCK, Candidate, Finding, TuneReport
-from torchboost.tuning.runs import Runs
+from torchboost.tuning.runs import HALF, Runs
 from torchboost.tuning.search import Search
 from torchboost.tuning.training import (
     Training,
@@ -164,8 +164,11 @@ def tune(
         raise IncompatibleError("tune runs in one process, and here are several ranks; let one of them tune its part.")
     if steps is None:
         steps = (1 if epochs is None else epochs) * count_of(parts.batches, seconds)
-    if steps < LEAST_STEPS:
-        raise FactoryError("a run has one step, of which no speed is known; give more steps, batches or epochs.")
+    if HALF * steps < LEAST_STEPS:
+        raise FactoryError(
+            f"found runs of {steps} {'step' if steps == 1 else 'steps'}, and half of a run must have at least "
+            f"{LEAST_STEPS}, or no speed is known; give more steps, batches or epochs."
+        )
     if total_steps is not None and total_steps < steps:
         raise ValueError(f"total_steps: found {total_steps}; the runs that are made have {steps} steps.")
     report = TuneReport(
@@ -286,6 +289,7 @@ class _Session:
             drop=self.report.drop,
             rates=self.report.rate_search and not self.absolute,
             starts=self.report.starts,
+            least=LEAST_STEPS / self.report.steps,
         )
         race = Race(
             search=search,
@@ -343,17 +347,20 @@ class _Session:
     def _notes(self) -> list[str]:
         """Return how the search was made, if not as usual."""
         earlier, begins = " and ".join(map(repr, self.report.prior)), bool(self.report.starts)
+        parts = made_by(self.make, 0)
+        modes = modes_of(parts.model)
         said = {
             f"the search began from {earlier}; the seeds of the confirmation are others": begins,
             f"nothing was taken from {earlier}, in which no recipe was searched": bool(earlier) and not begins,
             "the learning rate was kept as it is, as asked": not self.report.rate_search,
             f"the learning rate was not searched, because {ABSOLUTE}": self.report.rate_search and self.absolute,
             "the factory has no validate, so the search chose by evaluate, and only the seeds of the confirmation are "
-            "fresh": made_by(self.make, 0).validate is None,
+            "fresh": parts.validate is None,
             f"several runs were made at the same time (threads of each: {self.report.environment.threads}); the times "
             "are those of such runs": self.processes > 1
             or any(run.charged_seconds is not None for run in self.report.runs),
             self.changes: bool(self.changes),
+            modes: bool(modes),
         }
         return [note for note, holds in said.items() if holds]
 

@@ -118,6 +118,13 @@ def remarks(first: BenchReport, second: BenchReport) -> list[str]:
     names = [{contestant.name for contestant in report.contestants} for report in (first, second)]
     if alone := sorted(names[0] ^ names[1]):
         lines.append(f"In one report only: {', '.join(alone)}.")
+    others = {contestant.name: contestant for contestant in second.contestants}
+    for one in first.contestants:
+        other = others.get(one.name, one)
+        if one.algorithms != other.algorithms or one.source != other.source:
+            a, b = (", ".join(row.name for row in each.algorithms) or "nothing" for each in (one, other))
+            said = f"A turned on {a}, B {b}" if a != b else f"both turned on {a}, with other settings"
+            lines.append(f"{one.name} is not the same in both: {said}.")
     lines.append(
         "The two were not timed in turns: another load of the machine shows as a difference, which the interval of the "
         "speed does not contain. To compare two ways to train, let one `torchboost bench` time both."
