@@ -12,11 +12,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torchboost.core.contents import CONTAINERS, GENERATORS, Way
 from torchboost.core.forward import tensors_in
 from torchboost.core.torch_private import buffer_slots, parameter_slots, version
+from torchboost.tokens.reach import OF_MODULES, WAYS, attributes_of, reached_by_hooks, with_inner
 from torchboost.tokens.rows import Rows
 
 Key = tuple[int, str]
-"""The number of a module and the name of its parameter or buffer, or the number of an input and an empty name."""
-_OF_MODULES = frozenset(vars(nn.Module()))
+"""The number of a module and the name of its parameter or buffer.
+
+Or the number of an input and an empty name, or of a tensor that hooks name and ``_OF_HOOKS``.
+"""
+_OF_HOOKS = "."
 
 
 _LASTING: Any = WeakIdKeyDictionary()
@@ -38,17 +42,22 @@ def is_written(tensor: Tensor, then: int) -> bool:
 class State:
     """Attributes and tensors of the modules of a model, and tensors, dicts and lists among the inputs of a call.
 
-    Containers and random generators that attributes name are included, but not what these hold. The numbers of
-    ``moving`` tensors are copied. None copies all buffers and inputs, but no parameters.
+    Containers and random generators that attributes name are included, with the containers in these, and so are
+    variables, objects and tensors that forward hooks name. The numbers of ``moving`` tensors are copied. None copies
+    all tensors but parameters.
     """
 
     def __init__(self, model: nn.Module, inputs: Any, moving: Set[Key] | None = None) -> None:
         modules = [*model.modules()]
         self._attributes = [(vars(module), dict(vars(module))) for module in modules]
-        named = [values[name] for _, values in self._attributes for name in values.keys() - _OF_MODULES]
-        self._containers, self._generators = _contents(named, CONTAINERS), _contents(named, GENERATORS)
+        named = [values[name] for _, values in self._attributes for name in values.keys() - OF_MODULES]
+        reached = reached_by_hooks(modules)
+        self._attributes += [(vars(one), dict(vars(one))) for one in reached if attributes_of(one)]
+        named += reached
+        self._containers, self._generators = _contents(with_inner(named), WAYS), _contents(named, GENERATORS)
         self._buffers = [(slots, dict(slots)) for slots in map(buffer_slots, modules) if slots]
         tensors: dict[Key, Tensor] = {(place, ""): tensor for place, tensor in enumerate(whole_tensors_in(inputs))}
+        tensors |= {(place, _OF_HOOKS): one for place, one in enumerate(reached) if type(one) is Tensor}
         tensors |= _named(map(buffer_slots, modules))
         copied = tensors.keys() if moving is None else moving
         tensors |= _named(map(parameter_slots, modules))
@@ -61,8 +70,10 @@ class State:
         return frozenset(key for key, (tensor, then) in self._tensors.items() if is_written(tensor, then))
 
     def leave_attributes(self) -> None:
-        """Restore no attributes from now on, nor keep what they named."""
+        """Restore no attributes from now on, nor keep what they and hooks named."""
         self._attributes, self._containers = [], []
+        for key in [key for key in self._tensors if key[1] == _OF_HOOKS]:
+            del self._tensors[key]
 
     def restore(self) -> bool:
         """Restore everything that can be. Return whether this is all: parameters, and graphs of inputs, may not be."""

@@ -1,0 +1,130 @@
+"""What hooks and checkpoints inside of a model see of a call that leaves positions out and is repeated."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from torchboost.algorithms import sparse_head_forward, unpad_forward
+
+BATCH, LENGTH, WIDTH, WORDS = 3, 8, 8, 20
+MASK = (torch.arange(LENGTH) < torch.tensor([3, 5, 8])[:, None]).long()
+IDS = torch.randint(1, WORDS, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0)) * MASK
+LABELS = IDS.masked_fill(MASK == 0, -100)
+LABELS[:, 1::2] = -100
+NOTED: list[Tensor] = []
+Noted = list[Tensor]
+
+
+class Network(nn.Module):
+    """Has a checkpoint around its embeddings or its head, if asked."""
+
+    def __init__(self, checkpointed: str = "") -> None:
+        super().__init__()
+        self.words, self.mix = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head, self.checkpointed = nn.Linear(WIDTH, WORDS), checkpointed
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Tensor:
+        hidden = self._run("words", lambda ids: self.words(ids).tanh(), input_ids)
+        return self._run("head", lambda hidden: self.loss(self.head(hidden), labels), self.mix(hidden).tanh())
+
+    def _run(self, part: str, compute: Callable[[Tensor], Tensor], given: Tensor) -> Tensor:
+        return checkpoint(compute, given, use_reentrant=False) if part == self.checkpointed else compute(given)
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def in_a_closure(layer: nn.Module) -> Callable[[], Noted]:
+    noted: Noted = []
+    layer.register_forward_hook(lambda module, args, output: noted.append(output))
+    return lambda: noted
+
+
+def in_a_global(layer: nn.Module) -> Callable[[], Noted]:
+    layer.register_forward_hook(lambda module, args, output: NOTED.append(output))
+    return lambda: NOTED
+
+
+class Recorder:
+    """Keeps what layers return by their names, and how many that were."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, Noted] = defaultdict(list)
+        self.count = 0
+
+    def note(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.by_name["mix"].append(output)
+        self.count += 1
+
+    def noted(self) -> Noted:
+        assert self.count == len(self.by_name["mix"])
+        return self.by_name["mix"]
+
+
+def in_an_object(layer: nn.Module) -> Callable[[], Noted]:
+    recorder = Recorder()
+    layer.register_forward_hook(recorder.note)
+    return recorder.noted
+
+
+def by_an_object(layer: nn.Module) -> Callable[[], Noted]:
+    recorder = Recorder()
+    layer.register_forward_hook(lambda *args: recorder.note(*args))
+    return recorder.noted
+
+
+def in_a_count(layer: nn.Module) -> Callable[[], Noted]:
+    noted: tuple[Tensor, ...] = ()
+
+    def note(module: nn.Module, args: Any, output: Tensor) -> None:
+        nonlocal noted
+        noted = (*noted, output)
+
+    layer.register_forward_hook(note)
+    return lambda: list(noted)
+
+
+@pytest.mark.parametrize("register", [in_a_closure, in_a_global, in_an_object, by_an_object, in_a_count])
+def test_hooks_note_each_call_once(register: Callable[[nn.Module], Callable[[], Noted]]):
+    torch.manual_seed(0)
+    NOTED.clear()
+    model = Network().train()
+    noted = register(model.mix)
+
+    def gradient() -> Tensor:
+        before = len(noted())
+        loss = model(IDS, MASK, LABELS)
+        assert len(noted()) == before + 1
+        model.zero_grad()
+        (loss + sum((one * MASK[..., None]).square().sum() for one in noted()[before:])).backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    expected = gradient()
+    with unpad_forward(model):
+        for _ in range(3):
+            torch.testing.assert_close(gradient(), expected)
+
+
+@pytest.mark.parametrize("attach", [unpad_forward, sparse_head_forward])
+@pytest.mark.parametrize("part", ["words", "head"])
+def test_checkpoints_compute_a_part_twice_in_the_same_way(part: str, attach: Callable[[nn.Module], Any]):
+    torch.manual_seed(0)
+    model = Network(part).train()
+
+    def gradient() -> Tensor:
+        model.zero_grad()
+        model(IDS, MASK, LABELS).backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    expected = gradient()
+    with attach(model):
+        for _ in range(3):
+            torch.testing.assert_close(gradient(), expected)
