@@ -128,3 +128,63 @@ def test_checkpoints_compute_a_part_twice_in_the_same_way(part: str, attach: Cal
     with attach(model):
         for _ in range(3):
             torch.testing.assert_close(gradient(), expected)
+
+
+class Counts(nn.Module):
+    """Counts its calls, each in another place, and needs the padding after that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.mix = nn.Embedding(WORDS, WIDTH), nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+        self.register_buffer("buffer", torch.zeros(()))
+        self.parameter = nn.Parameter(torch.zeros(()), requires_grad=False)
+        self.recorder, self.nested = Recorder(), {"calls": defaultdict(int)}
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, given: Recorder) -> Tensor:
+        hidden = self.words(input_ids)
+        self.buffer.data.add_(1)  # of which torch counts no version
+        self.parameter = nn.Parameter(self.parameter + 1, requires_grad=False)
+        self.nested["calls"]["all"] += 1
+        for recorder in (self.recorder, given):
+            recorder.note(self, None, attention_mask)
+        return self.mix(hidden.transpose(1, 2)).square().mean()
+
+
+def test_a_call_that_is_repeated_counts_once():
+    model, given = Counts().train(), Recorder()
+    live: Any = unpad_forward(model)
+    with live:
+        for _ in range(3):
+            model(IDS, MASK, given)
+        assert "conv1d" in live.remark
+    counts = [int(model.buffer), int(model.parameter), model.nested["calls"]["all"]]
+    assert [*counts, len(model.recorder.noted()), len(given.noted())] == [3] * 5
+
+
+class Moves(nn.Module):
+    """Moves a number that its results depend on, from its second call on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.out = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.register_buffer("scale", torch.ones(()))
+        self.moves = False
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        logits = self.out(self.words(input_ids)) * self.scale
+        if self.moves:
+            self.scale.add_(1)
+        return logits
+
+
+def test_outputs_that_cannot_be_computed_again_are_refused():
+    model = Moves().train()
+    with unpad_forward(model):
+        F.cross_entropy(model(IDS, MASK).flatten(0, 1), LABELS.flatten()).backward()
+        model.moves = True
+        logits = model(IDS, MASK)
+        with pytest.raises(RuntimeError, match="cannot be undone"):
+            logits.sum()
+        with torch.no_grad():
+            model.scale.fill_(1)
+        torch.testing.assert_close(model(IDS, MASK).sum(), model.out(model.words(IDS)).sum())

@@ -46,7 +46,8 @@ _LATE = (
     "before; read outputs before optimizer.step(), or leave {name} out"
 )
 _WRITES = (
-    "{name}: the model writes to a weight, or to an argument that has a gradient, which cannot be undone, and needs "
+    "{name}: the model writes to a weight, to an argument that has a gradient, or to a buffer only in some of its "
+    "calls, which cannot be undone, and needs "
     "positions that were left out ({reason}); leave {name} out"
 )
 
@@ -284,7 +285,7 @@ class PartialCall:
 
     def watched(self, part: Part) -> Any:
         """Compute everything, and watch which positions of the outputs the loop reads."""
-        before = State(self._model, self._inputs, frozenset())
+        before = State(self._model, self._inputs)
         outputs = self._compute()
         self.forward.moving[self._kind] = before.moved()
         places = itertools.count()
@@ -358,8 +359,10 @@ class PartialCall:
         now = State(self._model, self._inputs)
         with streams_kept(self._devices):
             self._streams.restore()
-            self._before.restore()
+            complete = self._before.restore()
             try:
+                if not complete:
+                    raise RuntimeError(_WRITES.format(name=self.forward.name, reason=_READ))
                 with functions_of_subclasses_on():
                     return self._compute_again()
             finally:

@@ -1,4 +1,4 @@
-"""What the forward hooks of a model write to outside of it, as far as it can be reached from their code."""
+"""What a model and its forward hooks write to outside of modules, as far as it can be reached."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LONGEST = 1000
 
 
 def reached_by_hooks(modules: Sequence[nn.Module]) -> list[Any]:
-    """Return the variables, objects and containers that forward hooks of users name, and attributes of these objects.
+    """Return the variables, objects and containers that forward hooks of users name.
 
     Names of a Python module count if they are not of functions. What the functions that a hook calls name does not,
     unless these are variables of it.
@@ -42,7 +42,7 @@ def reached_by_hooks(modules: Sequence[nn.Module]) -> list[Any]:
         if id(one) not in found:
             found[id(one)] = one
             waiting += _named_by(one)
-    return [*found.values(), *(value for one in found.values() for value in attributes_of(one).values())]
+    return [*found.values()]
 
 
 def attributes_of(one: Any) -> dict[str, Any]:
