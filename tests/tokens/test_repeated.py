@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ IDS = torch.randint(1, WORDS, (BATCH, LENGTH), generator=torch.Generator().manua
 LABELS = IDS.masked_fill(MASK == 0, -100)
 LABELS[:, 1::2] = -100
 NOTED: list[Tensor] = []
+TOTAL = torch.zeros(())
 Noted = list[Tensor]
 
 
@@ -130,6 +131,11 @@ def test_checkpoints_compute_a_part_twice_in_the_same_way(part: str, attach: Cal
             torch.testing.assert_close(gradient(), expected)
 
 
+def note_globally(tensor: Tensor) -> None:
+    NOTED.append(tensor)
+    TOTAL.add_(1)
+
+
 class Counts(nn.Module):
     """Counts its calls, each in another place, and needs the padding after that."""
 
@@ -140,25 +146,32 @@ class Counts(nn.Module):
         self.parameter = nn.Parameter(torch.zeros(()), requires_grad=False)
         self.recorder, self.nested = Recorder(), {"calls": defaultdict(int)}
 
+    of_class: ClassVar[Noted] = []
+
     def forward(self, input_ids: Tensor, attention_mask: Tensor, given: Recorder) -> Tensor:
         hidden = self.words(input_ids)
         self.buffer.data.add_(1)  # of which torch counts no version
         self.parameter = nn.Parameter(self.parameter + 1, requires_grad=False)
         self.nested["calls"]["all"] += 1
+        self.of_class.append(attention_mask)
+        note_globally(attention_mask)
         for recorder in (self.recorder, given):
             recorder.note(self, None, attention_mask)
         return self.mix(hidden.transpose(1, 2)).square().mean()
 
 
 def test_a_call_that_is_repeated_counts_once():
+    NOTED.clear()
+    TOTAL.zero_()
     model, given = Counts().train(), Recorder()
     live: Any = unpad_forward(model)
     with live:
         for _ in range(3):
             model(IDS, MASK, given)
         assert "conv1d" in live.remark
-    counts = [int(model.buffer), int(model.parameter), model.nested["calls"]["all"]]
-    assert [*counts, len(model.recorder.noted()), len(given.noted())] == [3] * 5
+    counts = [int(model.buffer), int(model.parameter), model.nested["calls"]["all"], int(TOTAL)]
+    noted = model.recorder.noted(), given.noted(), NOTED, model.of_class
+    assert counts + list(map(len, noted)) == [3] * 8
 
 
 class Moves(nn.Module):

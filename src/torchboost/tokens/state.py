@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torchboost.core.contents import CONTAINERS, GENERATORS, Way, same_numbers
 from torchboost.core.forward import tensors_in
 from torchboost.core.torch_private import buffer_slots, parameter_slots, version
-from torchboost.tokens.reach import OF_MODULES, WAYS, attributes_of, reached_by_hooks, with_inner
+from torchboost.tokens.reach import OF_MODULES, WAYS, Place, attributes_of, reached_by_hooks, with_inner
 from torchboost.tokens.rows import Rows
 
 Key = tuple[int, str]
@@ -43,15 +43,17 @@ class State:
     """Attributes and tensors of the modules of a model, and tensors, dicts and lists among the inputs of a call.
 
     Containers and random generators that attributes name are included, with the containers in these, and so are
-    variables, objects and tensors that forward hooks name. The numbers of ``moving`` tensors are copied. None copies
-    all tensors but parameters.
+    variables, objects and tensors that forward hooks name, or that are in ``places``. The numbers of ``moving`` tensors
+    are copied. None copies all tensors but parameters.
     """
 
-    def __init__(self, model: nn.Module, inputs: Any, moving: Set[Key] | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, inputs: Any, moving: Set[Key] | None = None, places: Iterable[Place] = ()
+    ) -> None:
         modules = [*model.modules()]
         self._attributes = [(vars(module), dict(vars(module))) for module in modules]
         named = [values[name] for _, values in self._attributes for name in values.keys() - OF_MODULES]
-        reached = reached_by_hooks(modules)
+        reached = [*(owner.get(name) for owner, name in places), *reached_by_hooks(modules)]
         once = {id(one): one for one in (*named, *_entries(inputs), *reached)}
         objects = {id(one): found for one in once.values() if (found := attributes_of(one))}
         self._attributes += [(vars(once[key]), dict(vars(once[key]))) for key in objects]
