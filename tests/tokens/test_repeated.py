@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
 
 from torchboost.algorithms import sparse_head_forward, unpad_forward
@@ -20,6 +21,7 @@ IDS = torch.randint(1, WORDS, (BATCH, LENGTH), generator=torch.Generator().manua
 LABELS = IDS.masked_fill(MASK == 0, -100)
 LABELS[:, 1::2] = -100
 NOTED: list[Tensor] = []
+HANDLES: list[Any] = []
 TOTAL = torch.zeros(())
 Noted = list[Tensor]
 
@@ -93,7 +95,20 @@ def in_a_count(layer: nn.Module) -> Callable[[], Noted]:
     return lambda: list(noted)
 
 
-@pytest.mark.parametrize("register", [in_a_closure, in_a_global, in_an_object, by_an_object, in_a_count])
+def of_all_modules(layer: nn.Module) -> Callable[[], Noted]:
+    noted: Noted = []
+
+    def note(module: nn.Module, args: Any, output: Tensor) -> None:
+        if module is layer:
+            noted.append(output)
+
+    HANDLES.append(register_module_forward_hook(note))
+    return lambda: noted
+
+
+@pytest.mark.parametrize(
+    "register", [of_all_modules, in_a_closure, in_a_global, in_an_object, by_an_object, in_a_count]
+)
 def test_hooks_note_each_call_once(register: Callable[[nn.Module], Callable[[], Noted]]):
     torch.manual_seed(0)
     NOTED.clear()
@@ -112,6 +127,8 @@ def test_hooks_note_each_call_once(register: Callable[[nn.Module], Callable[[], 
     with unpad_forward(model):
         for _ in range(3):
             torch.testing.assert_close(gradient(), expected)
+    while HANDLES:
+        HANDLES.pop().remove()
 
 
 @pytest.mark.parametrize("attach", [unpad_forward, sparse_head_forward])
@@ -201,3 +218,42 @@ def test_outputs_that_cannot_be_computed_again_are_refused():
         with torch.no_grad():
             model.scale.fill_(1)
         torch.testing.assert_close(model(IDS, MASK).sum(), model.out(model.words(IDS)).sum())
+
+
+class Descends(nn.Module):
+    """Runs a backward pass of its own, and needs the padding after that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.out = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, mixes: bool) -> Tensor:
+        logits = self.out(self.words(input_ids))
+        F.cross_entropy(logits.flatten(0, 1), LABELS.flatten()).backward()
+        logits = self.out(self.words(input_ids))
+        return logits.cumsum(1) if mixes else logits
+
+
+@pytest.mark.parametrize("mixes", [True, False], ids=["a function needs the padding", "the loop reads the padding"])
+def test_a_backward_pass_inside_of_a_call_that_is_repeated_counts_once(mixes: bool):
+    torch.manual_seed(0)
+    model = Descends().train()
+
+    def gradient(read: Callable[[Tensor], Tensor]) -> Tensor:
+        model.zero_grad()
+        read(model(IDS, MASK, mixes)).backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    expected = gradient(Tensor.mean)
+    with unpad_forward(model):
+        gradient(Tensor.mean if mixes else lambda logits: logits[MASK.bool()].mean())
+        torch.testing.assert_close(gradient(Tensor.mean), expected)
+        torch.testing.assert_close(gradient(Tensor.mean), expected)
+
+
+def test_a_backward_pass_that_adds_to_gradients_is_refused_if_it_would_count_twice():
+    model = Descends().train()
+    with unpad_forward(model):
+        model(IDS, MASK, True)
+        with pytest.raises(RuntimeError, match="cannot be undone"):
+            model(IDS, MASK, True)

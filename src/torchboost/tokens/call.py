@@ -48,9 +48,8 @@ _LATE = (
     "before; read outputs before optimizer.step(), or leave {name} out"
 )
 _WRITES = (
-    "{name}: the model writes to a weight, to an argument that has a gradient, or to a buffer only in some of its "
-    "calls, which cannot be undone, and needs "
-    "positions that were left out ({reason}); leave {name} out"
+    "{name}: the model writes to a weight or to a gradient, to an argument that has a gradient, or to a buffer only in "
+    "some of its calls, which cannot be undone, and needs positions that were left out ({reason}); leave {name} out"
 )
 
 
@@ -364,6 +363,7 @@ class PartialCall:
         with streams_kept(self._devices):
             self._streams.restore()
             complete = self._before.restore()
+            now.set_gradients_aside()
             try:
                 if not complete:
                     raise RuntimeError(_WRITES.format(name=self.forward.name, reason=_READ))

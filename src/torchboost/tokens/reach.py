@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torchboost.core.contents import CONTAINERS, Way
 from torchboost.core.forward import is_our_hook
-from torchboost.core.torch_private import module_hooks
+from torchboost.core.torch_private import hooks_of_all_modules, module_hooks
 
 OF_MODULES = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
@@ -41,6 +41,7 @@ def reached_by_hooks(modules: Sequence[nn.Module]) -> list[Any]:
     unless these are variables of it.
     """
     registries = [registry for module in modules for registry in module_hooks(module)[:2] if registry]
+    registries += hooks_of_all_modules
     waiting = [hook for registry in registries for hook in registry.values() if not is_our_hook(hook)]
     found: dict[int, Any] = {}
     while waiting:

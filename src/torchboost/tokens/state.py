@@ -69,6 +69,8 @@ class State:
         tensors |= _named(map(parameter_slots, modules))
         self._numbers = {key: tensors[key].detach().clone() for key in copied if key in tensors}
         self._tensors = {key: (tensor, version(tensor)) for key, tensor in tensors.items()}
+        gradients = [(weight, weight.grad) for weight in model.parameters()]
+        self._gradients = [(weight, one, 0 if one is None else version(one)) for weight, one in gradients]
         self._given = _contents(_containers_in(inputs), CONTAINERS)
 
     def moved(self) -> frozenset[Key]:
@@ -83,23 +85,36 @@ class State:
 
     def leave_attributes(self) -> None:
         """Restore no attributes from now on, nor keep what they and hooks named."""
-        self._attributes, self._containers = [], []
+        self._attributes, self._containers, self._gradients = [], [], []
         for key in [key for key in self._tensors if key[1] == _OF_HOOKS]:
             del self._tensors[key]
 
+    def set_gradients_aside(self) -> None:
+        """Let backward passes inside of the model begin without gradients, until this is restored."""
+        for weight, *_ in self._gradients:
+            weight.grad = None
+
     def restore(self) -> bool:
-        """Restore everything that can be. Return whether this is all: parameters, and graphs of inputs, may not be."""
+        """Restore everything that can be. Return whether this is all.
+
+        Parameters, numbers of gradients that were there, and graphs of inputs, may not be.
+        """
         for slots, entries in (*self._attributes, *self._slots):
             for name in slots.keys() - entries.keys():
                 del slots[name]
             slots.update(entries)
         for one, write, contents in (*self._given, *self._containers, *self._generators):
             write(one, contents)
+        for weight, gradient, _ in self._gradients:
+            weight.grad = gradient
+        added = any(gradient is not None and version(gradient) != then for _, gradient, then in self._gradients)
         moved = self.moved() | self._other_numbers()
         with torch.no_grad():
             for key in moved & self._numbers.keys():  # a graph may hold the others
                 self._tensors[key][0].copy_(self._numbers[key])
-        return moved <= self._numbers.keys() and all(self._tensors[key][0].grad_fn is None for key in moved)
+        return (
+            not added and moved <= self._numbers.keys() and all(self._tensors[key][0].grad_fn is None for key in moved)
+        )
 
 
 def whole_tensors_in(inputs: Any) -> list[Tensor]:
