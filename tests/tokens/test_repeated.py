@@ -20,10 +20,10 @@ MASK = (torch.arange(LENGTH) < torch.tensor([3, 5, 8])[:, None]).long()
 IDS = torch.randint(1, WORDS, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0)) * MASK
 LABELS = IDS.masked_fill(MASK == 0, -100)
 LABELS[:, 1::2] = -100
-NOTED: list[Tensor] = []
+NOTED: list[Any] = []
 HANDLES: list[Any] = []
 TOTAL = torch.zeros(())
-Noted = list[Tensor]
+Noted = list[Any]
 
 
 class Network(nn.Module):
@@ -156,6 +156,8 @@ def note_globally(tensor: Tensor) -> None:
 class Counts(nn.Module):
     """Counts its calls, each in another place, and needs the padding after that."""
 
+    buffer: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.words, self.mix = nn.Embedding(WORDS, WIDTH), nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
@@ -180,7 +182,8 @@ class Counts(nn.Module):
 def test_a_call_that_is_repeated_counts_once():
     NOTED.clear()
     TOTAL.zero_()
-    model, given = Counts().train(), Recorder()
+    model: Any = Counts().train()
+    given = Recorder()
     live: Any = unpad_forward(model)
     with live:
         for _ in range(3):
@@ -193,6 +196,8 @@ def test_a_call_that_is_repeated_counts_once():
 
 class Moves(nn.Module):
     """Moves a number that its results depend on, from its second call on."""
+
+    scale: Tensor
 
     def __init__(self) -> None:
         super().__init__()

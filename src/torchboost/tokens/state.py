@@ -59,7 +59,7 @@ class State:
         self._attributes += [(vars(once[key]), dict(vars(once[key]))) for key in objects]
         named += [*reached, *(value for found in objects.values() for value in found.values())]
         self._containers, self._generators = _contents(with_inner(named), WAYS), _contents(named, GENERATORS)
-        slots = (*map(buffer_slots, modules), *map(parameter_slots, modules))
+        slots: list[dict[str, Any]] = [*map(buffer_slots, modules), *map(parameter_slots, modules)]
         self._slots = [(each, dict(each)) for each in slots if each]
         tensors: dict[Key, Tensor] = {(place, ""): tensor for place, tensor in enumerate(whole_tensors_in(inputs))}
         tensors |= {(place, _OF_HOOKS): one for place, one in enumerate(reached) if type(one) is Tensor}
