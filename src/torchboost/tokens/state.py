@@ -59,8 +59,10 @@ class State:
         self._attributes += [(vars(once[key]), dict(vars(once[key]))) for key in objects]
         named += [*reached, *(value for found in objects.values() for value in found.values())]
         self._containers, self._generators = _contents(with_inner(named), WAYS), _contents(named, GENERATORS)
-        slots: list[dict[str, Any]] = [*map(buffer_slots, modules), *map(parameter_slots, modules)]
+        slots: list[dict[str, Any]] = [*map(buffer_slots, modules)]
         self._slots = [(each, dict(each)) for each in slots if each]
+        slots = [*map(parameter_slots, modules)]
+        self._attributes += [(each, dict(each)) for each in slots if each]  # after the call, a loop may have set others
         tensors: dict[Key, Tensor] = {(place, ""): tensor for place, tensor in enumerate(whole_tensors_in(inputs))}
         tensors |= {(place, _OF_HOOKS): one for place, one in enumerate(reached) if type(one) is Tensor}
         tensors |= _named(map(buffer_slots, modules))
@@ -69,7 +71,7 @@ class State:
         tensors |= _named(map(parameter_slots, modules))
         self._numbers = {key: tensors[key].detach().clone() for key in copied if key in tensors}
         self._tensors = {key: (tensor, version(tensor)) for key, tensor in tensors.items()}
-        gradients = [(weight, weight.grad) for weight in model.parameters()]
+        gradients = [(weight, weight.grad) for weight in model.parameters() if weight.is_leaf]
         self._gradients = [(weight, one, 0 if one is None else version(one)) for weight, one in gradients]
         self._given = _contents(_containers_in(inputs), CONTAINERS)
 
