@@ -424,6 +424,20 @@ def test_the_pass_of_a_copy_does_not_change_the_inputs() -> None:
     assert notes == ["called"]
 
 
+NOTED = list[str]()
+
+
+def test_the_pass_of_a_copy_notes_nothing_outside_of_the_model() -> None:
+    class Notes(Outputs):
+        def forward(self, x: Tensor) -> Any:
+            NOTED.append("called")
+            return super().forward(x)
+
+    with autocast_forward(model := Notes(policy=nn.Linear(16, 3))):
+        model(torch.randn(5, 8))
+    assert NOTED == ["called"]
+
+
 def test_the_last_layer_counts_as_the_head_of_what_cannot_be_copied_and_inside_a_checkpoint() -> None:
     model, x = Outputs(policy=nn.Linear(16, 3)), torch.randn(5, 8)
     model.never_called = nn.Linear(2, 2)  # the guess

@@ -266,6 +266,35 @@ def test_gradients_that_a_closure_makes() -> None:
         assert_same(fused, plain)
 
 
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_hooks_that_come_later_may_change_the_layout_of_gradients_and_state(channels_last: bool) -> None:
+    def turned(optimizer: Any, args: Any, kwargs: Any) -> None:
+        for parameter in optimizer.param_groups[0]["params"]:
+            strides = (1, len(parameter)) if parameter.ndim == 2 else torch.empty(parameter.shape).stride()
+            parameter.grad = torch.empty_strided(parameter.shape, strides).copy_(parameter.grad)
+            for name, value in optimizer.state[parameter].items():
+                if name != "step":
+                    optimizer.state[parameter][name] = torch.empty_strided(parameter.shape, strides).copy_(value)
+
+    algorithms = [ChannelsLast(), FusedOptimizer()] if channels_last else [FusedOptimizer()]
+    ends = []
+    for chosen in ([], algorithms):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 8))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        x = torch.randn(5, 3, 4, 4)
+        with attach_all(Target(model, optimizer), chosen):
+            for step in range(6):
+                if step == 2:
+                    optimizer.register_step_pre_hook(turned)
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+                assert not chosen or optimizer.param_groups[0]["fused"]
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-6)
+
+
 def test_a_checkpoint_of_an_unfused_run_keeps_the_optimizer_fused() -> None:
     fused, plain = pair(OPTIMIZERS["adamw"], cnn)
     train(plain, 3, 3)

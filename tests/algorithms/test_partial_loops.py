@@ -316,6 +316,29 @@ def test_what_is_read_outside_of_autocast_was_computed_inside():
     torch.testing.assert_close(whole, torch.cumsum(plain, 1))
 
 
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_losses_that_autocast_raises_are_computed_as_where_they_stand():
+    class Squares(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.head = nn.Embedding(WORDS, 8), nn.Linear(8, WORDS)
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                logits = self.head(self.words(input_ids))
+                return F.mse_loss(logits, torch.linspace(0, 1, WORDS).to(logits.dtype), reduction="none")
+
+    torch.manual_seed(0)
+    model, inputs = Squares().train(), batch()
+    kept = inputs["attention_mask"].bool()
+    expected = model(inputs["input_ids"])[kept]
+    with sparse_head_forward(model):
+        model(inputs["input_ids"])[kept]
+        found = model(inputs["input_ids"])[kept]
+    assert found.dtype is expected.dtype is torch.float32
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
 def test_a_run_resumes_with_the_same_numbers_as_it_draws_others_without_padding():
     asked = {"extra": {"unpad": True, "sparse_head": True, "compile": False, "grad_freeze": False}}
     for reading in (-1, 0, 1):

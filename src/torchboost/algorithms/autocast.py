@@ -42,6 +42,8 @@ from torchboost.core.wrapping import is_compiled, sharded_units, unwrap
 from torchboost.errors import IncompatibleError, nearest, warn_no_effect
 from torchboost.graph.copies import is_large, undisturbed
 from torchboost.graph.norms import NormalizedLinear
+from torchboost.tokens.reach import places_of_classes
+from torchboost.tokens.state import State
 
 _NAMES = {torch.bfloat16: ("BFloat16", "bfloat16"), torch.float16: ("Half", "float16")}
 _HALF = tuple(_NAMES)
@@ -205,6 +207,7 @@ def _heads_of_copy(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     if not plain or sharded_units(model) or is_large(model):
         return None  # an iterator among the arguments would lose a batch
     inputs = tree_unflatten([leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+    outside = State(model, inputs, places=places_of_classes(model.modules()))
     try:
         with undisturbed(model) as copied:
             for hooks in (hooks for module in copied.modules() for hooks in module_hooks(module)):
@@ -212,6 +215,8 @@ def _heads_of_copy(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
             return find_heads(copied.train(model.training), *inputs)
     except Exception:  # of the user's forward, which raises it in the pass itself too
         return None
+    finally:
+        outside.restore()
 
 
 def _returns_float32(forward: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:

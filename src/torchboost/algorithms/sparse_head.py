@@ -15,7 +15,7 @@ from typing_extensions import Self
 from torchboost.core.algorithm import Algorithm, Attachment, Target, Traits
 from torchboost.core.arguments import check_module
 from torchboost.core.forward import tensors_in
-from torchboost.core.torch_private import parameter_slots
+from torchboost.core.torch_private import has_saved_tensor_hooks, parameter_slots
 from torchboost.core.wrapping import sharded_units, unwrap
 from torchboost.tokens.call import Part, PartialCall, PartialForward
 from torchboost.tokens.layout import Layout
@@ -138,11 +138,12 @@ class _Waiting(Part):
         return _complete(output, self._call) if logits else None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer a call of a function of torch."""
+        """Answer a call of a function of torch. In a checkpoint it stays as it is: there it is called once more."""
         kwargs = kwargs or {}
-        if func is F.linear and len(args) > 1 and id(args[1]) in self._weights and _has_features(args[0]):
-            return self._later(args[0], *args[1:], **kwargs)
-        return func(*args, **kwargs)
+        is_head = func is F.linear and len(args) > 1 and id(args[1]) in self._weights and _has_features(args[0])
+        if not is_head or has_saved_tensor_hooks():
+            return func(*args, **kwargs)
+        return self._later(args[0], *args[1:], **kwargs)
 
     def _later(self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         compute = self._call.later(lambda rows: F.linear(rows, weight, bias), hidden)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionMeta
 
 from torchboost.calibration.watch import uninterrupted
-from torchboost.core.contents import CONTAINERS, GENERATORS, way_of, write_dict
+from torchboost.core.contents import CONTAINERS, GENERATORS, same_numbers, way_of, write_dict
 from torchboost.core.forward import uncovered
 from torchboost.core.torch_private import (
     global_step_post_hooks,
@@ -75,7 +75,7 @@ class _Tensor:
                 self.tensor.data, self.swapped = self.memory, True
             if self.numbers is None and version(self.tensor) != self.version:
                 damage = Damage.LASTING
-            elif self.numbers is not None and not _equal(self.memory, self.numbers):
+            elif self.numbers is not None and not same_numbers(self.memory, self.numbers):
                 self.memory.copy_(self.numbers)
                 damage = max(damage, Damage.UNDONE)
             return damage
@@ -381,10 +381,6 @@ def _has_memory(tensor: Tensor) -> bool:
 def _overlaps(tensor: Tensor) -> bool:
     """Whether several entries share memory, as in an expanded tensor, which cannot be written to."""
     return any(stride == 0 and length > 1 for stride, length in zip(tensor.stride(), tensor.shape, strict=True))
-
-
-def _equal(left: Tensor, right: Tensor) -> bool:
-    return torch.equal(left, right) or bool(((left == right) | ((left != left) & (right != right))).all())
 
 
 def _same(left: Any, right: Any) -> bool:

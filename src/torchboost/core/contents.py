@@ -28,6 +28,11 @@ def way_of(value: Any, ways: Mapping[type, Way]) -> Way | None:
     return next((way for kind, way in ways.items() if isinstance(value, kind)), None)
 
 
+def same_numbers(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors of one shape have the same numbers. NaN counts as one."""
+    return torch.equal(left, right) or bool(((left == right) | ((left != left) & (right != right))).all())
+
+
 def _sliced(kind: Any) -> Way:
     return lambda owner: kind.__getitem__(owner, slice(None)), lambda o, new: kind.__setitem__(o, slice(None), new)
 

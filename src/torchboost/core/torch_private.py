@@ -25,6 +25,7 @@ from torch._C import _remove_worker_pids
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
 from torch.nn.modules import batchnorm, conv, padding, pooling
+from torch.nn.modules import module as _module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -72,6 +73,9 @@ module_hooks: Callable[[nn.Module], tuple[dict[int, Any], ...]] = attrgetter(
     "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
 )
 """Returns the hooks of a module: before and after forward, before and after backward, to read and to write."""
+
+hooks_of_all_modules: tuple[dict[int, Any], ...] = (_module._global_forward_pre_hooks, _module._global_forward_hooks)
+"""Hooks before and after the forward of every module."""
 
 state_dict_hooks: Callable[[nn.Module], tuple[dict[int, Any], dict[int, Any]]] = attrgetter(
     "_state_dict_hooks", "_load_state_dict_pre_hooks"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from torchboost.core.algorithm import Attachment
+from torchboost.core.forward import is_our_hook
 from torchboost.core.step import after_closure
 from torchboost.core.torch_private import UNSUPPORTED_SHARDS, forget_fused_mark, has_fused_mark, step_pre_hooks
 from torchboost.core.wrapping import hookable
@@ -55,6 +56,7 @@ class Fusion(Attachment):
         self._checks_before = has_fused_mark(optimizer)
         self._seen: dict[int, tuple[Any, ...]] = {}  # each group at the last step: sound while it is the same
         self._lent: list[tuple[Tensor, Tensor, Tensor]] = []  # parameter, its gradient, and a copy in its layout
+        self._paused: list[tuple[dict[str, Any], dict[str, Any]]] = []  # group, its flags
         self._returns = False
         self._apply(optimizer)
         if all(chosen):
@@ -78,8 +80,53 @@ class Fusion(Attachment):
     def _prepare(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if not (self._returns or torch.compiler.is_compiling()):
             self._returns = True  # not earlier: levers may be attached while torch walks through the hooks after a step
-            self._handles.append(optimizer.register_step_post_hook(self._give_back))
+            self._handles.append(optimizer.register_step_post_hook(self._end_step))
+        self._go_on()  # after a step that failed
+        if not torch.compiler.is_compiling() and self._meets_other_hooks():
+            self._pause()
+            return None
         return after_closure(args, kwargs, self._arrange)
+
+    def _meets_other_hooks(self) -> bool:
+        """Whether hooks of users run after this one, before the step. They may change gradients and state."""
+        others = [
+            hook for hook in step_pre_hooks(self._optimizer).values() if _is_of(hook, self) or not is_our_hook(hook)
+        ]
+        if len(others) > 1:
+            self._seen.clear()
+        return any(_is_of(hook, self) for hook in others[:-1])
+
+    def _pause(self) -> None:
+        """Let the next step be unfused: it takes gradients and state in any layout. From then on this comes last."""
+        for index, group in enumerate(self._optimizer.param_groups):
+            if group.get("fused"):
+                self._paused.append((group, _flags(group)))
+                group |= self._flags_before(index) | {"fused": None}
+                self._to_host([] if group.get("capturable") else group["params"])
+
+    def _go_on(self) -> None:
+        """Fuse again what was paused."""
+        if self._paused:
+            for group, flags in self._paused:
+                group |= flags
+            self._paused = []
+            self._apply(self._optimizer)
+
+    def _end_step(self, *_: Any) -> None:
+        self._give_back()
+        if self._paused:
+            self._go_on()
+            hooks = step_pre_hooks(self._optimizer)
+            place = next((key for key, hook in hooks.items() if _is_of(hook, self)), None)
+            if place is not None:
+                hooks[place] = hooks.pop(place)
+
+    def _to_host(self, parameters: Iterable[Tensor]) -> None:
+        """Move the step counts of parameters to the host, where unfused steps keep them."""
+        for parameter in parameters:
+            state = self._optimizer.state.get(parameter, {})
+            if isinstance(state.get("step"), Tensor):
+                state["step"] = state["step"].cpu()
 
     def _arrange(self) -> None:
         """Bring gradients, and whatever else has changed, into the layout that the fused kernels assume."""
@@ -121,7 +168,7 @@ class Fusion(Attachment):
                 _align_state(self._optimizer.state.get(p, {}), p)
 
     @torch.no_grad()
-    def _give_back(self, *_: Any) -> None:
+    def _give_back(self) -> None:
         """Put back the gradients of the loop, with their values after the step."""
         while self._lent:
             parameter, grad, arranged = self._lent.pop()
@@ -195,13 +242,15 @@ class Fusion(Attachment):
         vars(optimizer).pop(_STATE, None)
         if self._state_before is not None:
             vars(optimizer)[_STATE] = self._state_before
-        for parameter in self._set_plain(optimizer.param_groups, every=True):
-            state = optimizer.state.get(parameter, {})
-            if isinstance(state.get("step"), Tensor):
-                state["step"] = state["step"].cpu()
+        self._go_on()
+        self._to_host(self._set_plain(optimizer.param_groups, every=True))
         optimizer.defaults |= self._defaults
         if not self._checks_before:
             forget_fused_mark(optimizer)
+
+
+def _is_of(hook: Any, owner: Fusion) -> bool:
+    return getattr(hook, "__self__", None) is owner
 
 
 def _has_no_buffer(state: Mapping[Tensor, Any], parameter: Tensor) -> bool:

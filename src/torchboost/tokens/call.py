@@ -26,9 +26,11 @@ from torchboost.core.torch_private import (
     is_tracing,
     version,
 )
+from torchboost.core.wrapping import unwrap
 from torchboost.tokens.history import as_now, has_passed_autograd, in_the_graph
 from torchboost.tokens.layout import Layout
 from torchboost.tokens.operations import PaddedRows
+from torchboost.tokens.reach import places_of_classes
 from torchboost.tokens.rows import BATCH, FLAT, TOKEN, MissingRows, RowFunction, Rows, in_this_precision
 from torchboost.tokens.scores import Scores
 from torchboost.tokens.state import Key, State, is_written, whole_tensors_in
@@ -46,8 +48,8 @@ _LATE = (
     "before; read outputs before optimizer.step(), or leave {name} out"
 )
 _WRITES = (
-    "{name}: the model writes to a weight, or to an argument that has a gradient, which cannot be undone, and needs "
-    "positions that were left out ({reason}); leave {name} out"
+    "{name}: the model writes to a weight or to a gradient, to an argument that has a gradient, or to a buffer only in "
+    "some of its calls, which cannot be undone, and needs positions that were left out ({reason}); leave {name} out"
 )
 
 
@@ -83,6 +85,7 @@ class PartialForward(Attachment):
         fewer: Whether a call skipped fewer positions than it could, because a function asked for the others.
         calls: Number of calls that skipped positions.
         moving: Kind of call -> tensors that it writes to.
+        places: Where classes and Python modules have what a call may write to.
         searched: Kinds of calls after which it was looked at what is kept.
         doubtful: Which outputs were read whole that have a number for each token, or as many features of a sequence. A
             call that skips positions tells.
@@ -103,6 +106,7 @@ class PartialForward(Attachment):
         self.moving: dict[str, frozenset[Key]] = {}
         self.searched: set[str] = set()
         self.doubtful: set[int] = set()
+        self.places = places_of_classes(unwrap(model).modules())
         steps = [optimizer.register_step_post_hook(self._count) for optimizer in optimizers]
         super().__init__(*steps, cover_forward(model, self._around))
 
@@ -196,7 +200,7 @@ class PartialCall:
         moving = self.forward.moving
         self.made = None if self._kind in self.forward.searched else []
         self.forward.searched.add(self._kind)
-        before = State(self._model, self._inputs, moving.get(self._kind))
+        before = State(self._model, self._inputs, moving.get(self._kind), self.forward.places)
         outputs: Any = None
         self.asked = ""
         try:
@@ -284,7 +288,7 @@ class PartialCall:
 
     def watched(self, part: Part) -> Any:
         """Compute everything, and watch which positions of the outputs the loop reads."""
-        before = State(self._model, self._inputs, frozenset())
+        before = State(self._model, self._inputs, places=self.forward.places)
         outputs = self._compute()
         self.forward.moving[self._kind] = before.moved()
         places = itertools.count()
@@ -355,11 +359,14 @@ class PartialCall:
         if self._is_late or any(version(tensor) != then for tensor, then in self._given):
             raise self.forward.late()
         self.forward.leave()
-        now = State(self._model, self._inputs)
+        now = State(self._model, self._inputs, places=self.forward.places)
         with streams_kept(self._devices):
             self._streams.restore()
-            self._before.restore()
+            complete = self._before.restore()
+            now.set_gradients_aside()
             try:
+                if not complete:
+                    raise RuntimeError(_WRITES.format(name=self.forward.name, reason=_READ))
                 with functions_of_subclasses_on():
                     return self._compute_again()
             finally:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchboost.core.torch_private import has_saved_tensor_hooks
 from torchboost.tokens.attention import EXCLUDED
 from torchboost.tokens.call import Part
 from torchboost.tokens.layout import Layout
@@ -163,12 +164,14 @@ class Entrance(Part):
         return None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer a call of a function of torch."""
+        """Answer a call of a function of torch. In a checkpoint it stays as it is: there it is called once more."""
         kwargs = kwargs or {}
+        if func not in (F.embedding, F.multi_head_attention_forward) or has_saved_tensor_hooks():
+            return func(*args, **kwargs)
         if func is F.embedding:
             if args and type(args[0]) is Tensor and not any(map(kwargs.get, _ADJUSTING)) and len(args) < 4:
                 return self._embedding(*args, **kwargs)
-        elif func is F.multi_head_attention_forward:
+        else:
             query, key, value, *others = args
             args = (*self._with_keys(query, key, value, kwargs.get("key_padding_mask")), *others)
         return func(*args, **kwargs)

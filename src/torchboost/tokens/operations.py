@@ -16,7 +16,7 @@ from torchboost.tokens.attention import attention
 from torchboost.tokens.einsum import einsum_of_rows
 from torchboost.tokens.joined import joined
 from torchboost.tokens.multihead import multi_head_attention_forward
-from torchboost.tokens.rows import BATCH, FLAT, TOKEN, Fill, MissingRows, Rows, in_this_precision, known, numbered
+from torchboost.tokens.rows import BATCH, FLAT, TOKEN, Fill, MissingRows, Rows, known, numbered
 from torchboost.tokens.scores import Scores, product
 from torchboost.tokens.shapes import completed, expand, indexed, permute, reshape, selected, sliced, squeeze, unsqueeze
 
@@ -130,13 +130,8 @@ def _by_last_feature(func: Any, x: Rows, *rest: Any, **kwargs: Any) -> Rows:
     x.feature(-1)
     if any(isinstance(arg, Rows) for arg in (*rest, *kwargs.values())):
         raise MissingRows("its weight is a padded tensor")
-
     others, named = [_kept(x, arg) for arg in rest], {name: _kept(x, value) for name, value in kwargs.items()}
-
-    def compute(rows: Tensor) -> Tensor:
-        return func(rows, *others, **named)
-
-    return x.then(in_this_precision(x.device.type, compute) if x.later else compute)
+    return x.then(lambda rows: func(rows, *others, **named))
 
 
 def _matmul(func: Any, x: Any, weight: Any) -> Tensor:

@@ -169,6 +169,7 @@ class Rows(Tensor):
     def then(self, function: RowFunction) -> Self:
         """Return the result of a function for each row, computed later if these rows are."""
         if self.later:
+            function = in_this_precision(self.device.type, function)
             return self.like(self.base, self.positions, self.dims, (*self.later, function)).sharing(self)
         return self.of(function(self.base))
 
