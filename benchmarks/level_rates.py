@@ -1,8 +1,8 @@
 """Claim: at their best learning rates the levels keep their promises, on networks that O2 changes.
 
 Runs have about 1,000 steps, since O2 has switches only in shorter ones. Stock and O2 are each trained once at the same
-multiples of the workload's learning rate, and have the one that is best on the validation data. If it is at an end of
-the grid, the grid goes one factor further. Then seeds that no choice has seen are trained in four ways: stock, O1 at
+multiples of the workload's learning rate, and have the one that is best on the validation data. The grid grows until
+two rates beyond it, on each side, are worse. Then seeds that no choice has seen are trained in four ways: stock, O1 at
 stock's rate, O2, and the rival of O2, which is O1 in as much time: in fewer steps, with the schedule fitted to them.
 
 Seconds are those of ``half_time.py``, and so is the way to run it: ``OMP_NUM_THREADS=1 taskset -c 0 python
@@ -35,6 +35,8 @@ LONGER = {"digits": {"batch": 16, "epochs": 21}}
 """How the workload has 1,000 steps whose runs elsewhere have fewer."""
 RATES = (1.0, 0.5, 0.25, 0.125, 0.0625)
 """Multiples of the learning rate of the workload."""
+BEYOND = 2
+"""Rates that are tried beyond the best one on each side, since one may be worse by chance."""
 SAME_TIME = 0.97
 """O1 is its own rival in as much time if this share of its time, or more, is O2's."""
 
@@ -52,10 +54,12 @@ def best_rate(bench: Bench, way: str) -> float:
         found = bench.run(way, 0, rate=rate)["score"]
         return found if math.isfinite(found) else -math.inf
 
-    rates = list(RATES)
-    while (best := max(rates, key=score)) in (max(rates), min(rates)) and len(rates) < 2 * len(RATES):
-        rates.append(2 * best if best == max(rates) else best / 2)
-    return best
+    rates = sorted(RATES)
+    while rates.index(max(rates, key=score)) < BEYOND:
+        rates.insert(0, rates[0] / 2)
+    while rates.index(max(rates, key=score)) >= len(rates) - BEYOND:
+        rates.append(2 * rates[-1])
+    return max(rates, key=score)
 
 
 def measure(name: str, options: Options) -> Path:
