@@ -92,7 +92,7 @@ WHOLE: dict[str, Callable[[str], str]] = {
     "planted_priors": lambda folder: rows(planted_effects.prior_table(RESULTS / "planted_effects-tune.json")),
     "freeze_rival": lambda folder: own(freeze_rival.table(RESULTS)),
     "half_time": lambda folder: own(half_time.table(RESULTS)),
-    "record": lambda folder: rows(record_nanogpt.table(RESULTS)),
+    "record": lambda folder: own(record_nanogpt.table(RESULTS)),
     "half_time_level": lambda folder: own(half_time.level_table(RESULTS)),
     "level_rates": lambda folder: own(level_rates.table(RESULTS)),
     "half_time_rival": lambda folder: own(half_time.rival_table(RESULTS)),
