@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from images import endless
 from options import Options, parameters_of, parser, run, save_steps
 from ratios import total_ratio
 from torch import nn
@@ -16,14 +18,14 @@ from torch.optim import Optimizer
 from torchboost.algorithms.grad_freeze.algorithm import GradFreeze
 from torchboost.algorithms.grad_freeze.schedule import BACKWARD_SHARE
 from torchboost.bench.bench import run_bench
-from torchboost.bench.contestants import Recipe, build_loop
+from torchboost.bench.contestants import Loop, Recipe, build_loop
 from torchboost.measure.evidence import BenchReport, Contestant, Ratio
 from torchboost.measure.statistics import bootstrap_median
 from torchboost.measure.stopwatch import Clock
 from torchboost.plan import Plan
 from torchboost.registry import Facts
 from torchboost.workloads.data import Images, cifar10
-from torchboost.workloads.named import Workload, find_workload
+from torchboost.workloads.named import find_workload
 
 JOB = "cifar10-resnet-bottleneck-small"
 STEPS = 200
@@ -63,52 +65,35 @@ def few(path: str | Path | None, limit: int | None) -> Images:
     return replace(data, test_inputs=data.test_inputs[:100], test_labels=data.test_labels[:100])
 
 
-def side_by_side(claim: str, job: Workload, contestants: Sequence[str], options: Options) -> Path:
+def times(options: Options) -> Path:
     """Train all contestants through one run, one step each in turn, and save their times."""
-    steps = 8 if options.smoke else STEPS
-    data = job.load(options.path_for(job.name), 64 * job.batch)
+    job, steps = find_workload(JOB), 8 if options.smoke else STEPS
+    data = job.load(options.path_for(JOB), 64 * job.batch)
+    factory = job.factory(data)
     loops = {
-        name: build_loop(Recipe.parse(name), job.factory(data), seed=0, steps=steps + WARMUP, planner=with_freezing)
-        for name in contestants
+        name: build_loop(Recipe.parse(name), factory, seed=0, steps=steps + WARMUP, planner=with_freezing)
+        for name in ("stock", "hand", *CONTESTANTS)
     }
-    clock, order = Clock.of("cpu"), random.Random(0)
-    setup = dict.fromkeys(contestants, 0.0)
-    samples: dict[str, list[float]] = {name: [] for name in contestants}
-    done = 0
-    for epoch in range(1 + (steps + WARMUP) // 64):
-        for inputs, targets in data.train(job.batch, seed=0, epoch=epoch):
-            if done == steps + WARMUP:
-                break
-            names = list(contestants)
-            order.shuffle(names)
-            for name in names:
-                begin = clock()
-                loops[name].step(inputs, targets)
-                seconds = clock() - begin
-                if done >= WARMUP:
-                    samples[name].append(seconds)
-                else:
-                    setup[name] += seconds
-            done += 1
-            options.progress("whole run", done, steps + WARMUP, job.name)
+    samples = _in_turns(loops, endless(data, job.batch, 0), steps + WARMUP, options)
+    run = {name: found[WARMUP:] for name, found in samples.items()}
     return save_steps(
-        options.file(claim, job.name),
+        options.file("freeze_times", JOB),
         [
             Contestant(
                 name=name,
                 kind=Recipe.parse(name).kind,
-                algorithms=loops[name].algorithms,
-                dropped=loops[name].dropped,
-                step_seconds=bootstrap_median(times),
-                samples=times,
-                warmup_seconds=setup[name],
+                algorithms=loop.algorithms,
+                dropped=loop.dropped,
+                step_seconds=bootstrap_median(run[name]),
+                samples=run[name],
+                warmup_seconds=sum(samples[name][:WARMUP]),
                 ratios=[
-                    Ratio(baseline=other, interval=total_ratio(samples[other], times), pairs=steps)
+                    Ratio(baseline=other, interval=total_ratio(run[other], run[name]), pairs=steps)
                     for other in ("stock", "hand")
-                    if other != name and other in contestants
+                    if other != name
                 ],
             )
-            for name, times in samples.items()
+            for name, loop in loops.items()
         ],
         title=f"A whole run of {steps} steps: {job.title}, {job.model_name}",
         model=job.model_name,
@@ -120,10 +105,24 @@ def side_by_side(claim: str, job: Workload, contestants: Sequence[str], options:
     )
 
 
+def _in_turns(
+    loops: Mapping[str, Loop], batches: Iterable[tuple[Any, Any]], steps: int, options: Options
+) -> dict[str, list[float]]:
+    """Return the times of the steps of each loop. Each batch goes to all of them, in an order of its own."""
+    clock, order = Clock.of("cpu"), random.Random(0)
+    samples: dict[str, list[float]] = {name: [] for name in loops}
+    for done, (inputs, targets) in enumerate(islice(batches, steps), start=1):
+        for name in order.sample(list(loops), len(loops)):
+            begin = clock()
+            loops[name].step(inputs, targets)
+            samples[name].append(clock() - begin)
+        options.progress("whole run", done, steps, JOB)
+    return samples
+
+
 def measure(options: Options) -> list[Path]:
     """Time whole runs side by side, each schedule at the length of this run, and then train to the end."""
-    contestants = ["stock", "hand", *CONTESTANTS]
-    return [side_by_side("freeze_times", find_workload(JOB), contestants, options), accuracy(options)]
+    return [times(options), accuracy(options)]
 
 
 def accuracy(options: Options) -> Path:

@@ -57,6 +57,7 @@ MOST_TEST, MOST_VALIDATION = 4_000, 5_000
 """Images for tests, since more of them would take longer than the training, and for validation. The VGG was tuned with
 2,000 of the second."""
 
+UNITS = "Texts have bits per character or word as their metric. "
 HEADINGS = (
     *("workload", "stock's rate found", "stock tuned: metric, seconds", "what tune chose"),
     *("metric, against stock", "time, times stock's", "cost of tuning, in runs of stock"),
@@ -272,7 +273,7 @@ def table(folder: Path) -> tuple[Table, str]:
     """Return how soon what was tuned reaches the metric of tuned stock, what it costs to find it, and a note."""
     found = confirmed(folder)
     lines = [line(result, workload(result["name"])) for result in found]
-    return Table(headings=HEADINGS, rows=tuple(lines)), _said(found)
+    return Table(headings=HEADINGS, rows=tuple(lines)), said_of(found)
 
 
 def line(result: Result, job: Job) -> tuple[str, ...]:
@@ -311,7 +312,7 @@ def rival_table(folder: Path) -> tuple[Table, str]:
         *("Muon by hand: rate, length", "metric, against stock", "time, times stock's"),
         "time of the tuned run, times its",
     )
-    return Table(headings=head, rows=tuple(lines)), _said(found)
+    return Table(headings=head, rows=tuple(lines)), said_of(found)
 
 
 def level_table(folder: Path) -> tuple[Table, str]:
@@ -326,7 +327,7 @@ def level_table(folder: Path) -> tuple[Table, str]:
         cells = (result["title"], stock_metric, turned_on([level[seed] for seed in seeds]))
         lines.append((*cells, signed(gap, unit_of(job)), allowed(drop, unit_of(job)), verdict(gap, drop)))
     head = ("workload", "stock tuned: metric", "switches on", "metric, against stock", "may lose", "promise")
-    return Table(headings=head, rows=tuple(lines)), _said(found, LEVEL)
+    return Table(headings=head, rows=tuple(lines)), said_of(found, LEVEL)
 
 
 def verdict(gap: Interval, drop: float) -> str:
@@ -377,7 +378,8 @@ def chosen_in(config: Result) -> str:
     return ", ".join(said) or "nothing"
 
 
-def _said(found: list[Result], way: str = TUNED) -> str:
+def said_of(found: list[Result], way: str = TUNED, claim: str = "half_time", units: str = UNITS) -> str:
+    """Return the note below a table: seeds, confidence, machines and files."""
     seeds = sorted({len(_fresh(result, way)) for result in found})
     many = " to ".join(str(count) for count in dict.fromkeys((seeds[0], seeds[-1]))) if seeds else "0"
     machines = sorted({machine(Environment(**result["environment"])) for result in found})
@@ -387,8 +389,7 @@ def _said(found: list[Result], way: str = TUNED) -> str:
     )
     return (
         f"{many} seeds that no choice has seen. Each bound of a difference in the metric holds with 95 %. "
-        f"{'' if way == LEVEL else timed}Texts have bits per character or word as "
-        f"their metric. {'; '.join(machines)}. All runs: `benchmarks/results/half_time-*.json`."
+        f"{'' if way == LEVEL else timed}{units}{'; '.join(machines)}. All runs: `benchmarks/results/{claim}-*.json`."
     )
 
 

@@ -17,7 +17,6 @@ from torchboost.bench.report.table import plain, result_table
 from torchboost.measure.evidence import AlgorithmRow, BenchReport, Contestant, Environment
 from torchboost.measure.statistics import bootstrap_median
 from torchboost.measure.stopwatch import Comparison, environment
-from torchboost.registry import REGISTRY
 
 SYSTEM = ("channels_last", "autocast", "fused_optimizer", "compile")
 """Algorithms that the hand-tuned loop already contains."""
@@ -120,18 +119,6 @@ def save_steps(
         notes=list(notes),
     )
     return report.save(file)
-
-
-def single_algorithms() -> list[str]:
-    """Name contestants with one algorithm alone: system levers on the stock loop, all others on the hand-tuned one.
-
-    Accumulation takes another loop (``accumulation.py``), as do scaling (``loss_scale.py``), sums over nodes
-    (``adasum_time.py``) and steps in a subspace (``dim_reduce.py``). TF32 is a precision of GPUs.
-    """
-    system = [f"stock+{name}" for name in REGISTRY if name in SYSTEM and name != "compile"]
-    apart = {"grad_accumulation", "loss_scale_group", "adasum", "dim_reduce", "matmul_precision"}
-    others = [name for name in REGISTRY if name not in apart]
-    return system + [f"hand+{name}" for name in others if name not in SYSTEM]
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cases import images
 from figures import signed
 from inference import MOBILENET, mobilenet
 from options import Options, run_each
@@ -57,9 +58,8 @@ def small_mobilenet() -> Workload:
 
 
 def _cifar(options: Options, job: Workload) -> Case:
-    job = replace(job, batch=32, epochs=2)
-    data = job.load(options.data, 320 if options.smoke else 16_000)
-    return Case(f"{job.model_name} on CIFAR-10", job.factory(data).make, job.epochs * data.steps(job.batch))
+    case = images(options, job)
+    return Case(case.title, case.job.factory(case.data).make, case.job.epochs * case.data.steps(case.job.batch))
 
 
 CLASSES, LENGTH = 6, 256

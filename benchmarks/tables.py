@@ -92,7 +92,7 @@ WHOLE: dict[str, Callable[[str], str]] = {
     "planted_priors": lambda folder: rows(planted_effects.prior_table(RESULTS / "planted_effects-tune.json")),
     "freeze_rival": lambda folder: own(freeze_rival.table(RESULTS)),
     "half_time": lambda folder: own(half_time.table(RESULTS)),
-    "record": lambda folder: rows(record_nanogpt.table(RESULTS)),
+    "record": lambda folder: own(record_nanogpt.table(RESULTS)),
     "half_time_level": lambda folder: own(half_time.level_table(RESULTS)),
     "level_rates": lambda folder: own(level_rates.table(RESULTS)),
     "half_time_rival": lambda folder: own(half_time.rival_table(RESULTS)),
@@ -140,14 +140,10 @@ def span(found: Interval, times: str = "") -> str:
     return f"{found.mid:.2f}{times} ({found.low:.2f} to {found.high:.2f})"
 
 
-def finals(contestant: Contestant) -> list[float]:
-    """Return the last accuracies of all seeds."""
-    return [curve.metric[-1] for curve in contestant.curves]
-
-
 def mean_final(contestant: Contestant) -> str:
-    found = finals(contestant)
-    return f"{100 * sum(found) / len(found):.2f}" if found else ""
+    """Return the mean of the last accuracies of all seeds."""
+    found = [curve.metric[-1] for curve in contestant.curves]
+    return f"{100 * statistics.fmean(found):.2f}" if found else ""
 
 
 def origin(report: BenchReport, path: Path) -> str:
