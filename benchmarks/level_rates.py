@@ -54,12 +54,15 @@ def best_rate(bench: Bench, way: str) -> float:
         found = bench.run(way, 0, rate=rate)["score"]
         return found if math.isfinite(found) else -math.inf
 
+    def best() -> int:  # of equal ones that next to the workload's own
+        return max(range(len(rates)), key=lambda at: (score(rates[at]), -abs(math.log2(rates[at]))))
+
     rates = sorted(RATES)
-    while rates.index(max(rates, key=score)) < BEYOND:
+    while best() < BEYOND:
         rates.insert(0, rates[0] / 2)
-    while rates.index(max(rates, key=score)) >= len(rates) - BEYOND:
+    while best() >= len(rates) - BEYOND:
         rates.append(2 * rates[-1])
-    return max(rates, key=score)
+    return rates[best()]
 
 
 def measure(name: str, options: Options) -> Path:

@@ -8,7 +8,7 @@ texts a step, 2,000 steps. Its README states a loss of 1.88 after about three mi
         --dropout=0.0
 
 The model is built by its ``model.py``, so a checkout of https://github.com/karpathy/nanoGPT is needed. Optimizer,
-schedule and data are those of its ``train.py``, but for the clipping of gradients, which no way has here. The loss is
+schedule and data are those of its ``train.py``, but for the clipping of gradients. The loss is
 that of the second half of its validation text. Choices are made by the first half. Contestants and seconds are those of
 ``half_time.py``: ``OMP_NUM_THREADS=1 taskset -c 0 python record_nanogpt.py --nanogpt PATH --text input.txt``.
 """
