@@ -324,7 +324,9 @@ def test_a_rate_without_a_name_and_a_wrong_name_are_refused():
 
 
 def test_the_names_of_mindspore_that_are_not_here_lead_to_their_counterparts():
-    for name, counterpart in (("Model", "your own loop"), ("WithLossCell", "WithLoss"), ("set_train", "model.train")):
+    managers = (("DynamicLossScaleManager", r"DynamicLossScale\("), ("FixedLossScaleManager", r"FixedLossScale\("))
+    others = (("Model", "your own loop"), ("WithLossCell", "WithLoss"), ("set_train", "model.train"))
+    for name, counterpart in (*managers, *others):
         with pytest.raises(AttributeError, match=rf"no {name}; use .*{counterpart}.*docs/compat\.md"):
             getattr(torchboost, name)
     assert not hasattr(torchboost, "TrainOneStepCell")

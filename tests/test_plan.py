@@ -69,6 +69,12 @@ def test_auto_ignores_the_switches():
     assert reasons(Plan.of("O2", {"boost": {"less_bn": True}}, FAST)).get("less_bn") is None
 
 
+def test_manual_says_that_the_level_adds_nothing():
+    plan = Plan.of("O1", {"boost": {"mode": "manual", "less_bn": True}}, FAST)
+    assert plan.explain().startswith("mode manual (level O1 adds nothing; no speed is measured), ")
+    assert Plan.of("O1", facts=FAST).explain().startswith("level O1, ")
+
+
 def test_auto_lists_a_switch_that_is_off_in_vain():
     off = {"boost": {"less_bn": False, "adasum": False}}
     plan = Plan.of("O2", off, FAST)

@@ -192,7 +192,8 @@ class Levers:
         course = self.attached[row.name].course if row.name in self.attached else ""
         remark = f"not in effect: {text}" if (text := self.remarks.get(row.name)) else ""
         notes = filter(None, (row.did, self._done.get(row.name), course, remark))
-        return row._replace(did="; ".join(notes), exact=self.checks.get(row.name, row.exact))
+        state = "idle" if remark else row.state
+        return row._replace(state=state, did="; ".join(notes), exact=self.checks.get(row.name, row.exact))
 
     def _ask(self) -> str:
         """Return the line that the user would type next. Empty if there is none."""

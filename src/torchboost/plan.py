@@ -263,14 +263,15 @@ class Plan:
 
     def explanation(self, optimizer: str = "") -> Explanation:
         """Return the content of :meth:`explain` as a value, with the name of the optimizer if there is one."""
-        mode = "" if self.mode == "auto" else f", mode {self.mode}"
+        level = f"level {self.level}"
+        mode = level if self.mode == "auto" else f"mode {self.mode} ({level} adds nothing; no speed is measured)"
         of = f" for {optimizer}" if optimizer else ""
         length = "total_steps not given" if self.total_steps is None else f"{self.total_steps:,} steps"
         recipe = self.recipe.in_words(total_steps=self.full_steps, built=self.built)
         promise = f"your settings, with which the promise of {self.level} was not measured: "
         call = f'torchboost.boost(model, optimizer, "{self.level}", total_steps=...)'
         return Explanation(
-            heading=(f"level {self.level}{mode}{of}, {length}", *([f"recipe: {recipe}"] if recipe else [])),
+            heading=(f"{mode}{of}, {length}", *([f"recipe: {recipe}"] if recipe else [])),
             rows=(*map(self._row_on, self.algorithms), *map(_row_off, self.dropped)),
             unchanged="nothing is on" if recipe else "nothing is on, training is unchanged",
             notes=(promise + ", ".join(self.unmeasured),) if self.unmeasured else (),

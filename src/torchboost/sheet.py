@@ -15,8 +15,8 @@ _LEAST = 40
 """A last cell with less room than this has lines of its own, below the row."""
 _MOST = 60
 """Characters of a line of any other cell."""
-State = Literal["on", "waits", "was on before", "off", "not read"]
-"""The states of the rows of an explanation, in their order there."""
+State = Literal["on", "idle", "waits", "was on before", "off", "not read"]
+"""The states of the rows of an explanation, in their order there. What is idle is attached, and not in effect."""
 
 
 def percent(share: float, digits: int = 0) -> str:
@@ -103,7 +103,7 @@ class Explanation:
     def sheet(self) -> Sheet:
         """The same in the order in which it is shown."""
         ordered = tuple(sorted(self.rows, key=lambda row: get_args(State).index(row.state)))
-        idle = not {row.state for row in ordered} & {"on", "waits"}
+        idle = not {row.state for row in ordered} & {"on", "idle", "waits"}
         return Sheet(
             before=(*self.heading, *([self.unchanged] if idle and self.unchanged else [])),
             headings=("switch", "state", "what it did", "how exact"),

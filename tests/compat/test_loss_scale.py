@@ -273,7 +273,8 @@ def test_the_groups_may_come_after_the_network_that_holds_the_manager():
     manager = GroupLossScaleManager(4096, [])
     net = Net(manager)
     x, y = torch.randn(4, 6), torch.randint(0, 3, (4,))
-    for early in (lambda: net(x), manager.get_loss_scale, lambda: manager.set_loss_scale_status(2, 8.0)):
+    assert torch.equal(net(x), net.second(net.first(x)))
+    for early in (manager.get_loss_scale, lambda: manager.set_loss_scale_status(2, 8.0)):
         with pytest.raises(ValueError, match="loss_scale_groups: found none yet"):
             early()
     with pytest.raises(ValueError, match="loss_scale_groups: found none yet"):
@@ -315,3 +316,69 @@ def test_what_the_manager_refuses():
     assert manager.get_loss_scale() == [1.0, 8.0, 8.0, 1.0]
     manager.set_loss_scale_status(2, [4.0, 2.0])
     assert manager.get_loss_scale() == [1.0, 4.0, 2.0, 1.0]
+
+
+class Convolutions(nn.Module):
+    """``less_bn`` takes a norm out of it, and gives the head a ``multiplier``."""
+
+    def __init__(self, manager: nn.Module) -> None:
+        super().__init__()
+        self.manager = manager
+        layers = [[nn.Conv2d(width, 8, 3), nn.BatchNorm2d(8), nn.ReLU()] for width in (3, 8)]
+        self.body, self.head = nn.Sequential(*layers[0], *layers[1]), nn.Linear(128, 4)
+
+    def forward(self, x):
+        x = self.body(self.manager(x, 0, 1)).flatten(1)
+        return self.manager(self.head(self.manager(x, 1, 2)), 2, 3)
+
+    def group(self) -> None:
+        self.manager.loss_scale_groups = [list(self.body.parameters()), list(self.head.parameters())]
+
+
+def convolutions(*, early: bool):
+    torch.manual_seed(0)
+    net = Convolutions(GroupLossScaleManager(4096.0, []))
+    if early:
+        net.group()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    booster = AutoBoost("O1", {"boost": {"mode": "manual", "less_bn": True}, "less_bn": {"gc_flag": False}})
+    network, optimizer = booster.network_auto_process_train(WithLoss(net, F.cross_entropy), optimizer)
+    return net, network, optimizer
+
+
+def test_parameters_that_boosting_adds_after_the_groups_are_refused():
+    net, network, optimizer = convolutions(early=True)
+    with pytest.raises(ValueError, match=r"'backbone.head.multiplier' is in no group.*after AutoBoost"):
+        BoostTrainOneStepWithLossScaleCell(network, optimizer, net.manager)
+    scaler = net.manager.scaler
+    scaler.scale(network(torch.randn(4, 3, 8, 8), torch.arange(4))).backward()
+    grads = [p.grad.clone() for p in net.parameters()]
+    with pytest.raises(ValueError, match=r"a parameter of shape \(1,\) is in no group"):
+        scaler.step(optimizer)
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(net.parameters(), grads, strict=True)), "none is divided"
+
+
+def test_groups_that_are_set_after_boosting_train_like_no_scale():
+    net, network, optimizer = convolutions(early=False)
+    assert hasattr(net.head, "multiplier")
+    plain = copy.deepcopy(network)
+    net.group()
+    cell = BoostTrainOneStepWithLossScaleCell(network, optimizer, net.manager)
+    plain_cell = BoostTrainOneStepCell(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    for _ in range(3):
+        x, y = torch.randn(4, 3, 8, 8), torch.arange(4)
+        torch.testing.assert_close(cell(x, y).loss, plain_cell(x, y).loss, rtol=1e-4, atol=1e-6)
+
+
+def test_a_parameter_that_was_forgotten_is_refused_when_it_trains():
+    network = ByHand(8.0)
+    network.extra = nn.Parameter(torch.ones(1))
+    network.extra.requires_grad_(False)
+    optimizer = torch.optim.SGD([*network.parameters()], lr=0.1)
+    cell = BoostTrainOneStepWithLossScaleCell(network, optimizer, network.manager)
+    assert not cell(*data(0)).overflow, "it does not train"
+    network.extra.requires_grad_(True)
+    before = copy.deepcopy(network)
+    with pytest.raises(ValueError, match=r"a parameter of shape \(1,\) is in no group"):
+        cell(*data(1))
+    assert equal(network, before)

@@ -262,8 +262,8 @@ class BoostTrainOneStepWithLossScaleCell(BoostTrainOneStepCell):
 
     Raises:
         TypeError: ``scale_sense`` is none of these, ``network`` is not a module, or ``optimizer`` is not an optimizer.
-        ValueError: The tensor has another shape or is not a finite number above 0, or none of the optimizer's
-            parameters belongs to the network.
+        ValueError: The tensor has another shape or is not a finite number above 0, none of the optimizer's
+            parameters belongs to the network, or a group manager lacks one that trains.
         IncompatibleError: ``AutoBoost`` added another scaler for this optimizer.
 
     Cost: see the scaler.
@@ -284,6 +284,9 @@ class BoostTrainOneStepWithLossScaleCell(BoostTrainOneStepCell):
             "optimizer; give booster.scaler, or leave loss_scale_group out."
         )
         self._build(network, optimizer, self.scaler, advice)
+        if isinstance(self.scaler, _GroupsByHand):
+            names = {id(param): name for name, param in network.named_parameters()}
+            self.scaler.check_groups(self.optimizer, names)
 
     @property
     def sens(self) -> float:
@@ -306,6 +309,31 @@ class BoostTrainOneStepWithLossScaleCell(BoostTrainOneStepCell):
         self.scaler.set(_number(sens, "sens"))
 
 
+class _GroupsByHand(GroupScaler):
+    """The scaler of a :class:`GroupLossScaleManager`.
+
+    The gradient of a parameter in no group has the scale of the borders around its use, which nothing tells.
+    """
+
+    def check_groups(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
+        """Raise ``ValueError`` if a parameter that trains is in no group. ``names`` are by the parameter's id."""
+        missing = [p for p in super()._members(optimizer)[0] if p.requires_grad or p.grad is not None]
+        if not missing:
+            return
+        first = missing[0]
+        found = repr(names[id(first)]) if id(first) in names else f"a parameter of shape {tuple(first.shape)}"
+        more = f" (and {len(missing) - 1} more)" if missing[1:] else ""
+        raise ValueError(
+            f"loss_scale_groups: {found} is in no group{more}, so its gradient would keep a loss scale. Put every "
+            "parameter that trains into the group between whose borders it is used, and set the groups after "
+            "AutoBoost.network_auto_process_train or LessBN, which add parameters."
+        )
+
+    def _members(self, optimizer: Optimizer) -> list[list[Tensor]]:
+        self.check_groups(optimizer, {})
+        return super()._members(optimizer)
+
+
 class GroupLossScaleManager(nn.Module):
     """One scale per group, with borders that the network's ``forward`` sets by hand, as in MindSpore.
 
@@ -317,14 +345,16 @@ class GroupLossScaleManager(nn.Module):
     Args:
         init_loss_scale: The initial scales: one number, or one per group.
         loss_scale_groups: A list of parameters per group. If the network needs the manager when it is built, give
-            ``[]`` and set ``manager.loss_scale_groups`` afterwards.
+            ``[]`` and set ``manager.loss_scale_groups`` afterwards, but after ``AutoBoost`` and ``LessBN``, which add
+            parameters.
         rule: Changes each scale. By default by 2^-0.5 at an overflow in the group, and by 2^(1/1000) at a step without
             one.
         agree: Whether an overflow on one rank skips the update on all ranks. If so, every rank must make the same
             calls.
 
     Raises:
-        TypeError, ValueError: An entry is not a parameter, a parameter is in two groups, or a scale is invalid.
+        TypeError, ValueError: An entry is not a parameter, a parameter is in two groups, or a scale is invalid. The
+            training cell, and an update without it, raise ``ValueError`` if a parameter that trains is in no group.
 
     Cost: one pass over the gradient at each border, plus the cost of :class:`~torchboost.GroupGradScaler` per update.
 
@@ -347,7 +377,7 @@ class GroupLossScaleManager(nn.Module):
     ) -> None:
         super().__init__()
         self._init, self._rule, self._agree = init_loss_scale, rule, agree
-        self._scaler: GroupScaler | None = None
+        self._scaler: _GroupsByHand | None = None
         self.loss_scale_groups = loss_scale_groups
 
     @property
@@ -364,7 +394,7 @@ class GroupLossScaleManager(nn.Module):
         scales = checked_scales(self._init, count, self._rule, "init_loss_scale")
         if listed:
             names = ["ends", *map(str, range(count))]
-            self._scaler = GroupScaler(names, [1.0, *scales], listed, rule=self._rule, exact=True, agree=self._agree)
+            self._scaler = _GroupsByHand(names, [1.0, *scales], listed, rule=self._rule, exact=True, agree=self._agree)
 
     @property
     def scaler(self) -> GroupScaler:
@@ -381,7 +411,7 @@ class GroupLossScaleManager(nn.Module):
         return self._scaler
 
     def forward(self, x: Tensor, layer1: int, layer2: int) -> Tensor:
-        """Return ``x`` and multiply its gradient by ``scale[layer1] / scale[layer2]``.
+        """Return ``x`` and multiply its gradient by ``scale[layer1] / scale[layer2]``. Without groups it is left alone.
 
         Args:
             x: The tensor that one group passes to the next.
@@ -391,7 +421,9 @@ class GroupLossScaleManager(nn.Module):
         Raises:
             ValueError: The list of scales does not have this entry.
         """
-        ratios, last = self.scaler.ratios, len(self._groups) + 1
+        if self._scaler is None:  # AutoBoost and LessBN run the network, before its groups can be set
+            return x
+        ratios, last = self._scaler.ratios, len(self._groups) + 1
         for name, layer in (("layer1", layer1), ("layer2", layer2)):
             if not is_integer(layer) or not 0 <= layer <= last:
                 raise ValueError(f"{name}: found {layer!r}; the list of scales has the entries 0 to {last}.")

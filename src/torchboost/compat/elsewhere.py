@@ -10,6 +10,8 @@ _STEP = "a training step: torchboost.boost(model, optimizer).step(loss_fn), or t
 _ELSEWHERE: Mapping[str, str] = MappingProxyType(
     {
         "Cell": "torch.nn.Module",
+        "DynamicLossScaleManager": "torchboost.DynamicLossScale(init_scale, factor=2, window=2000)",
+        "FixedLossScaleManager": "torchboost.FixedLossScale(scale)",
         "FixedLossScaleUpdateCell": "torchboost.FixedLossScale(scale)",
         "DynamicLossScaleUpdateCell": "torchboost.DynamicLossScale(init_scale, factor=2, window=1000)",
         "Model": "your own loop, or a trainer. boost_level and boost_config_dict are the level and the config of "

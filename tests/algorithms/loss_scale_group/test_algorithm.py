@@ -351,6 +351,10 @@ def test_it_brings_the_scaler_that_float16_asks_for():
     assert target.scaler is None
 
 
+def states(boosted: torchboost.Boosted) -> dict[str, str]:
+    return {row.name: row.state for row in boosted.levers.explanation().rows if row.name == "loss_scale_group"}
+
+
 @pytest.mark.parametrize("way", ["scaler", "step"])
 def test_a_loop_that_does_not_scale_is_told_that_nothing_is_in_effect(way):
     model = deep(4)
@@ -361,6 +365,7 @@ def test_a_loop_that_does_not_scale_is_told_that_nothing_is_in_effect(way):
     F.mse_loss(model(x), y).backward()
     optimizer.step()
     assert told in in_one_line(boosted.explain())
+    assert states(boosted) == {"loss_scale_group": "idle"}
     optimizer.zero_grad()
     if way == "step":
         boosted.step(F.mse_loss)(x, y)
