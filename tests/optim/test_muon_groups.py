@@ -214,10 +214,14 @@ def test_types_decide_if_the_model_cannot_be_run():
     for plain in (Unknown(), Gated()):  # without a warning: no layer of them can be a fused projection
         assert "hidden.weight" in names(muon_groups(plain))["muon"]
     error = r"\(TypeError: .*forward\(\) missing 1 required positional argument: 'y'\)"
-    with pytest.warns(UserWarning, match=rf"does not run on a guessed input {error}.*fused projections.*sample=\(x, y\)"):
+    with pytest.warns(
+        UserWarning, match=rf"does not run on a guessed input {error}.*fused projections.*sample=\(x, y\)"
+    ):
         groups = muon_groups(Attending())
     assert names(groups)["muon"] == {"hidden.weight", "block.fused.weight", "leave.weight"}
-    with pytest.warns(UserWarning, match=r"guessed input \(AttributeError: 'NoneType' object has no attribute 'view'\)"):
+    with pytest.warns(
+        UserWarning, match=r"guessed input \(AttributeError: 'NoneType' object has no attribute 'view'\)"
+    ):
         muon_groups(Targeted())
     tokens = torch.zeros(2, 4, dtype=torch.long)
     rows = {row.name: row.reason for row in muon_groups(Targeted(), sample=(tokens, tokens)).rows}

@@ -285,7 +285,10 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], str]] = {
     "schedule-free": (lambda m: ScheduleFreeAdamW(m.parameters()), "ScheduleFreeAdamW, whose rule cannot be kept"),
     "Muon": (lambda m: MixedOptimizer(muon_groups(m)), "has Muon already"),
     "steps": (stepped, "has a state.*load a checkpoint afterwards"),
-    "a schedule": (scheduled, r"found a schedule on the SGD.*build the schedule after muon_from, on the optimizer that it returns"),
+    "a schedule": (
+        scheduled,
+        r"found a schedule on the SGD.*build the schedule after muon_from, on the optimizer that it returns",
+    ),
     "hooks": (piped, "found hooks on the steps of this SGD"),
     "a schedule as rate": (lambda m: SGD(m.parameters(), lr=Constant(0.1)), "found a schedule as lr of a SGD"),
     "a list as decay": (lambda m: SGD(m.parameters(), weight_decay=[0.1, 0.2]), "found a schedule as weight_decay"),
