@@ -207,7 +207,8 @@ class Levers:
             call = f'torchboost.boost(model, optimizer, "{self.asked.level}", total_steps=...)'
             return f"{call}, with the number of updates: some switches only pay in a long run"
         if not len(self.attached):
-            return f"{WASTE} shows what a step spends its time on" if self.asked.levers else ""
+            short = self.choice is not None and self.choice.longer()
+            return f"{WASTE} shows what a step spends its time on" if self.asked.levers and not short else ""
         if self.choice is None or self.choice.source != "trial":
             return "train; save boosted.state_dict() in your checkpoints"
         return 'boosted.plan.save("boost.json"); boost(..., config="boost.json") then repeats this without measuring'

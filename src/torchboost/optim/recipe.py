@@ -224,7 +224,7 @@ def _check_fresh(optimizer: Optimizer, later: str, *, hooks: bool = True) -> Non
     if optimizer.state or any(SCALED in group for group in optimizer.param_groups):
         raise IncompatibleError(
             f"found a {type(optimizer).__name__} that has a state, or rates that a recipe has scaled already; give a "
-            "fresh one, and load a checkpoint afterwards, into the new one."
+            "fresh one, and load a checkpoint afterwards, into boosted.optimizer, or into what muon_from returned."
         )
     if hooks and (step_pre_hooks(hookable(optimizer)) or step_post_hooks(hookable(optimizer))):
         raise IncompatibleError(
