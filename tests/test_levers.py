@@ -16,6 +16,7 @@ from torchboost import Boosted, Plan, boost
 from torchboost.algorithms import Autocast, ChannelsLast, FusedOptimizer
 from torchboost.calibration.calibration import Calibration
 from torchboost.calibration.choice import Choice, Verdict
+from torchboost.optim import muon_from
 
 NO_COMPILE = {"extra": {"compile": False}}
 
@@ -270,6 +271,39 @@ def test_a_reason_why_nothing_was_measured_is_said_once() -> None:
     assert text.count("a run of 100 steps is short") == 1
     assert text.index("a run of 100 steps is short") < text.index("what it did")
     assert text.count("not measured") > 2
+
+
+def test_an_explanation_without_a_trial_says_once_who_wanted_none() -> None:
+    boosted = boost(*pair(), level="O1", total_steps=1000, calibrate=False)
+    for _ in range(2):
+        assert boosted.explain().count("calibrate=False") == 1
+        train(*boosted, 1)
+    assert "calibrate=False" not in boost(*pair(), level="O0", total_steps=1000, calibrate=False).explain()
+
+
+def test_the_hint_for_a_longer_trial_is_still_there_after_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(self: Calibration, *_: object, **__: object) -> Choice:
+        short = [Verdict(lever=lever.name, kept=False, reason="", untried=True, longer=20) for lever in self.levers]
+        return Choice(verdicts=tuple(short), source="trial")
+
+    monkeypatch.setattr(Calibration, "measure", measure)
+    boosted = boost(*pair(), level="O1", total_steps=1000, config=NO_COMPILE, calibrate=True, verify=False)
+    train(*boosted, 1)
+    hint = "boost(..., calibrate=20) measures for up to 20 s"
+    assert boosted.explain().endswith(hint)  # nothing else is to be done next
+    boosted.levers.end()
+    assert hint in " ".join(boosted.explain().split())
+
+
+def test_the_heading_has_the_rates_of_the_optimizer_as_it_was_built() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
+    optimizer = muon_from(torch.optim.AdamW(model.parameters(), lr=1e-3), model, lr=0.02)
+    boosted = boost(model, optimizer, level="O0", total_steps=10)
+    for group in boosted.optimizer.param_groups:
+        group["lr"] *= 0.9
+    first, second = boosted.explain().splitlines()[:2]
+    assert first == "level O0 for AdamW at 0.001 and Muon at 0.02, 10 steps"
+    assert second == "nothing is on: the optimizer and the model are as you built them"
 
 
 def test_what_the_user_turns_off_has_a_row() -> None:

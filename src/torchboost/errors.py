@@ -75,3 +75,9 @@ def shown(value: Any) -> str:
     shortened = reprlib.Repr()
     shortened.maxstring = shortened.maxother = shortened.maxlong = shortened.maxdict = 100
     return shortened.repr(value)
+
+
+def in_a_line(error: Exception) -> str:
+    """Return the kind of an error and the first line of its text, as a reason."""
+    text = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {text}"[:300].removesuffix(": ")

@@ -514,7 +514,7 @@ def attach(
     plan = replace(plan.without(idle), built=applied.built)
     try:
         with shared_traces():
-            levers = Levers(plan, target, calibrate=calibrate, verify=verify, wrapper=wrapper, forward=host.forward)
+            levers = Levers(plan, target, calibrate=calibrate, verify=verify, wrapper=wrapper, host=host)
     except BaseException:
         applied.undo()
         raise

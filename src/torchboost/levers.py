@@ -6,7 +6,7 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -39,7 +39,7 @@ from torchboost.errors import IncompatibleError, warn_no_effect
 from torchboost.optim.rules.base import UpdateRule
 from torchboost.optim.wrapping_optimizer import WrappingOptimizer
 from torchboost.plan import COMPILED, Plan, why_idle
-from torchboost.registry import REGISTRY
+from torchboost.registry import REGISTRY, Host
 from torchboost.sheet import Explanation, Row, percent
 from torchboost.tokens.call import PartialForward
 
@@ -79,9 +79,10 @@ class Levers:
         calibrate: Calibrate,
         verify: bool,
         wrapper: str | None,
-        forward: Callable[[], AbstractContextManager[Any]],
+        host: Host,
     ) -> None:
         self._target, self.due, self._unseen = target, False, False
+        self._titles = " and ".join(map(_title, target.optimizers))  # a loop may change the rates in them
         self.choice: Choice | None = None
         self.checks: dict[str, str] = {}
         self.withdrawn: dict[str, str] = {}
@@ -89,12 +90,12 @@ class Levers:
         self._decisions: dict[str, tuple[bool, str]] = {}
         self._waste: WasteReport | None = None
         self._padded = 0.0
-        self._forward = forward
+        self._host = host
         self._gate: Gate | None = None
         pair, levers = (target.model, *target.optimizers), frozenset(lever.name for lever in plan.levers)
         self.asked = plan.fit(*pair, but=levers)
-        settings: dict[str, Any] = {"calibrate": calibrate, "wrapper": wrapper, "verify": verify, "forward": forward}
-        self._calibrated = functools.partial(Calibration.of, **settings)
+        settings: dict[str, Any] = {"calibrate": calibrate, "wrapper": wrapper, "verify": verify}
+        self._calibrated = functools.partial(Calibration.of, **settings, forward=host.forward)
         self._calibration = self._calibrated(self.asked)
         obstacle = None if self._calibration is None else self._calibration.obstacle(target)
         fixed = {} if self._calibration is None else self._calibration.fixed
@@ -143,17 +144,19 @@ class Levers:
 
     def explanation(self) -> Explanation:
         """Return the requests, the decisions, and the results of the checks."""
-        plan = self.plan.explanation(" and ".join(map(_title, self._target.optimizers)))
+        plan = self.plan.explanation(self._titles)
         gone = _ENDED if self.final is not None else "removed; before, this was so:"
         removed = (gone,) if self.state == "removed" else ()
         measured = self.choice.measured if self.choice is not None else ""
         measured = "; ".join(text for text in (measured, self._untimed) if measured and text)
         if self.choice is None and self._unseen:
             measured = f"not {'measured' if self._measures else 'checked'}: {UNSEEN}"
+        elif self._calibration is not None and not self._measures:
+            measured = "nothing is measured: calibrate=False"
         shared = self._shared_reason
         rows = tuple(self._told(row, shared) for row in plan.rows)
         waits = _WAITS if any(row.state == "waits" for row in rows) else ""
-        longer = "" if self.choice is None or self.state == "removed" else self.choice.longer(but=self.withdrawn)
+        longer = "" if self.choice is None else self.choice.longer(self._host.call, but=self.withdrawn)
         return replace(
             plan,
             heading=(*removed, *plan.heading, *filter(None, (measured, shared))),
@@ -205,7 +208,8 @@ class Levers:
             call = f'torchboost.boost(model, optimizer, "{self.asked.level}", total_steps=...)'
             return f"{call}, with the number of updates: some switches only pay in a long run"
         if not len(self.attached):
-            return f"{WASTE} shows what a step spends its time on" if self.asked.levers else ""
+            short = self.choice is not None and self.choice.longer()
+            return f"{WASTE} shows what a step spends its time on" if self.asked.levers and not short else ""
         if self.choice is None or self.choice.source != "trial":
             return "train; save boosted.state_dict() in your checkpoints"
         return 'boosted.plan.save("boost.json"); boost(..., config="boost.json") then repeats this without measuring'
@@ -268,7 +272,7 @@ class Levers:
         unseen = self._gate.open() if self._gate is not None else nullcontext()
         with unseen, self._changed():
             self._put_on(partial)  # the passes run beneath them, and they know what the loop reads
-            report = waste_of(target, call, forward=self._forward)
+            report = waste_of(target, call, forward=self._host.forward)
         self._waste = report
         return report.without(on)
 

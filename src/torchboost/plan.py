@@ -273,7 +273,7 @@ class Plan:
         return Explanation(
             heading=(f"{mode}{of}, {length}", *([f"recipe: {recipe}"] if recipe else [])),
             rows=(*map(self._row_on, self.algorithms), *map(_row_off, self.dropped)),
-            unchanged="nothing is on" if recipe else "nothing is on, training is unchanged",
+            unchanged="nothing is on" if recipe else "nothing is on: the optimizer and the model are as you built them",
             notes=(promise + ", ".join(self.unmeasured),) if self.unmeasured else (),
             ask=f"{call} measures which of these pay; plan.save(path) keeps this plan as it is" if self.levers else "",
         )

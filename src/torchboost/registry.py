@@ -133,6 +133,11 @@ class Host:
     precision: str = ""
     forward: Callable[[], AbstractContextManager[Any]] = nullcontext
 
+    @property
+    def call(self) -> str:
+        """What takes the arguments of :func:`torchboost.boost` there."""
+        return {"transformers": "BoostTrainer", "lightning": "Boost", "accelerate": "prepare"}.get(self.loop, "boost")
+
     def facts(self, model: nn.Module) -> Facts:
         """Look at the machine and the model. In a trainer the first rank gives the speed of bfloat16."""
         facts = Facts.measure(model, loop=self.loop, precision=self.precision)

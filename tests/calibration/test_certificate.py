@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torchboost.algorithms import Autocast, ChannelsLast, Compile, FusedOptimizer
 from torchboost.calibration import certificate as module
-from torchboost.calibration.certificate import Certificate, allowed, verified
+from torchboost.calibration.certificate import Certificate, Finding, allowed, verified
 from torchboost.calibration.passes import Passes, on_real_inputs
 from torchboost.calibration.snapshot import Snapshot
 from torchboost.core.algorithm import Algorithm, Attachment, Target
@@ -250,6 +250,12 @@ def test_right_levers_stay_and_say_how_far_they_are():
     assert found["channels_last"].startswith("exact here: gradient within ")
     assert found["fused_optimizer"] == "exact here"
     assert found["autocast"].startswith("checked: the gradient differs by")
+
+
+def test_a_network_that_magnifies_rounding_is_not_said_to_be_exact(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Certificate, "check", lambda *_, **__: Finding("", 2e-3, 1e-6))
+    text = "checked: the gradient differs by 2e-03, within 64 times what rounding alone does"
+    assert checked([ChannelsLast()]) == {"channels_last": text}
 
 
 def test_the_wrong_one_goes_and_the_others_stay():

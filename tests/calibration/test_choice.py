@@ -97,7 +97,28 @@ def test_the_summary_says_no_more_than_the_interval_of_all_together(ratio: Inter
 def test_the_summary_names_the_switches_for_which_there_was_no_time() -> None:
     untried = Verdict(lever="compile", kept=False, reason="the time for the trial was used up", untried=True)
     choice = CHOICE.model_copy(update={"ratio": None, "verdicts": (untried,)})
-    assert choice.summary().startswith("1.5 s of measuring did not suffice, there was no time for compile (")
+    assert choice.summary().startswith("1.5 s of measuring did not suffice: no time for compile (")
+
+
+def test_the_summary_says_how_to_measure_longer() -> None:
+    """A switch that is on as usual is not also one for which there was no time, and the remedy is a longer trial."""
+    untried = {"reason": "the time for the trial was used up", "untried": True, "longer": 20}
+    usual = Verdict(lever="fused_optimizer", kept=True, **untried)
+    missed = Verdict(lever="compile", kept=False, **untried)
+    short = CHOICE.model_copy(update={"ratio": None, "verdicts": (missed, usual)})
+    why = "boosted.explain() says why"
+    assert short.summary() == (
+        "1.5 s of measuring did not suffice: no time for compile; calibrate=20 measures longer "
+        f"(not measured, on as usual: fused_optimizer; off: compile). {why}"
+    )
+    assert short.model_copy(update={"verdicts": (usual,)}).summary() == (
+        f"1.5 s of measuring did not suffice; calibrate=20 measures longer (not measured, on as usual: "
+        f"fused_optimizer). {why}"
+    )
+    open_ = CHOICE.model_copy(update={"ratio": Interval(low=0.7, mid=1.4, high=2.8)})
+    open_ = open_.changed({"autocast": {"longer": 7}})
+    assert open_.summary().startswith("1.5 s of measuring did not decide; calibrate=7 measures longer (on: autocast; ")
+    assert open_.summary().endswith(why)
 
 
 @pytest.mark.parametrize(
@@ -121,6 +142,7 @@ def test_one_hint_is_for_all_that_had_too_little_time() -> None:
     hint = "boost(..., calibrate=20) measures for up to 20 s"
     assert choice.longer() == f"too little time for autocast, compile: {hint}"
     assert choice.longer(but={"compile"}).endswith("autocast: boost(..., calibrate=7) measures for up to 7 s")
+    assert choice.longer("BoostTrainer").endswith(": BoostTrainer(..., calibrate=20) measures for up to 20 s")
     assert CHOICE.longer() == ""
     assert choice.model_copy(update={"source": "checkpoint"}).longer() == ""
 

@@ -19,9 +19,9 @@ from torch import nn
 from torchboost.algorithms import Autocast, ChannelsLast, FusedOptimizer
 from torchboost.calibration import calibration as module
 from torchboost.calibration.search import search
-from contextlib import nullcontext
 from torchboost.core.algorithm import Target
 from torchboost.levers import Levers
+from torchboost.registry import Host
 from torchboost.plan import Plan
 
 def resident(what):
@@ -65,7 +65,7 @@ step()
 before, plain = resident("VmRSS"), peak(step)
 levers = (ChannelsLast(), Autocast(), FusedOptimizer())
 plan = Plan(level="O1", mode="auto", algorithms=(), levers=levers, total_steps=10**6)
-owner = Levers(plan, Target(model, optimizer), calibrate=100.0, verify=True, wrapper=None, forward=nullcontext)
+owner = Levers(plan, Target(model, optimizer), calibrate=100.0, verify=True, wrapper=None, host=Host())
 during = peak(step)
 print(json.dumps({
     "parameters": sum(p.numel() * 4 for p in model.parameters()),

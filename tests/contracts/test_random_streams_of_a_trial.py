@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torchboost.core.algorithm import Algorithm, Attachment, Target
 from torchboost.levers import Levers
 from torchboost.plan import Plan
+from torchboost.registry import Host
 
 
 def corrupt() -> None:
@@ -114,7 +114,7 @@ def waiting(lever: Corrupting) -> tuple[Drawing, torch.optim.Optimizer, Levers]:
     model, optimizer = seeded()
     plan = Plan(level="O1", mode="auto", algorithms=(), levers=(lever,), total_steps=10_000)
     target = Target(model, optimizer)
-    return model, optimizer, Levers(plan, target, calibrate=5.0, verify=True, wrapper=None, forward=nullcontext)
+    return model, optimizer, Levers(plan, target, calibrate=5.0, verify=True, wrapper=None, host=Host())
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import torchboost
 import torchboost.registry
 from tests.integrations.trainers import WAYS, run
 from tests.support.trainer_models import FORMS, KINDS, SPEED, has_plain_layout, trained_alike
+from torchboost.calibration.calibration import Calibration
 from torchboost.calibration.choice import Choice, Verdict
 from torchboost.core.torch_private import module_hooks, step_pre_hooks
 from torchboost.front import warn_of_missing_state
@@ -80,6 +81,20 @@ def test_the_saved_optimizer_is_that_of_a_plain_run(trainer: str, tmp_path: Path
     monkeypatch.setitem(KINDS, "resnet", KINDS["resnet"]._replace(config=SPEED))
     assert run(trainer, "resnet", tmp_path).fused
     assert has_plain_layout(WAYS[trainer].optimizer(tmp_path))
+
+
+@TRAINER
+def test_after_the_training_the_hint_names_what_takes_the_seconds(
+    trainer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def measure(self: Calibration, *_: object, **__: object) -> Choice:
+        short = [Verdict(lever=lever.name, kept=False, reason="", untried=True, longer=20) for lever in self.levers]
+        return Choice(verdicts=tuple(short), source="trial")
+
+    monkeypatch.setattr(Calibration, "measure", measure)
+    explained = " ".join(run(trainer, "bert", tmp_path, calibrate=0.5).boosted.explain().split())
+    call = {"transformers": "BoostTrainer", "lightning": "Boost", "accelerate": "prepare"}[trainer]
+    assert f": {call}(..., calibrate=20) measures for up to 20 s" in explained
 
 
 @TRAINER

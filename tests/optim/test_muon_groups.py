@@ -213,26 +213,44 @@ class Gated(Unknown):
 def test_types_decide_if_the_model_cannot_be_run():
     for plain in (Unknown(), Gated()):  # without a warning: no layer of them can be a fused projection
         assert "hidden.weight" in names(muon_groups(plain))["muon"]
-    with pytest.warns(UserWarning, match=r"does not run on a guessed input.*fused projections.*Pass sample="):
+    error = r"\(TypeError: .*forward\(\) missing 1 required positional argument: 'y'\)"
+    with pytest.warns(
+        UserWarning, match=rf"does not run on a guessed input {error}.*fused projections.*sample=\(x, y\)"
+    ):
         groups = muon_groups(Attending())
     assert names(groups)["muon"] == {"hidden.weight", "block.fused.weight", "leave.weight"}
+    with pytest.warns(
+        UserWarning, match=r"guessed input \(AttributeError: 'NoneType' object has no attribute 'view'\)"
+    ):
+        muon_groups(Targeted())
+    tokens = torch.zeros(2, 4, dtype=torch.long)
+    rows = {row.name: row.reason for row in muon_groups(Targeted(), sample=(tokens, tokens)).rows}
+    assert rows["fused.weight"] == "3 matrices of 6 x 6"
     sample = (torch.ones(2, 4), torch.ones(2, 4))
     assert names(muon_groups(Unknown(), sample=sample))["muon"] == {"hidden.weight"}
     with pytest.raises(ValueError, match="does not run on the sample"):
         muon_groups(Unknown(), sample=torch.ones(2, 4))
 
 
+class WithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.fused, self.head = nn.Embedding(16, 6), nn.Linear(6, 18), nn.Linear(6, 16)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        query, key, value = self.fused(self.table(tokens)).chunk(3, -1)
+        scores = self.head(nn.functional.scaled_dot_product_attention(query, key, value))
+        return nn.functional.cross_entropy(scores.flatten(0, 1), targets.view(-1))
+
+
+class Targeted(WithLoss):
+    """Its targets have a default, and it does not run without them."""
+
+    def forward(self, tokens: Tensor, targets: Any = None) -> Tensor:
+        return super().forward(tokens, targets)
+
+
 def test_a_model_that_computes_its_loss_is_run_on_guessed_targets():
-    class WithLoss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.fused, self.head = nn.Embedding(16, 6), nn.Linear(6, 18), nn.Linear(6, 16)
-
-        def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-            query, key, value = self.fused(self.table(tokens)).chunk(3, -1)
-            scores = self.head(nn.functional.scaled_dot_product_attention(query, key, value))
-            return nn.functional.cross_entropy(scores.flatten(0, 1), targets.flatten())
-
     rows = {row.name: row.reason for row in muon_groups(WithLoss()).rows}
     assert rows["fused.weight"] == "3 matrices of 6 x 6"
     assert rows["head.weight"] == "head"

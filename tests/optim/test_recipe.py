@@ -285,13 +285,16 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], str]] = {
     "schedule-free": (lambda m: ScheduleFreeAdamW(m.parameters()), "ScheduleFreeAdamW, whose rule cannot be kept"),
     "Muon": (lambda m: MixedOptimizer(muon_groups(m)), "has Muon already"),
     "steps": (stepped, "has a state.*load a checkpoint afterwards"),
-    "a schedule": (scheduled, r"found a schedule on the SGD.*build the schedule after boost, on boosted.optimizer"),
+    "a schedule": (
+        scheduled,
+        r"found a schedule on the SGD.*build the schedule after muon_from, on the optimizer that it returns",
+    ),
     "hooks": (piped, "found hooks on the steps of this SGD"),
     "a schedule as rate": (lambda m: SGD(m.parameters(), lr=Constant(0.1)), "found a schedule as lr of a SGD"),
     "a list as decay": (lambda m: SGD(m.parameters(), weight_decay=[0.1, 0.2]), "found a schedule as weight_decay"),
     "an initial rate": (
         lambda m: torch.optim.SGD([{"params": list(m.parameters()), "initial_lr": 0.1}], lr=0.1),
-        "found 'initial_lr' in the groups",
+        "found 'initial_lr' in the groups.*build the schedule after muon_from",
     ),
     "an option": (lambda m: torch.optim.SGD(m.parameters(), lr=0.1, differentiable=True), "differentiable: found True"),
     "a rate of 0": (lambda m: torch.optim.SGD(m.parameters(), lr=0.0), "the learning rate 0 for all hidden matrices"),

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torchboost.bench.factory import Parts, check_step, made_by, schedule_of
-from torchboost.calibration.choice import in_a_line
 from torchboost.config import RecipeSection
-from torchboost.errors import IncompatibleError
+from torchboost.errors import IncompatibleError, in_a_line
 from torchboost.front import Boosted, boost
 
 LEAST_STEPS = 2

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchboost.calibration.certificate import Result, verified
-from torchboost.calibration.choice import Choice, Verdict, in_a_line, machine_of
+from torchboost.calibration.choice import Choice, Verdict, machine_of
 from torchboost.calibration.passes import Passes, on_real_inputs, reshard
 from torchboost.calibration.search import SET_ASIDE, Price, search
 from torchboost.calibration.trial import Reduce, Trial, free_bytes, needed_bytes, obstacle_to_updates
@@ -33,7 +33,7 @@ from torchboost.core.torch_private import (
 from torchboost.core.wrapping import parameters_of, sharded_units, unwrap
 from torchboost.distributed.agreement import Agreement, ranks_of_shards
 from torchboost.distributed.topology import Topology
-from torchboost.errors import RankDisagreementError
+from torchboost.errors import RankDisagreementError, in_a_line
 from torchboost.plan import Plan, own_settings
 from torchboost.registry import REGISTRY
 from torchboost.sheet import percent
@@ -218,7 +218,7 @@ class Calibration:
         if counts_steps and _steps_of_trial(self.total_steps or 0) < _LEAST_STEPS:
             return (
                 f"a run of {self.total_steps:,} steps is short: a trial may take {percent(_MOST_SHARE)} of it, and "
-                f"needs {_LEAST_STEPS} steps; boost(..., calibrate=10) measures for up to 10 s"
+                f"needs {_LEAST_STEPS} steps; calibrate=10 measures for up to 10 s"
             )
         return obstacle_to_updates(target.optimizers) or exchange_in(target.model)
 

@@ -184,14 +184,14 @@ class Choice(_Record):
         where = {"trial": trial, "checkpoint": "as in the checkpoint", "prior": ""}[self.source]
         return ", ".join(text for text in (self.gain, where) if text)
 
-    def longer(self, but: Container[str] = ()) -> str:
-        """Return which levers had too little time in a trial, and what gives them more. Empty if none of them."""
+    def longer(self, call: str = "boost", but: Container[str] = ()) -> str:
+        """Return which levers had too little time in a trial, and which call gives them more. Empty if none of them."""
         short = [v for v in self.verdicts if v.longer and v.lever not in but] if self.source == "trial" else []
         if not short:
             return ""
         seconds = max(verdict.longer for verdict in short)
         names = ", ".join(verdict.lever for verdict in short)
-        return f"too little time for {names}: boost(..., calibrate={seconds}) measures for up to {seconds} s"
+        return f"too little time for {names}: {call}(..., calibrate={seconds}) measures for up to {seconds} s"
 
     def summary(self, untimed: str = "") -> str:
         """Return the result of a trial, and what to do next, in a line. ``untimed`` names what was on in all steps."""
@@ -205,12 +205,23 @@ class Choice(_Record):
         if self.gains:
             said = "; ".join(filter(None, (on, gain, untimed, off)))
             return f"on after {seconds} of measuring: {said}. boosted.explain() says why"
-        found = "; ".join(filter(None, (f"on: {on}; {gain}" if on else "", untimed, off)))
-        open_ = on and (self.ratio is None or self.ratio.mid >= SEEMS_FASTER)
-        lead = f"{seconds} of measuring did not decide" if open_ else f"no gain was found in {seconds} of measuring"
-        if untried := ", ".join(verdict.lever for verdict in self.verdicts if verdict.untried):
-            lead = f"{seconds} of measuring did not suffice, there was no time for {untried}"
+        usual = ", ".join(verdict.lever for verdict in self.verdicts if verdict.untried and verdict.kept)
+        tried = ", ".join(verdict.lever for verdict in self.verdicts if verdict.kept and not verdict.untried)
+        parts = (f"on: {tried}" if tried else "", f"not measured, on as usual: {usual}" if usual else "")
+        found = "; ".join(filter(None, (*parts, gain if tried or self.ratio else "", untimed, off)))
+        lead, more = self._undecided(seconds), max((verdict.longer for verdict in self.verdicts), default=0)
+        if more:
+            return f"{lead}; calibrate={more} measures longer ({found}). boosted.explain() says why"
         return f"{lead} ({found}). boosted.explain() says why, and {WASTE} shows what a step spends its time on"
+
+    def _undecided(self, seconds: str) -> str:
+        """Say that a trial without a gain found none, or could not."""
+        missed = ", ".join(verdict.lever for verdict in self.verdicts if verdict.untried and not verdict.kept)
+        if any(verdict.untried for verdict in self.verdicts):
+            return f"{seconds} of measuring did not suffice{f': no time for {missed}' if missed else ''}"
+        if self.kept and (self.ratio is None or self.ratio.mid >= SEEMS_FASTER):
+            return f"{seconds} of measuring did not decide"
+        return f"no gain was found in {seconds} of measuring"
 
     def measured_elsewhere(self, device: torch.device) -> str:
         """Return how the machine of a checkpoint differs from this one, and what to do. Empty if it does not."""
@@ -237,9 +248,3 @@ def in_seconds(number: float) -> str:
     if 0 < number < 0.05:
         return f"{1e3 * number:.2g} ms"
     return f"{number:.0f} s" if number >= 10 else f"{number:.1f} s"
-
-
-def in_a_line(error: Exception) -> str:
-    """Return the kind of an error and the first line of its text, as a reason."""
-    text = (str(error).splitlines() or [""])[0]
-    return f"{type(error).__name__}: {text}"[:300].removesuffix(": ")

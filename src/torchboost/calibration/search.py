@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from torchboost.calibration.choice import SEEMS_FASTER, Verdict, in_a_line, in_seconds
+from torchboost.calibration.choice import SEEMS_FASTER, Verdict, in_seconds
 from torchboost.calibration.trial import Trial
+from torchboost.errors import in_a_line
 from torchboost.measure.evidence import Interval
 from torchboost.measure.statistics import exact_median
 from torchboost.sheet import percent

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from torchboost.algorithms.sparse_head import SparseHead, sparse_head_forward
 from torchboost.algorithms.unpad import Unpad, masks_among, unpad_forward
-from torchboost.calibration.choice import in_a_line
 from torchboost.calibration.passes import Passes, on_real_inputs
 from torchboost.calibration.removals import (
     HostWaits,
@@ -32,7 +31,7 @@ from torchboost.calibration.watch import Call
 from torchboost.core.algorithm import Target
 from torchboost.core.forward import tensors_in
 from torchboost.core.wrapping import is_compiled, sharded_units
-from torchboost.errors import IncompatibleError
+from torchboost.errors import IncompatibleError, in_a_line
 from torchboost.measure.statistics import paired_ratio
 from torchboost.measure.stopwatch import Clock, collector_off, pair_of
 from torchboost.sheet import Sheet, percent

@@ -22,12 +22,12 @@ from torch.utils.data import DataLoader
 
 from torchboost.bench.factory import Factory, Parts, check_step, one_epoch, outputs_of
 from torchboost.bench.report.table import print_table
-from torchboost.calibration.choice import in_a_line
 from torchboost.calibration.waste import waste_of
 from torchboost.cli.shared import EXTRAS, Display, answer_only, print_json, usable_device, user_errors
 from torchboost.core.algorithm import Target
 from torchboost.core.hardware import half_precision
 from torchboost.core.torch_private import compiler_follows_flags
+from torchboost.errors import in_a_line
 from torchboost.measure.machine import Kind, products
 from torchboost.measure.stopwatch import Clock, Progress, package_version
 from torchboost.sheet import percent

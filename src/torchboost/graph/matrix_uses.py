@@ -72,7 +72,9 @@ _DECIDING: tuple[Place, ...] = ("lookup", "output", "input", "hidden")
 _LOOKUPS = frozenset({"embedding", "_embedding_bag", "_embedding_bag_forward_only", "index_select", "index", "gather"})
 
 
-def matrix_uses(model: nn.Module, sample: Any = None) -> dict[nn.Parameter, Use] | None:
+def matrix_uses(
+    model: nn.Module, sample: Any = None, *, failures: list[Exception] | None = None
+) -> dict[nn.Parameter, Use] | None:
     """Return the use of every parameter in one forward pass, or None if the model cannot be run here.
 
     The uses are facts of this pass: neither names nor types of modules are asked.
@@ -85,6 +87,7 @@ def matrix_uses(model: nn.Module, sample: Any = None) -> dict[nn.Parameter, Use]
         model: Wrapped or not. It is not changed. Sharded models cannot be run.
         sample: An input. None guesses one: noise for the first layer, or the numbers of a few tokens, once for each
             argument that a call must have.
+        failures: Gets the errors on guessed inputs, the last one on tokens.
 
     Raises:
         ValueError: ``sample`` was given and the model does not run on it.
@@ -95,11 +98,11 @@ def matrix_uses(model: nn.Module, sample: Any = None) -> dict[nn.Parameter, Use]
     if wrapper_of(model) == "fully_shard" or any(parameter.is_meta for parameter in bare.parameters()):
         return None
     matrices = {parameter for parameter in bare.parameters() if parameter.ndim > 1}
-    uses = first_run(bare, sample, _uses)
+    uses = first_run(bare, sample, _uses, failures=failures)
     if sample is None and (uses is None or not matrices.issubset(uses)):
         uses = None  # at most a part of the model was run, such as the head alone
         with suppress(ValueError):
-            uses = first_run(bare, _tokens(bare), _uses)
+            uses = first_run(bare, _tokens(bare), _uses, failures=failures)
     return None if uses is None else dict.fromkeys(bare.parameters(), Use("not reached")) | uses
 
 

@@ -384,11 +384,13 @@ def trace_paths(model: nn.Module, sample: Any = None, *, most: int = _PATHS) -> 
     return None
 
 
-def first_run(model: nn.Module, sample: Any, run: Callable[[nn.Module, Any], _T]) -> _T | None:
+def first_run(
+    model: nn.Module, sample: Any, run: Callable[[nn.Module, Any], _T], *, failures: list[Exception] | None = None
+) -> _T | None:
     """Return the result of ``run`` for the model and ``sample``, or for the first guessed input on which it runs.
 
     Returns None if it runs on no guess, or if a copy computes with tensors of the model itself. ``run`` gets the
-    network that a guess is for, which may be a part of the model.
+    network that a guess is for, which may be a part of the model. The errors of ``run`` are added to ``failures``.
 
     Raises:
         ValueError: The model does not run on ``sample``.
@@ -400,6 +402,8 @@ def first_run(model: nn.Module, sample: Any, run: Callable[[nn.Module, Any], _T]
         except ReachesOriginal:
             return None
         except Exception as error:
+            if failures is not None:
+                failures.append(error)
             if sample is not None:
                 raise ValueError(f"the model does not run on the sample: {error}") from error
     return None

@@ -6,7 +6,7 @@ import itertools
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchboost.core.arguments import check_flag, check_module, check_number, check_shapes
 from torchboost.core.torch_private import AnyConv, AnyNorm
 from torchboost.core.wrapping import unwrap, wrapper_of
-from torchboost.errors import IncompatibleError
+from torchboost.errors import IncompatibleError, in_a_line
 from torchboost.graph.blocks import blocks_of
 from torchboost.graph.fused_matrices import agreed_parts, parts_of_gates
 from torchboost.graph.matrix_uses import Place, Use, matrix_uses
@@ -440,9 +440,10 @@ def muon_groups(
         adamw 0.003 ['0.weight', '0.bias', '2.bias', '4.weight', '4.bias']
     """
     groups = param_groups(model, rules, include_frozen=include_frozen)
-    found = matrix_uses(model, sample)
+    failures: list[Exception] = []
+    found = matrix_uses(model, sample, failures=failures)
     if found is None and split:
-        _warn_of_types(model)
+        _warn_of_types(model, failures)
     uses = _with_types(found, unwrap(model))
     presets = {"muon": dict(muon or {}), "adamw": dict(adamw or {})}
     chosen = {p: (n, group) for group in groups for p, n in zip(group["params"], group["param_names"], strict=True)}
@@ -468,16 +469,18 @@ def muon_groups(
     return MuonSplit(sorted(sorted_in.values(), key=lambda group: group["rule"] != "muon"), rows)
 
 
-def _warn_of_types(model: nn.Module) -> None:
+def _warn_of_types(model: nn.Module, failures: Sequence[Exception]) -> None:
     """Warn that the model was not run, if it has a layer that may be a fused projection, and values of its own."""
     bare = unwrap(model)
     if wrapper_of(model) == "fully_shard" or any(parameter.is_meta for parameter in bare.parameters()):
         return
     if _may_be_fused(bare):
+        reads_tokens = any(isinstance(module, nn.Embedding) for module in bare.modules())
+        why = f" ({in_a_line(failures[-1 if reads_tokens else 0])})" if failures else ""
         warnings.warn(
-            f"Muon: this {type(bare).__name__} does not run on a guessed input, so the types of its modules decide "
-            "which matrices Muon trains, and fused projections, such as those of queries, keys and values, are not "
-            "split. Pass sample=, the inputs of a batch, to torchboost.optim.muon_from or muon_groups.",
+            f"Muon: this {type(bare).__name__} does not run on a guessed input{why}, so the types of its modules "
+            "decide which matrices Muon trains, and fused projections, such as those of queries, keys and values, are "
+            "not split. Pass a batch, such as sample=(x, y), to torchboost.optim.muon_from or muon_groups.",
             UserWarning,
             stacklevel=3,
         )

@@ -33,10 +33,11 @@ OF_TORCH: dict[type[Optimizer], str] = {torch.optim.SGD: "sgd", torch.optim.Adam
 SCALED = "recipe_rate"
 """Key of a param group whose learning rate a recipe has scaled. It is saved, so that no rate is scaled twice."""
 
-_SCHEDULE_LATER = (
+_AFTER_BOOST = (
     "build the schedule after boost, on boosted.optimizer, for boosted.steps updates: "
     "scheduler = ...(boosted.optimizer, ...)"
 )
+_AFTER_MUON = "build the schedule after muon_from, on the optimizer that it returns"
 
 
 def muon_from(optimizer: Optimizer, model: nn.Module, *, lr: float, sample: Any = None) -> MixedOptimizer:
@@ -82,8 +83,8 @@ def muon_from(optimizer: Optimizer, model: nn.Module, *, lr: float, sample: Any 
     check_number("lr", lr, above=True)
     for group in optimizer.param_groups:
         _rule_of(optimizer, group)
-    _check_plain(optimizer)
-    _check_fresh(optimizer)
+    _check_plain(optimizer, _AFTER_MUON)
+    _check_fresh(optimizer, _AFTER_MUON)
     return _with_muon(optimizer, described_groups(optimizer), model, lr, sample)
 
 
@@ -163,10 +164,10 @@ def _check(recipe: RecipeSection, optimizers: Sequence[Optimizer], inner: Sequen
             )
         for group in one.param_groups if recipe.optimizer == "muon" else ():
             _rule_of(one, group)
-        _check_unscheduled(one)
-        _check_plain(within)
+        _check_unscheduled(one, _AFTER_BOOST)
+        _check_plain(within, _AFTER_BOOST)
         if recipe.rate != 1 or recipe.optimizer is not None:
-            _check_fresh(within, hooks=recipe.optimizer is not None)
+            _check_fresh(within, _AFTER_BOOST, hooks=recipe.optimizer is not None)
             for group in within.param_groups:
                 _rate(within, group)
 
@@ -187,7 +188,7 @@ class _LooksForSchedule:
 
     def __call__(self, *_: Any) -> None:
         if not self._looked:
-            _check_unscheduled(self._given)
+            _check_unscheduled(self._given, _AFTER_BOOST)
             self._looked = True
         if not self._warned and self._now() != self._rates:
             self._warned = True
@@ -198,31 +199,32 @@ class _LooksForSchedule:
             )
 
 
-def _check_unscheduled(optimizer: Optimizer) -> None:
+def _check_unscheduled(optimizer: Optimizer, later: str) -> None:
+    """Refuse a schedule. ``later`` says how to build it instead, also below."""
     if drives_schedule(optimizer):
         raise IncompatibleError(
-            f"found a schedule on the {type(optimizer).__name__} that was given, which would not follow the recipe; "
-            f"{_SCHEDULE_LATER}."
+            f"found a schedule on the {type(optimizer).__name__} that was given, whose rates no other optimizer gets; "
+            f"{later}."
         )
 
 
-def _check_plain(optimizer: Optimizer) -> None:
+def _check_plain(optimizer: Optimizer, later: str) -> None:
     """Refuse schedules, which were made for the given rates and the full length."""
-    _check_unscheduled(optimizer)
+    _check_unscheduled(optimizer, later)
     for group in described_groups(optimizer):
         for key in ("lr", "weight_decay"):
             if callable(group.get(key)):
                 raise IncompatibleError(
                     f"found a schedule as {key} of a {type(optimizer).__name__}, made for the given rate and length; "
-                    f"give a number, and {_SCHEDULE_LATER}."
+                    f"give a number, and {later}."
                 )
 
 
-def _check_fresh(optimizer: Optimizer, *, hooks: bool = True) -> None:
+def _check_fresh(optimizer: Optimizer, later: str, *, hooks: bool = True) -> None:
     if optimizer.state or any(SCALED in group for group in optimizer.param_groups):
         raise IncompatibleError(
             f"found a {type(optimizer).__name__} that has a state, or rates that a recipe has scaled already; give a "
-            "fresh one, and load a checkpoint afterwards, into boosted.optimizer."
+            "fresh one, and load a checkpoint afterwards, into boosted.optimizer, or into what muon_from returned."
         )
     if hooks and (step_pre_hooks(hookable(optimizer)) or step_post_hooks(hookable(optimizer))):
         raise IncompatibleError(
@@ -233,7 +235,7 @@ def _check_fresh(optimizer: Optimizer, *, hooks: bool = True) -> None:
     if hooks and any("initial_lr" in group for group in optimizer.param_groups):
         raise IncompatibleError(
             f"found 'initial_lr' in the groups of a {type(optimizer).__name__}, as schedules set it; leave it out, and "
-            f"{_SCHEDULE_LATER}."
+            f"{later}."
         )
 
 
