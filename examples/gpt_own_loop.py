@@ -65,4 +65,4 @@ if __name__ == "__main__":
 #     Muon, steps 0 to 150 of 300: loss 2.363 on unseen text
 #     Muon, steps 150 to 300 of 300: loss 2.016 on unseen text
 #
-# The rates are the best that were tried without micro-batches: 0.004, 0.008 and 0.016 for AdamW, 0.02 and 0.04 for Muon.
+# The rates are the best of those tried without micro-batches: 0.004, 0.008 and 0.016 for AdamW, 0.02 and 0.04 for Muon.
