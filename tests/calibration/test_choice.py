@@ -175,7 +175,8 @@ def test_what_is_on_as_usual_is_not_said_to_be_measured(open_: dict[str, Any]) -
     choice = Choice(verdicts=(kept,), source="trial", seconds=30.0)
     assert not choice.gains
     assert choice.summary().startswith("30 s of measuring did not ")
-    assert "(on: fused_optimizer; " in choice.summary()
+    on = "not measured, on as usual: fused_optimizer" if kept.untried else "on: fused_optimizer; "
+    assert f"({on}" in choice.summary()
 
 
 def test_an_unknown_gain_of_all_together_has_its_reason() -> None:

@@ -45,6 +45,7 @@ IMPORTABLE = (
     "leave processes out."
 )
 
+OPTIONAL = ("evaluate", "schedule", "validate", "before_step")
 RETURNS = "(model, optimizer, loss, batches), and after them, if you like, evaluate, schedule, validate and before_step"
 
 Metric = Literal["accuracy", "bits per character", "metric"]
@@ -183,7 +184,7 @@ def made_by(make: Callable[[int], object], seed: int) -> Parts:
     with streams_restored():
         _seed(seed)
         result = make(seed)
-    if not isinstance(result, tuple) or not 4 <= len(result) <= len(Parts._fields):
+    if not isinstance(result, tuple) or not 4 <= len(result) <= 4 + len(OPTIONAL):
         what = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
         raise FactoryError(f"the factory returned {what}; needed: {RETURNS}.")
     parts = Parts(*result)
@@ -193,7 +194,7 @@ def made_by(make: Callable[[int], object], seed: int) -> Parts:
         "loss": callable(parts.loss),
         "batches": isinstance(parts.batches, Iterable),
     }
-    fitting |= {name: part is None or callable(part) for name, part in zip(Parts._fields[4:], parts[4:], strict=True)}
+    fitting |= {name: part is None or callable(part) for name, part in zip(OPTIONAL, parts[4:], strict=True)}
     for name, fits in fitting.items():
         if not fits:
             raise FactoryError(f"the factory's {name} is a {type(getattr(parts, name)).__name__}; needed: {RETURNS}.")
