@@ -27,6 +27,7 @@ from torchboost.bench.factory import (
     one_epoch,
     streams_restored,
 )
+from torchboost.bench.report import wording
 from torchboost.bench.schedules import without_effect
 from torchboost.bench.verdict import LEAST_PAIRS, stock_of
 from torchboost.config import BoostConfig
@@ -430,7 +431,7 @@ def check_same(path: Path, saved: Any, now: Any, names: Sequence[str], history: 
 
 
 def _changed(trained: Sequence[AlgorithmRow], timed: Sequence[AlgorithmRow]) -> str:
-    return CHANGED.format(*(", ".join(row.name for row in rows) or "nothing" for rows in (trained, timed)))
+    return CHANGED.format(wording.turned_on(trained), wording.turned_on(timed))
 
 
 def _same_plans(contestants: list[Contestant]) -> list[str]:

@@ -122,7 +122,7 @@ def remarks(first: BenchReport, second: BenchReport) -> list[str]:
     for one in first.contestants:
         other = others.get(one.name, one)
         if one.algorithms != other.algorithms or one.source != other.source:
-            a, b = (", ".join(row.name for row in each.algorithms) or "nothing" for each in (one, other))
+            a, b = (wording.turned_on(each.algorithms) for each in (one, other))
             said = f"A turned on {a}, B {b}" if a != b else f"both turned on {a}, with other settings"
             lines.append(f"{one.name} is not the same in both: {said}.")
     lines.append(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
-from torchboost.measure.evidence import BenchReport, Interval
+from torchboost.measure.evidence import AlgorithmRow, BenchReport, Interval
 
 _MINUS = "\N{MINUS SIGN}"
 _TIMES = "\N{MULTIPLICATION SIGN}"
@@ -98,6 +99,11 @@ def better(value: float) -> str:
     if not math.isfinite(value):
         return str(value)
     return f"{abs(value):.3g} {'worse' if value < 0 else 'better'}"
+
+
+def turned_on(rows: Sequence[AlgorithmRow]) -> str:
+    """Name what a contestant turned on, or say ``nothing``."""
+    return ", ".join(row.name for row in rows) or "nothing"
 
 
 def amount(value: float, *, share: bool) -> str:
